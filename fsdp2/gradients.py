@@ -1,0 +1,172 @@
+"""The gradients of one group, from where autograd left them to the sharded parameters.
+
+They pass through up to four states: none; unreduced (a backward without communication left them on the unsharded
+parameters); partial (reduced over the shard axis, not over the replicate axis); reduced (in ``.grad`` of the shards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.collectives import PendingReduce, Reduce, bound_reduce
+from fsdp2.comm import Comm
+from fsdp2.mesh import ParallelMesh
+from fsdp2.param import ShardedParam
+from fsdp2.plan import ReduceStep, compile_reduce
+from fsdp2.precision import divide_factors
+from fsdp2.streams import Streams
+
+
+class GradientState(Enum):
+    """Where a group's gradients are, the furthest behind of them."""
+
+    NONE = "NONE"
+    UNREDUCED = "UNREDUCED"
+    PARTIAL = "PARTIAL"
+    REDUCED = "REDUCED"
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What the setters of ``FSDPModule`` configure for one group's gradients."""
+
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    gradient_divide_factor: float | None = None
+
+
+class GroupGradients:
+    """Takes gradients off the unsharded parameters, and lands what the reduction makes of them."""
+
+    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: Comm) -> None:
+        self._params = params
+        self._mesh = mesh
+        self._comm = comm
+        self._reduces: dict[tuple[tuple[int, ...], float | None], Reduce] = {}
+        self._partial: tuple[list[torch.Tensor], list[bool]] | None = None  # sums, and which steps had a gradient
+
+    @property
+    def state(self) -> GradientState:
+        if any(p.accumulated is not None or _unsharded_grad(p) is not None for p in self._params):
+            return GradientState.UNREDUCED
+        if self._partial is not None:
+            return GradientState.PARTIAL
+        has_grad = any(param.sharded.grad is not None for param in self._params)
+        return GradientState.REDUCED if has_grad else GradientState.NONE
+
+    def unbind(self) -> None:
+        """Forget compiled plans: dtypes, layouts or streams have changed."""
+        self._reduces.clear()
+
+    def discard_unreduced(self) -> None:
+        """Drop what is not in the shards' ``.grad`` yet."""
+        self._partial = None
+        for param in self._params:
+            param.accumulated = None
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    def keep_unreduced(self) -> None:
+        """Keep this backward's gradients on this rank, in reduce dtype."""
+        for param in self._params:
+            if param.dtypes.param is param.dtypes.reduce:
+                continue  # autograd itself accumulates, in that dtype
+            grad = _take_unsharded_grad(param)
+            if grad is not None:
+                _accumulate(param, grad.to(param.dtypes.reduce))
+
+    def reduce(self, trainable: tuple[int, ...], options: GroupOptions, streams: Streams) -> PendingReduce | None:
+        """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none."""
+        grads = {index: self._take(self._params[index]) for index in trainable}
+        if all(grad is None for grad in grads.values()):
+            return None
+        key = (trainable, options.gradient_divide_factor)
+        reduce = self._reduces.get(key) or self._compile(trainable, options.gradient_divide_factor, streams)
+        self._reduces[key] = reduce
+        present = [grads[step.index] is not None for step in reduce.plan.steps]
+        sums, pending = reduce.issue(self._complete(reduce, grads))
+        return pending.then(partial(self._land, reduce, sums, present, options.requires_all_reduce))
+
+    def _compile(self, trainable: tuple[int, ...], factor: float | None, streams: Streams) -> Reduce:
+        inputs = [(index, self._params[index].plan_input) for index in trainable]
+        factors = divide_factors(inputs[0][1].dtypes.reduce, self._mesh.data_parallel_size, factor)
+        return bound_reduce(compile_reduce(inputs, self._comm, factors), self._mesh, self._comm, streams)
+
+    def _take(self, param: ShardedParam) -> torch.Tensor | None:
+        grad = _take_unsharded_grad(param)
+        if param.accumulated is None:
+            return grad
+        if grad is not None:
+            _accumulate(param, grad)
+        grad, param.accumulated = param.accumulated, None
+        return grad
+
+    def _complete(self, reduce: Reduce, grads: dict[int, torch.Tensor | None]) -> list[torch.Tensor]:
+        """One gradient per step. The layout of a reduction is the same on all ranks, whatever autograd did on this
+        one: a parameter without a gradient contributes zeros."""
+        found = {grad.dtype for grad in grads.values() if grad is not None}
+        dtype = found.pop() if len(found) == 1 else reduce.plan.dtypes.reduce  # some accumulated in reduce dtype
+        complete = []
+        for step in reduce.plan.steps:
+            grad = grads[step.index]
+            if grad is None:
+                grad = torch.zeros(step.layout.shape, dtype=dtype, device=self._mesh.device)
+            complete.append(grad.to(dtype))
+        return complete
+
+    def _land(self, reduce: Reduce, sums: list[torch.Tensor], present: list[bool], all_reduce: bool) -> None:
+        """The sums over the shard axis are complete: carry them on, to the replicate axis and to the shards."""
+        if self._partial is not None:
+            partial_sums, partial_present = self._partial
+            _torch.foreach_add(sums, partial_sums)
+            present = [now or before for now, before in zip(present, partial_present, strict=True)]
+            self._partial = None
+        if self._mesh.replicate.size > 1 and not all_reduce:
+            self._partial = (sums, present)
+            return
+        reduce.all_reduce(sums)
+        shards = reduce.shards(reduce.average(sums))
+        self._deposit([pair for pair, there in zip(zip(reduce.plan.steps, shards), present, strict=True) if there])  # noqa: B905
+
+    def _deposit(self, shards: list[tuple[ReduceStep, torch.Tensor]]) -> None:
+        """Set or add to ``.grad`` of the sharded parameters, and run the user's hooks as autograd would."""
+        targets, values = [], []
+        for step, shard in shards:
+            sharded = self._params[step.index].sharded
+            grad = sharded.grad
+            if grad is None:
+                sharded.grad = _torch.dtensor(shard, _torch.spec_of(sharded))
+            else:
+                targets.append(_torch.local_of(grad))
+                values.append(shard)
+        if targets:
+            _torch.foreach_add(targets, values)
+        for step, _ in shards:
+            sharded = self._params[step.index].sharded
+            for hook in _torch.post_accumulate_grad_hooks(sharded):
+                hook(sharded)
+
+
+def _unsharded_grad(param: ShardedParam) -> torch.Tensor | None:
+    return None if param.unsharded is None else param.unsharded.grad
+
+
+def _take_unsharded_grad(param: ShardedParam) -> torch.Tensor | None:
+    grad = _unsharded_grad(param)
+    if grad is not None:
+        assert param.unsharded is not None
+        param.unsharded.grad = None
+    return grad
+
+
+def _accumulate(param: ShardedParam, grad: torch.Tensor) -> None:
+    if param.accumulated is None:
+        param.accumulated = grad
+    else:
+        param.accumulated += grad

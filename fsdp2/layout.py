@@ -1,0 +1,95 @@
+"""How one tensor is cut over W ranks, and how pieces lie behind each other in a flat buffer.
+
+Integers in, integers out: no torch, no process group. Sizes are elements unless the name says nbytes.
+Rule: the intervals of all ranks, joined in rank order, are the tensor, for every shape, including size 0 and W > size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+# Regions that compute reads or a collective writes start at multiples of this: a cache line pair on CPUs, and what
+# vectorised and bulk-copy GPU kernels want. torch's own CPU allocator gives 64.
+ALIGNMENT_NBYTES = 128
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """A tensor of ``shape`` cut along ``dim`` into ``num_shards``, as DTensor's ``Shard(dim)`` cuts it.
+
+    All shards are ``chunk_size`` long along ``dim``, but the last non-empty one may be shorter and later ones are
+    empty. On the wire every shard takes ``chunk_numel`` elements, padded at its end.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    num_shards: int
+
+    @cached_property
+    def chunk_size(self) -> int:
+        """Entries along ``dim`` of a full shard."""
+        return -(-self.shape[self.dim] // self.num_shards)
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def chunk_numel(self) -> int:
+        """Elements of a full shard."""
+        return math.prod(self.shape[: self.dim]) * self.chunk_size * math.prod(self.shape[self.dim + 1 :])
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of all shards with their padding: what the gathered region needs."""
+        return self.chunk_numel * self.num_shards
+
+    @property
+    def is_even(self) -> bool:
+        return self.padded_numel == self.numel
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether every shard is one interval of the tensor's memory, so that it can travel without a copy."""
+        return math.prod(self.shape[: self.dim]) == 1
+
+    def interval(self, rank: int) -> tuple[int, int]:
+        """``rank``'s shard along ``dim``, as (start, stop); empty shards start where the tensor ends."""
+        size = self.shape[self.dim]
+        return min(rank * self.chunk_size, size), min((rank + 1) * self.chunk_size, size)
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        start, stop = self.interval(rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+    def shard_numel(self, rank: int) -> int:
+        return math.prod(self.shard_shape(rank))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, as torch counts them (a dim of size 0 counts as 1)."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Pieces that lie behind each other: where each starts, and the size of the whole."""
+
+    offsets: tuple[int, ...]
+    total: int
+
+
+def pack(sizes: Sequence[int], alignment: int = 1) -> Packing:
+    """Place pieces of ``sizes`` in order, each at a multiple of ``alignment``, with the total rounded up to it."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // alignment) * alignment
+    return Packing(tuple(offsets), end)

@@ -1,0 +1,72 @@
+"""Shards on the post-forward mesh: what remains of a group between forward and backward with ``reshard_after_forward=n``.
+
+The unsharded parameters are cut over a smaller group of ranks, so that the gather in backward crosses fewer links, at
+the price of a larger shard. Everything is bound once; memory comes with ``cut`` and goes with ``release``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.collectives import Gather, PendingGather, flat_shards, shard_slice
+from fsdp2.comm import comm_for
+from fsdp2.mesh import ParallelMesh
+from fsdp2.param import ShardedParam
+from fsdp2.plan import compile_gather
+from fsdp2.services import Services
+
+
+class RestingShards:
+    """The resting form of one group's parameters.
+
+    Attributes:
+        parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound while resting.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam], full: Gather, mesh: ParallelMesh, services: Services) -> None:
+        comm = comm_for(mesh.shard, mesh.device)
+        layouts = [param.resting_layout(mesh.shard.size) for param in params]
+        inputs = [replace(p.plan_input, layout=layout) for p, layout in zip(params, layouts, strict=True)]
+        plan = compile_gather(inputs, comm, back_into=full.plan)
+        self._flats = flat_shards(plan, mesh.device)
+        self._gather = Gather(plan, self._flats, full.storage, mesh.shard.rank, comm, services.memory, services.streams)
+        self._streams = services.streams
+        self._cut_done: torch.Event | None = None
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        parameters: dict[int, nn.Parameter] = {}
+        for step in plan.steps:
+            start, stop = step.layout.interval(mesh.shard.rank)
+            local = shard_slice(self._flats, step, step.layout.shard_shape(mesh.shard.rank))
+            self._targets.append(local)
+            self._sources.append(full.unsharded[step.index].narrow(step.layout.dim, start, stop - start))
+            parameters[step.index] = params[step.index].resting_parameter(local, mesh)
+        self.parameters = [parameters[index] for index in range(len(params))]
+        self._nbytes = {dtype: flat.untyped_storage().nbytes() for dtype, flat in self._flats.items()}
+        self.release()
+
+    def cut(self) -> None:
+        """Copy this rank's part out of the unsharded parameters."""
+        for dtype, flat in self._flats.items():
+            flat.untyped_storage().resize_(self._nbytes[dtype])
+        _torch.foreach_copy(self._targets, self._sources)
+        self._cut_done = self._streams.record()
+
+    def issue(self) -> PendingGather:
+        """Start gathering back into the group's unsharded storage."""
+        with self._streams.on_gather():
+            self._streams.wait_here(self._cut_done)  # gather stream waits for compute: it has cut the resting shards
+        return self._gather.issue()
+
+    def release(self) -> int:
+        """Free the resting shards; nothing happens if there are none. Returns the bytes released."""
+        released = 0
+        for flat in self._flats.values():
+            released += flat.untyped_storage().nbytes()
+            flat.untyped_storage().resize_(0)
+        return released

@@ -1,0 +1,291 @@
+"""Performs the schedule's actions, and owns all that is in flight.
+
+``Unit`` is one ``fully_shard`` call. ``RootContext`` is what the units under one root share: schedule, streams, memory,
+pending reductions, observers, and the story of recent events. The first unit whose forward runs becomes the root; if a
+module around it runs later, that one takes over. Hooks report events here; nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.api import MixedPrecisionPolicy, Observer, ScheduleError
+from fsdp2.collectives import PendingReduce
+from fsdp2.group import GroupState, ParamGroup
+from fsdp2.mesh import ParallelMesh
+from fsdp2.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.services import Services, services_for
+
+_UNIT_ATTRIBUTE = "_fsdp2_unit"
+_STORY_LENGTH = 12
+
+
+class Unit:
+    """One ``fully_shard`` call: its modules and its parameter groups, none if it manages no parameter.
+
+    Attributes:
+        modules: the module given, or the modules given together.
+        resting_meshes: per group, where it rests for an int ``reshard_after_forward``; else None.
+        auto_reshard: whether the user left ``reshard_after_forward`` open, so that being the root decides.
+        missing_modules: of several modules, those whose forward has not run in this pass.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: tuple[ParamGroup, ...],
+        mesh: ParallelMesh,
+        policy: MixedPrecisionPolicy,
+        after_forward: AfterForward | None,
+    ) -> None:
+        self.modules = modules
+        self.groups = groups
+        self.mesh = mesh
+        self.policy = policy
+        self.auto_reshard = after_forward is None
+        self.rules = UnitRules(after_forward=after_forward or AfterForward.RESHARD)
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.missing_modules: set[nn.Module] = set()
+        self.name = type(modules[0]).__name__
+        self.index = 0
+        self._context: RootContext | None = None
+        for module in modules:
+            module.__dict__[_UNIT_ATTRIBUTE] = self
+
+    @property
+    def context(self) -> RootContext:
+        """The context this unit works in; it becomes a root of its own if it has none."""
+        if self._context is None:
+            RootContext(self)
+            assert self._context is not None
+        return self._context
+
+    def join(self, context: RootContext, index: int, name: str) -> None:
+        """Work in ``context`` from now on, under ``name``, the module's name from its root."""
+        self._context, self.index, self.name = context, index, name or "(root)"
+        for group in self.groups:
+            group.attach(context.services, self.name, context.story)
+
+    def configure(self, **changes: object) -> None:
+        """Replace rules of the schedule."""
+        self.rules = replace(self.rules, **changes)  # type: ignore[arg-type]
+        if self._context is not None:
+            self._context.update_rules(self)
+
+    def update_prefetch(self) -> None:
+        """Carry the prefetch lists over to the schedule."""
+        if self._context is not None:
+            self._context.update_rules(self)
+
+    def mark_stale(self) -> None:
+        """Parameters may have been replaced: look at them again before their next use."""
+        for group in self.groups:
+            group.is_stale = True
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that ``fully_shard`` made of ``module``."""
+    return module.__dict__.get(_UNIT_ATTRIBUTE)
+
+
+def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
+    """All units of ``module``'s tree with their names in it, each once, outer ones first."""
+    seen: set[int] = set()
+    for name, child in module.named_modules():
+        unit = unit_of(child)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield name, unit
+
+
+class RootContext:
+    """See the module's text."""
+
+    def __init__(self, root: Unit) -> None:
+        if len(root.modules) > 1:
+            names = ", ".join(type(module).__name__ for module in root.modules)
+            raise ScheduleError(
+                f"fully_shard([{names}]) has no root: several modules were sharded as one unit, and one of them ran on "
+                "its own. Call fully_shard on the module that contains them, too, and run that."
+            )
+        named = list(units_under(root.modules[0]))
+        for name, unit in named:
+            if unit._context is not None and unit._context.schedule.forward_root is not None:
+                raise ScheduleError(f"unit '{name}' is in a forward of another root; nothing was changed")
+        self.root = root
+        self.units = [unit for _, unit in named]
+        self.services: Services = services_for(root.mesh.device)
+        self.observers: list[Observer] = []
+        self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
+        self._pending: list[PendingReduce] = []
+        self._perform: dict[Action, Callable[[Unit], None]] = {
+            Action.UNSHARD: self._unshard,
+            Action.PREFETCH: self._unshard,
+            Action.WAIT: self._wait,
+            Action.RESHARD: self._reshard,
+            Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
+            Action.REDUCE: self._reduce,
+            Action.LAND: self._land,
+        }
+        for index, (name, unit) in enumerate(named):
+            unit.join(self, index, name)
+        self.schedule = Schedule([self._rules_of(unit) for unit in self.units])
+
+    # Configuration
+
+    def update_rules(self, unit: Unit) -> None:
+        """``unit`` was configured."""
+        self.schedule.rules[unit.index] = self._rules_of(unit)
+
+    def _rules_of(self, unit: Unit) -> UnitRules:
+        rules = unit.rules
+        if unit.auto_reshard and unit is self.root:  # it would be gathered again at once
+            rules = replace(rules, after_forward=AfterForward.KEEP)
+        return replace(
+            rules,
+            forward_prefetch=self._indices(unit.forward_prefetch),
+            backward_prefetch=self._indices(unit.backward_prefetch),
+        )
+
+    def _indices(self, units: list[Unit] | None) -> tuple[int, ...] | None:
+        if units is None:
+            return None
+        return tuple(unit.index for unit in units if unit._context is self)
+
+    # Events
+
+    def pre_forward(self, unit: Unit) -> Phase:
+        """``unit`` is about to compute. Returns the phase it is in now."""
+        schedule = self.schedule
+        in_backward = _torch.in_backward()
+        if schedule.forward_root is None and not in_backward:
+            self.services.streams.gather_after_compute()
+        self._note("pre_forward", unit)
+        actions = schedule.pre_forward(unit.index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
+        self._do(actions)
+        return schedule.phases[unit.index]
+
+    def post_forward(self, unit: Unit) -> None:
+        self._note("post_forward", unit)
+        self._do(self.schedule.post_forward(unit.index))
+        if self.schedule.forward_root is None:
+            self._flush()
+
+    def pre_backward(self, unit: Unit) -> None:
+        if not self.schedule.in_backward:
+            _torch.at_end_of_backward(self.end_backward)
+        elif self.schedule.phases[unit.index] is Phase.BACKWARD:
+            return
+        self._note("pre_backward", unit)
+        self._do(self.schedule.pre_backward(unit.index))
+
+    def post_backward(self, unit: Unit) -> None:
+        self._note("post_backward", unit)
+        self._do(self.schedule.post_backward(unit.index))
+
+    def end_backward(self) -> None:
+        self._note("end_backward", self.root)
+        for unit in self.units:
+            unit.missing_modules.clear()
+        self._do(self.schedule.end_backward())
+        self._flush()
+
+    def reset(self) -> None:
+        """Back to rest after an exception: nothing in flight, shards bound, unreduced gradients dropped."""
+        self._land(self.root)
+        self.schedule.reset()
+        for unit in self.units:
+            unit.missing_modules.clear()
+            for group in unit.groups:
+                group.reshard()
+                group.gradients.discard_unreduced()
+        self._flush()
+
+    def story(self) -> str:
+        """The last events, oldest first."""
+        return ", ".join(f"{event} {unit}" for event, unit in self._story) or "none"
+
+    # Actions
+
+    def _do(self, actions: Actions) -> None:
+        if self.observers:
+            self._do_observed(actions)
+            return
+        units, perform = self.units, self._perform
+        for action, index in actions:
+            perform[action](units[index])
+
+    def _do_observed(self, actions: Actions) -> None:
+        for action, index in actions:
+            unit = self.units[index]
+            before = [group.state for group in unit.groups]
+            pending = len(self._pending)
+            sizes = [group.plan.unsharded_nbytes for group in unit.groups]
+            self._perform[action](unit)
+            changed = [n for n, old, group in zip(sizes, before, unit.groups, strict=True) if old is not group.state]
+            if action is Action.REDUCE:
+                changed = [0] if self._pending else []
+            elif action is Action.LAND:
+                changed = [0] * pending
+            if changed:
+                for observer in self.observers:
+                    observer.on_action(action.value, unit.name, sum(changed))
+
+    def _unshard(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.unshard()
+
+    def _wait(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.wait()
+
+    def _reshard(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.reshard()
+
+    def _reshard_post_forward(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.reshard_post_forward()
+
+    def _reduce(self, unit: Unit) -> None:
+        """One reduction at a time is in flight behind the one being issued: its gradients are what overlaps costs."""
+        for group in unit.groups:
+            pending = group.reduce()
+            if pending is not None:
+                earlier, self._pending = self._pending, [pending]
+                for reduction in earlier:
+                    reduction.finish()
+
+    def _land(self, _: Unit) -> None:
+        pending, self._pending = self._pending, []
+        for reduction in pending:
+            reduction.finish()
+
+    def _flush(self) -> None:
+        with self.services.streams.on_gather():
+            self.services.memory.flush()
+
+    def _note(self, event: str, unit: Unit) -> None:
+        self._story.append((event, unit.name))
+        for observer in self.observers:
+            observer.on_event(event, unit.name)
+
+    def observe_transitions(self) -> None:
+        """Report the groups' transitions to the observers; groups carry no callback while nobody watches."""
+        for unit in self.units:
+            for group in unit.groups:
+                group.on_transition = self._transition_reporter(unit) if self.observers else None
+
+    def _transition_reporter(self, unit: Unit) -> Callable[[GroupState, GroupState], None]:
+        def report(before: GroupState, after: GroupState) -> None:
+            for observer in self.observers:
+                observer.on_transition(unit.name, before.value, after.value)
+
+        return report

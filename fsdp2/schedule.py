@@ -1,0 +1,211 @@
+"""When: from what happened to what to do. Pure: no tensor, no stream, no process group, so plain values test it.
+
+Units are numbered. Each method stands for one event and returns the actions to perform, in order. Rules:
+
+* A unit's parameters are there when its forward or backward starts, and are prefetched for at most the units that the
+  order of the pass, or the user, names as next.
+* The order of a pass is recorded as it runs. A forward prefetches along the order of the forward before it, a backward
+  along its own forward in reverse. A wrong prediction costs memory until the end of the pass, never correctness.
+* A forward inside a backward (activation checkpointing) gathers what it needs and decides nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    UNSHARD = "unshard"  # start gathering; nothing happens if the parameters are there or on their way
+    PREFETCH = "prefetch"  # the same, for a unit that is not needed yet
+    WAIT = "wait"  # the parameters are usable when this returns
+    RESHARD = "reshard"  # back to the shards
+    RESHARD_POST_FORWARD = "reshard_post_forward"  # back to shards on the smaller mesh
+    REDUCE = "reduce"  # start reducing the gradients that the backward left
+    LAND = "land"  # every started reduction has arrived in its gradients
+
+
+class AfterForward(Enum):
+    """What becomes of a unit's parameters between its forward and its backward."""
+
+    KEEP = "keep"
+    RESHARD = "reshard"
+    RESHARD_TO_SMALLER_MESH = "reshard to smaller mesh"
+
+
+class Pass(Enum):
+    """Where the whole model stands."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"  # a forward inside a backward
+
+
+class Phase(Enum):
+    """Where one unit stands."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    REDUCED = "reduced"  # its backward has run; another forward of the same step may still bring a second one
+
+
+@dataclass(frozen=True)
+class UnitRules:
+    """What the user configured for one unit. ``None`` prefetches along the recorded order."""
+
+    after_forward: AfterForward = AfterForward.RESHARD
+    reshard_after_backward: bool = True
+    forward_prefetch: tuple[int, ...] | None = None
+    backward_prefetch: tuple[int, ...] | None = None
+
+
+Actions = Sequence[tuple[Action, int]]
+
+_AFTER_FORWARD = {
+    AfterForward.RESHARD: Action.RESHARD,
+    AfterForward.RESHARD_TO_SMALLER_MESH: Action.RESHARD_POST_FORWARD,
+}
+
+
+class Schedule:
+    """The order of units, and where each stands. ``rules`` may be replaced by the owner between passes."""
+
+    def __init__(self, rules: Sequence[UnitRules]) -> None:
+        self.rules = list(rules)
+        self.phases = [Phase.IDLE] * len(self.rules)
+        self.forward_root: int | None = None  # the unit whose forward is the whole pass
+        self.is_last_backward = True
+        self._in_backward = False
+        self._last_order: list[int] = []  # pre-forward order of the last complete forward
+        self._order: list[int] = []  # pre-forward order of the running forward
+        self._cursor = 0  # where _order stands in _last_order
+        self._prefetched: set[int] = set()  # prefetched in the running forward and not used so far
+        self._records_uses = False
+        self._uses: list[int] = []  # post-forward order of every forward since the last backward
+        self._use_positions: list[list[int]] = [[] for _ in self.rules]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has reached a unit and has not ended."""
+        return self._in_backward
+
+    @property
+    def running(self) -> Pass:
+        if self._in_backward:
+            return Pass.RECOMPUTE if Phase.RECOMPUTE in self.phases else Pass.BACKWARD
+        return Pass.IDLE if self.forward_root is None else Pass.FORWARD
+
+    def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
+        if self._in_backward and not in_backward:  # the last backward raised
+            self.reset()
+        here = [(Action.UNSHARD, unit), (Action.WAIT, unit)]
+        if self.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: its own backward owns it
+            return here
+        if in_backward:
+            self.phases[unit] = Phase.RECOMPUTE
+            return here
+        if self.forward_root == unit:  # its last forward raised
+            self.reset()
+        if self.forward_root is None:
+            self._start_forward(unit, grad_enabled)
+        self.phases[unit] = Phase.FORWARD
+        self._order.append(unit)
+        self._prefetched.discard(unit)
+        return here + [(Action.PREFETCH, target) for target in self._next_in_forward(unit)]
+
+    def post_forward(self, unit: int) -> Actions:
+        if self.phases[unit] is Phase.BACKWARD:
+            return ()
+        recomputed = self.phases[unit] is Phase.RECOMPUTE
+        self.phases[unit] = Phase.IDLE
+        if recomputed:  # its backward follows at once, and reshards
+            return ()
+        if self._records_uses:
+            self._use_positions[unit].append(len(self._uses))
+            self._uses.append(unit)
+        actions = []
+        if (reshard := _AFTER_FORWARD.get(self.rules[unit].after_forward)) is not None:
+            actions.append((reshard, unit))
+        if unit == self.forward_root:
+            actions += self._end_forward()
+        return actions
+
+    def pre_backward(self, unit: int) -> Actions:
+        self._in_backward = True
+        if self.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
+            return ()
+        self.phases[unit] = Phase.BACKWARD
+        actions = [(Action.UNSHARD, unit), (Action.WAIT, unit)]
+        return actions + [(Action.PREFETCH, target) for target in self._next_in_backward(unit)]
+
+    def post_backward(self, unit: int) -> Actions:
+        self.phases[unit] = Phase.REDUCED
+        if self.rules[unit].reshard_after_backward:
+            return (Action.RESHARD, unit), (Action.REDUCE, unit)
+        return ((Action.REDUCE, unit),)
+
+    def end_backward(self) -> Actions:
+        """Units whose inputs needed no gradient, or that took no part, have had no ``post_backward``: run it now."""
+        actions: list[tuple[Action, int]] = []
+        for unit in reversed(range(len(self.phases))):
+            if self.phases[unit] is not Phase.REDUCED:
+                actions += self.post_backward(unit)
+        self.phases = [Phase.IDLE] * len(self.phases)
+        self._in_backward = False
+        self.forward_root = None
+        if self.is_last_backward:
+            self._forget_uses()
+        actions.append((Action.LAND, 0))
+        return actions
+
+    def reset(self) -> None:
+        """Forget the pass that an exception cut short; the order of the last complete forward stays."""
+        self.phases = [Phase.IDLE] * len(self.phases)
+        self._in_backward = False
+        self.forward_root = None
+        self._prefetched.clear()
+        self._forget_uses()
+
+    def _start_forward(self, unit: int, grad_enabled: bool) -> None:
+        self.forward_root = unit
+        self._records_uses = grad_enabled
+        self._order = []
+        self._cursor = 0
+
+    def _end_forward(self) -> list[tuple[Action, int]]:
+        self.forward_root = None
+        self._last_order = self._order
+        unused, self._prefetched = self._prefetched, set()
+        return [(Action.RESHARD, unit) for unit in sorted(unused)]
+
+    def _next_in_forward(self, unit: int) -> Sequence[int]:
+        explicit = self.rules[unit].forward_prefetch
+        if explicit is None:
+            explicit = self._predicted_next(unit)
+        self._prefetched.update(target for target in explicit if self.phases[target] is not Phase.FORWARD)
+        return explicit
+
+    def _predicted_next(self, unit: int) -> Sequence[int]:
+        """What followed this use of ``unit`` in the last forward; nothing once the order has left it."""
+        try:
+            self._cursor = self._last_order.index(unit, self._cursor) + 1
+        except ValueError:
+            return ()
+        return self._last_order[self._cursor : self._cursor + 1]
+
+    def _next_in_backward(self, unit: int) -> Sequence[int]:
+        explicit = self.rules[unit].backward_prefetch
+        positions = self._use_positions[unit]
+        position = positions.pop() if positions else 0
+        if explicit is not None:
+            return explicit
+        return self._uses[position - 1 : position] if position > 0 else ()
+
+    def _forget_uses(self) -> None:
+        self._uses.clear()
+        for positions in self._use_positions:
+            positions.clear()

@@ -1,0 +1,84 @@
+"""One face for CUDA streams and for the CPU, where collectives run on threads of the process group.
+
+On an accelerator, gathers and reductions are enqueued on streams of their own, and "wait" makes the compute stream
+wait: the CPU never blocks. On the CPU, a collective returns a ``Work``, and "wait" blocks this thread until it is done;
+there are no streams, and every event is ``None``.
+
+Each stream wait below states producer, consumer and reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+
+class Waitable(Protocol):
+    """Anything whose completion can be awaited once: a ``dist.Work``, or a chain of them."""
+
+    def wait(self) -> object: ...
+
+
+class Streams:
+    """The CPU: no streams. Also the interface that :class:`AcceleratorStreams` fills in."""
+
+    def on_gather(self) -> AbstractContextManager[object]:
+        """Run what follows on the stream of all-gathers."""
+        return nullcontext()
+
+    def on_reduce(self) -> AbstractContextManager[object]:
+        """Run what follows on the stream of gradient reductions."""
+        return nullcontext()
+
+    def record(self) -> torch.Event | None:
+        """Mark this point of the current stream."""
+        return None
+
+    def wait_here(self, event: torch.Event | None) -> None:
+        """The current stream waits for ``event``."""
+
+    def gather_after_compute(self) -> None:
+        """Gather stream waits for compute: the optimizer has written the shards that the next pass gathers."""
+
+    def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        """Collectives were issued on the current stream; returns those the CPU still has to wait for."""
+        return works
+
+
+class AcceleratorStreams(Streams):
+    """CUDA and devices like it. One gather stream and one reduce stream for the whole model, both of high priority, so
+    that the small copies around a collective are not queued behind large compute kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._gather = self._module.Stream(device=device, priority=-1)
+        self._reduce = self._module.Stream(device=device, priority=-1)
+
+    def on_gather(self) -> AbstractContextManager[object]:
+        return self._module.stream(self._gather)
+
+    def on_reduce(self) -> AbstractContextManager[object]:
+        return self._module.stream(self._reduce)
+
+    def record(self) -> torch.Event | None:
+        return self._module.current_stream().record_event()
+
+    def wait_here(self, event: torch.Event | None) -> None:
+        if event is not None:
+            self._module.current_stream().wait_event(event)
+
+    def gather_after_compute(self) -> None:
+        self._gather.wait_stream(self._module.current_stream())
+
+    def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        for work in works:
+            work.wait()  # current stream waits for the backend's own stream; the CPU goes on
+        return ()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of ``device``."""
+    return Streams() if device.type == "cpu" else AcceleratorStreams(device)
