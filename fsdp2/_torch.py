@@ -26,8 +26,11 @@ def dtensor_spec(
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """``local`` as a DTensor, no check, no autograd: 4 us where ``DTensor.from_local`` takes 50."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    """``local`` as a DTensor, no check, no autograd: 2 us where ``DTensor.from_local`` takes 50.
+
+    ``DTensor.__new__`` does all the work; ``__init__``, which is skipped, only tells exporters about it.
+    """
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -52,7 +55,7 @@ def in_backward() -> bool:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has executed its last node; autograd has no public hook for that."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
@@ -129,8 +132,3 @@ def sets_attributes_plainly(module: nn.Module) -> bool:
 def parameters_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dict that holds a module's own parameters."""
     return module._parameters
-
-
-def register_load_state_dict_pre_hook(module: nn.Module, hook: Callable[..., None]) -> None:
-    """A pre-hook for ``load_state_dict``; the public registration passes other arguments from torch 2.5 on."""
-    module.register_load_state_dict_pre_hook(hook)

@@ -69,7 +69,7 @@ class Observer:
     """
 
     def on_event(self, event: str, unit: str) -> None:
-        """A hook fired: ``event`` is ``pre_forward``, ``post_forward``, ``pre_backward``, ...; ``unit`` a module name."""
+        """A hook of module ``unit`` fired: ``event`` is ``pre_forward``, ``post_forward``, ``pre_backward``, ..."""
 
     def on_action(self, action: str, unit: str, nbytes: int) -> None:
         """The runtime acts on ``unit``: ``action`` is ``unshard``, ``wait``, ``reshard``, ``reduce``, ...

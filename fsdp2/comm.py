@@ -7,6 +7,7 @@ travels on its own, and whether the backend averages. All calls are issued in th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -148,7 +149,7 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
     """``values`` cut into ``count`` consecutive parts of ``size``; the last ones may be short or empty."""
     total = values.numel()
     bounds = [min(i * size, total) for i in range(count + 1)]
-    return [values.narrow(0, start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [values.narrow(0, start, stop - start) for start, stop in pairwise(bounds)]
 
 
 def comm_for(axis: Axis, device: torch.device) -> Comm:

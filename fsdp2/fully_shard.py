@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.api import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.group import ParamGroup
-from fsdp2.hooks import UnitHooks
+from fsdp2.hooks import ModuleHooks
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import ParallelMesh, default_mesh, parallel_mesh, post_forward_mesh
 from fsdp2.module import FSDPModule
@@ -74,8 +73,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008: frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008: frozen
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, their gradients and so the optimizer's states over the ranks of ``mesh``.
@@ -152,7 +151,9 @@ def _check_policies(mp_policy: object, offload_policy: object) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"fully_shard: mp_policy must be an fsdp2.MixedPrecisionPolicy, not {_described(mp_policy)}.")
     if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"fully_shard: offload_policy must be an fsdp2.OffloadPolicy, not {_described(offload_policy)}.")
+        raise TypeError(
+            f"fully_shard: offload_policy must be an fsdp2.OffloadPolicy, not {_described(offload_policy)}."
+        )
     if type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
             f"fully_shard: offload_policy={offload_policy!r}: offloading to the host is not built yet. "
@@ -168,9 +169,7 @@ def _checked_ignored(ignored_params: object) -> set[nn.Parameter]:
     return set(ignored_params)
 
 
-def _collect(
-    roots: Sequence[nn.Module], ignored: set[nn.Parameter]
-) -> tuple[list[_Found], list[nn.Module]]:
+def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[list[_Found], list[nn.Module]]:
     """The parameters to manage with all their slots, and the modules that they and their buffers are in."""
     found: dict[nn.Parameter, _Found] = {}
     managed: dict[nn.Module, None] = {}
@@ -219,7 +218,7 @@ def _resolve(
         )
     if not param.is_contiguous():
         raise ValueError(
-            f"fully_shard: parameter '{name}' of shape {tuple(param.shape)} has strides {param.stride()}, which are not "
+            f"fully_shard: parameter '{name}' of shape {tuple(param.shape)} has strides {param.stride()}: it is not "
             "contiguous, so its shards are no slices of its memory. "
             f"Replace it with nn.Parameter({name.rpartition('.')[2]}.detach().contiguous()) first."
         )
@@ -246,7 +245,8 @@ def _resolve_dim(name: str, param: nn.Parameter, placement_fn: ShardPlacementFn 
         return 0
     if not isinstance(placement, Shard):
         raise TypeError(
-            f"fully_shard: shard_placement_fn returned {placement!r} for parameter '{name}', expected Shard(dim) or None."
+            f"fully_shard: shard_placement_fn returned {placement!r} for parameter '{name}', "
+            "expected Shard(dim) or None."
         )
     if not -param.dim() <= placement.dim < param.dim():
         raise ValueError(
@@ -262,9 +262,7 @@ def _resolve_after_forward(value: object, parallel: ParallelMesh) -> tuple[After
     if isinstance(value, bool):
         return (AfterForward.RESHARD if value else AfterForward.KEEP), None
     if not isinstance(value, int):
-        raise TypeError(
-            f"fully_shard: reshard_after_forward must be a bool, an int or None, not {_described(value)}."
-        )
+        raise TypeError(f"fully_shard: reshard_after_forward must be a bool, an int or None, not {_described(value)}.")
     size = parallel.shard.size
     if value < 1 or size % value != 0:
         factors = [n for n in range(1, size + 1) if size % n == 0]
@@ -306,7 +304,7 @@ def _commit(
     for group in groups:
         group.rest_on(resting)
     unit = Unit(roots, groups, parallel, policy, after_forward)
-    unit.hooks = UnitHooks(unit)
+    unit.hooks = ModuleHooks(unit)
     for root in roots:
         root.__class__ = _sharded_class(type(root))
 

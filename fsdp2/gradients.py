@@ -127,7 +127,7 @@ class GroupGradients:
             _torch.foreach_add(sums, partial_sums)
             present = [now or before for now, before in zip(present, partial_present, strict=True)]
             self._partial = None
-        if self._mesh.replicate.size > 1 and not all_reduce:
+        if self._mesh.replicate.group is not None and not all_reduce:
             self._partial = (sums, present)
             return
         reduce.all_reduce(sums)

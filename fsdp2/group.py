@@ -14,7 +14,6 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.api import MixedPrecisionPolicy, ScheduleError
-from fsdp2.buffers import Memory
 from fsdp2.collectives import (
     FlatShards,
     Gather,
@@ -32,7 +31,7 @@ from fsdp2.param import Bindings, ParamRecord, ShardedParam, check_device, check
 from fsdp2.plan import compile_gather
 from fsdp2.precision import param_dtypes
 from fsdp2.resting import RestingShards
-from fsdp2.services import Services
+from fsdp2.services import services_for
 
 
 class GroupState(Enum):
@@ -89,7 +88,7 @@ class ParamGroup:
         self._resting: RestingShards | None = None
         self._resting_mesh: ParallelMesh | None = None
         self._pending: PendingGather | None = None
-        self._services: Services | None = None
+        self._services = services_for(mesh.device)
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self._place_shards([param.shard_of(param.sharded.detach()) for param in self.params], new=True)
         self._bindings.bind([param.sharded for param in self.params])
@@ -101,6 +100,7 @@ class ParamGroup:
         self.plan = compile_gather([param.plan_input for param in self.params], self._comm)
         is_meta = any(shard.is_meta for shard in shards)
         self._flats: FlatShards = flat_shards(self.plan, torch.device("meta") if is_meta else self.mesh.device)
+        self._gathered_versions: list[int] = []
         self._slices: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for step in self.plan.steps:
@@ -119,10 +119,9 @@ class ParamGroup:
         self.gradients.unbind()
         self._resting = None
 
-    def attach(self, services: Services, name: str, story: Callable[[], str]) -> None:
-        """Work under another root from now on."""
-        self._services, self.name, self.story = services, name, story
-        self._unbind()
+    def attach(self, name: str, story: Callable[[], str]) -> None:
+        """Work under another root from now on, as unit ``name``; ``story`` tells that root's recent events."""
+        self.name, self.story = name, story
 
     def rest_on(self, mesh: ParallelMesh | None) -> None:
         """Between forward and backward, rest on this smaller mesh when asked to."""
@@ -161,8 +160,6 @@ class ParamGroup:
 
     def _bind_plans(self) -> Gather | LocalGather:
         self._check_materialised()
-        if self._services is None:
-            raise ScheduleError(f"unit '{self.name}': used before its root was known")
         with torch.inference_mode(False), torch.no_grad():  # these tensors outlive the pass that first needs them
             gather: Gather | LocalGather
             if is_local(self.plan, self.mesh):
@@ -178,7 +175,6 @@ class ParamGroup:
         return gather
 
     def _bound_gather(self) -> Gather:
-        assert self._services is not None
         rank, services = self.mesh.shard.rank, self._services
         return Gather(self.plan, self._flats, self._storage, rank, self._comm, services.memory, services.streams)
 
@@ -187,9 +183,9 @@ class ParamGroup:
             device = _torch.local_of(param.sharded).device
             if device.type == "meta":
                 raise RuntimeError(
-                    f"parameter '{param.name}' of unit '{self.name}' is still on the meta device. Materialise the model "
-                    "before its first forward: model.to_empty(device=...), then initialise the values, for example "
-                    "with reset_parameters() of each module."
+                    f"parameter '{param.name}' of unit '{self.name}' is still on the meta device. "
+                    "Materialise the model before its first forward: model.to_empty(device=...), then initialise the "
+                    "values, for example with reset_parameters() of each module."
                 )
             check_device(param.name, device, self.mesh.device)
 
@@ -204,6 +200,7 @@ class ParamGroup:
             if self.is_stale:
                 self.refresh()
             gather = self._gather or self._bind_plans()
+            self._gathered_versions = self._shard_versions()
             if before is GroupState.SHARDED_POST_FORWARD and self._resting is not None:
                 self._pending = self._resting.issue()
             else:
@@ -224,6 +221,13 @@ class ParamGroup:
                 self._trainable = self._sync_requires_grad()
                 break
         self._bindings.bind(self._unsharded)
+
+    def is_outdated(self) -> bool:
+        """Whether the shards were written (by an optimizer) since the unsharded parameters were gathered from them."""
+        return self.state is GroupState.UNSHARDED and self._gathered_versions != self._shard_versions()
+
+    def _shard_versions(self) -> list[int]:
+        return [flat._version for flat in self._flats.values()]  # local tensors are views: they share the counter
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""
@@ -249,7 +253,8 @@ class ParamGroup:
         if before is not GroupState.UNSHARDED:
             return 0
         if self._resting is None:
-            assert self._resting_mesh is not None and isinstance(self._gather, Gather) and self._services is not None
+            assert isinstance(self._gather, Gather)
+            assert self._resting_mesh is not None
             with torch.inference_mode(False), torch.no_grad():
                 self._resting = RestingShards(self.params, self._gather, self._resting_mesh, self._services)
         self._resting.cut()
@@ -300,5 +305,4 @@ class ParamGroup:
         if not self.options.requires_gradient_sync:
             self.gradients.keep_unreduced()
             return None
-        assert self._services is not None
         return self.gradients.reduce(self._trainable, self.options, self._services.streams)

@@ -5,7 +5,6 @@ Hooks are kept out of compiled graphs (``torch.compiler.disable``): a compiled b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class _PostBackward(torch.autograd.Function):
         return (None, *grads)
 
 
-class UnitHooks:
+class ModuleHooks:
     """The hooks of one unit, installed on its modules once, by ``fully_shard``."""
 
     def __init__(self, unit: Unit) -> None:
@@ -53,9 +52,8 @@ class UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = self._unit
         is_first = not unit.missing_modules
-        if len(unit.modules) > 1:
-            if is_first:
-                unit.missing_modules = set(unit.modules)
+        if is_first and len(unit.modules) > 1:
+            unit.missing_modules = set(unit.modules)
         context = unit.context
         if self._moves_inputs and context.schedule.forward_root is None:
             device = unit.mesh.device
@@ -95,6 +93,7 @@ class UnitHooks:
         for unit in reversed(self._unit.context.units):
             if unit.missing_modules and unit is not self._unit:
                 unit.missing_modules.clear()
+                assert unit.hooks is not None
                 output = unit.hooks.end_forward(output)
         return output
 
@@ -125,13 +124,3 @@ def _install_state_dict_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_state_dict_pre_hook(reshard)
     module.register_load_state_dict_pre_hook(reshard)
     module.register_load_state_dict_post_hook(mark_stale)
-
-
-def as_forward(unit: Unit, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """``method`` of ``module`` wrapped so that it counts as a forward of ``unit``."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.hooks.pre_forward(module, args, kwargs)
-        return unit.hooks.post_forward(module, args, method(*args, **kwargs))
-
-    return call

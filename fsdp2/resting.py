@@ -1,4 +1,4 @@
-"""Shards on the post-forward mesh: what remains of a group between forward and backward with ``reshard_after_forward=n``.
+"""Shards on the post-forward mesh: what rests between forward and backward with ``reshard_after_forward=n``.
 
 The unsharded parameters are cut over a smaller group of ranks, so that the gather in backward crosses fewer links, at
 the price of a larger shard. Everything is bound once; memory comes with ``cut`` and goes with ``release``.

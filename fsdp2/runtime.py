@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +25,12 @@ from fsdp2.services import Services, services_for
 
 _UNIT_ATTRIBUTE = "_fsdp2_unit"
 _STORY_LENGTH = 12
+
+
+class UnitHooks(Protocol):
+    """What hooks of one unit call on those of another; they live in the room above."""
+
+    def end_forward(self, output: Any) -> Any: ...
 
 
 class Unit:
@@ -53,6 +60,7 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.missing_modules: set[nn.Module] = set()
+        self.hooks: UnitHooks | None = None
         self.name = type(modules[0]).__name__
         self.index = 0
         self._context: RootContext | None = None
@@ -67,11 +75,16 @@ class Unit:
             assert self._context is not None
         return self._context
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of its root is running."""
+        return self._context is not None and self._context.schedule.forward_root is not None
+
     def join(self, context: RootContext, index: int, name: str) -> None:
         """Work in ``context`` from now on, under ``name``, the module's name from its root."""
         self._context, self.index, self.name = context, index, name or "(root)"
         for group in self.groups:
-            group.attach(context.services, self.name, context.story)
+            group.attach(self.name, context.story)
 
     def configure(self, **changes: object) -> None:
         """Replace rules of the schedule."""
@@ -117,8 +130,9 @@ class RootContext:
             )
         named = list(units_under(root.modules[0]))
         for name, unit in named:
-            if unit._context is not None and unit._context.schedule.forward_root is not None:
+            if unit.is_in_forward:
                 raise ScheduleError(f"unit '{name}' is in a forward of another root; nothing was changed")
+        self.schedule: Schedule
         self.root = root
         self.units = [unit for _, unit in named]
         self.services: Services = services_for(root.mesh.device)
@@ -168,6 +182,10 @@ class RootContext:
         if schedule.forward_root is None and not in_backward:
             self.services.streams.gather_after_compute()
         self._note("pre_forward", unit)
+        if not in_backward:
+            for group in unit.groups:
+                if group.is_outdated():
+                    group.reshard()
         actions = schedule.pre_forward(unit.index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
         self._do(actions)
         return schedule.phases[unit.index]

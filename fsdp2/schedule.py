@@ -184,10 +184,11 @@ class Schedule:
 
     def _next_in_forward(self, unit: int) -> Sequence[int]:
         explicit = self.rules[unit].forward_prefetch
-        if explicit is None:
-            explicit = self._predicted_next(unit)
-        self._prefetched.update(target for target in explicit if self.phases[target] is not Phase.FORWARD)
-        return explicit
+        targets = self._predicted_next(unit) if explicit is None else explicit
+        for target in targets:
+            if self.phases[target] is not Phase.FORWARD:
+                self._prefetched.add(target)
+        return targets
 
     def _predicted_next(self, unit: int) -> Sequence[int]:
         """What followed this use of ``unit`` in the last forward; nothing once the order has left it."""

@@ -1,8 +1,9 @@
-"""What all groups under one root share: the streams and the memory behind them."""
+"""What all groups on one device share, whatever root they are under: the streams and the memory behind them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -12,13 +13,15 @@ from fsdp2.streams import Streams, streams_for
 
 @dataclass(frozen=True)
 class Services:
-    """Streams and memory of one device, for one root."""
+    """Streams and memory of one device."""
 
     streams: Streams
     memory: Memory
 
 
+@cache
 def services_for(device: torch.device) -> Services:
-    """New services on ``device``."""
+    """The services on ``device``; the same for all models of the process, so that their gathers queue behind each
+    other and freed memory serves any of them."""
     streams = streams_for(device)
     return Services(streams, Memory(device, streams))

@@ -68,7 +68,8 @@ def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
     unit = unit_of(module)
     if unit is None:
         raise ValueError(
-            f"fsdp2.trace: this {type(module).__name__} was not given to fully_shard. Pass the root of the sharded model."
+            f"fsdp2.trace: this {type(module).__name__} was not given to fully_shard. "
+            "Pass the root of the sharded model."
         )
     context = unit.context
     context.observers.append(observer)
