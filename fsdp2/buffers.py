@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp2 import _torch
 from fsdp2.streams import Streams
@@ -25,6 +26,18 @@ def tensor_on(
     """
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, offset_nbytes // dtype.itemsize, tuple(shape), tuple(stride))
+
+
+def alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Elements of ``flat`` from ``offset`` on, as a tensor whose own storage starts there; it keeps ``flat`` alive.
+
+    A slice would do, but for two things that users see: ``copy.deepcopy`` of a DTensor refuses a local tensor with a
+    storage offset, and ``torch.save`` writes the whole storage of a slice.
+    """
+    view = flat.as_strided(shape, stride, offset)
+    if view.is_meta or view.numel() == 0:  # no memory to share
+        return view.new_empty_strided(shape, stride)
+    return from_dlpack(to_dlpack(view))
 
 
 class BlockPool:

@@ -14,6 +14,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.api import MixedPrecisionPolicy, ScheduleError
+from fsdp2.buffers import alias
 from fsdp2.collectives import (
     FlatShards,
     Gather,
@@ -22,10 +23,10 @@ from fsdp2.collectives import (
     PendingReduce,
     flat_shards,
     is_local,
-    shard_slice,
 )
 from fsdp2.comm import comm_for
 from fsdp2.gradients import GroupGradients, GroupOptions
+from fsdp2.layout import contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import Bindings, ParamRecord, ShardedParam, check_device, check_uniform_dtypes
 from fsdp2.plan import compile_gather
@@ -101,13 +102,14 @@ class ParamGroup:
         is_meta = any(shard.is_meta for shard in shards)
         self._flats: FlatShards = flat_shards(self.plan, torch.device("meta") if is_meta else self.mesh.device)
         self._gathered_versions: list[int] = []
-        self._slices: dict[int, torch.Tensor] = {}
-        with torch.no_grad():
+        self._locals: dict[int, torch.Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
             for step in self.plan.steps:
                 param = self.params[step.index]
-                local = shard_slice(self._flats, step, param.shard_shape)
+                shape = param.shard_shape
+                local = alias(self._flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
                 local.copy_(shards[step.index])
-                self._slices[step.index] = local
+                self._locals[step.index] = local
                 if new:
                     param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
                 else:
@@ -153,7 +155,7 @@ class ParamGroup:
         self.is_stale = False
 
     def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
-        mine, found = self._slices[index], _torch.local_of(bound)
+        mine, found = self._locals[index], _torch.local_of(bound)
         same_memory = found.data_ptr() == mine.data_ptr() or mine.numel() == 0
         same_kind = found.dtype is mine.dtype and found.device == mine.device and found.shape == mine.shape
         return bound is self.params[index].sharded and same_memory and same_kind
@@ -227,7 +229,9 @@ class ParamGroup:
         return self.state is GroupState.UNSHARDED and self._gathered_versions != self._shard_versions()
 
     def _shard_versions(self) -> list[int]:
-        return [flat._version for flat in self._flats.values()]  # local tensors are views: they share the counter
+        """Optimizers write through the DTensor, ``to_local()`` writes its local tensor: each counts its own."""
+        versions = [param.sharded._version for param in self.params]
+        return versions + [local._version for local in self._locals.values()]
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""

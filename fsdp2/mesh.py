@@ -7,6 +7,7 @@ that knows how process groups and DTensor placements follow from a ``DeviceMesh`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -82,18 +83,19 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
-    """Parameters rest on groups of ``shard_size`` neighbouring ranks of ``parallel``, replicated across the groups.
+# Creating process groups is collective and slow, so all ``fully_shard`` calls on equal meshes share the smaller one. Not
+# an attribute of the mesh: DTensors are copied and pickled with theirs.
+_post_forward_meshes: WeakKeyDictionary[DeviceMesh, dict[tuple[int, int], ParallelMesh]] = WeakKeyDictionary()
 
-    Creating process groups is collective and slow, so the mesh is kept on the ``DeviceMesh`` that it was cut from:
-    every ``fully_shard`` call with the same mesh and size shares it, and it dies with that mesh.
-    """
-    kept: dict[int, ParallelMesh] = parallel.mesh.__dict__.setdefault("_fsdp2_post_forward_meshes", {})
-    if shard_size not in kept:
-        ranks = parallel.mesh.mesh.reshape(-1, shard_size)
-        smaller = DeviceMesh(parallel.mesh.device_type, ranks)
-        kept[shard_size] = ParallelMesh(smaller, _axis(smaller, 1), _axis(smaller, 0), parallel.device)
-    return kept[shard_size]
+
+def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
+    """Parameters rest on groups of ``shard_size`` neighbouring ranks of ``parallel``, replicated across the groups."""
+    kept = _post_forward_meshes.setdefault(parallel.mesh, {})
+    key = (shard_size, id(parallel.shard.group))  # a mesh made after destroy_process_group may equal one from before
+    if key not in kept:
+        smaller = DeviceMesh(parallel.mesh.device_type, parallel.mesh.mesh.reshape(-1, shard_size))
+        kept[key] = ParallelMesh(smaller, _axis(smaller, 1), _axis(smaller, 0), parallel.device)
+    return kept[key]
 
 
 def _axis(mesh: DeviceMesh, axis: int) -> Axis:
