@@ -1,0 +1,277 @@
+"""Train a byte-level language model on the Python standard library's own source, sharded with ``fully_shard``.
+
+    torchrun --nproc-per-node 2 docs/examples/train_lm.py                  # train, validate, checkpoint
+    torchrun --nproc-per-node 2 docs/examples/train_lm.py --stop-after 60  # interrupt ...
+    torchrun --nproc-per-node 2 docs/examples/train_lm.py --resume         # ... and finish with the same losses
+    torchrun --nproc-per-node 2 docs/examples/train_lm.py --compare torch  # fsdp2 and torch's own, side by side
+
+What shapes a step (weights, batch, learning rate) follows from the options and the step's number alone, so on CPU
+a resumed run repeats an uninterrupted one bit for bit. The model and the data are in ``lm_task.py``; the options,
+the progress bar and the files of a run in ``lm_run.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import resource
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+import torch.nn.functional as F
+from lm_run import (
+    RUNTIMES,
+    Config,
+    Journal,
+    checkpoint_path,
+    checkpoints,
+    comparison,
+    config_from_args,
+    latest_checkpoint,
+)
+from lm_task import Corpus, Transformer, read_corpus, training_batch, unigram_entropy, validation_batch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+FINAL_LR_FRACTION = 0.1
+
+
+def main() -> None:
+    config = config_from_args(sys.argv[1:])
+    if config.compare:
+        compare(config, config.compare)
+    else:
+        train(config)
+
+
+def train(config: Config) -> None:
+    """One run: from the first step, or the resumed one, to the last."""
+    device = join_process_group(config.runtime)
+    corpus = read_corpus()
+    trainer = Trainer(config, corpus, device)
+    checkpoint = latest_checkpoint(config.resume) if config.resume else None
+    first_step = trainer.load(checkpoint) if checkpoint else 0
+    journal = open_journal(trainer, first_step) if dist.get_rank() == 0 else None
+    for step in range(first_step, config.last_step):
+        record = trainer.step(step)
+        if journal:
+            journal.add_step(record)
+        done, is_last = step + 1, step + 1 == config.last_step
+        if is_due(done, config.validate_every) and not is_last:
+            validation_loss = trainer.validate()
+            if journal:
+                journal.add_validation(done, validation_loss)
+        if is_due(done, config.checkpoint_every) or is_last:
+            trainer.save(config.output, done)
+    validation_loss = trainer.validate()
+    if journal:
+        journal.finish(validation_loss, unigram_entropy(corpus.train))
+    dist.destroy_process_group()
+
+
+def compare(config: Config, peer: str) -> None:
+    """Train with fsdp2, then with ``peer``, and print both; each in a fresh process, so that memory compares."""
+    for runtime in ("fsdp2", peer):
+        run = dataclasses.replace(config, runtime=runtime, compare=None, output=config.output / runtime)
+        process = torch.multiprocessing.get_context("spawn").Process(target=train, args=(run,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"--compare: the {runtime} run failed with exit code {process.exitcode}; see above.")
+    if os.environ.get("RANK", "0") == "0":
+        print(comparison(config.output / "fsdp2", config.output / peer))
+
+
+class Trainer:
+    """A sharded model, its optimizer and its data on one rank. All ranks call each method together."""
+
+    def __init__(self, config: Config, corpus: Corpus, device: torch.device) -> None:
+        self.config, self.corpus, self.device = config, corpus, device
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(config.seed)  # every rank builds the same full model, then keeps its shard of it
+        self.model = Transformer(config.model)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        shard(self.model, config, data_parallel_mesh(device, config.hsdp))
+        self.optimizer = adamw(self.model, config)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Train on each rank's batch number ``step``; returns the line for ``losses.jsonl``."""
+        started = time.perf_counter()
+        lr = learning_rate(step, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self._loss(*self._training_batch(step))
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        losses, peaks = self._from_all_ranks(loss.item(), peak_memory_mib(self.device))
+        return {
+            "step": step + 1,
+            "loss": statistics.fmean(losses),
+            "grad_norm": cast(DTensor, grad_norm).full_tensor().item(),
+            "lr": lr,
+            "seconds": time.perf_counter() - started,
+            "peak_mib_per_rank": [round(peak) for peak in peaks],
+        }
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Nats per byte, over the same validation windows on every call."""
+        self.model.eval()
+        num_batches = self.config.validation_batches
+        losses = [self._loss(*self._validation_batch(index)).item() for index in range(num_batches)]
+        self.model.train()
+        (means,) = self._from_all_ranks(statistics.fmean(losses))
+        return statistics.fmean(means)
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write the state after ``step`` steps, then drop the older checkpoints of ``folder``."""
+        path = checkpoint_path(folder, step)
+        dcp.save(self._state(step), checkpoint_id=path)
+        if self.rank == 0:
+            for other in set(checkpoints(folder)) - {path}:
+                shutil.rmtree(other)
+
+    def load(self, path: Path) -> int:
+        """Continue from a checkpoint, whatever number of ranks wrote it; returns the number of steps done."""
+        state = self._state(0)
+        dcp.load(state, checkpoint_id=path)  # into the tensors of state: each rank reads its own shards
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        return state["step"]
+
+    def _state(self, step: int) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": step}
+
+    def _training_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        return training_batch(
+            self.corpus.train,
+            seed=self.config.seed,
+            step=step,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            batch_size=self.config.batch_size,
+            sequence_length=self.config.sequence_length,
+        )
+
+    def _validation_batch(self, index: int) -> tuple[Tensor, Tensor]:
+        return validation_batch(
+            self.corpus.validation,
+            index=index * self.num_ranks + self.rank,
+            num_batches=self.config.validation_batches * self.num_ranks,
+            batch_size=self.config.batch_size,
+            sequence_length=self.config.sequence_length,
+        )
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(inputs.to(self.device)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device).flatten())
+
+    def _from_all_ranks(self, *values: float) -> list[list[float]]:
+        """For each of ``values``, what every rank passed."""
+        local = torch.tensor(values, dtype=torch.float64, device=self.device)
+        gathered = [torch.empty_like(local) for _ in range(self.num_ranks)]
+        dist.all_gather(gathered, local)
+        return torch.stack(gathered, dim=1).tolist()
+
+
+def shard(model: Transformer, config: Config, mesh: DeviceMesh) -> None:
+    """Apply the chosen runtime's ``fully_shard`` to each block, then to the root, which takes the rest."""
+    runtime = importlib.import_module(RUNTIMES[config.runtime])
+    policy = runtime.MixedPrecisionPolicy()
+    if config.mp == "bf16":
+        policy = runtime.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        runtime.fully_shard(block, mesh=mesh, mp_policy=policy)
+    runtime.fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def data_parallel_mesh(device: torch.device, hsdp: bool) -> DeviceMesh:
+    num_ranks = dist.get_world_size()
+    if hsdp:
+        return init_device_mesh(device.type, (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("dp",))
+
+
+def adamw(model: Transformer, config: Config) -> torch.optim.AdamW:
+    """AdamW over the shards: call it after ``shard``, which replaces the parameters."""
+    parameters = list(model.parameters())
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    gains = [parameter for parameter in parameters if parameter.dim() == 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": gains, "weight_decay": 0.0},  # decay pulls to 0, but a norm's neutral gain is 1
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Linear warm-up, then a cosine to a tenth of the peak at ``config.steps``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * cosine)
+
+
+def join_process_group(name: str) -> torch.device:
+    """Join the other ranks: NCCL if each rank of this machine has a GPU of its own, else gloo on CPU.
+
+    Without torchrun, the process is a group of one.
+    """
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= num_local_ranks
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    by_torchrun = "RANK" in os.environ
+    store, rank, num_ranks = next(dist.rendezvous("env://")) if by_torchrun else (dist.HashStore(), 0, 1)
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        # Both runs of --compare use torchrun's one store: the prefix hides the first's addresses from the second.
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=num_ranks,
+    )
+    return device
+
+
+def open_journal(trainer: Trainer, first_step: int) -> Journal:
+    config, corpus = trainer.config, trainer.corpus
+    print(
+        f"{config.runtime}: {trainer.num_ranks} ranks on {trainer.device.type} ({dist.get_backend()}), "
+        f"{trainer.num_parameters / 1e6:.1f} M parameters, {config.mp}; {corpus.num_files} source files, "
+        f"{corpus.train.numel() / 1e6:.1f} MB for training, {corpus.validation.numel() / 1e6:.1f} MB for validation"
+    )
+    facts = {"num_ranks": trainer.num_ranks, "corpus": corpus.digest, "torch": torch.__version__}
+    return Journal(config, first_step=first_step, facts=facts)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """The most this process has held: allocated tensors on CUDA, on CPU all resident memory, Python and torch too."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, Linux KiB
+
+
+def is_due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+if __name__ == "__main__":
+    main()
