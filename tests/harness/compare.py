@@ -1,0 +1,161 @@
+"""``compare``: the subject against the oracle and against the unsharded model, step by step.
+
+Tolerances, all stated here:
+
+- Where every mesh axis has at most 2 ranks, a reduction adds two numbers, in either order the same: **bit for bit**.
+- On a longer axis gloo's order of summation depends on where an element lies in the buffer, and the runtimes lay
+  their buffers out differently: a few roundings of the reduce dtype, grown over the optimizer steps.
+- Against the unsharded model the reduction divides at another place, and kernels may see other memory alignment:
+  ``Case.unsharded``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.harness.runtimes import oracle, subject
+from tests.harness.training import EXACT, Case, Snapshot, StepRecord, Tolerance, train
+
+SUMMATION_ORDER = {
+    torch.float32: Tolerance(rtol=1e-5, atol=1e-6),
+    torch.float64: Tolerance(rtol=1e-12, atol=1e-13),
+    torch.bfloat16: Tolerance(rtol=5e-2, atol=5e-3),
+    torch.float16: Tolerance(rtol=5e-3, atol=1e-3),
+}
+MAX_LINES = 12
+
+
+def compare(case: Case, mesh: DeviceMesh, oracle_case: Case | None = None) -> None:
+    """Train under all runtimes; raise with the first differences, named by step, tensor and size.
+
+    ``oracle_case`` replaces the case for the oracle, where the oracle needs a detour to the same numbers.
+    """
+    expected = train(oracle_case or case, mesh, oracle())
+    actual = train(case, mesh, subject())
+    tolerance = tolerance_of_reduction(case, mesh)
+    _raise_if_any(f"{subject().name} differs from {oracle().name}", _differences(actual, expected, tolerance))
+    if case.unsharded is not None:
+        reference = train(case, mesh, None)
+        title = f"{subject().name} differs from the unsharded model"
+        _raise_if_any(title, _differences_from_unsharded(actual, reference, case.unsharded))
+
+
+def compare_losses_with_unsharded(case: Case, mesh: DeviceMesh) -> None:
+    """Train under the subject and unsharded only, for what the oracle gets wrong; look at nothing but the losses."""
+    assert case.unsharded is not None
+    actual, reference = ([record.losses for record in train(case, mesh, runtime)] for runtime in (subject(), None))
+    title = f"{subject().name} differs from the unsharded model"
+    _raise_if_any(title, _values("losses", actual, reference, case.unsharded))
+
+
+def compare_values(title: str, actual: Any, expected: Any) -> None:
+    """Two trees of dicts, lists, tensors, snapshots and plain values are equal, tensors bit for bit."""
+    _raise_if_any(f"{title}: unequal", _values("", actual, expected, EXACT))
+
+
+def tolerance_of_reduction(case: Case, mesh: DeviceMesh) -> Tolerance:
+    return EXACT if max(mesh.shape) <= 2 else SUMMATION_ORDER[case.reduce_dtype]
+
+
+def _raise_if_any(title: str, differences: Iterator[str]) -> None:
+    found = list(differences)
+    if found:
+        more = [f"... and {len(found) - MAX_LINES} more"] if len(found) > MAX_LINES else []
+        raise AssertionError("\n  ".join([title, *found[:MAX_LINES], *more]))
+
+
+def _differences(actual: list[StepRecord], expected: list[StepRecord], tolerance: Tolerance) -> Iterator[str]:
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        where = f"step {index}:"
+        yield from _values(f"{where} losses", ours.losses, theirs.losses, tolerance)
+        yield from _values(f"{where} notes", ours.notes, theirs.notes, tolerance)
+        yield from _values(f"{where} gradients", ours.gradients, theirs.gradients, tolerance)
+        yield from _values(f"{where} parameters", ours.parameters, theirs.parameters, tolerance)
+        yield from _values(f"{where} buffers", ours.buffers, theirs.buffers, tolerance)
+
+
+def _differences_from_unsharded(
+    actual: list[StepRecord], reference: list[StepRecord], tolerance: Tolerance
+) -> Iterator[str]:
+    for index, (ours, unsharded) in enumerate(zip(actual, reference, strict=True)):
+        where = f"step {index}:"
+        yield from _values(f"{where} losses", ours.losses, unsharded.losses, tolerance)
+        yield from _shards(f"{where} gradients", ours.gradients, unsharded.gradients, tolerance)
+        yield from _shards(f"{where} parameters", ours.parameters, unsharded.parameters, tolerance)
+        yield from _values(f"{where} buffers", ours.buffers, unsharded.buffers, tolerance)
+
+
+def _shards(
+    where: str, actual: Mapping[str, Snapshot | None], whole: Mapping[str, Snapshot | None], tolerance: Tolerance
+) -> Iterator[str]:
+    """Differences of sharded tensors from this rank's cut of the unsharded ones."""
+    if list(actual) != list(whole):
+        yield _names(where, actual, whole)
+    for name in actual.keys() & whole.keys():
+        ours, theirs = actual[name], whole[name]
+        if ours is None or theirs is None:
+            yield from _values(f"{where} {name!r}", ours, theirs, tolerance)
+        else:
+            yield from _tensors(f"{where} {name!r} (local)", ours.local, ours.shard_of(theirs.local), tolerance)
+            if ours.full is not None:
+                yield from _tensors(f"{where} {name!r} (full)", ours.full, theirs.local, tolerance)
+
+
+def _names(where: str, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    missing = [name for name in expected if name not in actual]
+    unexpected = [name for name in actual if name not in expected]
+    if missing or unexpected:
+        return f"{where}: other names: missing {missing}, unexpected {unexpected}"
+    return f"{where}: names in other order: {list(actual)}, expected {list(expected)}"
+
+
+def _values(where: str, actual: Any, expected: Any, tolerance: Tolerance) -> Iterator[str]:
+    """The differences of two trees of dicts, lists, tensors, snapshots and plain values."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if list(actual) != list(expected):
+            yield _names(where, actual, expected)
+        for name in expected.keys() & actual.keys():
+            yield from _values(f"{where} {name!r}", actual[name], expected[name], tolerance)
+    elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)) and len(actual) == len(expected):
+        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            yield from _values(f"{where}[{index}]", a, e, tolerance)
+    elif isinstance(expected, Snapshot) and isinstance(actual, Snapshot):
+        if actual.spec != expected.spec:
+            yield f"{where}: layout is {actual.spec}, expected {expected.spec}"
+        yield from _values(f"{where} (local)", actual.local, expected.local, tolerance)
+        yield from _values(f"{where} (full)", actual.full, expected.full, tolerance)
+    elif isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        yield from _tensors(where, actual, expected, tolerance)
+    elif type(actual) is not type(expected) or actual != expected:
+        yield f"{where}: {_brief(actual)}, expected {_brief(expected)}"
+
+
+def _tensors(where: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -> Iterator[str]:
+    if actual.shape != expected.shape or (tolerance == EXACT and actual.dtype != expected.dtype):
+        yield f"{where}: {_brief(actual)}, expected {_brief(expected)}"
+    elif tolerance == EXACT or not expected.is_floating_point():
+        if not torch.equal(_bits(actual), _bits(expected)):
+            yield f"{where}: not bit-equal, {_distance(actual, expected)}"
+    elif not torch.allclose(actual.double(), expected.double(), tolerance.rtol, tolerance.atol):
+        yield f"{where}: beyond {tolerance}, {_distance(actual, expected)}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+def _distance(actual: Tensor, expected: Tensor) -> str:
+    difference = (actual.double() - expected.double()).abs()
+    return f"at most {difference.max().item():.3g} apart where |expected| <= {expected.double().abs().max().item():.3g}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Snapshot):
+        return f"Snapshot({value.spec})"
+    return f"Tensor{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,40 @@
+"""``@distributed(2, 4)``: a function that runs on every rank of a pool becomes a pytest test."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.harness.pool import CALL_TIMEOUT_S, shared_pool
+from tests.harness.worker import RankContext
+
+__all__ = ["RankContext", "distributed"]
+
+
+def distributed(*world_sizes: int, timeout_s: float = CALL_TIMEOUT_S) -> Callable[[Callable[..., Any]], Any]:
+    """Run the decorated ``body(ctx, ...)`` on pools of each of ``world_sizes`` ranks.
+
+    Further arguments of ``body`` are pytest fixtures or parameters; they are pickled on their way to the ranks. The
+    body fails when any rank raises, dies, or does not answer within ``timeout_s``.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        @pytest.mark.parametrize("world_size", world_sizes, ids=lambda size: f"{size}ranks")
+        def test(world_size: int, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            shared_pool(world_size).run(body, timeout_s, **kwargs)
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        names = ["world_size", *list(inspect.signature(body).parameters)[1:]]
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in names])  # type: ignore[attr-defined]
+        test.body = body  # type: ignore[attr-defined]  # the ranks find it behind the test's name
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(body, name))
+        # Marks made below @distributed stay in force.
+        test.pytestmark = [*getattr(body, "pytestmark", []), *test.pytestmark]  # type: ignore[attr-defined]
+        return test
+
+    return decorate

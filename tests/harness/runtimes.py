@@ -1,0 +1,53 @@
+"""Who is compared with whom: the subject (fsdp2) and the oracle (torch), under the same names.
+
+``FSDP2_TEST_SUBJECT=torch`` puts torch in the subject's place: the suite must pass with it, which shows that a failure
+comes from fsdp2 and not from the tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Runtime:
+    name: str
+    fully_shard: Callable[..., Any]
+    FSDPModule: type
+    UnshardHandle: type
+    MixedPrecisionPolicy: Callable[..., Any]
+    OffloadPolicy: Callable[..., Any]
+    CPUOffloadPolicy: Callable[..., Any]
+
+
+SUBJECT_IS_TORCH = os.environ.get("FSDP2_TEST_SUBJECT") == "torch"
+
+
+def beyond_torch(reason: str) -> pytest.MarkDecorator:
+    """Marks what fsdp2 must do and torch's own ``fully_shard`` does not; ``reason`` says what torch does."""
+    return pytest.mark.skipif(SUBJECT_IS_TORCH, reason=f"beyond torch: {reason}")
+
+
+def _runtime(module_name: str) -> Runtime:
+    module = importlib.import_module(module_name)
+    names = [name for name in Runtime.__dataclass_fields__ if name != "name"]
+    return Runtime(module_name, **{name: getattr(module, name) for name in names})
+
+
+@functools.cache
+def oracle() -> Runtime:
+    """torch's own FSDP2."""
+    return _runtime("torch.distributed.fsdp")
+
+
+@functools.cache
+def subject() -> Runtime:
+    """The package under test; an import that fails makes the test fail."""
+    return oracle() if SUBJECT_IS_TORCH else _runtime("fsdp2")

@@ -1,0 +1,96 @@
+"""The comparison notices what it is there to notice: each test breaks one thing in the subject's run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from tests.harness import compare as comparison
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import MLP
+from tests.harness.runtimes import Runtime, oracle
+from tests.harness.training import Case
+
+
+def _one_bit(model: nn.Module) -> None:
+    weight = next(model.parameters()).to_local()  # type: ignore[attr-defined]
+    weight.view(torch.int32).bitwise_xor_(1)
+
+
+def _freeze_one(model: nn.Module) -> None:
+    next(model.parameters()).requires_grad_(False)
+
+
+def _drop_gradient(model: nn.Module) -> None:
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+
+
+def _write_buffer(model: nn.Module) -> None:
+    model.register_buffer("extra", torch.zeros(1))
+
+
+def _nothing(model: nn.Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_one_bit, "not bit-equal"),
+        (_freeze_one, "requires_grad=False"),
+        (_drop_gradient, "None, expected Snapshot"),
+        (_write_buffer, "unexpected ['extra']"),
+    ],
+)
+@distributed(2)
+def test_difference_in_one_place_is_reported(ctx: RankContext, damage: Callable, message: str) -> None:
+    assert message in _report(ctx, damage)
+
+
+@distributed(2)
+def test_other_placement_is_reported(ctx: RankContext) -> None:
+    report = _report(ctx, _nothing, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    assert "layout is" in report
+    assert "Shard(dim=1)" in report
+
+
+@distributed(2)
+def test_wrong_average_is_reported_against_the_unsharded_model(ctx: RankContext) -> None:
+    """Both runtimes doubled: they agree with each other, so only the unsharded run can tell."""
+
+    def doubled(parameters) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        for parameter in parameters:
+            if hasattr(parameter, "placements"):
+                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    report = _compare(Case(MLP, optimizer=doubled), ctx, oracle())
+    assert "differs from the unsharded model" in report
+    assert "beyond Tolerance" in report
+
+
+def _report(ctx: RankContext, damage: Callable[[nn.Module], None], **kwargs) -> str:
+    def fully_shard(module: nn.Module, **given) -> nn.Module:
+        sharded = oracle().fully_shard(module, **given, **kwargs)
+        if isinstance(module, MLP):
+            damage(module)
+        return sharded
+
+    return _compare(Case(MLP, unsharded=None), ctx, dataclasses.replace(oracle(), fully_shard=fully_shard))
+
+
+def _compare(case: Case, ctx: RankContext, subject: Runtime) -> str:
+    before, comparison.subject = comparison.subject, lambda: subject
+    try:
+        comparison.compare(case, ctx.mesh_1d())
+    except AssertionError as error:
+        return str(error)
+    finally:
+        comparison.subject = before
+    return "no difference found"

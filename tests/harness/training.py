@@ -1,0 +1,205 @@
+"""One training run of a small model under a given runtime, recorded step by step.
+
+The same case runs under torch's ``fully_shard``, under fsdp2's, and unsharded with gradients averaged here; only the
+runtime differs. Every rank draws its own data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.harness.models import ParityModel
+from tests.harness.runtimes import Runtime
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    rtol: float
+    atol: float
+
+
+EXACT = Tolerance(0.0, 0.0)
+
+
+class _NoControl:
+    """Stands in for an FSDPModule where nothing is sharded: every control is accepted and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., _NoControl]:
+        return lambda *args, **kwargs: self
+
+
+@dataclass
+class Step:
+    """What a case's step function may use: data, the controls of FSDP modules, a place for observations."""
+
+    index: int
+    rank: int
+    runtime: Runtime | None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def batch(self, model: ParityModel, micro: int = 0) -> tuple[Any, ...]:
+        """This rank's inputs for micro-batch ``micro`` of this step."""
+        seed = 10_000 * (self.index + 1) + 100 * micro + self.rank
+        return model.batch(torch.Generator().manual_seed(seed))
+
+    def loss(self, model: ParityModel, micro: int = 0, **kwargs: Any) -> Tensor:
+        """Forward on one micro-batch."""
+        batch = self.batch(model, micro)
+        return model.loss(model(*batch, **kwargs), batch)
+
+    def control(self, module: nn.Module) -> Any:
+        """``module`` with its FSDP controls; without a runtime, something that ignores them."""
+        if self.runtime is None:
+            return _NoControl()
+        assert isinstance(module, self.runtime.FSDPModule), f"{type(module)} is not an FSDPModule"
+        return module
+
+    def note(self, name: str, value: Any) -> None:
+        """Record something that the subject and the oracle must agree on; the unsharded run is not asked."""
+        self.notes[name] = value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def one_backward(step: Step, model: ParityModel) -> list[Tensor]:
+    loss = step.loss(model)
+    loss.backward()
+    return [loss]
+
+
+def shard_units_and_root(runtime: Runtime, model: ParityModel, mesh: DeviceMesh, **kwargs: Any) -> None:
+    """The usual way: every unit on its own, then the root with what is left."""
+    for unit in model.units():
+        runtime.fully_shard(unit, mesh=mesh, **kwargs)
+    runtime.fully_shard(model, mesh=mesh, **kwargs)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. ``unsharded`` is the tolerance against the unsharded run; None leaves that run out."""
+
+    model: Callable[[], ParityModel]
+    shard: Callable[[Runtime, Any, DeviceMesh], Any] = shard_units_and_root
+    step: Callable[[Step, Any], list[Tensor]] = one_backward
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
+    num_steps: int = 3
+    set_to_none: bool = True
+    clip_norm: float | None = None
+    gather_full: bool = False  # full_tensor() of the last parameters too; on 4 ranks that is most of a run's time
+    reduce_dtype: torch.dtype = torch.float32
+    unsharded: Tolerance | None = Tolerance(rtol=1e-4, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a parameter or gradient lies on the mesh; plain tensors have no mesh and no placements."""
+
+    kind: str
+    mesh: DeviceMesh | None
+    placements: tuple[Any, ...] | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    local_shape: tuple[int, ...]
+    local_stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    spec: Spec
+    local: Tensor
+    full: Tensor | None = None
+
+    def shard_of(self, full: Tensor) -> Tensor:
+        """This rank's part of ``full``, cut as this snapshot is; no communication."""
+        if self.spec.mesh is None or self.spec.placements is None:
+            return full
+        return distribute_tensor(full, self.spec.mesh, self.spec.placements, src_data_rank=None).to_local()
+
+
+@dataclass
+class StepRecord:
+    losses: list[Tensor]
+    notes: dict[str, Any]
+    gradients: dict[str, Snapshot | None]
+    parameters: dict[str, Snapshot]
+    buffers: dict[str, Tensor]
+
+
+@torch.no_grad()
+def snapshot(tensor: Tensor, with_full: bool = False) -> Snapshot:
+    """A copy of ``tensor`` with its layout; ``with_full`` gathers DTensors, so all ranks must call it."""
+    sharded = isinstance(tensor, DTensor)
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    spec = Spec(
+        kind="DTensor" if sharded else "Tensor",
+        mesh=tensor.device_mesh if isinstance(tensor, DTensor) else None,
+        placements=tensor.placements if isinstance(tensor, DTensor) else None,
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        local_shape=tuple(local.shape),
+        local_stride=tuple(local.stride()),
+    )
+    if not with_full:
+        return Snapshot(spec, local.detach().clone())
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return Snapshot(spec, local.detach().clone(), full.detach().clone())
+
+
+def train(case: Case, mesh: DeviceMesh, runtime: Runtime | None, seed: int = 0) -> list[StepRecord]:
+    """Run ``case`` for its steps; ``runtime=None`` is the unsharded reference."""
+    torch.manual_seed(seed)
+    model = case.model()
+    if runtime is not None:
+        case.shard(runtime, model, mesh)
+    optimizer = case.optimizer(model.parameters())
+    records = []
+    for index in range(case.num_steps):
+        torch.manual_seed(1000 + index)
+        step = Step(index, dist.get_rank(), runtime)
+        losses = [loss.detach().clone() for loss in case.step(step, model)]
+        if runtime is None:
+            _average_gradients(model, mesh)
+        if case.clip_norm is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+            losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        gradients = {
+            name: None if parameter.grad is None else snapshot(parameter.grad)
+            for name, parameter in model.named_parameters()
+        }
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=case.set_to_none)
+        full = case.gather_full and index == case.num_steps - 1
+        parameters = {name: snapshot(parameter, with_full=full) for name, parameter in model.named_parameters()}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        records.append(StepRecord(losses, step.notes, gradients, parameters, buffers))
+    return records
+
+
+@torch.no_grad()
+def _average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    for axis in range(mesh.ndim):
+        dist.all_reduce(flat, group=mesh.get_group(axis))
+    averages = (flat / mesh.size()).split([gradient.numel() for gradient in gradients])
+    for gradient, average in zip(gradients, averages, strict=True):
+        gradient.copy_(average.view_as(gradient))

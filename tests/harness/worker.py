@@ -1,0 +1,116 @@
+"""One rank of the pool: joins the process group, then runs functions by name until its pipe closes."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+READY = "ready"
+
+# Warnings are errors in the ranks, except these, which torch raises by itself.
+EXPECTED_WARNINGS = (
+    # torch.distributed.checkpoint and DTensor still use names that torch itself deprecates.
+    r".*TypedStorage is deprecated.*",
+    r".*`torch\.distributed\..*` is deprecated.*",
+    # Random initialisation of DTensors on CPU: each rank draws for its own shard, which is all that the tests need.
+    r".*DTensor random operators may not have complete support on cpu.*",
+    # gloo's tensors in torch.distributed.checkpoint's planner
+    r".*torch\.distributed\.distributed_c10d.*_all_gather_base.*",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    module: str
+    qualname: str
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Success:
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    traceback: str
+
+
+@dataclass
+class RankContext:
+    """What a test body knows about its rank; device meshes are built once per pool and shape."""
+
+    rank: int
+    world_size: int
+    _meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
+
+    def mesh_1d(self) -> DeviceMesh:
+        """All ranks on one shard axis (FSDP)."""
+        return self._mesh((self.world_size,), ("shard",))
+
+    def mesh_2d(self, replicate: int, shard: int) -> DeviceMesh:
+        """A replicate axis and a shard axis (HSDP)."""
+        return self._mesh((replicate, shard), ("replicate", "shard"))
+
+    def mesh_of_one(self) -> DeviceMesh:
+        """A shard axis that holds nothing but this rank."""
+        return self.mesh_2d(self.world_size, 1)["shard"]
+
+    def _mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        if shape not in self._meshes:
+            self._meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return self._meshes[shape]
+
+
+def main(rank: int, world_size: int, connection: Connection, store: str, stacks: str) -> None:
+    """Entry point of a worker process."""
+    with open(stacks, "w") as stacks_file:
+        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        context = RankContext(rank, world_size)
+        connection.send_bytes(pickle.dumps(READY))
+        try:
+            while True:
+                call = pickle.loads(connection.recv_bytes())
+                connection.send_bytes(_answer(context, call))
+        except (EOFError, ConnectionError):
+            pass  # the parent closed its end: the session is over
+    os._exit(0)  # skip gloo's orderly shutdown, which waits for ranks that may be gone
+
+
+def _answer(context: RankContext, call: Call) -> bytes:
+    try:
+        random.seed(0)
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for message in EXPECTED_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            return pickle.dumps(Success(_resolve(call)(context, **call.kwargs)))
+    except Exception:
+        return pickle.dumps(Failure(traceback.format_exc()))
+
+
+def _resolve(call: Call) -> Callable[..., Any]:
+    found: Any = importlib.import_module(call.module)
+    for name in call.qualname.split("."):
+        found = getattr(found, name)
+    return getattr(found, "body", found)

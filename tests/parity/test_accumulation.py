@@ -1,0 +1,193 @@
+"""Gradient accumulation: with and without communication, and what else may wait for the last micro-batch."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from torch import Tensor, nn
+
+from tests.harness.compare import compare
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import MLP, Branches, ParityModel, Transformer, Uneven
+from tests.harness.training import Case, Step, sgd, shard_units_and_root, snapshot
+from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32, shard_with_policy
+
+NUM_MICRO = 3
+
+
+def _gradients(model: nn.Module) -> dict[str, object]:
+    return {
+        name: None if parameter.grad is None else snapshot(parameter.grad)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _accumulate(step: Step, model: ParityModel, before_backward) -> list[Tensor]:
+    """``NUM_MICRO`` forwards and backwards; ``before_backward(control, is_last)`` comes first in each."""
+    losses = []
+    for micro in range(NUM_MICRO):
+        before_backward(step.control(model), micro == NUM_MICRO - 1)
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+        if step.runtime is not None:
+            step.note(f"gradients after micro-batch {micro}", _gradients(model))
+    return losses
+
+
+def _no_sync(step: Step, model: ParityModel) -> list[Tensor]:
+    return _accumulate(step, model, lambda control, is_last: control.set_requires_gradient_sync(is_last))
+
+
+@pytest.mark.parametrize("model", [MLP, Uneven, Transformer])
+@distributed(2, 4)
+def test_without_gradient_sync_until_the_last_micro_batch(ctx: RankContext, model) -> None:
+    compare(Case(model, step=_no_sync), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2)
+def test_without_gradient_sync_under_reshard_after_forward(ctx: RankContext, reshard: bool) -> None:
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
+    compare(Case(MLP, shard=shard, step=_no_sync), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("policy", [{"param_dtype": BF16, "reduce_dtype": FP32}, {"param_dtype": BF16}])
+@distributed(2, 4)
+def test_without_gradient_sync_accumulates_in_reduce_dtype(ctx: RankContext, policy) -> None:
+    shard = functools.partial(shard_with_policy, **policy)
+    case = Case(MLP, shard, _no_sync, sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
+    compare(case, ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(2, 4)
+def test_with_communication_in_every_backward(ctx: RankContext, set_to_none: bool) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        return _accumulate(step, model, lambda control, is_last: None)
+
+    compare(Case(MLP, step=step, set_to_none=set_to_none), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_gradient_sync_switched_off_in_one_unit_only(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        def switch(control, is_last: bool) -> None:
+            step.control(model.blocks[0]).set_requires_gradient_sync(is_last)
+            step.control(model).set_requires_gradient_sync(is_last, recurse=False)
+
+        return _accumulate(step, model, switch)
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_gradients_of_unsynced_micro_batches_are_reduced_though_the_last_has_none(ctx: RankContext) -> None:
+    def step(step: Step, model: Branches) -> list[Tensor]:
+        losses = []
+        for micro, active in enumerate([(0, 1, 2), (1,), (0, 1)]):
+            step.control(model).set_requires_gradient_sync(micro == 2)
+            losses.append(step.loss(model, micro, active=active))
+            losses[-1].backward()
+        return losses
+
+    compare(Case(Branches, step=step), ctx.mesh_1d())
+
+
+def _shapes_on_hsdp(ctx: RankContext):
+    return [ctx.mesh_2d(2, 1), ctx.mesh_2d(1, 2)] if ctx.world_size == 2 else [ctx.mesh_2d(2, 2)]
+
+
+@distributed(2, 4)
+def test_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        return _accumulate(step, model, lambda control, is_last: control.set_requires_all_reduce(is_last))
+
+    for mesh in _shapes_on_hsdp(ctx):
+        compare(Case(MLP, step=step), mesh)
+        compare(Case(Uneven, step=step), mesh)
+
+
+@distributed(2, 4)
+def test_hsdp_without_gradient_sync_until_the_last_micro_batch(ctx: RankContext) -> None:
+    for mesh in _shapes_on_hsdp(ctx):
+        compare(Case(MLP, step=_no_sync), mesh)
+
+
+@distributed(4)
+def test_hsdp_mixes_no_sync_and_no_all_reduce(ctx: RankContext) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        losses = []
+        for micro, (sync, all_reduce) in enumerate([(False, False), (True, False), (True, False), (True, True)]):
+            step.control(model).set_requires_gradient_sync(sync)
+            step.control(model).set_requires_all_reduce(all_reduce)
+            losses.append(step.loss(model, micro))
+            losses[-1].backward()
+        return losses
+
+    compare(Case(MLP, step=step), ctx.mesh_2d(2, 2))
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@distributed(2, 4)
+def test_parameters_stay_unsharded_between_micro_batches_when_told_so(ctx: RankContext, sync: bool) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        def switch(control, is_last: bool) -> None:
+            control.set_reshard_after_backward(is_last)
+            control.set_requires_gradient_sync(sync or is_last)
+
+        losses = _accumulate_without_notes(step, model, switch)
+        step.note("parameters", [snapshot(parameter) for parameter in model.parameters()])
+        return losses
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+def _accumulate_without_notes(step: Step, model: ParityModel, before_backward) -> list[Tensor]:
+    losses = []
+    for micro in range(NUM_MICRO):
+        before_backward(step.control(model), micro == NUM_MICRO - 1)
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+        kinds = [type(parameter).__name__ for parameter in model.parameters()]
+        step.note(f"registered after micro-batch {micro}", kinds)
+    return losses
+
+
+@distributed(2, 4)
+def test_is_last_backward_defers_the_end_of_backward(ctx: RankContext) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        def switch(control, is_last: bool) -> None:
+            control.set_is_last_backward(is_last)
+
+        return _accumulate_without_notes(step, model, switch)
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_everything_together_as_in_a_pipeline_schedule(ctx: RankContext) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        losses = [step.loss(model, micro) for micro in range(NUM_MICRO)]
+        for micro, loss in enumerate(losses):
+            is_last = micro == NUM_MICRO - 1
+            step.control(model).set_is_last_backward(is_last)
+            step.control(model).set_reshard_after_backward(is_last)
+            step.control(model).set_requires_gradient_sync(is_last)
+            loss.backward()
+        return losses
+
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=False)
+    compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_an_unsynced_backward_alone_leaves_no_gradient_on_the_shards(ctx: RankContext) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        step.control(model).set_requires_gradient_sync(step.index == 2)
+        loss = step.loss(model)
+        loss.backward()
+        return [loss]
+
+    # The optimizer of the first two steps sees nothing, so the unsharded model has no equivalent.
+    compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())

@@ -1,0 +1,212 @@
+"""Passes other than one forward and one backward of the root, and what they may return."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness.compare import compare, compare_losses_with_unsharded
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import (
+    MLP,
+    Buffers,
+    Nested,
+    ParityModel,
+    Transformer,
+    as_dataclass,
+    as_dict,
+    as_namedtuple,
+    as_tuple,
+)
+from tests.harness.runtimes import beyond_torch
+from tests.harness.training import Case, Step, one_backward, shard_units_and_root
+
+
+@pytest.mark.parametrize("structure", [as_tuple, as_dict, as_namedtuple, as_dataclass])
+@distributed(2, 4)
+def test_nested_outputs_are_returned_and_differentiated(ctx: RankContext, structure) -> None:
+    def step(step: Step, model: Nested) -> list[Tensor]:
+        batch = step.batch(model)
+        output = model(*batch)
+        step.note("type", type(output).__name__)
+        loss = model.loss(output, batch)
+        loss.backward()
+        return [loss]
+
+    compare(Case(functools.partial(Nested, structure), step=step), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2, 4)
+def test_several_forwards_before_one_backward(ctx: RankContext, reshard: bool) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        loss = torch.stack([step.loss(model, micro) for micro in range(3)]).sum()
+        loss.backward()
+        return [loss]
+
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
+    compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@distributed(2, 4)
+def test_several_forwards_before_as_many_backwards(ctx: RankContext, order: tuple[int, ...]) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        losses = [step.loss(model, micro) for micro in range(3)]
+        for index in order:
+            losses[index].backward()
+        return losses
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2, 4)
+def test_several_backwards_through_one_forward(ctx: RankContext, reshard: bool) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        loss = step.loss(model)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward(retain_graph=True)
+        loss.backward()
+        return [loss]
+
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
+    compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_one_unit_runs_several_times_in_a_forward(ctx: RankContext) -> None:
+    class Recurrent(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.entry(x)
+            for _ in range(3):
+                x = self.blocks[1](self.blocks[0](x))
+            return self.exit(self.blocks[2](x))
+
+    compare(Case(Recurrent), ctx.mesh_1d())
+
+
+def _evaluate_then_train(guard, first_step: int, step: Step, model: ParityModel) -> list[Tensor]:
+    losses = []
+    if step.index >= first_step:
+        model.eval()
+        with guard():
+            losses = [step.loss(model, micro=7), step.loss(model, micro=8)]
+        model.train()
+    return losses + one_backward(step, model)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("model", [MLP, Transformer])
+@distributed(2, 4)
+def test_evaluation_between_training_steps(ctx: RankContext, guard, model) -> None:
+    compare(Case(model, step=functools.partial(_evaluate_then_train, guard, 1)), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2, 4)
+def test_evaluation_under_no_grad_comes_first(ctx: RankContext, reshard: bool) -> None:
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
+    compare(Case(MLP, shard, functools.partial(_evaluate_then_train, torch.no_grad, 0)), ctx.mesh_1d())
+
+
+@beyond_torch("raises: its buffers become inference tensors when the first forward is in inference mode")
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2, 4)
+def test_evaluation_under_inference_mode_comes_first(ctx: RankContext, reshard: bool) -> None:
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
+    case = Case(MLP, shard, functools.partial(_evaluate_then_train, torch.inference_mode, 0))
+    detour = Case(MLP, shard, functools.partial(_evaluate_then_train, torch.no_grad, 0))
+    compare(case, ctx.mesh_1d(), oracle_case=detour)
+
+
+def _train_then_evaluate(reshard_by_hand: bool, step: Step, model: ParityModel) -> list[Tensor]:
+    losses = one_backward(step, model)
+    with torch.no_grad():
+        losses.append(step.loss(model, micro=7))
+    if reshard_by_hand:
+        step.control(model).reshard()
+    return losses
+
+
+@distributed(2, 4)
+def test_evaluation_before_the_optimizer_step_and_reshard_by_hand(ctx: RankContext) -> None:
+    compare(Case(MLP, step=functools.partial(_train_then_evaluate, True)), ctx.mesh_1d())
+
+
+@beyond_torch("keeps the root unsharded after an evaluation, so the next step computes with parameters gone stale")
+@distributed(2, 4)
+def test_evaluation_before_the_optimizer_step_leaves_nothing_stale(ctx: RankContext) -> None:
+    case = Case(MLP, step=functools.partial(_train_then_evaluate, False))
+    compare_losses_with_unsharded(case, ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_evaluation_between_forward_and_backward(ctx: RankContext) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        loss = step.loss(model)
+        with torch.no_grad():
+            other = step.loss(model, micro=7)
+        loss.backward()
+        return [loss, other]
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_a_unit_alone_evaluates_after_the_root_has_run(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        losses = one_backward(step, model)
+        with torch.no_grad():
+            encoded = model.blocks[1](step.batch(model, micro=7)[0])
+        return [*losses, encoded]
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_a_unit_alone_trains_after_the_root_has_run(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        losses = one_backward(step, model)
+        alone = model.blocks[1](step.batch(model, micro=7)[0]).square().mean()
+        alone.backward()
+        return [*losses, alone]
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_two_roots_in_one_loss(ctx: RankContext) -> None:
+    class Tower(ParityModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = MLP(2), MLP(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.left(x) * self.right(x)
+
+    def shard(runtime, model: Tower, mesh) -> None:
+        shard_units_and_root(runtime, model.left, mesh)
+        shard_units_and_root(runtime, model.right, mesh)
+
+    compare(Case(Tower, shard=shard), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_gradients_by_autograd_grad_of_the_inputs(ctx: RankContext) -> None:
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        losses = one_backward(step, model)
+        (x,) = step.batch(model, micro=1)
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(model.loss(model(x), (x,)), [x])
+        return [*losses, gradient]
+
+    compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_eval_mode_uses_the_running_buffers(ctx: RankContext) -> None:
+    compare(Case(Buffers, step=functools.partial(_evaluate_then_train, torch.no_grad, 1)), ctx.mesh_1d())

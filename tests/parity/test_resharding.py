@@ -1,0 +1,142 @@
+"""When parameters are unsharded and resharded: the setting, the controls by hand, and prefetching."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.harness.compare import compare
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import MLP, Transformer, Uneven
+from tests.harness.training import Case, Step, shard_units_and_root, snapshot
+
+
+def _registered(model: nn.Module) -> dict[str, object]:
+    """What the modules hold now: sharded, unsharded, or sharded on the post-forward mesh."""
+    held: dict[str, object] = {}
+    for name, parameter in model.named_parameters():
+        placements = str(parameter.placements) if isinstance(parameter, DTensor) else None
+        held[name] = (placements, snapshot(parameter).spec.local_shape)
+    return held
+
+
+def _step_with_notes(step: Step, model: MLP) -> list[Tensor]:
+    loss = step.loss(model)
+    step.note("after forward", _registered(model))
+    loss.backward()
+    step.note("after backward", _registered(model))
+    return [loss]
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2, 4)
+def test_reshard_after_forward(ctx: RankContext, reshard: bool | None) -> None:
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
+    compare(Case(MLP, shard=shard, step=_step_with_notes), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("model", [MLP, Uneven, Transformer])
+@distributed(4)
+def test_reshard_after_forward_to_two_ranks(ctx: RankContext, model) -> None:
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=2)
+    compare(Case(model, shard=shard, step=_step_with_notes), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_set_reshard_after_forward_between_steps(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        step.control(model).set_reshard_after_forward(step.index % 2 == 0)
+        step.control(model.blocks[1]).set_reshard_after_forward(step.index % 2 == 1, recurse=False)
+        return _step_with_notes(step, model)
+
+    compare(Case(MLP, step=step, num_steps=4), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_unshard_by_hand_before_forward(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        step.note("returns", step.control(model.blocks[0]).unshard() is None)
+        step.control(model).unshard()
+        step.note("unsharded", _registered(model))
+        step.note("values", next(model.blocks[0].parameters()))
+        return _step_with_notes(step, model)
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_unshard_async_hands_out_a_handle(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        first = step.control(model.blocks[0]).unshard(async_op=True)
+        second = step.control(model.blocks[1]).unshard(async_op=True)
+        step.note("is handle", step.runtime and isinstance(first, step.runtime.UnshardHandle))
+        second.wait()
+        step.note("second is unsharded", _registered(model.blocks[1]))
+        first.wait()
+        first.wait()
+        step.note("values", {name: parameter.clone() for name, parameter in model.blocks[0].named_parameters()})
+        step.control(model.blocks[2]).unshard(async_op=True)  # waited on by the forward
+        return _step_with_notes(step, model)
+
+    compare(Case(MLP, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_reshard_by_hand_before_and_after_forward(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        step.control(model.blocks[0]).unshard()
+        step.control(model.blocks[0]).reshard()
+        step.note("resharded", _registered(model))
+        loss = step.loss(model)
+        for module in (model, *model.units()):
+            step.control(module).reshard()
+        step.note("after forward", _registered(model))
+        loss.backward()
+        step.control(model).reshard()  # of a sharded module: nothing to do
+        return [loss]
+
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=False)
+    compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_parameters_can_be_changed_while_unsharded_only_for_one_use(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        step.control(model.blocks[0]).unshard()
+        with torch.no_grad():
+            model.blocks[0].up.bias.add_(1.0)  # the shards do not follow
+        with torch.no_grad():
+            changed = step.loss(model)
+        step.note("loss of changed", changed)
+        step.control(model.blocks[0]).reshard()
+        return _step_with_notes(step, model)
+
+    compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+@distributed(2, 4)
+def test_explicit_forward_and_backward_prefetch(ctx: RankContext, distance: int) -> None:
+    def shard(runtime, model: Transformer, mesh) -> None:
+        shard_units_and_root(runtime, model, mesh)
+        blocks = list(model.blocks)
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + distance])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - distance) : index][::-1])
+        model.set_modules_to_forward_prefetch(blocks[:distance])
+
+    compare(Case(functools.partial(Transformer, num_blocks=3), shard=shard), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_prefetch_in_an_order_that_does_not_come_is_harmless(ctx: RankContext) -> None:
+    def shard(runtime, model: MLP, mesh) -> None:
+        shard_units_and_root(runtime, model, mesh)
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+        model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+
+    compare(Case(MLP, shard=shard, step=_step_with_notes), ctx.mesh_1d())
