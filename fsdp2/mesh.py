@@ -83,15 +83,17 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-# Creating process groups is collective and slow, so all ``fully_shard`` calls on equal meshes share the smaller one. Not
-# an attribute of the mesh: DTensors are copied and pickled with theirs.
-_post_forward_meshes: WeakKeyDictionary[DeviceMesh, dict[tuple[int, int], ParallelMesh]] = WeakKeyDictionary()
+# Creating process groups is collective and slow, so all calls with equal meshes share the smaller one. It is no
+# attribute of the mesh, because DTensors are copied and pickled with theirs. The shard axis' group tells meshes apart
+# that were made before and after a destroy_process_group.
+_PostForwardKey = tuple[int, dist.ProcessGroup | None]
+_post_forward_meshes: WeakKeyDictionary[DeviceMesh, dict[_PostForwardKey, ParallelMesh]] = WeakKeyDictionary()
 
 
 def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
     """Parameters rest on groups of ``shard_size`` neighbouring ranks of ``parallel``, replicated across the groups."""
     kept = _post_forward_meshes.setdefault(parallel.mesh, {})
-    key = (shard_size, id(parallel.shard.group))  # a mesh made after destroy_process_group may equal one from before
+    key = (shard_size, parallel.shard.group)
     if key not in kept:
         smaller = DeviceMesh(parallel.mesh.device_type, parallel.mesh.mesh.reshape(-1, shard_size))
         kept[key] = ParallelMesh(smaller, _axis(smaller, 1), _axis(smaller, 0), parallel.device)

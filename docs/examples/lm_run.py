@@ -65,7 +65,12 @@ class Config:
     checkpoint_every: int = option(40, "steps between checkpoints (0: only at the end)")
     output: Path = option(Path("runs/train_lm"), "folder for results; replaces an earlier run's there", type=Path)
     resume: Path | None = option(
-        None, "continue the run in DIR; without DIR, the one in --output", type=Path, nargs="?", const=True, metavar="DIR"
+        None,
+        "continue the run in DIR; without DIR, the one in --output",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="DIR",
     )
 
     def __post_init__(self) -> None:
