@@ -6,7 +6,8 @@ This room sees plans, flat tensors, a comm and streams, never parameters or modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -15,7 +16,7 @@ from fsdp2.buffers import Memory, alias, tensor_on
 from fsdp2.comm import Comm, all_reduce
 from fsdp2.layout import ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
-from fsdp2.plan import GatherPlan, GatherStep, ReducePlan, Route
+from fsdp2.plan import GatherBucket, GatherPlan, GatherStep, ReducePlan, Route
 from fsdp2.streams import Streams, Waitable
 
 FlatShards = dict[torch.dtype, torch.Tensor]
@@ -37,24 +38,24 @@ class PendingGather:
     def __init__(
         self,
         works: Sequence[Waitable],
-        unpack: Callable[[], None] | None,
-        keep: Sequence[torch.Tensor],
+        arrive: Callable[[], None] | None,
         done: torch.Event | None,
         streams: Streams,
     ) -> None:
-        self._works, self._unpack, self._keep, self._done, self._streams = works, unpack, keep, done, streams
+        self._works, self._arrive, self._done, self._streams = works, arrive, done, streams
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        if self._unpack is not None:
-            self._unpack()
+        if self._arrive is not None:
+            self._arrive()
         self._streams.wait_here(self._done)  # compute waits for the gather stream: the unsharded parameters are read
-        self._keep = ()
 
 
 class Gather:
     """A gather plan bound to a group's flat shards and unsharded storage.
+
+    Every tensor that a step touches is made here, once, on storages whose memory comes and goes.
 
     Attributes:
         unsharded: per parameter of the group, the tensor ``[*shape]`` that compute reads, on ``storage``.
@@ -72,62 +73,89 @@ class Gather:
     ) -> None:
         self.plan = plan
         self.storage = storage
-        self._comm, self._memory, self._streams = comm, memory, streams
-        self.release = lambda: memory.release(storage)
-        was_empty = storage.nbytes() == 0
-        if was_empty:  # tensors can be placed only inside a storage; nothing is written here
-            storage.resize_(plan.unsharded_nbytes)
-        self._bind_direct(flats, rank)
-        self._buckets = [
-            bucket(steps, flats, storage)
-            for bucket, route in ((RowsBucket, Route.ROWS), (StridedBucket, Route.STRIDED))
-            if (steps := plan.on_route(route))
-        ]
-        self.unsharded = _unsharded_tensors(plan, storage)
-        if was_empty:
-            storage.resize_(0)
-
-    def _bind_direct(self, flats: FlatShards, rank: int) -> None:
-        self._outputs: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor] = []
-        self._cast_targets: list[torch.Tensor] = []
-        self._cast_sources: list[torch.Tensor] = []
-        for step in self.plan.on_route(Route.DIRECT):
-            n = step.layout.chunk_numel
-            mine_nbytes = step.offset_nbytes + rank * step.chunk_nbytes
-            shard = shard_slice(flats, step, (n,))
-            if step.cast:  # straight into this rank's slice of the output: the gather then works in place
-                self._cast_sources.append(shard)
-                shard = tensor_on(self.storage, mine_nbytes, (n,), (1,), step.dtype)
-                self._cast_targets.append(shard)
-            self._inputs.append(shard)
-            padded = step.layout.padded_numel
-            self._outputs.append(tensor_on(self.storage, step.offset_nbytes, (padded,), (1,), step.dtype))
+        self._staging = torch.UntypedStorage(0, device=storage.device)
+        self._memory, self._streams = memory, streams
+        self._casts = Copies()
+        self._unpacks: list[Copies | SplitCopy] = []
+        with _placed(storage, plan.unsharded_nbytes), _placed(self._staging, plan.staging_nbytes):
+            wires = [self._direct(step, flats, rank) for step in plan.on_route(Route.DIRECT)]
+            wires += [self._bucket(bucket, flats, rank) for bucket in plan.buckets]
+            self._launch = comm.all_gather([output for output, _ in wires], [mine for _, mine in wires])
+            self.unsharded = _unsharded_tensors(plan, storage)
 
     def issue(self) -> PendingGather:
         """Start gathering; returns before the data has arrived. Allocates the storage on the gather stream."""
         with self._streams.on_gather():
             self._memory.allocate(self.storage, self.plan.unsharded_nbytes)
-            if self._cast_targets:
-                _torch.foreach_copy(self._cast_targets, self._cast_sources)
-            outputs, inputs = self._outputs.copy(), self._inputs.copy()
-            staged = []
-            for bucket in self._buckets:
-                contribution = bucket.contribution()
-                staging = contribution.new_empty(contribution.numel() * bucket.num_shards)
-                outputs.append(staging)
-                inputs.append(contribution)
-                staged.append((bucket, staging))
-            works = self._streams.issued(self._comm.all_gather(outputs, inputs))
-
-            def unpack() -> None:
-                for bucket, staging in staged:
-                    bucket.unpack(staging)
-
-            if not works:  # enqueued in order on the gather stream
-                unpack()
+            self._staging.resize_(self.plan.staging_nbytes)
+            self._casts.run()
+            works = self._streams.issued(self._launch())
+            if not works:  # the rest is enqueued in order on the gather stream
+                self._arrive()
             done = self._streams.record()
-        return PendingGather(works, unpack if works and staged else None, inputs, done, self._streams)
+        return PendingGather(works, self._arrive if works else None, done, self._streams)
+
+    def release(self) -> None:
+        """Free the unsharded tensors when the compute enqueued so far has read them."""
+        self._memory.release(self.storage)
+
+    def _arrive(self) -> None:
+        for unpack in self._unpacks:
+            unpack.run()
+        self._staging.resize_(0)
+
+    def _direct(self, step: GatherStep, flats: FlatShards, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and input of a tensor that travels on its own."""
+        n = step.layout.chunk_numel
+        output = tensor_on(self.storage, step.offset_nbytes, (n * step.layout.num_shards,), (1,), step.dtype)
+        shard = shard_slice(flats, step, (n,))
+        if not step.cast:
+            return output, shard
+        mine = output.narrow(0, rank * n, n)  # the gather then works in place
+        self._casts.add(mine, shard)
+        return output, mine
+
+    def _bucket(self, bucket: GatherBucket, flats: FlatShards, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and input of a bucket; binds the copies into it and out of it."""
+        rows_shape = (bucket.num_shards, bucket.row_numel)
+        rows = tensor_on(self._staging, bucket.offset_nbytes, rows_shape, (bucket.row_numel, 1), bucket.dtype)
+        self._unpacks.append(_unpack(bucket, rows, self.storage))
+        runs = _runs(bucket.steps, flats)
+        if len(runs) == 1 and not bucket.steps[0].cast:
+            return rows.view(-1), runs[0]
+        offset = 0
+        for run in runs:
+            self._casts.add(rows[rank].narrow(0, offset, run.numel()), run)
+            offset += run.numel()
+        return rows.view(-1), rows[rank]
+
+
+class Copies:
+    """Copies bound once and run every step, casting where dtypes differ, in one launch."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """``source`` of the same shape is to be copied into ``target``."""
+        if target.numel() > 0:
+            self._targets.append(target)
+            self._sources.append(source)
+
+    def run(self) -> None:
+        if self._targets:
+            _torch.foreach_copy(self._targets, self._sources)
+
+
+class SplitCopy:
+    """Rows cut at the same columns, one launch on CUDA, where many copies of strided tensors are as many launches."""
+
+    def __init__(self, rows: torch.Tensor, sizes: list[int], targets: list[torch.Tensor]) -> None:
+        self._rows, self._sizes, self._targets = rows, sizes, targets
+
+    def run(self) -> None:
+        torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._targets)
 
 
 class LocalGather:
@@ -145,7 +173,7 @@ class LocalGather:
             self.unsharded[step.index] = tensor_on(flat, offset_nbytes, shape, contiguous_stride(shape), step.dtype)
 
     def issue(self) -> PendingGather:
-        return PendingGather((), None, (), None, self._streams)
+        return PendingGather((), None, None, self._streams)
 
     def release(self) -> None:
         """Nothing was allocated."""
@@ -154,62 +182,6 @@ class LocalGather:
 def is_local(plan: GatherPlan, mesh: ParallelMesh) -> bool:
     """Whether gathering ``plan`` would move nothing."""
     return mesh.shard.size == 1 and not any(step.cast for step in plan.steps)
-
-
-class RowsBucket:
-    """Shards that are intervals of their tensors, gathered as bytes in one message and copied out in one launch."""
-
-    def __init__(self, steps: Sequence[GatherStep], flats: FlatShards, storage: torch.UntypedStorage) -> None:
-        self.num_shards = steps[0].layout.num_shards
-        self._runs = _runs(steps, flats)
-        self._sizes = [step.chunk_nbytes for step in steps]
-        self._targets = [
-            tensor_on(
-                storage,
-                step.offset_nbytes,
-                (self.num_shards, step.chunk_nbytes),
-                (step.chunk_nbytes, 1),
-                torch.uint8,
-            )
-            for step in steps
-        ]
-
-    def contribution(self) -> torch.Tensor:
-        """This rank's bytes ``[n]``: the shards as they lie in the flat buffers, cast where needed."""
-        return _contribution(self._runs)
-
-    def unpack(self, staging: torch.Tensor) -> None:
-        """Copy ``staging`` ``[W * n]`` out into the unsharded storage."""
-        rows = staging.view(self.num_shards, -1)
-        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._targets)
-
-
-class StridedBucket:
-    """Shards along another dimension than the first: each is scattered over the memory of its tensor."""
-
-    def __init__(self, steps: Sequence[GatherStep], flats: FlatShards, storage: torch.UntypedStorage) -> None:
-        self.num_shards = steps[0].layout.num_shards
-        self._runs = _runs(steps, flats)
-        self._nbytes = sum(step.chunk_nbytes for step in steps)
-        self._copies: list[tuple[torch.Tensor, int, int]] = []  # target, offset and size in the staging buffer
-        offset = 0
-        for step in steps:
-            for rank, target in enumerate(_pieces(_tensor_of(step, storage), step.layout)):
-                start = rank * self._nbytes + offset
-                self._copies.append((target, start, target.numel() * target.itemsize))
-            offset += step.chunk_nbytes
-
-    def contribution(self) -> torch.Tensor:
-        """This rank's bytes ``[n]``."""
-        return _contribution(self._runs)
-
-    def unpack(self, staging: torch.Tensor) -> None:
-        """Copy ``staging`` ``[W * n]`` out, shard by shard."""
-        for target, start, nbytes in self._copies:
-            if nbytes > 0:
-                # A copy, since bytes at an odd offset cannot be viewed as a wider dtype.
-                piece = staging.narrow(0, start, nbytes).clone().view(target.dtype)
-                target.copy_(piece.view(target.shape))
 
 
 class PendingReduce:
@@ -263,7 +235,8 @@ class Reduce:
         with self._streams.on_reduce():
             self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
             flat = torch.empty(self.plan.flat_numel, dtype=self.plan.dtypes.reduce, device=self._mesh.device)
-            outputs = list(flat.split_with_sizes(self.plan.split_sizes))[::2]
+            calls = self.plan.calls
+            outputs = [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
             inputs = self._inputs(grads)
             if self.plan.factors.before != 1.0:
                 torch._foreach_div_(inputs, self.plan.factors.before)
@@ -281,7 +254,8 @@ class Reduce:
         """Divide the complete sums in place and cast them to the dtype of the sharded gradients."""
         if self.plan.factors.after != 1.0:
             torch._foreach_div_(sums, self.plan.factors.after)
-        return [tensor.to(self.plan.dtypes.orig) for tensor in sums]
+        dtype = self.plan.dtypes.orig
+        return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in sums]
 
     def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """Per step of the plan, this rank's gradient, on the memory of its buffer."""
@@ -292,7 +266,7 @@ class Reduce:
         num_shards, dtype = self._mesh.shard.size, self.plan.dtypes.reduce
         inputs = []
         if self._rows:
-            staging = grads[0].new_empty((num_shards, self._rows_numel), dtype=dtype)
+            staging = torch.empty((num_shards, self._rows_numel), dtype=dtype, device=self._mesh.device)
             _torch.pack_rows([grads[i] for i, _ in self._rows], staging)
             inputs.append(staging.view(-1))
         if self._strided:
@@ -343,21 +317,43 @@ def _pack_strided(grads: Sequence[tuple[torch.Tensor, ShardLayout]], dtype: torc
     return packed.view(-1)
 
 
-def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[tuple[torch.Tensor, torch.dtype]]:
-    """Neighbouring shards of the same dtypes as one slice each, with the dtype they travel in."""
-    runs: list[tuple[torch.Tensor, torch.dtype]] = []
-    start = 0
-    for i, step in enumerate(steps):
-        following = steps[i + 1] if i + 1 < len(steps) else None
-        if following is not None and (following.source, following.dtype) == (step.source, step.dtype):
+def _unpack(bucket: GatherBucket, rows: torch.Tensor, storage: torch.UntypedStorage) -> Copies | SplitCopy:
+    """The copies from ``rows`` ``[W, row_numel]`` to where the bucket's tensors lie in ``storage``."""
+    sizes = [step.layout.chunk_numel for step in bucket.steps]
+    columns = rows.split_with_sizes(sizes, dim=1)
+    if rows.device.type != "cpu" and all(step.route is Route.ROWS for step in bucket.steps):
+        return SplitCopy(rows, sizes, [_rows_of(step, storage) for step in bucket.steps])
+    copies = Copies()
+    for step, column in zip(bucket.steps, columns, strict=True):
+        if step.route is Route.ROWS:
+            copies.add(_rows_of(step, storage), column)
             continue
-        first = steps[start]
-        numel = sum(s.layout.chunk_numel for s in steps[start : i + 1])
-        runs.append((flats[first.source].narrow(0, first.shard_offset, numel), step.dtype))
-        start = i + 1
+        for row, target in zip(column, _pieces(_tensor_of(step, storage), step.layout), strict=True):
+            copies.add(target, row.narrow(0, 0, target.numel()).view(target.shape))
+    return copies
+
+
+def _rows_of(step: GatherStep, storage: torch.UntypedStorage) -> torch.Tensor:
+    """``step``'s region of ``storage`` as ``[W, n]``, its padding included."""
+    n = step.layout.chunk_numel
+    return tensor_on(storage, step.offset_nbytes, (step.layout.num_shards, n), (n, 1), step.dtype)
+
+
+def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:
+    """The shards of ``steps``, neighbours in one flat buffer as one slice."""
+    runs: list[torch.Tensor] = []
+    for source in dict.fromkeys(step.source for step in steps):
+        same = [step for step in steps if step.source is source]
+        runs.append(flats[source].narrow(0, same[0].shard_offset, sum(step.layout.chunk_numel for step in same)))
     return runs
 
 
-def _contribution(runs: Sequence[tuple[torch.Tensor, torch.dtype]]) -> torch.Tensor:
-    parts = [run.to(dtype).view(torch.uint8) for run, dtype in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+@contextmanager
+def _placed(storage: torch.UntypedStorage, nbytes: int) -> Iterator[None]:
+    """Tensors can be made only inside a storage's memory: give an empty one memory meanwhile. Nothing is written."""
+    was_empty = storage.nbytes() == 0
+    if was_empty:
+        storage.resize_(nbytes)
+    yield
+    if was_empty:
+        storage.resize_(0)

@@ -6,7 +6,7 @@ travels on its own, and whether the backend averages. All calls are issued in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.mesh import Axis
 from fsdp2.streams import Waitable
+
+Launch = Callable[[], Sequence[Waitable]]
 
 
 class Comm(Protocol):
@@ -30,10 +32,10 @@ class Comm(Protocol):
     direct_min_nbytes: int
     reduces_uneven: bool
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        """Gather each ``inputs[i]`` ``[n]`` of all ranks into ``outputs[i]`` ``[W * n]``.
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        """What gathers each ``inputs[i]`` ``[n]`` of all ranks into ``outputs[i]`` ``[W * n]``, whenever it is called.
 
-        An input may be this rank's slice of its output.
+        An input may be this rank's slice of its output. The tensors stay bound; their memory may come and go.
         """
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
@@ -46,16 +48,17 @@ class CollectiveComm:
     """The backend's own collectives, all tensors of a group in one launch: NCCL, and any backend not named below."""
 
     # NCCL moves a coalesced launch at full speed whatever its parts, so only latency-bound tensors gain from a bucket.
-    # Not measured on a GPU so far.
-    direct_min_nbytes = 512 * 1024
+    # Not measured on a GPU so far; benchmarks/runtime_overhead.py --widths 256 shows what the copies of a bucket cost.
+    direct_min_nbytes = 128 * 1024
     reduces_uneven = False
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
         self._on_stream = on_stream
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        return (_torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream),)
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
+        return lambda: (launch(),)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         return (_torch.reduce_scatter(self._group, outputs, inputs, dist.ReduceOp.SUM, on_stream=self._on_stream),)
@@ -82,16 +85,25 @@ class PeerComm:
         self._targets = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._sources = [(self._rank - step) % self._size for step in range(1, self._size)]
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        works: list[Waitable] = []
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        receives: list[tuple[torch.Tensor, int]] = []
+        sends: list[tuple[torch.Tensor, int]] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for output, mine in zip(outputs, inputs, strict=True):
-            n = mine.numel()
-            slices = output.split(n)
-            works += [self._group.recv([slices[source]], source, self._GATHER_TAG) for source in self._sources]
-            works += [self._group.send([mine], target, self._GATHER_TAG) for target in self._targets]
+            slices = output.split(mine.numel())
+            receives += [(slices[source], source) for source in self._sources]
+            sends += [(mine, target) for target in self._targets]
             if slices[self._rank].data_ptr() != mine.data_ptr():
-                slices[self._rank].copy_(mine)
-        return works
+                copies.append((slices[self._rank], mine))
+
+        def launch() -> Sequence[Waitable]:
+            works: list[Waitable] = [self._group.recv([part], source, self._GATHER_TAG) for part, source in receives]
+            works += [self._group.send([part], target, self._GATHER_TAG) for part, target in sends]
+            for target, source in copies:
+                target.copy_(source)
+            return works
+
+        return launch
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         return [self._reduce_one(output, values) for output, values in zip(outputs, inputs, strict=True)]
@@ -134,11 +146,16 @@ class LocalComm:
     direct_min_nbytes = 0
     reduces_uneven = True
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        for output, mine in zip(outputs, inputs, strict=True):
-            if output.data_ptr() != mine.data_ptr():
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        pairs = zip(outputs, inputs, strict=True)
+        copies = [(output, mine) for output, mine in pairs if output.data_ptr() != mine.data_ptr()]
+
+        def launch() -> Sequence[Waitable]:
+            for output, mine in copies:
                 output.copy_(mine)
-        return ()
+            return ()
+
+        return launch
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         _torch.foreach_copy(outputs, inputs)

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.collectives import PendingReduce, Reduce, bound_reduce
 from fsdp2.comm import Comm
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import ShardedParam
-from fsdp2.plan import ReduceStep, compile_reduce
+from fsdp2.plan import compile_reduce
 from fsdp2.precision import divide_factors
 from fsdp2.streams import Streams
 
@@ -41,6 +43,13 @@ class GroupOptions:
     gradient_divide_factor: float | None = None
 
 
+class _BoundReduce(NamedTuple):
+    """A bound plan, and its parameters in the order of its steps."""
+
+    reduce: Reduce
+    params: list[ShardedParam]
+
+
 class GroupGradients:
     """Takes gradients off the unsharded parameters, and lands what the reduction makes of them."""
 
@@ -48,7 +57,7 @@ class GroupGradients:
         self._params = params
         self._mesh = mesh
         self._comm = comm
-        self._reduces: dict[tuple[tuple[int, ...], float | None], Reduce] = {}
+        self._bound: dict[tuple[tuple[int, ...], float | None], _BoundReduce] = {}
         self._partial: tuple[list[torch.Tensor], list[bool]] | None = None  # sums, and which steps had a gradient
 
     @property
@@ -62,7 +71,7 @@ class GroupGradients:
 
     def unbind(self) -> None:
         """Forget compiled plans: dtypes, layouts or streams have changed."""
-        self._reduces.clear()
+        self._bound.clear()
 
     def discard_unreduced(self) -> None:
         """Drop what is not in the shards' ``.grad`` yet."""
@@ -83,20 +92,24 @@ class GroupGradients:
 
     def reduce(self, trainable: tuple[int, ...], options: GroupOptions, streams: Streams) -> PendingReduce | None:
         """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none."""
-        grads = {index: self._take(self._params[index]) for index in trainable}
-        if all(grad is None for grad in grads.values()):
+        if not trainable:
             return None
         key = (trainable, options.gradient_divide_factor)
-        reduce = self._reduces.get(key) or self._compile(trainable, options.gradient_divide_factor, streams)
-        self._reduces[key] = reduce
-        present = [grads[step.index] is not None for step in reduce.plan.steps]
-        sums, pending = reduce.issue(self._complete(reduce, grads))
-        return pending.then(partial(self._land, reduce, sums, present, options.requires_all_reduce))
+        bound = self._bound.get(key) or self._bind(trainable, options.gradient_divide_factor, streams)
+        self._bound[key] = bound
+        grads = [self._take(param) for param in bound.params]
+        present = [grad is not None for grad in grads]
+        if not any(present):
+            return None
+        sums, pending = bound.reduce.issue(self._complete(bound, grads))
+        return pending.then(partial(self._land, bound, sums, present, options.requires_all_reduce))
 
-    def _compile(self, trainable: tuple[int, ...], factor: float | None, streams: Streams) -> Reduce:
+    def _bind(self, trainable: tuple[int, ...], factor: float | None, streams: Streams) -> _BoundReduce:
         inputs = [(index, self._params[index].plan_input) for index in trainable]
         factors = divide_factors(inputs[0][1].dtypes.reduce, self._mesh.data_parallel_size, factor)
-        return bound_reduce(compile_reduce(inputs, self._comm, factors), self._mesh, self._comm, streams)
+        plan = compile_reduce(inputs, self._comm, factors)
+        reduce = bound_reduce(plan, self._mesh, self._comm, streams)
+        return _BoundReduce(reduce, [self._params[step.index] for step in plan.steps])
 
     def _take(self, param: ShardedParam) -> torch.Tensor | None:
         grad = _take_unsharded_grad(param)
@@ -107,20 +120,19 @@ class GroupGradients:
         grad, param.accumulated = param.accumulated, None
         return grad
 
-    def _complete(self, reduce: Reduce, grads: dict[int, torch.Tensor | None]) -> list[torch.Tensor]:
-        """One gradient per step. The layout of a reduction is the same on all ranks, whatever autograd did on this
-        one: a parameter without a gradient contributes zeros."""
-        found = {grad.dtype for grad in grads.values() if grad is not None}
-        dtype = found.pop() if len(found) == 1 else reduce.plan.dtypes.reduce  # some accumulated in reduce dtype
+    def _complete(self, bound: _BoundReduce, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """One gradient per step, of one dtype. The layout of a reduction is the same on all ranks, whatever autograd
+        did on this one: a parameter without a gradient contributes zeros."""
+        dtypes = {grad.dtype for grad in grads if grad is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else bound.reduce.plan.dtypes.reduce  # some accumulated in that dtype
         complete = []
-        for step in reduce.plan.steps:
-            grad = grads[step.index]
+        for grad, param in zip(grads, bound.params, strict=True):
             if grad is None:
-                grad = torch.zeros(step.layout.shape, dtype=dtype, device=self._mesh.device)
-            complete.append(grad.to(dtype))
+                grad = torch.zeros(param.layout.shape, dtype=dtype, device=self._mesh.device)
+            complete.append(grad if grad.dtype is dtype else grad.to(dtype))
         return complete
 
-    def _land(self, reduce: Reduce, sums: list[torch.Tensor], present: list[bool], all_reduce: bool) -> None:
+    def _land(self, bound: _BoundReduce, sums: list[torch.Tensor], present: list[bool], all_reduce: bool) -> None:
         """The sums over the shard axis are complete: carry them on, to the replicate axis and to the shards."""
         if self._partial is not None:
             partial_sums, partial_present = self._partial
@@ -130,27 +142,28 @@ class GroupGradients:
         if self._mesh.replicate.group is not None and not all_reduce:
             self._partial = (sums, present)
             return
+        reduce = bound.reduce
         reduce.all_reduce(sums)
         shards = reduce.shards(reduce.average(sums))
-        self._deposit([pair for pair, there in zip(zip(reduce.plan.steps, shards), present, strict=True) if there])  # noqa: B905
+        landed = zip(bound.params, shards, present, strict=True)
+        _deposit([(param.sharded, shard) for param, shard, is_present in landed if is_present])
 
-    def _deposit(self, shards: list[tuple[ReduceStep, torch.Tensor]]) -> None:
-        """Set or add to ``.grad`` of the sharded parameters, and run the user's hooks as autograd would."""
-        targets, values = [], []
-        for step, shard in shards:
-            sharded = self._params[step.index].sharded
-            grad = sharded.grad
-            if grad is None:
-                sharded.grad = _torch.dtensor(shard, _torch.spec_of(sharded))
-            else:
-                targets.append(_torch.local_of(grad))
-                values.append(shard)
-        if targets:
-            _torch.foreach_add(targets, values)
-        for step, _ in shards:
-            sharded = self._params[step.index].sharded
-            for hook in _torch.post_accumulate_grad_hooks(sharded):
-                hook(sharded)
+
+def _deposit(shards: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Set or add to ``.grad`` of the sharded parameters, and run the user's hooks as autograd would."""
+    targets, values = [], []
+    for sharded, shard in shards:
+        grad = sharded.grad
+        if grad is None:
+            sharded.grad = _torch.dtensor(shard, _torch.spec_of(sharded))
+        else:
+            targets.append(_torch.local_of(grad))
+            values.append(shard)
+    if targets:
+        _torch.foreach_add(targets, values)
+    for sharded, _ in shards:
+        for hook in _torch.post_accumulate_grad_hooks(sharded):
+            hook(sharded)
 
 
 def _unsharded_grad(param: ShardedParam) -> torch.Tensor | None:

@@ -38,6 +38,8 @@ from fsdp2.services import services_for
 class GroupState(Enum):
     """Which form of the parameters is bound, and whether another is on its way."""
 
+    __hash__ = object.__hash__  # Enum's own is Python; transitions are looked up in the hot path
+
     SHARDED = "SHARDED"
     UNSHARDING = "UNSHARDING"
     UNSHARDED = "UNSHARDED"
@@ -45,6 +47,8 @@ class GroupState(Enum):
 
 
 class GroupEvent(Enum):
+    __hash__ = object.__hash__
+
     UNSHARD = "unshard"
     WAIT = "wait"
     RESHARD = "reshard"
@@ -92,7 +96,7 @@ class ParamGroup:
         self._services = services_for(mesh.device)
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self._place_shards([param.shard_of(param.sharded.detach()) for param in self.params], new=True)
-        self._bindings.bind([param.sharded for param in self.params])
+        self._bindings.bind(self._sharded)
 
     # Set-up: from shards to bound plans
 
@@ -101,7 +105,7 @@ class ParamGroup:
         self.plan = compile_gather([param.plan_input for param in self.params], self._comm)
         is_meta = any(shard.is_meta for shard in shards)
         self._flats: FlatShards = flat_shards(self.plan, torch.device("meta") if is_meta else self.mesh.device)
-        self._gathered_versions: list[int] = []
+        self._seen_versions: list[int] | None = None
         self._locals: dict[int, torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             for step in self.plan.steps:
@@ -114,6 +118,7 @@ class ParamGroup:
                     param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
                 else:
                     _torch.set_local(param.sharded, local)
+        self._sharded = [param.sharded for param in self.params]
         self._unbind()
 
     def _unbind(self) -> None:
@@ -173,7 +178,7 @@ class ParamGroup:
                     param.unsharded = param.unsharded_parameter(data)
         self._gather = gather
         self._unsharded = [param.unsharded for param in self.params if param.unsharded is not None]
-        self._trainable = self._sync_requires_grad()
+        self._sync_requires_grad()
         return gather
 
     def _bound_gather(self) -> Gather:
@@ -202,7 +207,7 @@ class ParamGroup:
             if self.is_stale:
                 self.refresh()
             gather = self._gather or self._bind_plans()
-            self._gathered_versions = self._shard_versions()
+            self._seen_versions = None
             if before is GroupState.SHARDED_POST_FORWARD and self._resting is not None:
                 self._pending = self._resting.issue()
             else:
@@ -218,19 +223,23 @@ class ParamGroup:
         if before is GroupState.UNSHARDED:
             return
         self._finish_gather()
-        for param, unsharded in zip(self.params, self._unsharded, strict=True):
-            if param.sharded.requires_grad is not unsharded.requires_grad:
-                self._trainable = self._sync_requires_grad()
-                break
+        if [param.requires_grad for param in self._sharded] != self._requires_grad:
+            self._sync_requires_grad()
         self._bindings.bind(self._unsharded)
 
+    def note_versions(self) -> None:
+        """Parameters that stay unsharded from here on are outdated once their shards are written."""
+        if self.state is GroupState.UNSHARDED and self._seen_versions is None:
+            self._seen_versions = self._shard_versions()
+
     def is_outdated(self) -> bool:
-        """Whether the shards were written (by an optimizer) since the unsharded parameters were gathered from them."""
-        return self.state is GroupState.UNSHARDED and self._gathered_versions != self._shard_versions()
+        """Whether the shards were written (by an optimizer) since ``note_versions``."""
+        is_kept = self.state is GroupState.UNSHARDED and self._seen_versions is not None
+        return is_kept and self._seen_versions != self._shard_versions()
 
     def _shard_versions(self) -> list[int]:
         """Optimizers write through the DTensor, ``to_local()`` writes its local tensor: each counts its own."""
-        versions = [param.sharded._version for param in self.params]
+        versions = [param._version for param in self._sharded]
         return versions + [local._version for local in self._locals.values()]
 
     def wait_if_unsharding(self) -> None:
@@ -245,7 +254,7 @@ class ParamGroup:
             return 0
         if before is GroupState.UNSHARDING:
             self._finish_gather()
-        self._bindings.bind([param.sharded for param in self.params])
+        self._bindings.bind(self._sharded)
         if before is GroupState.SHARDED_POST_FORWARD:
             assert self._resting is not None
             return self._resting.release()
@@ -278,11 +287,12 @@ class ParamGroup:
         self._gather.release()
         return nbytes
 
-    def _sync_requires_grad(self) -> tuple[int, ...]:
-        """Follow what the user set on the sharded parameters. Returns the indices of those that are trainable."""
-        for param, unsharded in zip(self.params, self._unsharded, strict=True):
-            unsharded.requires_grad_(param.sharded.requires_grad)
-        return tuple(i for i, param in enumerate(self.params) if param.sharded.requires_grad)
+    def _sync_requires_grad(self) -> None:
+        """Follow what the user set on the sharded parameters."""
+        self._requires_grad = [param.requires_grad for param in self._sharded]
+        for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
+            unsharded.requires_grad_(requires_grad)
+        self._trainable = tuple(i for i, requires_grad in enumerate(self._requires_grad) if requires_grad)
 
     def _transition(self, event: GroupEvent) -> GroupState:
         before = self.state

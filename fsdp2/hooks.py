@@ -104,6 +104,8 @@ class ModuleHooks:
         self._unit.context.pre_backward(self._unit)
 
     def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most blocks, spared the search
+            return (_PostBackward.apply(self._unit, *args) if args[0].requires_grad else args), kwargs
         tensors = [tensor for tensor in find_tensors((args, kwargs), []) if tensor.requires_grad]
         if not tensors:
             return args, kwargs

@@ -1,9 +1,9 @@
 """What a gather and a reduction do, decided once: plain, printable data.
 
 Each tensor takes one route. ``DIRECT`` tensors travel out of and into their final memory. Small ones, and those that
-must be rearranged, share a bucket: ``ROWS`` for shards that are intervals of their tensor, ``STRIDED`` for shards along
-another dimension. A plan is compiled from layouts, dtypes and what the comm prefers, and is the same on all ranks; the
-rooms above bind memory to it and replay it every step.
+must be rearranged, share a bucket, one per dtype: ``ROWS`` for shards that are intervals of their tensor, ``STRIDED``
+for shards along another dimension. A plan is compiled from layouts, dtypes and what the comm prefers, and is the same
+on all ranks; the rooms above bind memory to it and replay it every step.
 """
 
 from __future__ import annotations
@@ -67,13 +67,36 @@ class GatherStep:
 
 
 @dataclass(frozen=True)
+class GatherBucket:
+    """Tensors of one dtype that travel in one message. Each rank's row of the staging memory holds its shards behind
+    each other. ``offset_nbytes``: where the rows start in the staging storage."""
+
+    steps: tuple[GatherStep, ...]
+    offset_nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.steps[0].dtype
+
+    @property
+    def num_shards(self) -> int:
+        return self.steps[0].layout.num_shards
+
+    @property
+    def row_numel(self) -> int:
+        return sum(step.layout.chunk_numel for step in self.steps)
+
+
+@dataclass(frozen=True)
 class GatherPlan:
     """A group's all-gather. ``shard_numels``: length of the flat shard buffer of each dtype. ``regions``: where in the
-    unsharded storage each parameter lies, in bytes."""
+    unsharded storage each parameter lies, in bytes. ``staging_nbytes``: what the buckets need while they travel."""
 
     steps: tuple[GatherStep, ...]
     shard_numels: tuple[tuple[torch.dtype, int], ...]
     regions: Packing
+    buckets: tuple[GatherBucket, ...]
+    staging_nbytes: int
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -106,14 +129,15 @@ class ReduceStep:
 class ReducePlan:
     """The reduction of a group's gradients, for one set of trainable parameters.
 
-    ``split_sizes`` cuts the flat buffer into what arrives by one call each, every piece followed by its padding.
+    ``calls``: (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct
+    tensor.
     """
 
     steps: tuple[ReduceStep, ...]
     dtypes: ParamDtypes
     factors: DivideFactors
     flat_numel: int
-    split_sizes: tuple[int, ...]
+    calls: tuple[tuple[int, int], ...]
 
     def on_route(self, route: Route) -> tuple[ReduceStep, ...]:
         return tuple(step for step in self.steps if step.route is route)
@@ -154,7 +178,8 @@ def compile_gather(inputs: Sequence[PlanInput], comm: Comm, *, back_into: Gather
         )
         for i in order
     )
-    return GatherPlan(steps, shard_numels, regions)
+    buckets, staging_nbytes = _place_buckets([step for step in steps if step.route is not Route.DIRECT])
+    return GatherPlan(steps, shard_numels, regions, buckets, staging_nbytes)
 
 
 def compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: Comm, factors: DivideFactors) -> ReducePlan:
@@ -174,13 +199,8 @@ def compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: Comm, factors:
             index, item = inputs[i]
             steps.append(ReduceStep(index, item.name, routes[i], item.layout, offset))
             offset += item.layout.chunk_numel
-    ends = (*placed.offsets[1:], placed.total)
-    split_sizes = [
-        part
-        for start, end, size in zip(placed.offsets, ends, sizes, strict=True)
-        for part in (size, end - start - size)
-    ]
-    return ReducePlan(tuple(steps), dtypes, factors, placed.total, tuple(split_sizes))
+    places = tuple(zip(placed.offsets, sizes, strict=True))
+    return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
 
 
 def _gather_route(item: PlanInput, comm: Comm) -> Route:
@@ -212,6 +232,18 @@ def _place_shards(
         offsets[i] = -(-ends.get(sources[i], 0) // alignment) * alignment
         ends[sources[i]] = offsets[i] + inputs[i].layout.chunk_numel
     return offsets, tuple(ends.items())
+
+
+def _place_buckets(steps: Sequence[GatherStep]) -> tuple[tuple[GatherBucket, ...], int]:
+    """One bucket per dtype, and the bytes they take together."""
+    sources = list(dict.fromkeys(step.source for step in steps))
+    by_dtype: dict[torch.dtype, list[GatherStep]] = {}
+    for step in sorted(steps, key=lambda step: sources.index(step.source)):  # neighbours in the flat shards stay so
+        by_dtype.setdefault(step.dtype, []).append(step)
+    sizes = [sum(step.chunk_nbytes * step.layout.num_shards for step in bucket) for bucket in by_dtype.values()]
+    placed = pack(sizes, ALIGNMENT_NBYTES)
+    places = zip(by_dtype.values(), placed.offsets, strict=True)
+    return tuple(GatherBucket(tuple(bucket), offset) for bucket, offset in places), placed.total
 
 
 def _arrow(before: torch.dtype, after: torch.dtype) -> str:

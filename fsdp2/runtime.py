@@ -194,7 +194,7 @@ class RootContext:
         self._note("post_forward", unit)
         self._do(self.schedule.post_forward(unit.index))
         if self.schedule.forward_root is None:
-            self._flush()
+            self._end_pass()
 
     def pre_backward(self, unit: Unit) -> None:
         if not self.schedule.in_backward:
@@ -213,7 +213,7 @@ class RootContext:
         for unit in self.units:
             unit.missing_modules.clear()
         self._do(self.schedule.end_backward())
-        self._flush()
+        self._end_pass()
 
     def reset(self) -> None:
         """Back to rest after an exception: nothing in flight, shards bound, unreduced gradients dropped."""
@@ -224,7 +224,7 @@ class RootContext:
             for group in unit.groups:
                 group.reshard()
                 group.gradients.discard_unreduced()
-        self._flush()
+        self._end_pass()
 
     def story(self) -> str:
         """The last events, oldest first."""
@@ -286,7 +286,10 @@ class RootContext:
         for reduction in pending:
             reduction.finish()
 
-    def _flush(self) -> None:
+    def _end_pass(self) -> None:
+        for unit in self.units:
+            for group in unit.groups:
+                group.note_versions()
         with self.services.streams.on_gather():
             self.services.memory.flush()
 

@@ -17,6 +17,8 @@ from enum import Enum
 
 
 class Action(Enum):
+    __hash__ = object.__hash__  # Enum's own is Python; actions are looked up in the hot path
+
     UNSHARD = "unshard"  # start gathering; nothing happens if the parameters are there or on their way
     PREFETCH = "prefetch"  # the same, for a unit that is not needed yet
     WAIT = "wait"  # the parameters are usable when this returns
