@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
-from common import header, medians_in_turns, table
+from common import Block, header, medians_in_turns, table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,24 +30,6 @@ import fsdp2
 
 NUM_BLOCKS = 32
 BATCH_SIZE = 2
-
-
-class Block(nn.Module):
-    """Nine parameters, as a transformer's block has: two gains, four and three matrices."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.attention = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
-        self.mlp = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, layers in zip(self.norms, (self.attention, self.mlp), strict=True):
-            y = norm(x)
-            for layer in layers:
-                y = layer(y)
-            x = x + y
-        return x
 
 
 @dataclass(frozen=True)

@@ -41,15 +41,15 @@ def alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequenc
 
 
 class BlockPool:
-    """Freed CPU memory, kept for the next group.
+    """Freed CPU memory, kept for the next group of the same pass.
 
     A block above glibc's 32 MiB limit is mapped and unmapped at each use, and the kernel zeroes every page again:
     measured 21 ms for 48 MiB, against 3 ms for writing it (benchmarks/gloo_step.py --no-block-pool shows the effect on
-    a step). Two groups are alive at the peak, so two blocks are all that a pass can reuse.
+    a step). One group computes and one is gathered while a third is released, so one block is all that a pass reuses.
     """
 
-    def __init__(self, max_blocks: int = 2) -> None:
-        self.max_blocks = max_blocks if _torch.can_swap_storages() else 0
+    def __init__(self) -> None:
+        self.max_blocks = 0
         self._blocks: list[torch.UntypedStorage] = []
 
     @property
@@ -78,8 +78,10 @@ class BlockPool:
         if len(self._blocks) > self.max_blocks:
             self._blocks.pop(0)
 
-    def clear(self) -> None:
-        self._blocks.clear()
+    def set_max_blocks(self, max_blocks: int) -> None:
+        """Keep at most so many blocks; frees the oldest of those that are too many."""
+        self.max_blocks = max_blocks if _torch.can_swap_storages() else 0
+        del self._blocks[: max(len(self._blocks) - self.max_blocks, 0)]
 
 
 class Memory:
@@ -107,6 +109,11 @@ class Memory:
             self._pool.drain(storage)
         else:
             self._releasing.append((self._streams.record(), storage))
+
+    def keep_freed(self, *, for_reuse: bool) -> None:
+        """Whether what is released from here on is likely to be allocated again soon."""
+        if self._pool is not None:
+            self._pool.set_max_blocks(1 if for_reuse else 0)
 
     def flush(self) -> None:
         """Carry out the deferred releases; called on the gather stream.

@@ -6,6 +6,7 @@ This room sees plans, flat tensors, a comm and streams, never parameters or modu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -77,6 +78,7 @@ class Gather:
         self._memory, self._streams = memory, streams
         self._casts = Copies()
         self._unpacks: list[Copies | SplitCopy] = []
+        self._has_direct = bool(plan.on_route(Route.DIRECT))
         with _placed(storage, plan.unsharded_nbytes), _placed(self._staging, plan.staging_nbytes):
             wires = [self._direct(step, flats, rank) for step in plan.on_route(Route.DIRECT)]
             wires += [self._bucket(bucket, flats, rank) for bucket in plan.buckets]
@@ -84,9 +86,11 @@ class Gather:
             self.unsharded = _unsharded_tensors(plan, storage)
 
     def issue(self) -> PendingGather:
-        """Start gathering; returns before the data has arrived. Allocates the storage on the gather stream."""
+        """Start gathering; returns before the data has arrived. Allocates the storage on the gather stream: now if
+        tensors travel right into it, else when the buckets have arrived."""
         with self._streams.on_gather():
-            self._memory.allocate(self.storage, self.plan.unsharded_nbytes)
+            if self._has_direct:
+                self._memory.allocate(self.storage, self.plan.unsharded_nbytes)
             self._staging.resize_(self.plan.staging_nbytes)
             self._casts.run()
             works = self._streams.issued(self._launch())
@@ -100,6 +104,8 @@ class Gather:
         self._memory.release(self.storage)
 
     def _arrive(self) -> None:
+        if not self._has_direct:
+            self._memory.allocate(self.storage, self.plan.unsharded_nbytes)
         for unpack in self._unpacks:
             unpack.run()
         self._staging.resize_(0)
@@ -221,6 +227,8 @@ class Reduce:
         self._rows = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.ROWS]
         self._strided = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.STRIDED]
         self._direct = [i for i, s in enumerate(plan.steps) if s.route is Route.DIRECT]
+        is_even = all(step.layout.is_even for _, step in self._rows)
+        self._pack_rows = _torch.pack_rows if is_even or mesh.device.type != "cpu" else _pack_uneven_rows
         self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
         self._shard_places = [(offset, shape, contiguous_stride(shape)) for shape, offset in shapes]
@@ -228,10 +236,11 @@ class Reduce:
     def issue(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], PendingReduce]:
         """Start reducing ``grads``, one per step of the plan, in their unsharded shapes.
 
-        Returns the buffers that receive this rank's sums (one flat buffer ``[flat_numel]`` of reduce dtype), and what
-        is pending.
+        Takes the gradients out of the list, so that each is freed when it has been copied or sent. Returns the buffers
+        that receive this rank's sums (one flat buffer ``[flat_numel]`` of reduce dtype), and what is pending.
         """
         ready = self._streams.record()
+        keep = [] if self._mesh.device.type == "cpu" else grads.copy()  # the reduce stream reads them later
         with self._streams.on_reduce():
             self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
             flat = torch.empty(self.plan.flat_numel, dtype=self.plan.dtypes.reduce, device=self._mesh.device)
@@ -241,7 +250,7 @@ class Reduce:
             if self.plan.factors.before != 1.0:
                 torch._foreach_div_(inputs, self.plan.factors.before)
             works = self._streams.issued(self._comm.reduce_scatter(outputs, inputs))
-        return [flat], PendingReduce(works, (grads, inputs), self._streams)
+        return [flat], PendingReduce(works, (keep, inputs), self._streams)
 
     def all_reduce(self, sums: list[torch.Tensor]) -> None:
         """Sum over the replicate axis as well."""
@@ -267,11 +276,15 @@ class Reduce:
         inputs = []
         if self._rows:
             staging = torch.empty((num_shards, self._rows_numel), dtype=dtype, device=self._mesh.device)
-            _torch.pack_rows([grads[i] for i, _ in self._rows], staging)
+            self._pack_rows([grads[i] for i, _ in self._rows], staging)
             inputs.append(staging.view(-1))
         if self._strided:
             inputs.append(_pack_strided([(grads[i], step.layout) for i, step in self._strided], dtype))
-        return inputs + [grads[i].reshape(-1) for i in self._direct]
+        direct = [grads[i] for i in self._direct]
+        grads.clear()
+        while direct:
+            inputs.append(direct.pop(0).reshape(-1).to(dtype))
+        return inputs
 
 
 class LocalReduce(Reduce):
@@ -303,6 +316,22 @@ def _tensor_of(step: GatherStep, storage: torch.UntypedStorage) -> torch.Tensor:
 def _pieces(full: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
     intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
     return [full.narrow(layout.dim, start, stop - start) for start, stop in intervals]
+
+
+def _pack_uneven_rows(grads: list[torch.Tensor], out: torch.Tensor) -> None:
+    """``_torch.pack_rows`` without its padded copies."""
+    out.zero_()
+    offset = 0
+    for grad in grads:
+        n = -(-grad.size(0) // out.size(0)) * math.prod(grad.shape[1:])
+        values = grad.reshape(-1)
+        num_full = values.numel() // max(n, 1)
+        rows = out.narrow(1, offset, n)
+        rows[:num_full].copy_(values[: num_full * n].view(num_full, n))
+        if num_full * n < values.numel():
+            rest = values[num_full * n :]
+            rows[num_full, : rest.numel()].copy_(rest)
+        offset += n
 
 
 def _pack_strided(grads: Sequence[tuple[torch.Tensor, ShardLayout]], dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -97,11 +97,12 @@ class GroupGradients:
         key = (trainable, options.gradient_divide_factor)
         bound = self._bound.get(key) or self._bind(trainable, options.gradient_divide_factor, streams)
         self._bound[key] = bound
-        grads = [self._take(param) for param in bound.params]
+        grads: list[Any] = [self._take(param) for param in bound.params]
         present = [grad is not None for grad in grads]
         if not any(present):
             return None
-        sums, pending = bound.reduce.issue(self._complete(bound, grads))
+        self._complete(bound, grads)
+        sums, pending = bound.reduce.issue(grads)
         return pending.then(partial(self._land, bound, sums, present, options.requires_all_reduce))
 
     def _bind(self, trainable: tuple[int, ...], factor: float | None, streams: Streams) -> _BoundReduce:
@@ -120,17 +121,16 @@ class GroupGradients:
         grad, param.accumulated = param.accumulated, None
         return grad
 
-    def _complete(self, bound: _BoundReduce, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """One gradient per step, of one dtype. The layout of a reduction is the same on all ranks, whatever autograd
-        did on this one: a parameter without a gradient contributes zeros."""
+    def _complete(self, bound: _BoundReduce, grads: list[torch.Tensor | None]) -> None:
+        """Make ``grads`` one gradient per step, of one dtype. The layout of a reduction is the same on all ranks,
+        whatever autograd did on this one: a parameter without a gradient contributes zeros."""
         dtypes = {grad.dtype for grad in grads if grad is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else bound.reduce.plan.dtypes.reduce  # some accumulated in that dtype
-        complete = []
-        for grad, param in zip(grads, bound.params, strict=True):
+        for i, grad in enumerate(grads):
             if grad is None:
-                grad = torch.zeros(param.layout.shape, dtype=dtype, device=self._mesh.device)
-            complete.append(grad if grad.dtype is dtype else grad.to(dtype))
-        return complete
+                grads[i] = torch.zeros(bound.params[i].layout.shape, dtype=dtype, device=self._mesh.device)
+            elif grad.dtype is not dtype:
+                grads[i] = grad.to(dtype)
 
     def _land(self, bound: _BoundReduce, sums: list[torch.Tensor], present: list[bool], all_reduce: bool) -> None:
         """The sums over the shard axis are complete: carry them on, to the replicate axis and to the shards."""

@@ -212,8 +212,8 @@ def _gather_route(item: PlanInput, comm: Comm) -> Route:
 def _reduce_route(item: PlanInput, comm: Comm) -> Route:
     if item.layout.dim != 0:
         return Route.STRIDED
-    as_it_is = item.dtypes.param is item.dtypes.reduce and (item.layout.is_even or comm.reduces_uneven)
-    return Route.DIRECT if as_it_is and _is_large(item.layout, item.dtypes.param, comm) else Route.ROWS
+    is_even = item.layout.is_even or comm.reduces_uneven
+    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, comm) else Route.ROWS
 
 
 def _is_large(layout: ShardLayout, dtype: torch.dtype, comm: Comm) -> bool:

@@ -139,6 +139,7 @@ class RootContext:
         self.observers: list[Observer] = []
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._pending: list[PendingReduce] = []
+        self._has_gathered = False
         self._perform: dict[Action, Callable[[Unit], None]] = {
             Action.UNSHARD: self._unshard,
             Action.PREFETCH: self._unshard,
@@ -187,7 +188,10 @@ class RootContext:
                 if group.is_outdated():
                     group.reshard()
         actions = schedule.pre_forward(unit.index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
-        self._do(actions)
+        if in_backward:
+            self._do(actions)  # its own backward prefetches
+        else:
+            self._start(actions)
         return schedule.phases[unit.index]
 
     def post_forward(self, unit: Unit) -> None:
@@ -202,7 +206,7 @@ class RootContext:
         elif self.schedule.phases[unit.index] is Phase.BACKWARD:
             return
         self._note("pre_backward", unit)
-        self._do(self.schedule.pre_backward(unit.index))
+        self._start(self.schedule.pre_backward(unit.index))
 
     def post_backward(self, unit: Unit) -> None:
         self._note("post_backward", unit)
@@ -232,6 +236,12 @@ class RootContext:
 
     # Actions
 
+    def _start(self, actions: Actions) -> None:
+        """A unit is about to compute. If nothing is gathered meanwhile, the pass is unlikely to gather any more."""
+        self._has_gathered = False
+        self._do(actions)
+        self.services.memory.keep_freed(for_reuse=self._has_gathered)
+
     def _do(self, actions: Actions) -> None:
         if self.observers:
             self._do_observed(actions)
@@ -258,7 +268,7 @@ class RootContext:
 
     def _unshard(self, unit: Unit) -> None:
         for group in unit.groups:
-            group.unshard()
+            self._has_gathered |= group.unshard()
 
     def _wait(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -273,13 +283,12 @@ class RootContext:
             group.reshard_post_forward()
 
     def _reduce(self, unit: Unit) -> None:
-        """One reduction at a time is in flight behind the one being issued: its gradients are what overlaps costs."""
+        """One reduction at a time is in flight: what it reads is what overlapping it with compute costs."""
         for group in unit.groups:
+            self._land(unit)
             pending = group.reduce()
             if pending is not None:
-                earlier, self._pending = self._pending, [pending]
-                for reduction in earlier:
-                    reduction.finish()
+                self._pending.append(pending)
 
     def _land(self, _: Unit) -> None:
         pending, self._pending = self._pending, []
@@ -290,6 +299,7 @@ class RootContext:
         for unit in self.units:
             for group in unit.groups:
                 group.note_versions()
+        self.services.memory.keep_freed(for_reuse=False)
         with self.services.streams.on_gather():
             self.services.memory.flush()
 
