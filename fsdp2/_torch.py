@@ -75,6 +75,11 @@ def foreach_add(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None
     torch._foreach_add_(targets, values)
 
 
+def foreach_div(targets: list[torch.Tensor], divisor: float) -> None:
+    """One launch for many in-place divisions."""
+    torch._foreach_div_(targets, divisor)
+
+
 def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
     """Cut each tensor along its first dimension into ``out.size(0)`` rows, padded with zeros, and lay the rows of all
     tensors side by side in ``out``, casting where dtypes differ. One launch on CUDA; on CPU, tensors that need padding
@@ -134,3 +139,8 @@ def sets_attributes_plainly(module: nn.Module) -> bool:
 def parameters_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dict that holds a module's own parameters."""
     return module._parameters
+
+
+def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dict that holds a module's own buffers."""
+    return module._buffers

@@ -248,7 +248,7 @@ class Reduce:
             outputs = [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
             inputs = self._inputs(grads)
             if self.plan.factors.before != 1.0:
-                torch._foreach_div_(inputs, self.plan.factors.before)
+                _torch.foreach_div(inputs, self.plan.factors.before)
             works = self._streams.issued(self._comm.reduce_scatter(outputs, inputs))
         return [flat], PendingReduce(works, (keep, inputs), self._streams)
 
@@ -262,7 +262,7 @@ class Reduce:
     def average(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """Divide the complete sums in place and cast them to the dtype of the sharded gradients."""
         if self.plan.factors.after != 1.0:
-            torch._foreach_div_(sums, self.plan.factors.after)
+            _torch.foreach_div(sums, self.plan.factors.after)
         dtype = self.plan.dtypes.orig
         return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in sums]
 

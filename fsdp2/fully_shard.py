@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2 import _torch
 from fsdp2.api import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.group import ParamGroup
 from fsdp2.hooks import ModuleHooks
@@ -176,7 +177,7 @@ def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[li
     for i, root in enumerate(roots):
         for prefix, module in _named_modules_outside_units(root, "" if len(roots) == 1 else f"[{i}]."):
             managed[module] = None
-            for name, param in module._parameters.items():
+            for name, param in _torch.parameters_dict(module).items():
                 if param is None or param in ignored:
                     continue
                 item = found.setdefault(param, _Found(f"{prefix}{name}", param))
@@ -295,9 +296,10 @@ def _commit(
     resting: ParallelMesh | None,
 ) -> None:
     for module in managed:
-        for name, buffer in module._buffers.items():
+        buffers = _torch.buffers_dict(module)
+        for name, buffer in buffers.items():
             if buffer is not None and buffer.device.type != "meta":
-                module._buffers[name] = buffer.to(parallel.device)
+                buffers[name] = buffer.to(parallel.device)
     for record in records:
         setattr(record.param, _SHARDED_AS, record.name)
     groups = (ParamGroup(records, parallel, policy),) if records else ()

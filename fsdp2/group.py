@@ -103,16 +103,19 @@ class ParamGroup:
     def _place_shards(self, shards: Sequence[torch.Tensor], *, new: bool) -> None:
         """Copy ``shards`` into new flat buffers and make them the local tensors of the sharded parameters."""
         self.plan = compile_gather([param.plan_input for param in self.params], self._comm)
-        is_meta = any(shard.is_meta for shard in shards)
-        self._flats: FlatShards = flat_shards(self.plan, torch.device("meta") if is_meta else self.mesh.device)
+        all_meta = all(shard.is_meta for shard in shards)
+        self._flats: FlatShards = flat_shards(self.plan, torch.device("meta") if all_meta else self.mesh.device)
         self._seen_versions: list[int] | None = None
         self._locals: dict[int, torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             for step in self.plan.steps:
                 param = self.params[step.index]
                 shape = param.shard_shape
-                local = alias(self._flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
-                local.copy_(shards[step.index])
+                if shards[step.index].is_meta:  # takes its place in the buffer when it has been materialised
+                    local = torch.empty(shape, dtype=step.source, device="meta")
+                else:
+                    local = alias(self._flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
+                    local.copy_(shards[step.index])
                 self._locals[step.index] = local
                 if new:
                     param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
@@ -127,8 +130,11 @@ class ParamGroup:
         self._resting = None
 
     def attach(self, name: str, story: Callable[[], str]) -> None:
-        """Work under another root from now on, as unit ``name``; ``story`` tells that root's recent events."""
-        self.name, self.story = name, story
+        """Work under another root from now on, as unit ``name`` (empty for the root itself); ``story`` tells that
+        root's recent events."""
+        self.name, self.story = name or "(root)", story
+        for param in self.params:
+            param.full_name = f"{name}.{param.name}" if name else param.name
 
     def rest_on(self, mesh: ParallelMesh | None) -> None:
         """Between forward and backward, rest on this smaller mesh when asked to."""
@@ -139,15 +145,17 @@ class ParamGroup:
 
         Raises:
             TypeError: a parameter is no DTensor any more, or has another shape.
-            ValueError: trainable parameters have come to differ in dtype.
+            ValueError: a parameter is on another device than the mesh, or trainable ones have come to differ in dtype.
         """
         current = [param.current() for param in self.params]
         if all(map(self._is_in_place, range(len(current)), current)):
             self.is_stale = False
             return
+        for param, bound in zip(self.params, current, strict=True):
+            check_device(param.full_name, _torch.local_of(bound).device, self.mesh.device)
         dtypes = [param_dtypes(param.dtype, self.policy) for param in current]
         check_uniform_dtypes(
-            (param.name, param_dtype.orig, bound.requires_grad)
+            (param.full_name, param_dtype.orig, bound.requires_grad)
             for param, param_dtype, bound in zip(self.params, dtypes, current, strict=True)
         )
         if any(dtype != param.dtypes for dtype, param in zip(dtypes, self.params, strict=True)):
@@ -187,14 +195,12 @@ class ParamGroup:
 
     def _check_materialised(self) -> None:
         for param in self.params:
-            device = _torch.local_of(param.sharded).device
-            if device.type == "meta":
+            if _torch.local_of(param.sharded).is_meta:
                 raise RuntimeError(
-                    f"parameter '{param.name}' of unit '{self.name}' is still on the meta device. "
+                    f"parameter '{param.full_name}' is still on the meta device. "
                     "Materialise the model before its first forward: model.to_empty(device=...), then initialise the "
                     "values, for example with reset_parameters() of each module."
                 )
-            check_device(param.name, device, self.mesh.device)
 
     # Parameters
 

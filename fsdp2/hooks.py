@@ -51,10 +51,10 @@ class ModuleHooks:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = self._unit
+        context = unit.context  # refuses several modules without a root, before anything has changed
         is_first = not unit.missing_modules
         if is_first and len(unit.modules) > 1:
             unit.missing_modules = set(unit.modules)
-        context = unit.context
         if self._moves_inputs and context.schedule.forward_root is None:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))

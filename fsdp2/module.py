@@ -52,9 +52,7 @@ class FSDPModule:
         unsharded already. The parameters stay until :meth:`reshard` or the end of the next forward or backward.
         """
         unit = self._unit()
-        unit.context.services.streams.gather_after_compute()
-        for group in unit.groups:
-            group.unshard()
+        unit.unshard()
         handle = UnshardHandle(unit.groups)
         if async_op:
             return handle
@@ -63,8 +61,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Bind the shards and free the unsharded parameters, or the ones resting on a smaller mesh; not recursive."""
-        for group in self._unit().groups:
-            group.reshard()
+        self._unit().reshard()
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward, return to rest so that the next iteration can run.

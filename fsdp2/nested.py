@@ -54,8 +54,14 @@ def _same(new: Any, old: Any) -> bool:
 def _rebuilt_dict(original: dict[Any, Any], mapped: dict[Any, Any]) -> dict[Any, Any]:
     if type(original) is dict:
         return mapped
-    rebuilt = copy.copy(original)  # keeps the subclass and its attributes without guessing its __init__
-    rebuilt.update(mapped)
+    cls = type(original)
+    if hasattr(cls, "__copy__"):  # defaultdict
+        rebuilt = copy.copy(original)
+    else:  # keeps the subclass and its attributes without guessing its __init__
+        rebuilt = cls.__new__(cls)
+        vars(rebuilt).update(vars(original))
+    for key, item in mapped.items():  # some subclasses mirror items as attributes, and forbid update()
+        rebuilt[key] = item
     return rebuilt
 
 

@@ -46,6 +46,7 @@ class ShardedParam:
     """A parameter under management.
 
     Attributes:
+        name, full_name: from the module given to ``fully_shard``, and from the root, once there is one.
         sharded: bound between passes; what optimizers and state dicts see.
         unsharded: bound in forward and backward; created at first use, memory owned by the group.
         resting: bound between forward and backward where parameters rest on a smaller mesh.
@@ -54,6 +55,7 @@ class ShardedParam:
 
     def __init__(self, record: ParamRecord, mesh: ParallelMesh) -> None:
         self.name = record.name
+        self.full_name = record.name
         self.slots = record.slots
         self.layout = record.layout
         self.dtypes = record.dtypes
@@ -99,7 +101,7 @@ class ShardedParam:
         if not isinstance(bound, DTensor) or tuple(bound.shape) != self.layout.shape:
             found = "nothing" if bound is None else f"{type(bound).__name__} of shape {tuple(bound.shape)}"
             raise TypeError(
-                f"parameter '{self.name}': expected a DTensor of shape {self.layout.shape} on the mesh given to "
+                f"parameter '{self.full_name}': expected a DTensor of shape {self.layout.shape} on the mesh given to "
                 f"fully_shard, found {found}. Load a state dict of DTensors, or load before fully_shard."
             )
         return bound  # type: ignore[return-value]
@@ -137,12 +139,12 @@ def check_uniform_dtypes(params: Iterable[tuple[str, torch.dtype, bool]]) -> Non
 
 
 def check_device(name: str, found: torch.device, expected: torch.device) -> None:
-    """Refuse a shard that is not on the mesh's device.
+    """Refuse a shard that is neither on the mesh's device nor on the meta device.
 
     Raises:
         ValueError: names the parameter and both devices.
     """
-    if found != expected:
+    if found != expected and found.type != "meta":
         raise ValueError(
             f"parameter '{name}' is on {found}, but its mesh is on {expected}. "
             f"Move the model with model.to('{expected}'), or load a state dict from that device."

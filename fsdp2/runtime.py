@@ -75,16 +75,27 @@ class Unit:
             assert self._context is not None
         return self._context
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward of its root is running."""
-        return self._context is not None and self._context.schedule.forward_root is not None
+    def leave(self) -> None:
+        """Another root takes over. A module does not run inside its own child: if a forward of the present root is
+        under way, it has raised."""
+        if self._context is not None and self._context.schedule.forward_root is not None:
+            self._context.abandon()
+
+    def reshard(self) -> None:
+        """The user asks for it."""
+        if self._context is not None:  # else nothing was ever unsharded
+            self._context.perform(Action.RESHARD, self)
+
+    def unshard(self) -> None:
+        """The user asks for it; returns before the data has arrived."""
+        self.context.services.streams.gather_after_compute()
+        self.context.perform(Action.UNSHARD, self)
 
     def join(self, context: RootContext, index: int, name: str) -> None:
         """Work in ``context`` from now on, under ``name``, the module's name from its root."""
         self._context, self.index, self.name = context, index, name or "(root)"
         for group in self.groups:
-            group.attach(self.name, context.story)
+            group.attach(name, context.story)
 
     def configure(self, **changes: object) -> None:
         """Replace rules of the schedule."""
@@ -129,9 +140,8 @@ class RootContext:
                 "its own. Call fully_shard on the module that contains them, too, and run that."
             )
         named = list(units_under(root.modules[0]))
-        for name, unit in named:
-            if unit.is_in_forward:
-                raise ScheduleError(f"unit '{name}' is in a forward of another root; nothing was changed")
+        for _, unit in named:
+            unit.leave()
         self.schedule: Schedule
         self.root = root
         self.units = [unit for _, unit in named]
@@ -219,16 +229,27 @@ class RootContext:
         self._do(self.schedule.end_backward())
         self._end_pass()
 
-    def reset(self) -> None:
-        """Back to rest after an exception: nothing in flight, shards bound, unreduced gradients dropped."""
+    def perform(self, action: Action, unit: Unit) -> None:
+        """The user asks for ``action``."""
+        self._note(f"{action.value}()", unit)
+        self._do([(action, unit.index)])
+
+    def abandon(self) -> None:
+        """Back to rest after an exception: nothing in flight, shards bound."""
         self._land(self.root)
         self.schedule.reset()
         for unit in self.units:
             unit.missing_modules.clear()
             for group in unit.groups:
                 group.reshard()
-                group.gradients.discard_unreduced()
         self._end_pass()
+
+    def reset(self) -> None:
+        """As ``abandon``, and unreduced gradients are dropped."""
+        self.abandon()
+        for unit in self.units:
+            for group in unit.groups:
+                group.gradients.discard_unreduced()
 
     def story(self) -> str:
         """The last events, oldest first."""

@@ -85,7 +85,7 @@ class Schedule:
         self._last_order: list[int] = []  # pre-forward order of the last complete forward
         self._order: list[int] = []  # pre-forward order of the running forward
         self._cursor = 0  # where _order stands in _last_order
-        self._prefetched: set[int] = set()  # prefetched in the running forward and not used so far
+        self._prefetched: set[int] = set()  # in the running pass, and not used so far
         self._records_uses = False
         self._uses: list[int] = []  # post-forward order of every forward since the last backward
         self._use_positions: list[list[int]] = [[] for _ in self.rules]
@@ -141,6 +141,7 @@ class Schedule:
         if self.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
             return ()
         self.phases[unit] = Phase.BACKWARD
+        self._prefetched.discard(unit)
         actions = [(Action.UNSHARD, unit), (Action.WAIT, unit)]
         return actions + [(Action.PREFETCH, target) for target in self._next_in_backward(unit)]
 
@@ -156,6 +157,8 @@ class Schedule:
         for unit in reversed(range(len(self.phases))):
             if self.phases[unit] is not Phase.REDUCED:
                 actions += self.post_backward(unit)
+        unused, self._prefetched = self._prefetched, set()
+        actions += [(Action.RESHARD, unit) for unit in sorted(unused) if self.rules[unit].reshard_after_backward]
         self.phases = [Phase.IDLE] * len(self.phases)
         self._in_backward = False
         self.forward_root = None
@@ -204,9 +207,11 @@ class Schedule:
         explicit = self.rules[unit].backward_prefetch
         positions = self._use_positions[unit]
         position = positions.pop() if positions else 0
-        if explicit is not None:
-            return explicit
-        return self._uses[position - 1 : position] if position > 0 else ()
+        targets = explicit
+        if targets is None:
+            targets = tuple(self._uses[position - 1 : position]) if position > 0 else ()
+        self._prefetched.update(target for target in targets if self.phases[target] is Phase.REDUCED)
+        return targets
 
     def _forget_uses(self) -> None:
         self._uses.clear()

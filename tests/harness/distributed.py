@@ -14,8 +14,10 @@ from tests.harness.worker import RankContext
 __all__ = ["RankContext", "distributed"]
 
 
-def distributed(*world_sizes: int, timeout_s: float = CALL_TIMEOUT_S) -> Callable[[Callable[..., Any]], Any]:
-    """Run the decorated ``body(ctx, ...)`` on pools of each of ``world_sizes`` ranks.
+def distributed(
+    *world_sizes: int, timeout_s: float = CALL_TIMEOUT_S, device_type: str = "cpu"
+) -> Callable[[Callable[..., Any]], Any]:
+    """Run the decorated ``body(ctx, ...)`` on pools of each of ``world_sizes`` ranks on ``device_type``.
 
     Further arguments of ``body`` are pytest fixtures or parameters; they are pickled on their way to the ranks. The
     body fails when any rank raises, dies, or does not answer within ``timeout_s``.
@@ -25,7 +27,7 @@ def distributed(*world_sizes: int, timeout_s: float = CALL_TIMEOUT_S) -> Callabl
         @pytest.mark.parametrize("world_size", world_sizes, ids=lambda size: f"{size}ranks")
         def test(world_size: int, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            shared_pool(world_size).run(body, timeout_s, **kwargs)
+            shared_pool(world_size, device_type).run(body, timeout_s, **kwargs)
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         names = ["world_size", *list(inspect.signature(body).parameters)[1:]]

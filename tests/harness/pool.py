@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that outlives the tests which use it.
+"""A pool of ranks that outlives the tests which use it.
 
 The parent's half: start ranks, send them a function by name, collect what each rank returned or raised, and replace
 the whole pool when anything went wrong. Rule: a pool that saw a failure is never used again, because its ranks may
@@ -61,10 +61,14 @@ class _Rank:
 
 
 class WorkerPool:
-    """``world_size`` processes in one gloo process group; they start at the first call and stay."""
+    """``world_size`` processes in one process group; they start at the first call and stay.
 
-    def __init__(self, world_size: int) -> None:
+    On ``device_type`` "cuda", rank i works on GPU i and NCCL carries what is there; gloo carries the rest.
+    """
+
+    def __init__(self, world_size: int, device_type: str = "cpu") -> None:
         self.world_size = world_size
+        self.device_type = device_type
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
 
@@ -116,7 +120,7 @@ class WorkerPool:
             stacks = self._directory / f"stacks-{index}"
             stacks.touch()
             store = self._directory / "store"
-            args = (index, self.world_size, theirs, str(store), str(stacks))
+            args = (index, self.world_size, theirs, str(store), str(stacks), self.device_type)
             process = context.Process(target=main, args=args, daemon=True, name=f"rank{index}of{self.world_size}")
             process.start()
             theirs.close()
@@ -163,12 +167,13 @@ class WorkerPool:
         return "".join(lines)
 
 
-_POOLS: dict[int, WorkerPool] = {}
+_POOLS: dict[tuple[int, str], WorkerPool] = {}
 
 
-def shared_pool(world_size: int) -> WorkerPool:
-    """The session's pool of ``world_size`` ranks."""
-    return _POOLS.setdefault(world_size, WorkerPool(world_size))
+def shared_pool(world_size: int, device_type: str = "cpu") -> WorkerPool:
+    """The session's pool of ``world_size`` ranks on ``device_type``."""
+    key = (world_size, device_type)
+    return _POOLS.setdefault(key, WorkerPool(world_size, device_type))
 
 
 def close_shared_pools() -> None:

@@ -57,6 +57,7 @@ class RankContext:
 
     rank: int
     world_size: int
+    device_type: str = "cpu"
     _meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
 
     def mesh_1d(self) -> DeviceMesh:
@@ -73,19 +74,23 @@ class RankContext:
 
     def _mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         if shape not in self._meshes:
-            self._meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            self._meshes[shape] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
         return self._meshes[shape]
 
 
-def main(rank: int, world_size: int, connection: Connection, store: str, stacks: str) -> None:
+def main(rank: int, world_size: int, connection: Connection, store: str, stacks: str, device_type: str) -> None:
     """Entry point of a worker process."""
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        context = RankContext(rank, world_size)
+        backend = "gloo"
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+        context = RankContext(rank, world_size, device_type)
         connection.send_bytes(pickle.dumps(READY))
         try:
             while True:
@@ -101,7 +106,8 @@ def _answer(context: RankContext, call: Call) -> bytes:
         random.seed(0)
         torch.manual_seed(0)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            # What drivers and kernel libraries warn of differs between GPU machines.
+            warnings.simplefilter("error" if context.device_type == "cpu" else "default")
             for message in EXPECTED_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             return pickle.dumps(Success(_resolve(call)(context, **call.kwargs)))

@@ -1,0 +1,108 @@
+"""A small model with round sizes, and a way to bring what the ranks saw to the test's own process.
+
+Goldens are compared in the parent, so that ``EXPECTTEST_ACCEPT=1`` can rewrite them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from tests.harness.distributed import RankContext
+from tests.harness.pool import shared_pool
+
+# fp32 weights of 4096 bytes and biases of 128: whole shards on 2 and 4 ranks, whole cache lines, so that the bytes in
+# traces are the parameters' own, without any padding.
+DIM = 32
+BLOCK_NBYTES = 4096 + 128
+ROOT_NBYTES = 2 * BLOCK_NBYTES
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Stack(nn.Module):
+    """Blocks, and parameters of the root before and behind them."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.exit = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.exit(x)
+
+
+def seeded(model: Callable[[], Any], seed: int = 0) -> Any:
+    """``model()`` with the same values on every rank."""
+    torch.manual_seed(seed)
+    return model()
+
+
+def shard(ctx: RankContext, model: Any, **kwargs: Any) -> Any:
+    """Every block on its own, then the root."""
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mesh=ctx.mesh_1d(), **kwargs)
+    return fsdp2.fully_shard(model, mesh=ctx.mesh_1d(), **kwargs)
+
+
+def sharded(ctx: RankContext, num_blocks: int = 3, **kwargs: Any) -> Any:
+    """A new ``Stack``, sharded."""
+    return shard(ctx, seeded(lambda: Stack(num_blocks)), **kwargs)
+
+
+def batch(seed: int = 0) -> Tensor:
+    """The same on every rank, so that averaged gradients are those of one rank."""
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: nn.Module, seed: int = 0) -> Tensor:
+    """Forward and backward; returns the loss."""
+    loss = model(batch(seed)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+class UnshardedStorages:
+    """The memory of the unsharded parameters that the linear layers of ``model`` have computed with so far."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            assert not isinstance(parameter, DTensor)
+            self._parameters[id(parameter)] = parameter
+
+    @property
+    def nbytes(self) -> int:
+        """Parameters of one group share a storage; it counts once."""
+        assert self._parameters, "no forward has run"
+        storages = [parameter.untyped_storage() for parameter in self._parameters.values()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def same_on_all_ranks(body: Callable[..., Any], world_size: int = 2, **kwargs: Any) -> Any:
+    """What ``body(ctx, **kwargs)`` returns on every rank."""
+    __tracebackhide__ = True
+    first, *others = shared_pool(world_size).run(body, **kwargs)
+    assert all(other == first for other in others), f"the ranks differ: {[first, *others]}"
+    return first

@@ -1,0 +1,159 @@
+"""Every cell of a parameter group's state machine, on real groups: four ranks, resting on two.
+
+A cell that is allowed leads to its state and binds that state's form of the parameters. One that is not raises an error
+that tells the unit, the state, the event and what happened before, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import ScheduleError
+from fsdp2.group import TRANSITIONS, GroupEvent, GroupState, ParamGroup
+from fsdp2.runtime import unit_of
+from tests.distributed.support import Stack, same_on_all_ranks, seeded, sharded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import wrapped
+
+S, E = GroupState, GroupEvent
+
+PERFORM: dict[GroupEvent, Callable[[ParamGroup], Any]] = {
+    E.UNSHARD: ParamGroup.unshard,
+    E.WAIT: ParamGroup.wait,
+    E.RESHARD: ParamGroup.reshard,
+    E.RESHARD_POST_FORWARD: ParamGroup.reshard_post_forward,
+}
+WAY_TO: dict[GroupState, tuple[GroupEvent, ...]] = {
+    S.SHARDED: (),
+    S.UNSHARDING: (E.UNSHARD,),
+    S.UNSHARDED: (E.UNSHARD, E.WAIT),
+    S.SHARDED_POST_FORWARD: (E.UNSHARD, E.WAIT, E.RESHARD_POST_FORWARD),
+}
+# None: refused.
+CELLS: dict[tuple[GroupState, GroupEvent], GroupState | None] = {
+    (S.SHARDED, E.UNSHARD): S.UNSHARDING,
+    (S.SHARDED, E.WAIT): None,
+    (S.SHARDED, E.RESHARD): S.SHARDED,
+    (S.SHARDED, E.RESHARD_POST_FORWARD): S.SHARDED,
+    (S.UNSHARDING, E.UNSHARD): S.UNSHARDING,
+    (S.UNSHARDING, E.WAIT): S.UNSHARDED,
+    (S.UNSHARDING, E.RESHARD): S.SHARDED,
+    (S.UNSHARDING, E.RESHARD_POST_FORWARD): None,
+    (S.UNSHARDED, E.UNSHARD): S.UNSHARDED,
+    (S.UNSHARDED, E.WAIT): S.UNSHARDED,
+    (S.UNSHARDED, E.RESHARD): S.SHARDED,
+    (S.UNSHARDED, E.RESHARD_POST_FORWARD): S.SHARDED_POST_FORWARD,
+    (S.SHARDED_POST_FORWARD, E.UNSHARD): S.UNSHARDING,
+    (S.SHARDED_POST_FORWARD, E.WAIT): None,
+    (S.SHARDED_POST_FORWARD, E.RESHARD): S.SHARDED,
+    (S.SHARDED_POST_FORWARD, E.RESHARD_POST_FORWARD): S.SHARDED_POST_FORWARD,
+}
+
+
+def test_the_table_has_every_cell_and_is_that_of_the_groups() -> None:
+    assert set(CELLS) == {(state, event) for state in GroupState for event in GroupEvent}
+    assert {cell: state for cell, state in CELLS.items() if state is not None} == TRANSITIONS
+
+
+def _group(ctx: RankContext, state: GroupState) -> tuple[Any, ParamGroup]:
+    """A model that has trained one step, and the group of its second block in ``state``."""
+    model = sharded(ctx, reshard_after_forward=2)
+    step(model)
+    unit = unit_of(model.blocks[1])
+    assert unit is not None
+    (group,) = unit.groups
+    for event in WAY_TO[state]:
+        PERFORM[event](group)
+    assert group.state is state
+    return model.blocks[1], group
+
+
+def _form(block: Any) -> str:
+    """Which form of its parameters ``block`` holds, checked against the values it should have."""
+    expected = seeded(Stack).blocks[1].linear.weight.detach()
+    weight = block.linear.weight
+    if isinstance(weight, DTensor):
+        assert torch.equal(weight.full_tensor(), expected)
+        return f"DTensor on {weight.device_mesh.ndim}D mesh"
+    assert torch.equal(weight, expected)
+    return "unsharded"
+
+
+FORMS = {
+    S.SHARDED: "DTensor on 1D mesh",
+    S.UNSHARDED: "unsharded",
+    S.SHARDED_POST_FORWARD: "DTensor on 2D mesh",
+}
+
+
+def _forms_while(state: GroupState) -> set[str]:
+    """While gathering, what was bound before stays bound."""
+    return {FORMS[state]} if state in FORMS else {FORMS[S.SHARDED], FORMS[S.SHARDED_POST_FORWARD]}
+
+
+@pytest.mark.parametrize(("state", "event"), [cell for cell, after in CELLS.items() if after is not None])
+@distributed(4)
+def test_allowed_event_leads_to_its_state_and_binds_its_form(
+    ctx: RankContext, state: GroupState, event: GroupEvent
+) -> None:
+    block, group = _group(ctx, state)
+    transitions: list[tuple[GroupState, GroupState]] = []
+    group.on_transition = lambda before, after: transitions.append((before, after))
+    PERFORM[event](group)
+    after = CELLS[state, event]
+    assert group.state is after
+    assert transitions == ([] if after is state else [(state, after)])
+    assert _form(block) in _forms_while(group.state)
+    if state is S.SHARDED_POST_FORWARD and event is E.UNSHARD:
+        group.wait()
+        assert _form(block) == "unsharded"
+    group.reshard()
+    assert _form(block) == FORMS[S.SHARDED]
+
+
+@pytest.mark.parametrize(("state", "event"), [cell for cell, after in CELLS.items() if after is None])
+@distributed(4)
+def test_illegal_event_tells_the_story_and_changes_nothing(
+    ctx: RankContext, state: GroupState, event: GroupEvent
+) -> None:
+    block, group = _group(ctx, state)
+    form = _form(block)
+    transitions: list[Any] = []
+    group.on_transition = lambda before, after: transitions.append((before, after))
+    with pytest.raises(ScheduleError) as caught:
+        PERFORM[event](group)
+    for part in ("'blocks.1'", state.value, event.value, "post_backward blocks.0", "end_backward (root)"):
+        assert part in str(caught.value), part
+    assert group.state is state
+    assert transitions == []
+    assert _form(block) == form
+    group.reshard()
+    assert group.unshard()
+    group.wait()
+    assert _form(block) == "unsharded"
+    group.reshard()
+
+
+def _story(ctx: RankContext) -> str:
+    _, group = _group(ctx, S.SHARDED)
+    with pytest.raises(ScheduleError) as caught:
+        group.wait()
+    return wrapped(str(caught.value))
+
+
+def test_text_of_an_illegal_event() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_story, world_size=4),
+        """\
+unit 'blocks.1': wait while SHARDED. Last events: post_forward blocks.1, pre_forward blocks.2,
+post_forward blocks.2, post_forward (root), pre_backward (root), pre_backward blocks.2,
+post_backward blocks.2, pre_backward blocks.1, post_backward blocks.1, pre_backward blocks.0,
+post_backward blocks.0, end_backward (root).
+A module that ran outside the forward of its root is the usual cause; see docs/guide.md#roots.""",
+    )

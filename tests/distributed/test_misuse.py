@@ -1,0 +1,266 @@
+"""What a sharded model refuses: each error as text, and that the model works as before, or once repaired."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2 import fully_shard, trace
+from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.harness.distributed import RankContext
+from tests.harness.messages import error_of
+
+
+def _assert_trains_like_new(ctx: RankContext, model: Any) -> None:
+    """``model`` has the values of ``Stack`` with seed 0, and its next step is that of the unsharded one."""
+    reference = seeded(Stack)
+    model.zero_grad()
+    assert torch.allclose(step(model), step(reference), atol=1e-6)
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter, DTensor), name
+        assert parameter.grad is not None, name
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+
+
+def _deepcopy(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    error = error_of(lambda: copy.deepcopy(model))
+    _assert_trains_like_new(ctx, model)
+    return error
+
+
+def test_deepcopy_of_a_sharded_module() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_deepcopy),
+        """\
+NotImplementedError: deepcopy of FSDPStack: a sharded module holds process groups and memory shared
+with its group. Copy the module before fully_shard, or rebuild it and load its state_dict().""",
+    )
+
+
+def _meta(ctx: RankContext) -> str:
+    model = shard(ctx, Stack().to("meta"))
+    error = error_of(lambda: model(batch()))
+    model.to_empty(device="cpu")
+    for parameter, value in zip(model.parameters(), seeded(Stack).parameters(), strict=True):
+        with torch.no_grad():
+            parameter.copy_(distribute_tensor(value.detach(), ctx.mesh_1d(), parameter.placements))
+    _assert_trains_like_new(ctx, model)
+    return error
+
+
+def test_forward_on_the_meta_device() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_meta),
+        """\
+RuntimeError: parameter 'entry.weight' is still on the meta device. Materialise the model before its
+first forward: model.to_empty(device=...), then initialise the values, for example with
+reset_parameters() of each module.""",
+    )
+
+
+def _replaced(ctx: RankContext, change: str) -> str:
+    """Put something else in the place of a parameter, run, put the parameter back."""
+    model = sharded(ctx)
+    linear = model.blocks[1].linear
+    weight = linear.weight
+    if change == "plain":
+        linear.weight = nn.Parameter(torch.zeros(DIM, DIM))
+    elif change == "shape":
+        linear.weight = nn.Parameter(distribute_tensor(torch.zeros(4, DIM), ctx.mesh_1d(), weight.placements))
+    else:
+        linear.to(torch.bfloat16)
+        linear.bias.data = linear.bias.data.float()
+    error = error_of(lambda: model(batch()))
+    linear.weight = weight
+    if change == "dtype":
+        model.float()
+        return error
+    model.reset_iter_state()
+    _assert_trains_like_new(ctx, model)
+    return error
+
+
+def test_parameter_replaced_by_a_plain_one() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_replaced, change="plain"),
+        """\
+TypeError: parameter 'blocks.1.linear.weight': expected a DTensor of shape (32, 32) on the mesh
+given to fully_shard, found Parameter of shape (32, 32). Load a state dict of DTensors, or load
+before fully_shard.""",
+    )
+
+
+def test_parameter_replaced_by_one_of_another_shape() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_replaced, change="shape"),
+        """\
+TypeError: parameter 'blocks.1.linear.weight': expected a DTensor of shape (32, 32) on the mesh
+given to fully_shard, found DTensor of shape (4, 32). Load a state dict of DTensors, or load before
+fully_shard.""",
+    )
+
+
+def test_parameters_that_came_to_differ_in_dtype() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_replaced, change="dtype"),
+        """\
+ValueError: fully_shard: parameter 'blocks.1.linear.bias' is torch.float32, but
+'blocks.1.linear.weight' of the same group is torch.bfloat16; the trainable parameters of one group
+are reduced together in one dtype. Convert the module to one dtype, or call fully_shard on the
+differing submodule first.""",
+    )
+
+
+def _state_dict(ctx: RankContext, change: str) -> str:
+    model = sharded(ctx)
+    state = dict(model.state_dict())
+    if change == "plain":
+        state["blocks.1.linear.weight"] = torch.zeros(DIM, DIM)
+        model.load_state_dict(state, assign=True)
+        error = error_of(lambda: model(batch()))
+        model.reset_iter_state()
+        state["blocks.1.linear.weight"] = distribute_tensor(
+            seeded(Stack).blocks[1].linear.weight.detach(), ctx.mesh_1d(), model.entry.weight.placements
+        )
+        model.load_state_dict(state, assign=True)
+    else:
+        state["blocks.1.linear.weight"] = distribute_tensor(
+            torch.zeros(4, DIM), ctx.mesh_1d(), model.entry.weight.placements
+        )
+        error = error_of(lambda: model.load_state_dict(state))
+    _assert_trains_like_new(ctx, model)
+    return error
+
+
+def test_plain_tensor_of_a_state_dict_assigned_to_a_parameter() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_state_dict, change="plain"),
+        """\
+TypeError: parameter 'blocks.1.linear.weight': expected a DTensor of shape (32, 32) on the mesh
+given to fully_shard, found Parameter of shape (32, 32). Load a state dict of DTensors, or load
+before fully_shard.""",
+    )
+
+
+def test_state_dict_of_another_shape() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_state_dict, change="shape"),
+        """\
+RuntimeError: Error(s) in loading state_dict for FSDPStack:
+        size mismatch for blocks.1.linear.weight: copying a param with shape torch.Size([4, 32])
+from checkpoint, the shape in current model is torch.Size([32, 32]).""",
+    )
+
+
+def _prefetch_of_a_plain_module(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    modules = [model.blocks[1], model.entry]
+    errors = [
+        error_of(partial(setter, modules))
+        for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch)
+    ]
+    step(model)
+    _assert_trains_like_new(ctx, model)
+    return "\n".join(errors)
+
+
+def test_prefetch_of_a_plain_module() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_prefetch_of_a_plain_module),
+        """\
+ValueError: set_modules_to_forward_prefetch: expected modules that fully_shard was called on, got a
+Linear.
+ValueError: set_modules_to_backward_prefetch: expected modules that fully_shard was called on, got a
+Linear.""",
+    )
+
+
+def _set_reshard_after_forward(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    error = error_of(lambda: model.set_reshard_after_forward(2))
+    _assert_trains_like_new(ctx, model)
+    return error
+
+
+def test_set_reshard_after_forward_to_a_number_of_ranks() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_set_reshard_after_forward),
+        """\
+ValueError: set_reshard_after_forward: expected a bool, got 2. A smaller world size can be given to
+fully_shard only.""",
+    )
+
+
+def _trace_of_a_plain_module(ctx: RankContext) -> str:
+    def attempt() -> None:
+        with trace.record(seeded(Stack)):
+            pass
+
+    return error_of(attempt)
+
+
+def test_trace_of_a_plain_module() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_trace_of_a_plain_module),
+        """\
+ValueError: fsdp2.trace: this Stack was not given to fully_shard. Pass the root of the sharded
+model.""",
+    )
+
+
+def _one_of_several_alone(ctx: RankContext) -> str:
+    model = seeded(Stack)
+    fully_shard(list(model.blocks), mesh=ctx.mesh_1d())
+    error = error_of(lambda: model.blocks[0](batch()))
+    fully_shard(model, mesh=ctx.mesh_1d())
+    _assert_trains_like_new(ctx, model)
+    return error
+
+
+def test_one_of_several_modules_of_a_unit_run_without_a_root() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_one_of_several_alone),
+        """\
+ScheduleError: fully_shard([FSDPBlock, FSDPBlock, FSDPBlock]) has no root: several modules were
+sharded as one unit, and one of them ran on its own. Call fully_shard on the module that contains
+them, too, and run that.""",
+    )
+
+
+def _unit_on_its_own(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    reference = seeded(Stack)
+    for _ in range(2):
+        expected = reference.blocks[1](batch())
+        actual = model.blocks[1](batch())
+        assert torch.allclose(actual, expected, atol=1e-6)
+        actual.sum().backward()
+        reference.zero_grad()
+        reference.blocks[1](batch()).sum().backward()
+        grad = model.blocks[1].linear.weight.grad
+        assert torch.allclose(grad.full_tensor(), reference.blocks[1].linear.weight.grad, atol=1e-5)
+        _assert_trains_like_new(ctx, model)
+        model.zero_grad()
+
+
+def test_unit_run_outside_its_root_is_right_and_so_is_the_root_afterwards() -> None:
+    same_on_all_ranks(_unit_on_its_own)
+
+
+def _raising_unit_on_its_own(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    error = error_of(lambda: model.blocks[1](torch.zeros(4, DIM + 1)))  # before the root has ever run
+    assert error.startswith("RuntimeError: mat1 and mat2 shapes"), error
+    model.reset_iter_state()
+    _assert_trains_like_new(ctx, model)
+
+
+def test_root_recovers_from_a_unit_that_raised_when_run_on_its_own() -> None:
+    same_on_all_ranks(_raising_unit_on_its_own)

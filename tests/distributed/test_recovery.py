@@ -1,0 +1,194 @@
+"""After an exception in a step, ``reset_iter_state`` brings the model to rest and the next step is right."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import Observer, fully_shard, trace
+from tests.distributed.support import Stack, UnshardedStorages, batch, seeded, shard, sharded, step
+from tests.harness.distributed import RankContext, distributed
+
+
+class InjectedError(Exception):
+    """Raised by the models here, and by nothing else."""
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise InjectedError
+
+
+class Faulty(Stack):
+    """Raises between two blocks, in the pass that ``fault`` names."""
+
+    fault: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.entry(x)))
+        if self.fault == "forward":
+            raise InjectedError
+        if self.fault == "backward":
+            x = _RaiseInBackward.apply(x)
+        return self.exit(self.blocks[2](x))
+
+
+class _States(Observer):
+    """The state that each unit's group was last seen in."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, str] = {}
+
+    def on_transition(self, unit: str, before: str, after: str) -> None:
+        self.last[unit] = after
+
+
+def _faulty_model(ctx: RankContext, warm: bool) -> Any:
+    """``warm``: the order is recorded, so that the exception finds a prefetch in flight."""
+    model = shard(ctx, seeded(Faulty))
+    if warm:
+        step(model)
+        model.zero_grad()
+    return model
+
+
+def _fail(model: Any, fault: str) -> None:
+    model.fault = fault
+    with pytest.raises(InjectedError):
+        step(model, seed=5)
+    model.fault = None
+
+
+def _assert_step_is_right(model: Any) -> None:
+    """Twice, since the second step prefetches along the order that the first one recorded."""
+    for seed in (1, 2):
+        reference = seeded(Stack)
+        assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
+        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+@distributed(2)
+def test_step_after_a_reset_is_right(ctx: RankContext, fault: str, warm: bool) -> None:
+    model = _faulty_model(ctx, warm)
+    _fail(model, fault)
+    model.reset_iter_state()
+    model.zero_grad()
+    _assert_step_is_right(model)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@distributed(2)
+def test_step_after_an_exception_in_forward_is_right_without_a_reset(ctx: RankContext, warm: bool) -> None:
+    model = _faulty_model(ctx, warm)
+    _fail(model, "forward")
+    _assert_step_is_right(model)
+
+
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+@distributed(2)
+def test_reset_reshards_everything_and_frees_the_unsharded_parameters(ctx: RankContext, fault: str) -> None:
+    model = _faulty_model(ctx, warm=True)
+    unsharded, states = UnshardedStorages(model), _States()
+    with trace.observe(model, states):
+        _fail(model, fault)
+        assert unsharded.nbytes > 0
+        model.reset_iter_state()
+    assert states.last == dict.fromkeys(("(root)", "blocks.0", "blocks.1", "blocks.2"), "SHARDED")
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert unsharded.nbytes == 0
+
+
+@distributed(2)
+def test_reset_drops_gradients_that_were_not_reduced(ctx: RankContext) -> None:
+    model = _faulty_model(ctx, warm=False)
+    model.set_requires_gradient_sync(False)
+    step(model, seed=3)
+    model.set_requires_gradient_sync(True)
+    model.reset_iter_state()
+    _assert_step_is_right(model)
+
+
+@distributed(2)
+def test_reset_between_steps_changes_nothing(ctx: RankContext) -> None:
+    model = _faulty_model(ctx, warm=True)
+    model.reset_iter_state()
+    model.reset_iter_state()
+    _assert_step_is_right(model)
+
+
+@distributed(2)
+def test_reset_before_the_first_forward_changes_nothing(ctx: RankContext) -> None:
+    model = _faulty_model(ctx, warm=False)
+    model.reset_iter_state()
+    _assert_step_is_right(model)
+
+
+@distributed(2)
+def test_model_that_was_reset_can_join_a_larger_root(ctx: RankContext) -> None:
+    model = _faulty_model(ctx, warm=True)
+    _fail(model, "forward")
+    model.reset_iter_state()
+    outer = fully_shard(nn.Sequential(model), mesh=ctx.mesh_1d())
+    _assert_step_is_right(outer)
+
+
+class Recurrent(Stack):
+    """The first block runs twice; what it computes the first time is detached."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.entry(x)).detach()
+        return self.exit(self.blocks[0](self.blocks[1](x)))
+
+
+@distributed(2)
+def test_prefetch_for_a_backward_that_never_comes_is_freed_at_the_end_of_the_backward(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(lambda: Recurrent(2)))
+    step(model)
+    states = _States()
+    with trace.observe(model, states):
+        step(model)
+    assert states.last == dict.fromkeys(("(root)", "blocks.0", "blocks.1"), "SHARDED")
+
+
+@distributed(2)
+def test_forward_that_leaves_out_a_prefetched_block_frees_it(ctx: RankContext) -> None:
+    class Skipping(Stack):
+        skips = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in (0, 2) if self.skips else (0, 1, 2):
+                x = self.blocks[index](x)
+            return x
+
+    model = shard(ctx, seeded(Skipping))
+    step(model)
+    model.skips = True
+    states = _States()
+    with trace.observe(model, states), torch.no_grad():
+        model(batch())
+    assert {states.last[f"blocks.{index}"] for index in range(3)} == {"SHARDED"}
+
+
+@distributed(2)
+def test_sharded_model_that_is_dropped_is_freed(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    step(model)
+    watched = [weakref.ref(model), weakref.ref(model.blocks[1]), weakref.ref(model.exit.weight)]
+    del model
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None, None]

@@ -1,0 +1,392 @@
+"""What ``fully_shard`` refuses: the words, and that the model is as it was.
+
+Each case builds a model and a call that must be refused. Around the call the classes of all modules, the parameter
+objects and their values and the output are compared; then, where the case names one, a correct call must work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.fsdp as theirs
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fsdp2
+from fsdp2 import fully_shard
+from tests.distributed.support import DIM, Block, Stack, batch, same_on_all_ranks, seeded
+from tests.harness.distributed import RankContext
+from tests.harness.messages import error_of
+
+
+class Case(NamedTuple):
+    model: nn.Module
+    call: Callable[[], Any]
+    correct: Callable[[], Any] | None = None
+    runs: bool = True
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        "classes": {name: type(module) for name, module in model.named_modules()},
+        "parameters": {name: id(parameter) for name, parameter in named.items()},
+        "types": {name: (type(p), tuple(p.shape), p.dtype, p.device, p.requires_grad) for name, p in named.items()},
+        "grads": {name: p.grad for name, p in named.items()},
+    }
+
+
+def _values(model: nn.Module) -> list[torch.Tensor]:
+    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [local.detach().clone() for local in locals_ if not local.is_meta]
+
+
+def _refusal(ctx: RankContext, case: str) -> str:
+    """The error of ``CASES[case]``, after all checks."""
+    model, call, correct, runs = CASES[case](ctx)
+    output = model(batch()).detach() if runs else None  # first, since it leaves a sharded root unsharded
+    before, values = _state(model), _values(model)
+    error = error_of(call)
+    assert _state(model) == before
+    assert all(map(torch.equal, _values(model), values))
+    if output is not None:
+        assert torch.equal(model(batch()), output)
+    if correct is not None:
+        correct()
+        after = model(batch())
+        assert output is None or torch.allclose(after, output, atol=1e-6)
+    return error
+
+
+def refusal(case: str) -> str:
+    __tracebackhide__ = True
+    return same_on_all_ranks(_refusal, case=case)
+
+
+def _call(**kwargs: Any) -> Callable[[RankContext], Case]:
+    """A ``Stack`` with wrong arguments; without them the same call works."""
+
+    def case(ctx: RankContext) -> Case:
+        model = seeded(Stack)
+        given = {"mesh": ctx.mesh_1d(), **kwargs}
+        return Case(model, lambda: fully_shard(model, **given), lambda: fully_shard(model, mesh=ctx.mesh_1d()))
+
+    return case
+
+
+def _changed(change: Callable[[Stack], Any], correct_args: Callable[[Stack], dict[str, Any]] | None = None) -> Any:
+    """A ``Stack`` after ``change``; ``correct_args`` are what makes the call work."""
+
+    def case(ctx: RankContext) -> Case:
+        model = seeded(Stack)
+        change(model)
+        correct = None
+        if correct_args is not None:
+            correct = lambda: fully_shard(model, mesh=ctx.mesh_1d(), **correct_args(model))  # noqa: E731
+        return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), correct)
+
+    return case
+
+
+def _three_axes(ctx: RankContext) -> Case:
+    mesh = init_device_mesh("cpu", (1, 1, ctx.world_size), mesh_dim_names=("pp", "replicate", "shard"))
+    return _call(mesh=mesh)(ctx)
+
+
+def _add_scalar(model: Stack) -> None:
+    model.blocks[1].scale = nn.Parameter(torch.tensor(1.0))
+
+
+def _transpose(model: Stack) -> None:
+    model.blocks[1].linear.weight = nn.Parameter(model.blocks[1].linear.weight.detach().t())
+
+
+def _distribute(ctx: RankContext) -> Case:
+    model = seeded(Stack)
+    weight = distribute_tensor(model.exit.weight.detach(), ctx.mesh_1d(), [Replicate()])
+    model.exit.weight = nn.Parameter(weight)
+    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
+
+
+def _mix_dtypes(model: Stack) -> None:
+    model.blocks[1].extra = nn.Parameter(torch.ones(DIM, dtype=torch.bfloat16))
+
+
+def _freeze_extra(model: Stack) -> dict[str, Any]:
+    model.blocks[1].extra.requires_grad_(False)
+    return {}
+
+
+def _again(ctx: RankContext) -> Case:
+    model = fully_shard(seeded(Stack), mesh=ctx.mesh_1d())
+    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()))
+
+
+def _tied_across_units(ctx: RankContext) -> Case:
+    model = seeded(Stack)
+    model.exit.weight = model.blocks[0].linear.weight
+    fully_shard(model.blocks[0], mesh=ctx.mesh_1d())
+    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()))
+
+
+def _module_list(ctx: RankContext) -> Case:
+    model = seeded(Stack)
+    blocks = list(model.blocks)
+    return Case(
+        model,
+        lambda: fully_shard(model.blocks, mesh=ctx.mesh_1d()),
+        lambda: (fully_shard(blocks, mesh=ctx.mesh_1d()), fully_shard(model, mesh=ctx.mesh_1d())),
+    )
+
+
+def _meta_among_real(ctx: RankContext) -> Case:
+    model = seeded(Stack)
+    model.blocks[1] = Block().to("meta")
+    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
+
+
+CASES: dict[str, Callable[[RankContext], Case]] = {
+    "no module": lambda ctx: Case(seeded(Stack), lambda: fully_shard("blocks", mesh=ctx.mesh_1d())),  # type: ignore[call-overload]
+    "no module in the list": lambda ctx: Case(
+        model := seeded(Stack),
+        lambda: fully_shard([model, None], mesh=ctx.mesh_1d()),  # type: ignore[list-item]
+    ),
+    "empty list": lambda ctx: Case(seeded(Stack), lambda: fully_shard([], mesh=ctx.mesh_1d())),
+    "mesh type": _call(mesh="cpu"),
+    "three axes": _three_axes,
+    "policy of torch": _call(mp_policy=theirs.MixedPrecisionPolicy()),
+    "dtype as policy": _call(mp_policy=torch.bfloat16),
+    "offload policy type": _call(offload_policy=True),
+    "cpu offload": _call(offload_policy=fsdp2.CPUOffloadPolicy()),
+    "ignored list": _call(ignored_params=[]),
+    "reshard type": _call(reshard_after_forward="always"),
+    "reshard float": _call(reshard_after_forward=2.0),
+    "reshard non-divisor": _call(reshard_after_forward=3),
+    "reshard zero": _call(reshard_after_forward=0),
+    "placement dim": _call(shard_placement_fn=lambda parameter: Shard(1)),
+    "placement type": _call(shard_placement_fn=lambda parameter: Replicate()),
+    "scalar": _changed(_add_scalar, lambda model: {"ignored_params": {model.blocks[1].scale}}),
+    "non-contiguous": _changed(_transpose, lambda model: {"ignored_params": {model.blocks[1].linear.weight}}),
+    "DTensor": _distribute,
+    "mixed dtypes": _changed(_mix_dtypes, _freeze_extra),
+    "again": _again,
+    "tied across units": _tied_across_units,
+    "ModuleList": _module_list,
+}
+
+
+def test_not_a_module() -> None:
+    assert_expected_inline(
+        refusal("no module"), """TypeError: fully_shard: expected an nn.Module or a list of them, found str."""
+    )
+
+
+def test_not_a_module_in_a_list() -> None:
+    assert_expected_inline(
+        refusal("no module in the list"),
+        """TypeError: fully_shard: expected an nn.Module or a list of them, found NoneType.""",
+    )
+
+
+def test_empty_list() -> None:
+    assert_expected_inline(
+        refusal("empty list"), """ValueError: fully_shard: got an empty list of modules, expected at least one."""
+    )
+
+
+def test_mesh_of_the_wrong_type() -> None:
+    assert_expected_inline(
+        refusal("mesh type"),
+        """\
+TypeError: fully_shard: mesh must be a torch.distributed.device_mesh.DeviceMesh, not str. Build one
+with init_device_mesh(device_type, shape).""",
+    )
+
+
+def test_mesh_of_three_axes() -> None:
+    assert_expected_inline(
+        refusal("three axes"),
+        """\
+ValueError: fully_shard: mesh has 3 axes (1, 1, 2), expected 1 (shard) or 2 (replicate, shard). Pass
+a submesh, for example mesh["dp"].""",
+    )
+
+
+def test_mixed_precision_policy_of_torch() -> None:
+    assert_expected_inline(
+        refusal("policy of torch"),
+        """\
+TypeError: fully_shard: mp_policy must be an fsdp2.MixedPrecisionPolicy, not
+torch.distributed.fsdp.MixedPrecisionPolicy.""",
+    )
+
+
+def test_dtype_in_place_of_a_policy() -> None:
+    assert_expected_inline(
+        refusal("dtype as policy"),
+        """TypeError: fully_shard: mp_policy must be an fsdp2.MixedPrecisionPolicy, not torch.dtype.""",
+    )
+
+
+def test_offload_policy_of_the_wrong_type() -> None:
+    assert_expected_inline(
+        refusal("offload policy type"),
+        """TypeError: fully_shard: offload_policy must be an fsdp2.OffloadPolicy, not builtins.bool.""",
+    )
+
+
+def test_offload_to_the_host() -> None:
+    assert_expected_inline(
+        refusal("cpu offload"),
+        """\
+NotImplementedError: fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True): offloading to
+the host is not built yet. Leave offload_policy out.""",
+    )
+
+
+def test_ignored_params_of_the_wrong_type() -> None:
+    assert_expected_inline(
+        refusal("ignored list"),
+        """TypeError: fully_shard: ignored_params must be a set of parameters, not builtins.list.""",
+    )
+
+
+def test_reshard_after_forward_of_the_wrong_type() -> None:
+    assert_expected_inline(
+        refusal("reshard type"),
+        """TypeError: fully_shard: reshard_after_forward must be a bool, an int or None, not builtins.str.""",
+    )
+
+
+def test_reshard_after_forward_as_a_float() -> None:
+    assert_expected_inline(
+        refusal("reshard float"),
+        """TypeError: fully_shard: reshard_after_forward must be a bool, an int or None, not builtins.float.""",
+    )
+
+
+def test_reshard_after_forward_that_does_not_divide_the_ranks() -> None:
+    assert_expected_inline(
+        refusal("reshard non-divisor"),
+        """\
+ValueError: fully_shard: reshard_after_forward=3 does not divide the 2 ranks of the shard axis. Pass
+one of [1, 2], or a bool.""",
+    )
+
+
+def test_reshard_after_forward_of_no_rank() -> None:
+    assert_expected_inline(
+        refusal("reshard zero"),
+        """\
+ValueError: fully_shard: reshard_after_forward=0 does not divide the 2 ranks of the shard axis. Pass
+one of [1, 2], or a bool.""",
+    )
+
+
+def test_placement_on_a_dim_that_a_parameter_lacks() -> None:
+    assert_expected_inline(
+        refusal("placement dim"),
+        """\
+ValueError: fully_shard: parameter 'entry.bias' has shape (32,), so it cannot be sharded on dim 1.
+Return a dim in [-1, 0] from shard_placement_fn.""",
+    )
+
+
+def test_placement_that_is_no_shard() -> None:
+    assert_expected_inline(
+        refusal("placement type"),
+        """\
+TypeError: fully_shard: shard_placement_fn returned Replicate() for parameter 'entry.weight',
+expected Shard(dim) or None.""",
+    )
+
+
+def test_scalar_parameter() -> None:
+    assert_expected_inline(
+        refusal("scalar"),
+        """\
+ValueError: fully_shard: parameter 'blocks.1.scale' is a scalar and has no dimension to shard. Give
+it shape (1,), or list it in ignored_params.""",
+    )
+
+
+def test_non_contiguous_parameter() -> None:
+    assert_expected_inline(
+        refusal("non-contiguous"),
+        """\
+ValueError: fully_shard: parameter 'blocks.1.linear.weight' of shape (32, 32) has strides (1, 32):
+it is not contiguous, so its shards are no slices of its memory. Replace it with
+nn.Parameter(weight.detach().contiguous()) first.""",
+    )
+
+
+def test_dtensor_parameter() -> None:
+    assert_expected_inline(
+        refusal("DTensor"),
+        """\
+NotImplementedError: fully_shard: parameter 'exit.weight' is a DTensor already. Sharding parameters
+of tensor-parallel modules is not built yet; list it in ignored_params, or shard before
+distributing.""",
+    )
+
+
+def test_trainable_parameters_of_two_dtypes() -> None:
+    assert_expected_inline(
+        refusal("mixed dtypes"),
+        """\
+ValueError: fully_shard: parameter 'blocks.1.extra' is torch.bfloat16, but 'entry.weight' of the
+same group is torch.float32; the trainable parameters of one group are reduced together in one
+dtype. Convert the module to one dtype, or call fully_shard on the differing submodule first.""",
+    )
+
+
+def test_same_module_twice() -> None:
+    assert_expected_inline(
+        refusal("again"),
+        """\
+ValueError: fully_shard: this Stack was given to fully_shard before. Call it once per module, on
+inner modules first.""",
+    )
+
+
+def test_tie_across_units() -> None:
+    assert_expected_inline(
+        refusal("tied across units"),
+        """\
+ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that was
+sharded before, and the tie would be lost. Call fully_shard([a, b]) on the modules that share it, as
+one unit.""",
+    )
+
+
+def test_container_without_forward() -> None:
+    assert_expected_inline(
+        refusal("ModuleList"),
+        """\
+ValueError: fully_shard: ModuleList has no forward, so its parameters would never be unsharded. Call
+fully_shard on each module in it, or pass list(...) of them as one unit.""",
+    )
+
+
+def _values_beside_meta(ctx: RankContext) -> None:
+    model, call, *_ = _meta_among_real(ctx)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+    try:
+        call()
+    except ValueError:
+        return
+    model.blocks[1].to_empty(device="cpu")
+    for name, value in expected.items():
+        parameter = model.get_parameter(name)
+        assert not parameter.is_meta, f"{name} lost its values"
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), value)
+
+
+def test_meta_parameter_does_not_cost_the_real_ones_of_its_group_their_values() -> None:
+    """Either the mixture is refused, or the real parameters keep their values, as with torch."""
+    same_on_all_ranks(_values_beside_meta)

@@ -1,0 +1,248 @@
+"""What the runtime does in a step, as text: events, and the actions that each of them leads to.
+
+``EXPECTTEST_ACCEPT=1`` rewrites the texts; read the difference before keeping it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from expecttest import assert_expected_inline
+
+from fsdp2 import trace
+from tests.distributed.support import Stack, same_on_all_ranks, seeded, shard, sharded, step
+from tests.harness.distributed import RankContext
+
+
+def _trace_of_step(model: Any, index: int = 1) -> str:
+    """The trace of step ``index``; from the second step on, the order is known."""
+    for _ in range(index):
+        step(model)
+    with trace.record(model) as recorded:
+        step(model)
+    return str(recorded)
+
+
+def _plain(ctx: RankContext, index: int, **kwargs: Any) -> str:
+    return _trace_of_step(sharded(ctx, **kwargs), index)
+
+
+def test_first_step_gathers_each_unit_when_it_is_needed() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_plain, index=0),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+pre_forward blocks.0
+    unshard blocks.0  4224 bytes
+    wait blocks.0  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+pre_forward blocks.1
+    unshard blocks.1  4224 bytes
+    wait blocks.1  4224 bytes
+post_forward blocks.1
+    reshard blocks.1  4224 bytes
+pre_forward blocks.2
+    unshard blocks.2  4224 bytes
+    wait blocks.2  4224 bytes
+post_forward blocks.2
+    reshard blocks.2  4224 bytes
+post_forward (root)
+pre_backward (root)
+    prefetch blocks.2  4224 bytes
+pre_backward blocks.2
+    wait blocks.2  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_backward blocks.2
+    reshard blocks.2  4224 bytes
+    reduce blocks.2
+pre_backward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.0  4224 bytes
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def test_second_step_prefetches_along_the_recorded_order() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_plain, index=1),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+pre_forward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.2  4224 bytes
+post_forward blocks.1
+    reshard blocks.1  4224 bytes
+pre_forward blocks.2
+    wait blocks.2  4224 bytes
+post_forward blocks.2
+    reshard blocks.2  4224 bytes
+post_forward (root)
+pre_backward (root)
+    prefetch blocks.2  4224 bytes
+pre_backward blocks.2
+    wait blocks.2  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_backward blocks.2
+    reshard blocks.2  4224 bytes
+    reduce blocks.2
+pre_backward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.0  4224 bytes
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def test_later_steps_are_the_second_one_again() -> None:
+    assert same_on_all_ranks(_plain, index=4) == same_on_all_ranks(_plain, index=1)
+
+
+def test_parameters_kept_after_forward_are_not_gathered_in_backward() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_plain, index=1, reshard_after_forward=False),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_forward blocks.0
+pre_forward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.2  4224 bytes
+post_forward blocks.1
+pre_forward blocks.2
+    wait blocks.2  4224 bytes
+post_forward blocks.2
+post_forward (root)
+pre_backward (root)
+pre_backward blocks.2
+post_backward blocks.2
+    reshard blocks.2  4224 bytes
+    reduce blocks.2
+pre_backward blocks.1
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def test_parameters_rest_on_the_smaller_mesh_between_forward_and_backward() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_plain, world_size=4, index=1, reshard_after_forward=2),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_forward blocks.0
+    reshard_post_forward blocks.0  4224 bytes
+pre_forward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.2  4224 bytes
+post_forward blocks.1
+    reshard_post_forward blocks.1  4224 bytes
+pre_forward blocks.2
+    wait blocks.2  4224 bytes
+post_forward blocks.2
+    reshard_post_forward blocks.2  4224 bytes
+post_forward (root)
+    reshard_post_forward (root)  8448 bytes
+pre_backward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.2  4224 bytes
+pre_backward blocks.2
+    wait blocks.2  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_backward blocks.2
+    reshard blocks.2  4224 bytes
+    reduce blocks.2
+pre_backward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.0  4224 bytes
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def _frozen_block(ctx: RankContext) -> list[str]:
+    model = seeded(Stack)
+    model.blocks[1].requires_grad_(False)
+    shard(ctx, model)
+    step(model)
+    with trace.record(model) as recorded:
+        step(model)
+    return [action for action in recorded.actions() if action.startswith("reduce")]
+
+
+def test_only_units_that_reduce_are_said_to_reduce() -> None:
+    reduced = same_on_all_ranks(_frozen_block)
+    assert reduced == ["reduce blocks.2", "reduce blocks.0", "reduce (root)"]
+
+
+def _nothing_recorded_outside(ctx: RankContext) -> int:
+    model = sharded(ctx)
+    with trace.record(model) as recorded:
+        pass
+    step(model)
+    return len(recorded.entries)
+
+
+def test_nothing_is_recorded_outside_the_block() -> None:
+    assert same_on_all_ranks(_nothing_recorded_outside) == 0

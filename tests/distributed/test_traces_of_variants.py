@@ -1,0 +1,312 @@
+"""What the runtime does, as text, where a step is more than one forward and one backward.
+
+Accumulation, prefetch by hand, evaluation and activation checkpointing. ``EXPECTTEST_ACCEPT=1`` rewrites the texts;
+read the difference before keeping it.
+"""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import trace
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.harness.distributed import RankContext
+
+
+def _accumulation(ctx: RankContext) -> str:
+    model = sharded(ctx, num_blocks=1)
+    step(model)
+    with trace.record(model) as recorded:
+        model.set_requires_gradient_sync(False)
+        step(model)
+        model.set_requires_gradient_sync(True)
+        step(model)
+    return str(recorded)
+
+
+def test_accumulation_without_sync_reduces_in_the_last_backward_only() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_accumulation),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+post_forward (root)
+pre_backward (root)
+    prefetch blocks.0  4224 bytes
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+end_backward (root)
+    reshard (root)  8448 bytes
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+post_forward (root)
+pre_backward (root)
+    prefetch blocks.0  4224 bytes
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def _kept_between_microbatches(ctx: RankContext) -> str:
+    model = sharded(ctx, num_blocks=1)
+    step(model)
+    with trace.record(model) as recorded:
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        step(model)
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        step(model)
+    return "\n".join(recorded.actions())
+
+
+def test_parameters_kept_after_backward_are_not_gathered_for_the_next_microbatch() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_kept_between_microbatches),
+        """\
+unshard (root)
+wait (root)
+prefetch blocks.0
+wait blocks.0
+reshard blocks.0
+prefetch blocks.0
+wait blocks.0
+reshard blocks.0
+prefetch blocks.0
+wait blocks.0
+reshard blocks.0
+reduce blocks.0
+reshard (root)
+reduce (root)
+land (root)""",
+    )
+
+
+def _explicit_forward_prefetch(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+    model.blocks[1].set_modules_to_forward_prefetch([])
+    step(model)
+    with trace.record(model) as recorded:
+        model(batch())
+    return str(recorded)
+
+
+def test_forward_prefetches_what_the_user_listed() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_explicit_forward_prefetch),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+    prefetch blocks.1  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+    prefetch blocks.2  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+pre_forward blocks.1
+    wait blocks.1  4224 bytes
+post_forward blocks.1
+    reshard blocks.1  4224 bytes
+pre_forward blocks.2
+    wait blocks.2  4224 bytes
+post_forward blocks.2
+    reshard blocks.2  4224 bytes
+post_forward (root)""",
+    )
+
+
+def _explicit_backward_prefetch(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    model.set_modules_to_backward_prefetch([model.blocks[2], model.blocks[1]])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+    model.blocks[1].set_modules_to_backward_prefetch([])
+    step(model)
+    loss = model(batch()).sum()
+    with trace.record(model) as recorded:
+        loss.backward()
+    return str(recorded)
+
+
+def test_backward_prefetches_what_the_user_listed() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_explicit_backward_prefetch),
+        """\
+pre_backward (root)
+    prefetch blocks.2  4224 bytes
+    prefetch blocks.1  4224 bytes
+pre_backward blocks.2
+    wait blocks.2  4224 bytes
+    prefetch blocks.0  4224 bytes
+post_backward blocks.2
+    reshard blocks.2  4224 bytes
+    reduce blocks.2
+pre_backward blocks.1
+    wait blocks.1  4224 bytes
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def _no_grad(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    with torch.no_grad():
+        model(batch())
+        with trace.record(model) as recorded:
+            model(batch())
+    return str(recorded)
+
+
+def test_forward_without_grad() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_no_grad),
+        """\
+pre_forward (root)
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+pre_forward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.2  4224 bytes
+post_forward blocks.1
+    reshard blocks.1  4224 bytes
+pre_forward blocks.2
+    wait blocks.2  4224 bytes
+post_forward blocks.2
+    reshard blocks.2  4224 bytes
+post_forward (root)""",
+    )
+
+
+class CheckpointedBlocks(Stack):
+    """Every block is recomputed on its own, from outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.exit(x)
+
+
+class CheckpointedRegion(Stack):
+    """The last two blocks are recomputed together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.entry(x))
+        x = checkpoint(lambda x: self.blocks[2](self.blocks[1](x)), x, use_reentrant=False)
+        return self.exit(x)
+
+
+def _checkpointed(ctx: RankContext, model: type[Stack]) -> str:
+    built = shard(ctx, seeded(model))
+    step(built)
+    loss = built(batch()).sum()
+    with trace.record(built) as recorded:
+        loss.backward()
+    return str(recorded)
+
+
+def test_backward_of_checkpointed_blocks_gathers_each_once() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_checkpointed, model=CheckpointedBlocks),
+        """\
+pre_backward (root)
+    prefetch blocks.2  4224 bytes
+pre_backward blocks.2
+    wait blocks.2  4224 bytes
+    prefetch blocks.1  4224 bytes
+pre_forward blocks.2
+post_backward blocks.2
+    reshard blocks.2  4224 bytes
+    reduce blocks.2
+pre_backward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.1
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+pre_forward blocks.0
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def test_backward_of_a_checkpointed_region_keeps_what_it_recomputed() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_checkpointed, model=CheckpointedRegion),
+        """\
+pre_backward (root)
+    prefetch blocks.2  4224 bytes
+pre_backward blocks.2
+    wait blocks.2  4224 bytes
+    prefetch blocks.1  4224 bytes
+pre_forward blocks.1
+    wait blocks.1  4224 bytes
+post_forward blocks.1
+pre_forward blocks.2
+post_backward blocks.2
+    reshard blocks.2  4224 bytes
+    reduce blocks.2
+pre_backward blocks.1
+    prefetch blocks.0  4224 bytes
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )

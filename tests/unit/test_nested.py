@@ -1,0 +1,166 @@
+"""Tensors inside structures: both walks see the same tensors in the same order, and the identity copies nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2.nested import find_tensors, map_tensors
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    label: str
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    value: Tensor
+
+
+@dataclass
+class Counting:
+    """Counts how often it was constructed."""
+
+    value: Tensor
+    doubled: Any = field(init=False, default=None)
+    constructed: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        type(self).constructed += 1
+
+
+class Noted(dict):  # type: ignore[type-arg]
+    """A dict subclass with an attribute and an ``__init__`` of its own."""
+
+    def __init__(self, note: str, **values: Any) -> None:
+        super().__init__(**values)
+        self.note = note
+
+
+class OrderedNoted(OrderedDict):  # type: ignore[type-arg]
+    """The same on an ``OrderedDict``, which ``copy.copy`` rebuilds by calling the class."""
+
+    def __init__(self, note: str, **values: Any) -> None:
+        super().__init__(**values)
+        self.note = note
+
+
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    """What the models of a well-known library return: items are attributes, too, and ``update`` is forbidden."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("update() is not allowed")
+
+
+class Row(list):  # type: ignore[type-arg]
+    pass
+
+
+def _t(value: int) -> Tensor:
+    return torch.tensor(float(value))
+
+
+STRUCTURES: dict[str, Any] = {
+    "tensor": lambda: _t(0),
+    "list": lambda: [_t(0), 1, _t(2)],
+    "list subclass": lambda: Row([_t(0), _t(1)]),
+    "tuple": lambda: (_t(0), (None, _t(1))),
+    "dict": lambda: {"b": _t(0), "a": {"c": _t(1)}},
+    "dict subclass": lambda: Noted("kept", b=_t(0), a=_t(1)),
+    "namedtuple": lambda: Pair(_t(0), Pair(_t(1), "x")),
+    "dataclass": lambda: Output(_t(0), "label", [_t(1)]),
+    "frozen dataclass": lambda: Frozen(_t(0)),
+    "dataclass with post-init": lambda: Counting(_t(0)),
+    "mixed": lambda: [{"o": Output(_t(0), "l", Pair(_t(1), [_t(2)]))}, (Frozen(_t(3)), Noted("n", x=_t(4)))],
+    "same tensor twice": lambda: [shared := _t(0), {"again": shared}],
+    "empty": lambda: ([], {}, ()),
+}
+
+
+@pytest.fixture(params=list(STRUCTURES))
+def value(request: pytest.FixtureRequest) -> Any:
+    return STRUCTURES[request.param]()
+
+
+def test_map_visits_the_tensors_that_find_finds_in_the_same_order(value: Any) -> None:
+    visited: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        visited.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    found = find_tensors(value, [])
+    assert [id(tensor) for tensor in visited] == [id(tensor) for tensor in found]
+
+
+def test_the_identity_returns_the_same_object(value: Any) -> None:
+    assert map_tensors(lambda tensor: tensor, value) is value
+
+
+def test_mapped_tensors_are_found_again_in_place_of_the_old_ones(value: Any) -> None:
+    before = find_tensors(value, [])
+    mapped = map_tensors(lambda tensor: tensor + 10, value)
+    assert type(mapped) is type(value)
+    assert [float(tensor) for tensor in find_tensors(mapped, [])] == [float(tensor) + 10 for tensor in before]
+    assert [id(tensor) for tensor in find_tensors(value, [])] == [id(tensor) for tensor in before]  # left as it was
+
+
+def test_find_appends_to_what_was_found_before() -> None:
+    first, second = _t(0), _t(1)
+    found = [first]
+    assert find_tensors([second], found) is found
+    assert found == [first, second]
+
+
+@pytest.mark.parametrize("cls", [Noted, OrderedNoted])
+def test_dict_subclass_keeps_class_attributes_and_order(cls: Any) -> None:
+    mapped = map_tensors(lambda tensor: tensor + 1, cls("kept", b=_t(0), a=_t(1)))
+    assert type(mapped) is cls
+    assert mapped.note == "kept"
+    assert [(key, float(tensor)) for key, tensor in mapped.items()] == [("b", 1), ("a", 2)]
+
+
+def test_dict_subclass_that_mirrors_items_as_attributes_keeps_both_in_step() -> None:
+    value = ModelOutput()
+    value["logits"] = _t(0)
+    mapped = map_tensors(lambda tensor: tensor + 1, value)
+    assert type(mapped) is ModelOutput
+    assert float(mapped["logits"]) == 1
+    assert mapped.logits is mapped["logits"]
+    assert float(value.logits) == 0
+
+
+def test_dataclass_is_rebuilt_without_its_constructor() -> None:
+    value = Counting(_t(0))
+    value.doubled = _t(5)
+    constructed = Counting.constructed
+    mapped = map_tensors(lambda tensor: tensor + 1, value)
+    assert Counting.constructed == constructed
+    assert (float(mapped.value), float(mapped.doubled)) == (1, 6)
+
+
+def test_parts_without_tensors_are_the_callers_objects() -> None:
+    plain = {"sizes": [1, 2]}
+    mapped = map_tensors(lambda tensor: tensor + 1, {"x": _t(0), "plain": plain})
+    assert mapped["plain"] is plain
+
+
+def test_sets_dataclass_types_and_strangers_are_left_alone() -> None:
+    for value in ({1, 2}, frozenset([_t(0)]), Output, "text", 3, None, object()):
+        assert find_tensors(value, []) == []
+        assert map_tensors(lambda tensor: tensor + 1, value) is value

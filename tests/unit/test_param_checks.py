@@ -1,0 +1,53 @@
+"""What a group refuses of its parameters, in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from fsdp2.param import check_device, check_uniform_dtypes
+from tests.harness.messages import error_of
+
+
+def test_trainable_parameters_of_two_dtypes_are_refused_by_name() -> None:
+    params = [("up", torch.float32, True), ("scale", torch.bfloat16, True), ("down", torch.float32, True)]
+    assert_expected_inline(
+        error_of(lambda: check_uniform_dtypes(params)),
+        """\
+ValueError: fully_shard: parameter 'scale' is torch.bfloat16, but 'up' of the same group is
+torch.float32; the trainable parameters of one group are reduced together in one dtype. Convert the
+module to one dtype, or call fully_shard on the differing submodule first.""",
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [],
+        [("a", torch.float32, True), ("b", torch.float32, True)],
+        [("a", torch.float32, True), ("frozen", torch.bfloat16, False), ("index", torch.int64, False)],
+        [("frozen", torch.bfloat16, False), ("a", torch.float32, True), ("b", torch.float32, True)],
+    ],
+)
+def test_frozen_parameters_may_have_any_dtype(params: list[tuple[str, torch.dtype, bool]]) -> None:
+    check_uniform_dtypes(params)
+
+
+def test_shard_on_another_device_is_refused_by_name() -> None:
+    assert_expected_inline(
+        error_of(lambda: check_device("blocks.0.weight", torch.device("cpu"), torch.device("cuda", 1))),
+        """\
+ValueError: parameter 'blocks.0.weight' is on cpu, but its mesh is on cuda:1. Move the model with
+model.to('cuda:1'), or load a state dict from that device.""",
+    )
+
+
+def test_shard_on_another_device_of_the_same_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="is on cuda:0, but its mesh is on cuda:1"):
+        check_device("weight", torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+def test_shard_on_the_meshs_device_is_accepted() -> None:
+    check_device("weight", torch.device("cpu"), torch.device("cpu"))
+    check_device("weight", torch.device("cuda", 1), torch.device("cuda", 1))

@@ -1,0 +1,259 @@
+"""Plans as text, and what holds for every plan: regions are apart, bucketed shards touch.
+
+The comm is a stub: what it prefers is all that a plan is compiled for. Sizes in the texts follow from shapes, dtypes
+and alignment alone. ``EXPECTTEST_ACCEPT=1`` rewrites the texts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from fsdp2.api import MixedPrecisionPolicy
+from fsdp2.layout import ALIGNMENT_NBYTES, ShardLayout
+from fsdp2.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduce
+from fsdp2.precision import divide_factors, param_dtypes
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+WORLD_SIZE = 4
+
+
+@dataclass
+class Preferences:
+    """What plans ask of a comm."""
+
+    direct_min_nbytes: int = 1024
+    reduces_uneven: bool = False
+
+
+def _input(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    dim: int = 0,
+    num_shards: int = WORLD_SIZE,
+    orig: torch.dtype = F32,
+    **policy: Any,
+) -> PlanInput:
+    layout = ShardLayout(shape, dim, num_shards)
+    return PlanInput(name, layout, param_dtypes(orig, MixedPrecisionPolicy(**policy)))
+
+
+def _gather(inputs: Sequence[PlanInput], **preferences: Any) -> GatherPlan:
+    return compile_gather(inputs, Preferences(**preferences))  # type: ignore[arg-type]  # collectives are not asked for
+
+
+def _reduce(inputs: Sequence[PlanInput], *, factor: float | None = None, **preferences: Any) -> ReducePlan:
+    factors = divide_factors(inputs[0].dtypes.reduce, WORLD_SIZE, factor)
+    return compile_reduce(list(enumerate(inputs)), Preferences(**preferences), factors)  # type: ignore[arg-type]
+
+
+# Gathers
+
+
+def test_gather_sends_large_parameters_directly_and_small_ones_in_a_bucket() -> None:
+    inputs = [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("norm", (32,))]
+    assert_expected_inline(
+        str(_gather(inputs)),
+        """\
+all-gather into 8576 bytes
+  up.bias: bucket, float32, 4 x 64 bytes at 8192
+  norm: bucket, float32, 4 x 32 bytes at 8448
+  up.weight: direct, float32, 4 x 2048 bytes at 0""",
+    )
+
+
+def test_gather_scatters_shards_of_other_dims() -> None:
+    inputs = [_input("weight", (8, 64), dim=1), _input("bias", (8,)), _input("table", (3, 5, 16), dim=2)]
+    assert_expected_inline(
+        str(_gather(inputs)),
+        """\
+all-gather into 3200 bytes
+  bias: bucket, float32, 4 x 8 bytes at 2048
+  weight: strided bucket, float32, 4 x 512 bytes at 0
+  table: strided bucket, float32, 4 x 240 bytes at 2176""",
+    )
+
+
+def test_gather_casts_to_the_compute_dtype() -> None:
+    inputs = [
+        _input("weight", (64, 32), param_dtype=BF16),
+        _input("bias", (64,), param_dtype=BF16),
+        _input("half", (64, 32), orig=BF16, param_dtype=BF16),
+        _input("index", (64,), orig=torch.int64, param_dtype=BF16),
+    ]
+    assert_expected_inline(
+        str(_gather(inputs)),
+        """\
+all-gather into 8832 bytes
+  bias: bucket, float32 -> bfloat16, 4 x 32 bytes at 4096
+  index: bucket, int64, 4 x 128 bytes at 8320
+  weight: direct, float32 -> bfloat16, 4 x 1024 bytes at 0
+  half: direct, bfloat16, 4 x 1024 bytes at 4224""",
+    )
+
+
+def test_gather_pads_uneven_parameters() -> None:
+    inputs = [_input("large", (33, 32)), _input("small", (5, 3)), _input("one", (1,)), _input("empty", (0, 4))]
+    assert_expected_inline(
+        str(_gather(inputs)),
+        """\
+all-gather into 4864 bytes
+  small: bucket, float32, 4 x 24 bytes at 4608
+  one: bucket, float32, 4 x 4 bytes at 4736
+  empty: bucket, float32, 4 x 0 bytes at 4864
+  large: direct, float32, 4 x 1152 bytes at 0""",
+    )
+
+
+def test_gather_back_from_a_smaller_mesh_lands_where_the_parameters_came_from() -> None:
+    inputs = [_input("weight", (33, 32), param_dtype=BF16), _input("bias", (33,), param_dtype=BF16)]
+    whole = _gather(inputs)
+    resting = [replace(item, layout=replace(item.layout, num_shards=2)) for item in inputs]
+    plan = compile_gather(resting, Preferences(), back_into=whole)  # type: ignore[arg-type]
+    assert plan.regions == whole.regions
+    assert_expected_inline(
+        str(plan),
+        """\
+all-gather into 2432 bytes
+  bias: bucket, bfloat16, 2 x 34 bytes at 2304
+  weight: direct, bfloat16, 2 x 1088 bytes at 0""",
+    )
+
+
+# Reductions
+
+
+def test_reduce_sends_large_gradients_directly_and_small_ones_in_a_bucket() -> None:
+    inputs = [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("table", (3, 16), dim=1)]
+    assert_expected_inline(
+        str(_reduce(inputs)),
+        """\
+reduce-scatter float32 -> float32, divide by 1 before, 4 after
+  up.bias: bucket, 4 x 16 elements
+  table: strided bucket, 4 x 12 elements
+  up.weight: direct, 4 x 512 elements""",
+    )
+
+
+def test_reduce_casts_to_the_reduce_dtype() -> None:
+    inputs = [_input("weight", (64, 32), param_dtype=BF16, reduce_dtype=F32)]
+    assert_expected_inline(
+        str(_reduce(inputs)),
+        """\
+reduce-scatter bfloat16 -> float32 -> float32, divide by 1 before, 4 after
+  weight: direct, 4 x 512 elements""",
+    )
+
+
+def test_reduce_in_fp16_divides_before_and_after() -> None:
+    inputs = [_input("weight", (64, 32), param_dtype=F16)]
+    assert_expected_inline(
+        str(_reduce(inputs)),
+        """\
+reduce-scatter float16 -> float32, divide by 2 before, 2 after
+  weight: direct, 4 x 512 elements""",
+    )
+
+
+def test_reduce_divides_by_the_factor_of_the_user() -> None:
+    assert_expected_inline(
+        str(_reduce([_input("bias", (64,))], factor=3)),
+        """\
+reduce-scatter float32 -> float32, divide by 1 before, 3 after
+  bias: bucket, 4 x 16 elements""",
+    )
+
+
+def test_reduce_pads_uneven_gradients_in_the_bucket_unless_the_comm_takes_them() -> None:
+    inputs = [_input("large", (33, 32)), _input("small", (5, 3))]
+    padded, as_they_are = _reduce(inputs, reduces_uneven=False), _reduce(inputs, reduces_uneven=True)
+    assert_expected_inline(
+        f"{padded}\n\n{as_they_are}",
+        """\
+reduce-scatter float32 -> float32, divide by 1 before, 4 after
+  large: bucket, 4 x 288 elements
+  small: bucket, 4 x 6 elements
+
+reduce-scatter float32 -> float32, divide by 1 before, 4 after
+  small: bucket, 4 x 6 elements
+  large: direct, 4 x 288 elements""",
+    )
+
+
+# What holds for every plan
+
+_POLICIES = [{}, {"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": F32}, {"param_dtype": F16}]
+
+
+def _random_inputs(draw: random.Random, *, one_dtype: bool) -> list[PlanInput]:
+    policy = draw.choice(_POLICIES)
+    inputs = []
+    for index in range(draw.randint(1, 7)):
+        shape = tuple(draw.choice((0, 1, 2, 3, 5, 8, 33, 64)) for _ in range(draw.randint(1, 3)))
+        orig = F32 if one_dtype else draw.choice((F32, BF16, torch.int64, torch.uint8))
+        inputs.append(_input(f"p{index}", shape, dim=draw.randrange(len(shape)), orig=orig, **policy))
+    return inputs
+
+
+def _assert_apart(intervals: Sequence[tuple[int, int]], total: int) -> None:
+    filled = sorted((start, stop) for start, stop in intervals if stop > start)
+    ends = [0, *(stop for _, stop in filled)]
+    assert all(end <= start for end, (start, _) in zip(ends, filled, strict=False)), intervals
+    assert ends[-1] <= total, (intervals, total)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_gathered_regions_are_aligned_and_apart(seed: int) -> None:
+    plan = _gather(_random_inputs(random.Random(seed), one_dtype=False))
+    assert all(step.offset_nbytes % ALIGNMENT_NBYTES == 0 for step in plan.steps)
+    regions = [
+        (step.offset_nbytes, step.offset_nbytes + step.layout.padded_numel * step.dtype.itemsize) for step in plan.steps
+    ]
+    _assert_apart(regions, plan.unsharded_nbytes)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_shards_lie_apart_in_their_flat_buffer_bucketed_ones_touch_and_direct_ones_are_aligned(seed: int) -> None:
+    inputs = _random_inputs(random.Random(seed), one_dtype=False)
+    plan = _gather(inputs)
+    assert sorted(step.index for step in plan.steps) == list(range(len(inputs)))
+    numels = dict(plan.shard_numels)
+    for source in {step.source for step in plan.steps}:
+        steps = [step for step in plan.steps if step.source is source]
+        shards = [(step.shard_offset, step.shard_offset + step.layout.chunk_numel) for step in steps]
+        _assert_apart(shards, numels[source])
+        direct = [step.shard_offset * source.itemsize for step in steps if step.route is Route.DIRECT]
+        assert all(offset_nbytes % ALIGNMENT_NBYTES == 0 for offset_nbytes in direct)
+        for route in (Route.ROWS, Route.STRIDED):
+            bucket = [shard for shard, step in zip(shards, steps, strict=True) if step.route is route]
+            assert all(before[1] == after[0] for before, after in pairwise(bucket))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_reduced_gradients_lie_apart_in_their_flat_buffer(seed: int) -> None:
+    inputs = _random_inputs(random.Random(seed), one_dtype=True)
+    plan = _reduce(inputs)
+    assert sorted(step.index for step in plan.steps) == list(range(len(inputs)))
+    _assert_apart([(step.offset, step.offset + step.layout.chunk_numel) for step in plan.steps], plan.flat_numel)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_only_even_gradients_cut_on_their_first_dim_travel_directly(seed: int) -> None:
+    for step in _reduce(_random_inputs(random.Random(seed), one_dtype=True), direct_min_nbytes=0).steps:
+        if step.route is Route.DIRECT:
+            assert step.layout.dim == 0
+            assert step.layout.is_even
+        assert (step.route is Route.STRIDED) == (step.layout.dim != 0)
+
+
+def test_plan_is_the_same_for_every_rank_and_call() -> None:
+    inputs = _random_inputs(random.Random(3), one_dtype=False)
+    assert _gather(inputs) == _gather(list(inputs))

@@ -1,0 +1,92 @@
+"""Which dtype goes where, and that dividing before and after a sum makes the asked factor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp2.api import MixedPrecisionPolicy
+from fsdp2.precision import cast_floating, divide_factors, param_dtypes
+
+WORLD_SIZES = [1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 64, 100, 256, 1000, 1024, 4096]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_dtypes_with_range_to_spare_divide_once_after_the_sum(dtype: torch.dtype, world_size: int) -> None:
+    factors = divide_factors(dtype, world_size)
+    assert (factors.before, factors.after) == (1.0, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_fp16_factors_multiply_to_the_world_size(world_size: int) -> None:
+    factors = divide_factors(torch.float16, world_size)
+    assert factors.before * factors.after == world_size
+    assert factors.before >= 1
+
+
+@pytest.mark.parametrize("world_size", [size for size in WORLD_SIZES if size > 2 and size & (size - 1) == 0])
+def test_fp16_splits_a_power_of_two_near_its_square_root(world_size: int) -> None:
+    factors = divide_factors(torch.float16, world_size)
+    assert 1 < factors.before < world_size
+    assert 1 / 2 <= factors.after / factors.before <= 2
+
+
+def test_fp16_mean_of_large_gradients_does_not_overflow() -> None:
+    world_size = 64
+    factors = divide_factors(torch.float16, world_size)
+    total = torch.zeros((), dtype=torch.float16)
+    for _ in range(world_size):
+        total += torch.tensor(4000.0, dtype=torch.float16) / factors.before
+    assert float(total / factors.after) == pytest.approx(4000, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 3.0, 8.0, 100.0])
+def test_factor_of_the_user_replaces_the_world_size(dtype: torch.dtype, factor: float) -> None:
+    factors = divide_factors(dtype, 16, factor)
+    assert factors.before * factors.after == pytest.approx(factor)
+
+
+def _dtypes(orig: torch.dtype, **policy: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    found = param_dtypes(orig, MixedPrecisionPolicy(**policy))
+    return found.orig, found.param, found.reduce
+
+
+def test_without_a_policy_all_dtypes_are_the_original() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert _dtypes(dtype) == (dtype, dtype, dtype)
+
+
+def test_reduction_follows_the_compute_dtype_unless_told_otherwise() -> None:
+    assert _dtypes(torch.float32, param_dtype=torch.bfloat16) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    assert _dtypes(torch.float32, **policy) == (torch.float32, torch.bfloat16, torch.float32)
+    assert _dtypes(torch.float32, reduce_dtype=torch.float64) == (torch.float32, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_integer_parameters_are_never_cast(dtype: torch.dtype) -> None:
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    assert _dtypes(dtype, **policy) == (dtype, dtype, dtype)
+
+
+def test_cast_floating_casts_floats_and_keeps_the_rest() -> None:
+    index, flag = torch.arange(2), torch.tensor(True)
+    cast = cast_floating({"x": [torch.ones(2)], "index": index, "flag": flag, "label": "a"}, torch.bfloat16)
+    assert cast["x"][0].dtype is torch.bfloat16
+    assert cast["index"] is index
+    assert cast["flag"] is flag
+    assert cast["label"] == "a"
+
+
+def test_cast_floating_is_differentiable() -> None:
+    x = torch.ones(3, requires_grad=True)
+    cast_floating((x,), torch.bfloat16)[0].sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype is torch.float32
+
+
+def test_cast_to_the_same_dtype_returns_the_same_objects() -> None:
+    value = ({"x": torch.ones(2)}, [torch.arange(2)])
+    assert cast_floating(value, torch.float32) is value

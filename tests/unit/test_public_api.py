@@ -1,0 +1,166 @@
+"""Drop-in: the names, arguments and defaults of torch's fully_shard, but for what is listed here as still to come."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+from expecttest import assert_expected_inline
+
+import fsdp2
+
+# What torch 2.13 has and fsdp2 does not have yet. A name that arrives is taken off this list, or a test fails.
+ARGUMENTS_TO_COME = {
+    "dp_mesh_dims",  # which axes of an SPMD mesh are data-parallel
+}
+METHODS_TO_COME = {
+    # collectives of the user's own
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_all_reduce_hook",
+    # where communication buffers live, and what the backend sums
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_symm_mem_for_comm",
+    "set_force_sum_reduction_for_comms",
+    "set_separate_reduce_scatter_group",
+    "set_reduce_scatter_max_input_buffers",
+    # finer control of a step
+    "set_post_optim_event",
+    "set_unshard_in_backward",
+    "set_reduce_scatter_unused_params",
+    # deprecated by torch in favour of set_gradient_divide_factor
+    "set_reduce_scatter_divide_factor",
+}
+NAMES_TO_COME = {
+    "DataParallelMeshDims",  # goes with dp_mesh_dims
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+}
+# FullyShardedDataParallel, the wrapper class that fully_shard replaced, and what belongs to it.
+NAMES_OF_THE_WRAPPER_CLASS = {
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+}
+
+on_the_checked_torch = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason=f"the lists were made for torch 2.13, not {torch.__version__}"
+)
+
+
+def _public_methods(cls: type) -> dict[str, Any]:
+    return {name: member for name, member in inspect.getmembers(cls, callable) if not name.startswith("_")}
+
+
+def _arguments(function: Any) -> list[tuple[str, Any, str]]:
+    """Name, kind and default of each argument; policies of both packages print alike."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.kind, repr(parameter.default)) for parameter in parameters]
+
+
+SHARED_METHODS = sorted(set(_public_methods(theirs.FSDPModule)) & set(_public_methods(fsdp2.FSDPModule)))
+
+
+def test_public_names() -> None:
+    assert_expected_inline(
+        "\n".join(sorted(fsdp2.__all__)),
+        """\
+CPUOffloadPolicy
+FSDPModule
+MixedPrecisionPolicy
+Observer
+OffloadPolicy
+ScheduleError
+UnshardHandle
+fully_shard
+trace""",
+    )
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in fsdp2.__all__:
+        assert getattr(fsdp2, name).__doc__, name
+
+
+@on_the_checked_torch
+def test_names_are_those_of_torch_but_for_the_listed_ones() -> None:
+    public = {name for name in theirs.__all__ if not name.startswith("_")}
+    assert public - set(fsdp2.__all__) == NAMES_TO_COME | NAMES_OF_THE_WRAPPER_CLASS
+
+
+def test_fully_shard_takes_the_arguments_of_torch_but_for_the_listed_ones() -> None:
+    expected = [argument for argument in _arguments(theirs.fully_shard) if argument[0] not in ARGUMENTS_TO_COME]
+    assert _arguments(fsdp2.fully_shard) == expected
+
+
+@on_the_checked_torch
+def test_methods_are_those_of_torch_but_for_the_listed_ones() -> None:
+    missing = set(_public_methods(theirs.FSDPModule)) - set(_public_methods(fsdp2.FSDPModule))
+    assert missing == METHODS_TO_COME
+
+
+@pytest.mark.parametrize("name", SHARED_METHODS)
+def test_method_takes_the_arguments_of_torch(name: str) -> None:
+    assert _arguments(getattr(fsdp2.FSDPModule, name)) == _arguments(getattr(theirs.FSDPModule, name))
+
+
+@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
+def test_policy_is_built_and_prints_as_that_of_torch(name: str) -> None:
+    ours, other = getattr(fsdp2, name), getattr(theirs, name)
+    assert _arguments(ours) == _arguments(other)
+    assert repr(ours()) == repr(other())
+    assert ours() == ours()
+    assert hash(ours()) == hash(ours())
+
+
+def test_policies_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        fsdp2.MixedPrecisionPolicy().param_dtype = torch.bfloat16  # type: ignore[misc]
+
+
+def test_unshard_handle_has_the_methods_of_torch() -> None:
+    assert set(_public_methods(theirs.UnshardHandle)) <= set(_public_methods(fsdp2.UnshardHandle))
+
+
+def test_schedule_error_is_a_runtime_error() -> None:
+    assert issubclass(fsdp2.ScheduleError, RuntimeError)
+
+
+def test_observer_that_overrides_nothing_takes_every_report() -> None:
+    observer = fsdp2.Observer()
+    observer.on_event("pre_forward", "unit")
+    observer.on_action("unshard", "unit", 0)
+    observer.on_transition("unit", "SHARDED", "UNSHARDING")
+
+
+def test_trace_lays_actions_out_under_their_event() -> None:
+    trace = fsdp2.trace.Trace()
+    trace.on_event("pre_forward", "blocks.0")
+    trace.on_action("unshard", "blocks.0", 4096)
+    trace.on_action("reduce", "blocks.0", 0)
+    assert_expected_inline(
+        str(trace),
+        """\
+pre_forward blocks.0
+    unshard blocks.0  4096 bytes
+    reduce blocks.0""",
+    )
+    assert trace.actions() == ["unshard blocks.0", "reduce blocks.0"]
+    trace.clear()
+    assert str(trace) == ""

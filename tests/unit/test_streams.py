@@ -1,0 +1,237 @@
+"""What waits for what on an accelerator, recorded by stand-ins for streams: no device is needed.
+
+The rule under test is I3: memory that was released is given back only by the next gather (or flush), on the gather
+stream, and only after that stream has been told to wait for the compute that may still read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.buffers import Memory
+from fsdp2.services import services_for
+from fsdp2.streams import AcceleratorStreams, Streams, streams_for
+
+ACCELERATOR = torch.device("meta")  # anything but the CPU: storages in these tests are the CPU's all the same
+
+
+class RecordingStreams(Streams):
+    """Numbers its events, and notes at each wait how large the watched storages are at that moment."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.watched: dict[str, torch.UntypedStorage] = {}
+        self._num_events = 0
+
+    def record(self) -> Any:
+        self._num_events += 1
+        self.log.append(f"record {self._num_events}")
+        return self._num_events
+
+    def wait_here(self, event: Any) -> None:
+        sizes = ", ".join(f"{name} {storage.nbytes()}" for name, storage in self.watched.items())
+        self.log.append(f"wait {event}: {sizes}")
+
+
+@pytest.fixture
+def streams() -> RecordingStreams:
+    return RecordingStreams()
+
+
+@pytest.fixture
+def memory(streams: RecordingStreams) -> Memory:
+    return Memory(ACCELERATOR, streams)
+
+
+def _allocated(memory: Memory, streams: RecordingStreams, name: str, nbytes: int) -> torch.UntypedStorage:
+    storage = streams.watched[name] = torch.UntypedStorage(0)
+    memory.allocate(storage, nbytes)
+    return storage
+
+
+def test_release_records_the_compute_so_far_and_frees_nothing(memory: Memory, streams: RecordingStreams) -> None:
+    storage = _allocated(memory, streams, "a", 64)
+    memory.release(storage)
+    assert storage.nbytes() == 64
+    assert streams.log == ["record 1"]
+
+
+def test_next_gather_waits_for_the_released_compute_then_frees_then_allocates(
+    memory: Memory, streams: RecordingStreams
+) -> None:
+    first = _allocated(memory, streams, "a", 64)
+    memory.release(first)
+    second = _allocated(memory, streams, "b", 32)
+    assert streams.log == ["record 1", "wait 1: a 64, b 0"]  # at the wait, nothing was freed or allocated
+    assert (first.nbytes(), second.nbytes()) == (0, 32)
+
+
+def test_flush_waits_for_the_released_compute_then_frees(memory: Memory, streams: RecordingStreams) -> None:
+    storage = _allocated(memory, streams, "a", 64)
+    memory.release(storage)
+    memory.flush()
+    assert streams.log == ["record 1", "wait 1: a 64"]
+    assert storage.nbytes() == 0
+
+
+def test_every_released_storage_is_freed_behind_its_own_event(memory: Memory, streams: RecordingStreams) -> None:
+    storages = [_allocated(memory, streams, name, 64) for name in "ab"]
+    for storage in storages:
+        memory.release(storage)
+    memory.flush()
+    assert streams.log == ["record 1", "record 2", "wait 1: a 64, b 64", "wait 2: a 0, b 64"]
+    assert [storage.nbytes() for storage in storages] == [0, 0]
+
+
+def test_group_that_still_computes_is_not_waited_for(memory: Memory, streams: RecordingStreams) -> None:
+    done = _allocated(memory, streams, "a", 64)
+    computing = _allocated(memory, streams, "b", 64)
+    memory.release(done)
+    _allocated(memory, streams, "c", 64)
+    assert [line.split(":")[0] for line in streams.log] == ["record 1", "wait 1"]
+    assert computing.nbytes() == 64
+
+
+def test_storage_that_is_gathered_again_at_once_waits_for_its_own_release(
+    memory: Memory, streams: RecordingStreams
+) -> None:
+    storage = _allocated(memory, streams, "a", 64)
+    memory.release(storage)
+    memory.allocate(storage, 64)
+    memory.flush()
+    assert streams.log == ["record 1", "wait 1: a 64"]
+    assert storage.nbytes() == 64
+
+
+def test_a_release_is_carried_out_once(memory: Memory, streams: RecordingStreams) -> None:
+    storage = _allocated(memory, streams, "a", 64)
+    memory.release(storage)
+    memory.flush()
+    memory.flush()
+    _allocated(memory, streams, "b", 64)
+    assert len(streams.log) == 2
+
+
+def test_on_the_cpu_a_release_frees_at_once_and_records_nothing(streams: RecordingStreams) -> None:
+    memory = Memory(torch.device("cpu"), streams)
+    storage = _allocated(memory, streams, "a", 64)
+    memory.release(storage)
+    assert storage.nbytes() == 0
+    assert streams.log == []
+
+
+# AcceleratorStreams on a device module that only takes notes
+
+
+class FakeStream:
+    def __init__(self, module: FakeDeviceModule, name: str) -> None:
+        self._module, self._name = module, name
+
+    def record_event(self) -> str:
+        return f"event of {self._name}"
+
+    def wait_event(self, event: str) -> None:
+        self._module.log.append(f"{self._name} waits for {event}")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._module.log.append(f"{self._name} waits for {other._name}")
+
+    def __str__(self) -> str:
+        return self._name
+
+
+class FakeDeviceModule:
+    """``torch.cuda`` as far as streams go."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.priorities: list[int] = []
+        self._current = FakeStream(self, "compute")
+
+    def Stream(self, device: torch.device, priority: int) -> FakeStream:  # noqa: N802  # torch's name
+        self.priorities.append(priority)
+        return FakeStream(self, f"side {len(self.priorities)}")
+
+    def current_stream(self) -> FakeStream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+
+@pytest.fixture
+def device_module(monkeypatch: pytest.MonkeyPatch) -> FakeDeviceModule:
+    module = FakeDeviceModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def test_gathers_and_reductions_run_on_streams_of_their_own(device_module: FakeDeviceModule) -> None:
+    streams = AcceleratorStreams(torch.device("cuda", 0))
+    with streams.on_gather():
+        gather = str(device_module.current_stream())
+    with streams.on_reduce():
+        reduce = str(device_module.current_stream())
+    assert len({gather, reduce, "compute"}) == 3
+    assert str(device_module.current_stream()) == "compute"
+    assert all(priority < 0 for priority in device_module.priorities)
+
+
+def test_events_are_recorded_and_awaited_on_the_current_stream(device_module: FakeDeviceModule) -> None:
+    streams = AcceleratorStreams(torch.device("cuda", 0))
+    event = streams.record()
+    with streams.on_gather():
+        gather = str(device_module.current_stream())
+        streams.wait_here(event)
+    assert device_module.log == [f"{gather} waits for event of compute"]
+
+
+def test_waiting_for_no_event_does_nothing(device_module: FakeDeviceModule) -> None:
+    AcceleratorStreams(torch.device("cuda", 0)).wait_here(None)
+    assert device_module.log == []
+
+
+def test_gather_stream_waits_for_compute_before_a_pass(device_module: FakeDeviceModule) -> None:
+    streams = AcceleratorStreams(torch.device("cuda", 0))
+    with streams.on_gather():
+        gather = str(device_module.current_stream())
+    streams.gather_after_compute()
+    assert device_module.log == [f"{gather} waits for compute"]
+
+
+class _Work:
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def test_accelerator_hands_issued_work_to_the_stream_and_leaves_nothing_to_the_cpu(
+    device_module: FakeDeviceModule,
+) -> None:
+    works = [_Work(), _Work()]
+    assert list(AcceleratorStreams(torch.device("cuda", 0)).issued(works)) == []
+    assert [work.num_waits for work in works] == [1, 1]
+
+
+def test_cpu_leaves_issued_work_to_be_waited_for_later() -> None:
+    works = [_Work()]
+    streams = streams_for(torch.device("cpu"))
+    assert list(streams.issued(works)) == works
+    assert works[0].num_waits == 0
+    assert streams.record() is None
+
+
+def test_all_models_on_a_device_share_its_services() -> None:
+    assert services_for(torch.device("cpu")) is services_for(torch.device("cpu"))
