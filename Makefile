@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+SCRIPTS ?= $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint bench docs clean
@@ -12,7 +13,7 @@ help: ## show this list
 	@echo '  ARGS="..." passes arguments on: make train ARGS="--steps 50", make test ARGS="-k schedule"'
 
 train: .venv/.installed ## train the example language model on 2 ranks
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 docs/examples/train_lm.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 docs/examples/train_lm.py $(ARGS)
 
 test: .venv/.installed ## run the tests
 	$(BIN)/pytest --timeout 300 $(ARGS)
@@ -23,8 +24,8 @@ lint: .venv/.installed ## check style, formatting and types
 	$(BIN)/mypy
 	$(BIN)/mypy docs/examples
 
-bench: .venv/.installed-bench ## run every benchmark, one after the other
-	set -e; for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS); done
+bench: .venv/.installed ## run every benchmark, one after the other, or those in SCRIPTS
+	set -e; for script in $(SCRIPTS); do $(BIN)/python $$script $(ARGS); done
 
 docs: .venv/.installed ## check that the documentation's examples run and its links resolve
 	$(BIN)/pytest --timeout 300 tests/docs $(ARGS)
@@ -36,9 +37,4 @@ clean: ## remove .venv, caches and results of runs
 .venv/.installed: pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev,train]'
-	touch $@
-
-# Apart, because only the benchmarks' figures need matplotlib.
-.venv/.installed-bench: .venv/.installed
-	$(BIN)/pip install -c constraints-dev.txt -e '.[bench]'
 	touch $@

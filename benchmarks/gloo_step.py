@@ -43,7 +43,7 @@ class Case:
     rounds: int
 
 
-CASES = (Case(1024, 6, 256, 7), Case(256, 8, 64, 25))
+CASES = (Case(1024, 6, 256, 5), Case(256, 8, 64, 25))
 
 
 def by_fully_shard(runtime: object) -> Callable[[nn.Sequential], nn.Module]:

@@ -7,12 +7,14 @@ that it was allocated on; releasing takes effect only when the last reader on an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp2 import _torch
+from fsdp2.layout import contiguous_stride
 from fsdp2.streams import Streams
 
 
@@ -91,7 +93,7 @@ class Memory:
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
-        self._streams = streams
+        self._device, self._streams = device, streams
         self._pool = BlockPool() if device.type == "cpu" else None
         self._releasing: list[tuple[torch.Event | None, torch.UntypedStorage]] = []
 
@@ -102,6 +104,15 @@ class Memory:
             return
         self.flush()
         storage.resize_(nbytes)
+
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of the current stream, for as long as the tensor lives: freed memory that is kept for
+        reuse, if it fits, so that it does not lie idle meanwhile."""
+        if self._pool is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        storage = torch.UntypedStorage(0)
+        self._pool.fill(storage, math.prod(shape) * dtype.itemsize)
+        return tensor_on(storage, 0, shape, contiguous_stride(shape), dtype)
 
     def release(self, storage: torch.UntypedStorage) -> None:
         """Empty ``storage`` once the compute enqueued so far has read it; called on the compute stream."""

@@ -18,6 +18,7 @@ from fsdp2.comm import Comm, all_reduce
 from fsdp2.layout import ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.plan import GatherBucket, GatherPlan, GatherStep, ReducePlan, Route
+from fsdp2.services import Services
 from fsdp2.streams import Streams, Waitable
 
 FlatShards = dict[torch.dtype, torch.Tensor]
@@ -221,9 +222,10 @@ class PendingReduce:
 class Reduce:
     """A reduce plan bound to a comm and streams; memory is allocated per step, and becomes the gradients'."""
 
-    def __init__(self, plan: ReducePlan, mesh: ParallelMesh, comm: Comm, streams: Streams) -> None:
+    def __init__(self, plan: ReducePlan, mesh: ParallelMesh, comm: Comm, services: Services) -> None:
         self.plan = plan
-        self._mesh, self._comm, self._streams = mesh, comm, streams
+        self._mesh, self._comm = mesh, comm
+        self._streams, self._memory = services.streams, services.memory
         self._rows = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.ROWS]
         self._strided = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.STRIDED]
         self._direct = [i for i, s in enumerate(plan.steps) if s.route is Route.DIRECT]
@@ -275,7 +277,7 @@ class Reduce:
         num_shards, dtype = self._mesh.shard.size, self.plan.dtypes.reduce
         inputs = []
         if self._rows:
-            staging = torch.empty((num_shards, self._rows_numel), dtype=dtype, device=self._mesh.device)
+            staging = self._memory.scratch((num_shards, self._rows_numel), dtype)
             self._pack_rows([grads[i] for i, _ in self._rows], staging)
             inputs.append(staging.view(-1))
         if self._strided:
@@ -297,10 +299,10 @@ class LocalReduce(Reduce):
         return sums
 
 
-def bound_reduce(plan: ReducePlan, mesh: ParallelMesh, comm: Comm, streams: Streams) -> Reduce:
+def bound_reduce(plan: ReducePlan, mesh: ParallelMesh, comm: Comm, services: Services) -> Reduce:
     """``plan`` bound to ``comm``, or to nothing where nothing has to move."""
     is_local = mesh.data_parallel_size == 1 and plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
-    return (LocalReduce if is_local else Reduce)(plan, mesh, comm, streams)
+    return (LocalReduce if is_local else Reduce)(plan, mesh, comm, services)
 
 
 def _unsharded_tensors(plan: GatherPlan, storage: torch.UntypedStorage) -> list[torch.Tensor]:

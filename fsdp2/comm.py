@@ -72,8 +72,9 @@ class PeerComm:
     Sums run in rank order, starting behind this rank, so a result does not depend on where an element lies.
     """
 
-    # A message costs 0.1 ms, a staging copy of 256 KiB half of that; see benchmarks/gloo_step.py --direct-min-nbytes.
-    direct_min_nbytes = 256 * 1024
+    # A message costs more than the copy that saves it: with tensors of 256 KiB a step took 87 ms direct and 70 ms in
+    # buckets (benchmarks/gloo_step.py --direct-min-nbytes).
+    direct_min_nbytes = 1024 * 1024
     reduces_uneven = True
     # Away from tag 0, which user code on the same group is likely to use.
     _GATHER_TAG = 7101

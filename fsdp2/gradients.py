@@ -22,7 +22,7 @@ from fsdp2.mesh import ParallelMesh
 from fsdp2.param import ShardedParam
 from fsdp2.plan import compile_reduce
 from fsdp2.precision import divide_factors
-from fsdp2.streams import Streams
+from fsdp2.services import Services
 
 
 class GradientState(Enum):
@@ -90,12 +90,12 @@ class GroupGradients:
             if grad is not None:
                 _accumulate(param, grad.to(param.dtypes.reduce))
 
-    def reduce(self, trainable: tuple[int, ...], options: GroupOptions, streams: Streams) -> PendingReduce | None:
+    def reduce(self, trainable: tuple[int, ...], options: GroupOptions, services: Services) -> PendingReduce | None:
         """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none."""
         if not trainable:
             return None
         key = (trainable, options.gradient_divide_factor)
-        bound = self._bound.get(key) or self._bind(trainable, options.gradient_divide_factor, streams)
+        bound = self._bound.get(key) or self._bind(trainable, options.gradient_divide_factor, services)
         self._bound[key] = bound
         grads: list[Any] = [self._take(param) for param in bound.params]
         present = [grad is not None for grad in grads]
@@ -105,11 +105,11 @@ class GroupGradients:
         sums, pending = bound.reduce.issue(grads)
         return pending.then(partial(self._land, bound, sums, present, options.requires_all_reduce))
 
-    def _bind(self, trainable: tuple[int, ...], factor: float | None, streams: Streams) -> _BoundReduce:
+    def _bind(self, trainable: tuple[int, ...], factor: float | None, services: Services) -> _BoundReduce:
         inputs = [(index, self._params[index].plan_input) for index in trainable]
         factors = divide_factors(inputs[0][1].dtypes.reduce, self._mesh.data_parallel_size, factor)
         plan = compile_reduce(inputs, self._comm, factors)
-        reduce = bound_reduce(plan, self._mesh, self._comm, streams)
+        reduce = bound_reduce(plan, self._mesh, self._comm, services)
         return _BoundReduce(reduce, [self._params[step.index] for step in plan.steps])
 
     def _take(self, param: ShardedParam) -> torch.Tensor | None:

@@ -7,10 +7,13 @@ is ``TRANSITIONS``: a pair that is not in it is refused, and nothing changes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
 from fsdp2.api import MixedPrecisionPolicy, ScheduleError
@@ -85,6 +88,8 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
         self.story: Callable[[], str] = lambda: "none"  # the root's recent events, for error messages
+        self._on_halfway: Callable[[], None] = lambda: None
+        self._halfway: RemovableHandle | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
         self._comm = comm_for(mesh.shard, mesh.device)
         self.gradients = GroupGradients(self.params, mesh, self._comm)
@@ -129,10 +134,10 @@ class ParamGroup:
         self.gradients.unbind()
         self._resting = None
 
-    def attach(self, name: str, story: Callable[[], str]) -> None:
-        """Work under another root from now on, as unit ``name`` (empty for the root itself); ``story`` tells that
-        root's recent events."""
-        self.name, self.story = name or "(root)", story
+    def attach(self, name: str, story: Callable[[], str], on_halfway: Callable[[], None]) -> None:
+        """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` tells that
+        root's recent events; ``on_halfway`` is called in backward when half of the gradients are there."""
+        self.name, self.story, self._on_halfway = name or "(root)", story, on_halfway
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
 
@@ -299,6 +304,24 @@ class ParamGroup:
         for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
             unsharded.requires_grad_(requires_grad)
         self._trainable = tuple(i for i, requires_grad in enumerate(self._requires_grad) if requires_grad)
+        self._watch_halfway()
+
+    def _watch_halfway(self) -> None:
+        """Have ``on_halfway`` called when about half of this group's gradients, in bytes, have been accumulated."""
+        if self._halfway is not None:
+            self._halfway.remove()
+            self._halfway = None
+        left = sum(self._unsharded[i].numel() for i in self._trainable) / 2
+        for i in reversed(self._trainable):  # backward reaches the parameters that forward used last first
+            left -= self._unsharded[i].numel()
+            if left <= 0:
+                report = partial(_report_halfway, weakref.ref(self))
+                self._halfway = self._unsharded[i].register_post_accumulate_grad_hook(report)
+                return
+
+    def report_halfway(self) -> None:
+        """Half of the gradients are there."""
+        self._on_halfway()
 
     def _transition(self, event: GroupEvent) -> GroupState:
         before = self.state
@@ -325,4 +348,10 @@ class ParamGroup:
         if not self.options.requires_gradient_sync:
             self.gradients.keep_unreduced()
             return None
-        return self.gradients.reduce(self._trainable, self.options, self._services.streams)
+        return self.gradients.reduce(self._trainable, self.options, self._services)
+
+
+def _report_halfway(group: weakref.ref[ParamGroup], _: torch.Tensor) -> None:
+    """Autograd holds this where the garbage collector does not look: a strong reference would keep the group alive."""
+    if (alive := group()) is not None:
+        alive.report_halfway()

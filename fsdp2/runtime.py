@@ -95,7 +95,7 @@ class Unit:
         """Work in ``context`` from now on, under ``name``, the module's name from its root."""
         self._context, self.index, self.name = context, index, name or "(root)"
         for group in self.groups:
-            group.attach(name, context.story)
+            group.attach(name, context.story, context.on_halfway)
 
     def configure(self, **changes: object) -> None:
         """Replace rules of the schedule."""
@@ -150,6 +150,7 @@ class RootContext:
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._pending: list[PendingReduce] = []
         self._has_gathered = False
+        self._lands_halfway = root.mesh.device.type == "cpu"
         self._perform: dict[Action, Callable[[Unit], None]] = {
             Action.UNSHARD: self._unshard,
             Action.PREFETCH: self._unshard,
@@ -221,6 +222,16 @@ class RootContext:
     def post_backward(self, unit: Unit) -> None:
         self._note("post_backward", unit)
         self._do(self.schedule.post_backward(unit.index))
+
+    def on_halfway(self) -> None:
+        """Half of a unit's gradients are there, and the reduction before it has had that time to travel.
+
+        On the CPU, it lands now: what it reads is freed before the other half needs memory. Measured with 2 ranks
+        (benchmarks/gloo_step.py, peak_memory.py): 2% more time, 6 to 9% less memory at the peak. An accelerator would
+        hold up compute wherever communication is the slower of the two.
+        """
+        if self._lands_halfway:
+            self._land(self.root)
 
     def end_backward(self) -> None:
         self._note("end_backward", self.root)

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lm_task import ModelConfig
 from tqdm import tqdm
@@ -81,6 +81,8 @@ class Config:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}, expected more than 0.")
         if self.stop_after > self.steps:
             raise ValueError(f"--stop-after is {self.stop_after}, expected --steps ({self.steps}) or less.")
+        if self.stop_after and self.compare:
+            raise ValueError("--compare compares finished runs: leave out --stop-after, and shorten them with --steps.")
         if self.hsdp and (num_ranks() < 4 or num_ranks() % 2):
             raise ValueError(f"--hsdp on {num_ranks()} ranks: expected an even number of ranks, 4 or more.")
         model = self.model  # refuses impossible shapes
@@ -95,8 +97,11 @@ class Config:
     def _require_resumable(self, folder: Path, model: ModelConfig) -> None:
         if self.compare:
             raise ValueError("--compare starts two new runs: leave out --resume.")
-        if latest_checkpoint(folder) is None:
+        checkpoint = latest_checkpoint(folder)
+        if checkpoint is None:
             raise ValueError(f"--resume: {folder} holds no complete checkpoint. Start a run without --resume.")
+        if (done := steps_done(checkpoint)) > self.last_step:
+            raise ValueError(f"--resume: {folder} is at step {done} already, expected {self.last_step} or less.")
         if different := differences(folder, dataclasses.asdict(model)):
             raise ValueError(f"--resume: {folder} holds another model: {'; '.join(different)}. Use the same options.")
 
@@ -109,9 +114,16 @@ class Config:
         return self.stop_after or self.steps
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: every rank prints it, so argparse's list of all options would bury it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
 def config_from_args(args: Sequence[str]) -> Config:
-    """Parse the command line; raises ``ValueError`` for options that cannot work."""
-    parser = argparse.ArgumentParser(
+    """Parse the command line; ends the process with one line where the options cannot work."""
+    parser = Parser(
         description="Train a byte-level language model on the Python standard library's source with fully_shard.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -123,7 +135,10 @@ def config_from_args(args: Sequence[str]) -> Config:
     options = vars(parser.parse_args(args))
     if options["resume"] is True:  # the bare flag
         options["resume"] = options["output"]
-    return Config(**options)
+    try:
+        return Config(**options)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def flag(name: str) -> str:
@@ -137,6 +152,10 @@ def num_ranks() -> int:
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:08d}"
+
+
+def steps_done(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -205,6 +224,11 @@ class Journal:
         """Record a validation loss in nats per byte, after ``step`` steps."""
         self._add({"step": step, "validation_loss": loss})
         self.bar.write(f"step {step}: validation loss {loss:.4f} nats/byte")
+
+    def interrupt(self) -> None:
+        """The run ends before its last step: no outcome to write."""
+        self.bar.close()
+        print(f"stopped after step {self.config.last_step} of {self.config.steps}; continue with --resume")
 
     def finish(self, validation_loss: float, entropy: float) -> None:
         """Write ``result.json`` and print the outcome beside ``entropy``, that of the training split's bytes."""

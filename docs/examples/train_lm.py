@@ -38,6 +38,7 @@ from lm_run import (
     comparison,
     config_from_args,
     latest_checkpoint,
+    num_ranks,
 )
 from lm_task import Corpus, Transformer, read_corpus, training_batch, unigram_entropy, validation_batch
 from torch import Tensor
@@ -58,8 +59,8 @@ def main() -> None:
 
 def train(config: Config) -> None:
     """One run: from the first step, or the resumed one, to the last."""
+    corpus = corpus_for(config)
     device = join_process_group(config.runtime)
-    corpus = read_corpus()
     trainer = Trainer(config, corpus, device)
     checkpoint = latest_checkpoint(config.resume) if config.resume else None
     first_step = trainer.load(checkpoint) if checkpoint else 0
@@ -75,10 +76,13 @@ def train(config: Config) -> None:
                 journal.add_validation(done, validation_loss)
         if is_due(done, config.checkpoint_every) or is_last:
             trainer.save(config.output, done)
-    validation_loss = trainer.validate()
-    if journal:
-        journal.finish(validation_loss, unigram_entropy(corpus.train))
-    dist.destroy_process_group()
+    if config.last_step == config.steps:
+        validation_loss = trainer.validate()
+        if journal:
+            journal.finish(validation_loss, unigram_entropy(corpus.train))
+    elif journal:
+        journal.interrupt()
+    leave_process_group()
 
 
 def compare(config: Config, peer: str) -> None:
@@ -189,6 +193,19 @@ class Trainer:
         return torch.stack(gathered, dim=1).tolist()
 
 
+def corpus_for(config: Config) -> Corpus:
+    """The corpus; ends the process with one line where it is too small for the batches that the options ask for."""
+    corpus = read_corpus()
+    sizes = {"batch_size": config.batch_size, "sequence_length": config.sequence_length}
+    try:
+        training_batch(corpus.train, seed=config.seed, step=0, rank=0, num_ranks=num_ranks(), **sizes)
+        num_batches = config.validation_batches * num_ranks()
+        validation_batch(corpus.validation, index=0, num_batches=num_batches, **sizes)
+    except ValueError as error:
+        raise SystemExit(f"train_lm.py: error: {error}") from None
+    return corpus
+
+
 def shard(model: Transformer, config: Config, mesh: DeviceMesh) -> None:
     """Apply the chosen runtime's ``fully_shard`` to each block, then to the root, which takes the rest."""
     runtime = importlib.import_module(RUNTIMES[config.runtime])
@@ -201,10 +218,10 @@ def shard(model: Transformer, config: Config, mesh: DeviceMesh) -> None:
 
 
 def data_parallel_mesh(device: torch.device, hsdp: bool) -> DeviceMesh:
-    num_ranks = dist.get_world_size()
+    size = dist.get_world_size()
     if hsdp:
-        return init_device_mesh(device.type, (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("dp",))
+        return init_device_mesh(device.type, (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
 
 
 def adamw(model: Transformer, config: Config) -> torch.optim.AdamW:
@@ -239,15 +256,22 @@ def join_process_group(name: str) -> torch.device:
     if has_gpu:
         torch.cuda.set_device(device)
     by_torchrun = "RANK" in os.environ
-    store, rank, num_ranks = next(dist.rendezvous("env://")) if by_torchrun else (dist.HashStore(), 0, 1)
+    store, rank, world_size = next(dist.rendezvous("env://")) if by_torchrun else (dist.HashStore(), 0, 1)
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
         # Both runs of --compare use torchrun's one store: the prefix hides the first's addresses from the second.
         store=dist.PrefixStore(name, store),
         rank=rank,
-        world_size=num_ranks,
+        world_size=world_size,
     )
     return device
+
+
+def leave_process_group() -> None:
+    """Leave the other ranks. A gloo thread may still be letting go of the last collective, for which it needs Python's
+    lock; were Python ending meanwhile, the process would abort ("terminate called without an active exception")."""
+    time.sleep(0.5)
+    dist.destroy_process_group()
 
 
 def open_journal(trainer: Trainer, first_step: int) -> Journal:

@@ -1,0 +1,26 @@
+"""The README's example is run as the README says, and learns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.docs.launch import torchrun
+from tests.docs.markdown import ROOT, read
+
+
+def test_the_example_runs_on_two_ranks_and_its_loss_falls(tmp_path: Path) -> None:
+    (example,) = [block for block in read(ROOT / "README.md").blocks if block.language == "python"]
+    script = tmp_path / "example.py"
+    script.write_text(example.text)
+    result = torchrun(script)
+    assert result.returncode == 0, result.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", result.stdout)]
+    assert len(losses) == 5, result.stdout
+    assert losses[-1] < losses[0]
+    assert result.stderr == ""
+
+
+def test_it_keeps_a_place_for_measured_figures() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert 0 < text.index("<!-- measured -->") < text.index("<!-- /measured -->")

@@ -1,0 +1,93 @@
+"""The training example does what its own text promises, with a model small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.launch import ROOT, python, torchrun
+
+SCRIPT = ROOT / "docs" / "examples" / "train_lm.py"
+TINY = (
+    *("--dim", "16", "--num-layers", "2", "--num-heads", "2", "--hidden-dim", "24", "--sequence-length", "16"),
+    *(
+        "--steps",
+        "6",
+        "--lr",
+        "1e-2",
+        "--warmup-steps",
+        "1",
+        "--validate-every",
+        "2",
+        "--checkpoint-every",
+        "2",
+        "--validation-batches",
+        "2",
+    ),
+)
+# What a step measures, as opposed to what it computes.
+MEASURED = {"seconds", "peak_mib_per_rank"}
+
+
+def _train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    result = torchrun(SCRIPT, [*TINY, "--output", str(folder), *arguments])
+    assert result.returncode == 0, result.stderr
+    assert "warn" not in result.stderr.lower(), result.stderr
+    return result
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "losses.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    _train(folder)
+    return folder
+
+
+def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupted: Path) -> None:
+    steps = [record for record in _records(uninterrupted) if "loss" in record]
+    validations = [record["step"] for record in _records(uninterrupted) if "validation_loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert validations == [2, 4, 6]
+    result = json.loads((uninterrupted / "result.json").read_text())
+    assert result["loss"] == steps[-1]["loss"]
+    assert result["validation_loss"] == _records(uninterrupted)[-1]["validation_loss"]
+    assert 0 < result["unigram_entropy"] < 5.6  # 5.55 nats: all bytes equally likely
+    assert result["tokens_per_second"] > 0
+    assert len(result["peak_mib_per_rank"]) == 2
+    assert [path.name for path in (uninterrupted / "checkpoints").iterdir()] == ["step_00000006"]
+
+
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(uninterrupted: Path, tmp_path: Path) -> None:
+    stopped = _train(tmp_path, "--stop-after", "3")
+    assert "stopped after step 3 of 6" in stopped.stdout
+    assert not (tmp_path / "result.json").exists()
+    _train(tmp_path, "--resume")
+    assert _records(tmp_path) == _records(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps is 0, expected 1 or more."),
+        (["--dim", "10", "--num-heads", "4"], "Choose a dim divisible by 8."),
+        (["--batch-size", "9999999"], "Use a smaller batch or shorter sequences."),
+        (["--stop", "now"], "--stop-after: invalid int value: 'now'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = python(SCRIPT, [*arguments, "--output", str(tmp_path / "run")])
+    assert result.returncode != 0
+    assert result.stderr.startswith("train_lm.py: error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
