@@ -27,16 +27,23 @@ def dtensor_spec(
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """``local`` as a DTensor, no check, no autograd: 2 us where ``DTensor.from_local`` takes 50.
+    """``local`` as a DTensor, no check, no autograd: 1 us where ``DTensor.from_local`` takes 50.
 
-    ``DTensor.__new__`` does all the work; ``__init__``, which is skipped, only tells exporters about it.
+    ``DTensor.__new__`` does all the work; ``__init__``, which is skipped, only tells exporters about it. It copies the
+    local tensor's storage offset, and ``copy.deepcopy`` then refuses the DTensor: a stand-in without an offset avoids
+    that.
     """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    made = DTensor.__new__(DTensor, local.new_empty(0), spec, requires_grad=False)
+    made._local_tensor = local
+    return made
 
 
-def spec_of(tensor: torch.Tensor) -> DTensorSpec:
-    """A DTensor's spec, shared by its gradient."""
-    return cast(DTensor, tensor)._spec
+def dtensor_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """``local`` as a DTensor that is sharded like ``param``, of the same dtype and on the same device."""
+    like = cast(DTensor, param)
+    made = DTensor.__new__(DTensor, like._local_tensor, like._spec, requires_grad=False)  # its local has no offset
+    made._local_tensor = local
+    return made
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,8 @@ class BlockPool:
     a step). One group computes and one is gathered while a third is released, so one block is all that a pass reuses.
     """
 
+    MIN_NBYTES = 1024 * 1024  # smaller blocks the allocator itself reuses, at no cost
+
     def __init__(self) -> None:
         self.max_blocks = 0
         self._blocks: list[torch.UntypedStorage] = []
@@ -61,6 +63,9 @@ class BlockPool:
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give the empty ``storage`` memory: the best fitting block, unless it wastes more than half, or new memory."""
+        if nbytes < self.MIN_NBYTES:
+            storage.resize_(nbytes)
+            return
         fitting = [block for block in self._blocks if nbytes <= block.nbytes() <= 2 * nbytes]
         if not fitting:
             storage.resize_(nbytes)
@@ -71,7 +76,7 @@ class BlockPool:
 
     def drain(self, storage: torch.UntypedStorage) -> None:
         """Take the memory of ``storage``. The oldest block makes room: the latest ones fit what runs now."""
-        if self.max_blocks == 0:
+        if self.max_blocks == 0 or storage.nbytes() < self.MIN_NBYTES:
             storage.resize_(0)
             return
         block = torch.UntypedStorage(0)
@@ -108,10 +113,11 @@ class Memory:
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory of the current stream, for as long as the tensor lives: freed memory that is kept for
         reuse, if it fits, so that it does not lie idle meanwhile."""
-        if self._pool is None:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._pool is None or nbytes < self._pool.MIN_NBYTES:
             return torch.empty(shape, dtype=dtype, device=self._device)
         storage = torch.UntypedStorage(0)
-        self._pool.fill(storage, math.prod(shape) * dtype.itemsize)
+        self._pool.fill(storage, nbytes)
         return tensor_on(storage, 0, shape, contiguous_stride(shape), dtype)
 
     def release(self, storage: torch.UntypedStorage) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from fsdp2 import _torch
-from fsdp2.buffers import Memory, alias, tensor_on
+from fsdp2.buffers import Memory, tensor_on
 from fsdp2.comm import Comm, all_reduce
 from fsdp2.layout import ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
@@ -233,7 +233,7 @@ class Reduce:
         self._pack_rows = _torch.pack_rows if is_even or mesh.device.type != "cpu" else _pack_uneven_rows
         self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
-        self._shard_places = [(offset, shape, contiguous_stride(shape)) for shape, offset in shapes]
+        self._shard_places = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
 
     def issue(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], PendingReduce]:
         """Start reducing ``grads``, one per step of the plan, in their unsharded shapes.
@@ -269,9 +269,9 @@ class Reduce:
         return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in sums]
 
     def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Per step of the plan, this rank's gradient, on the memory of its buffer."""
+        """Per step of the plan, this rank's gradient as a view of its buffer."""
         (flat,) = sums
-        return [alias(flat, offset, shape, stride) for offset, shape, stride in self._shard_places]
+        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._shard_places]
 
     def _inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         num_shards, dtype = self._mesh.shard.size, self.plan.dtypes.reduce

@@ -24,8 +24,8 @@ class Comm(Protocol):
     """Collectives over one shard axis.
 
     Attributes:
-        direct_min_nbytes: tensors of at least this many bytes (unsharded) travel without a staging copy; smaller ones
-            share a bucket.
+        direct_min_nbytes: tensors whose shards have at least this many bytes travel without a staging copy; smaller
+            ones share a bucket.
         reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
     """
 
@@ -47,9 +47,9 @@ class Comm(Protocol):
 class CollectiveComm:
     """The backend's own collectives, all tensors of a group in one launch: NCCL, and any backend not named below."""
 
-    # NCCL moves a coalesced launch at full speed whatever its parts, so only latency-bound tensors gain from a bucket.
+    # NCCL moves a coalesced launch at full speed whatever its parts, so only latency-bound messages gain from a bucket.
     # Not measured on a GPU so far; benchmarks/runtime_overhead.py --widths 256 shows what the copies of a bucket cost.
-    direct_min_nbytes = 128 * 1024
+    direct_min_nbytes = 16 * 1024
     reduces_uneven = False
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
@@ -72,9 +72,10 @@ class PeerComm:
     Sums run in rank order, starting behind this rank, so a result does not depend on where an element lies.
     """
 
-    # A message costs more than the copy that saves it: with tensors of 256 KiB a step took 87 ms direct and 70 ms in
-    # buckets (benchmarks/gloo_step.py --direct-min-nbytes).
-    direct_min_nbytes = 1024 * 1024
+    # Below this, a message costs more than the copy that spares it: with shards of 128 KiB a step took 87 ms direct and
+    # 70 ms in buckets; with shards of 2 MiB both take the same time, and direct spares the bucket's memory
+    # (benchmarks/gloo_step.py --direct-min-nbytes).
+    direct_min_nbytes = 512 * 1024
     reduces_uneven = True
     # Away from tag 0, which user code on the same group is likely to use.
     _GATHER_TAG = 7101

@@ -155,7 +155,7 @@ def _deposit(shards: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
     for sharded, shard in shards:
         grad = sharded.grad
         if grad is None:
-            sharded.grad = _torch.dtensor(shard, _torch.spec_of(sharded))
+            sharded.grad = _torch.dtensor_like(sharded, shard)
         else:
             targets.append(_torch.local_of(grad))
             values.append(shard)

@@ -217,7 +217,7 @@ def _reduce_route(item: PlanInput, comm: Comm) -> Route:
 
 
 def _is_large(layout: ShardLayout, dtype: torch.dtype, comm: Comm) -> bool:
-    return layout.numel * dtype.itemsize >= max(comm.direct_min_nbytes, 1)
+    return layout.chunk_numel * dtype.itemsize >= max(comm.direct_min_nbytes, 1)
 
 
 def _place_shards(

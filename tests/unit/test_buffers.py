@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp2.buffers import BlockPool, alias, tensor_on
 
-MiB = 1 << 20
+BLOCK = 4 << 20
 
 
 def _storage(nbytes: int = 0) -> torch.UntypedStorage:
@@ -38,46 +38,51 @@ def _pool(max_blocks: int) -> BlockPool:
 
 
 def test_drained_memory_comes_back_for_the_next_storage(pool: BlockPool) -> None:
-    first = _fill(pool, MiB)
+    first = _fill(pool, BLOCK)
     address = first.data_ptr()
     pool.drain(first)
     assert first.nbytes() == 0
-    second = _fill(pool, MiB)
+    second = _fill(pool, BLOCK)
     assert second.data_ptr() == address
-    assert second.nbytes() == MiB
+    assert second.nbytes() == BLOCK
+
+
+def test_small_memory_is_left_to_the_allocator(pool: BlockPool) -> None:
+    pool.drain(_fill(pool, BlockPool.MIN_NBYTES - 1))
+    assert pool.nbytes == 0
 
 
 def test_block_in_use_is_not_handed_out_again(pool: BlockPool) -> None:
-    pool.drain(_fill(pool, MiB))
-    first, second = _fill(pool, MiB), _fill(pool, MiB)
+    pool.drain(_fill(pool, BLOCK))
+    first, second = _fill(pool, BLOCK), _fill(pool, BLOCK)
     assert first.data_ptr() != second.data_ptr()
 
 
-@pytest.mark.parametrize(("nbytes", "reused"), [(MiB, True), (MiB // 2, True), (MiB // 2 - 1, False), (MiB + 1, False)])
+@pytest.mark.parametrize(("nbytes", "reused"), [(BLOCK, True), (BLOCK // 2, True), (BLOCK // 2 - 1, False), (BLOCK + 1, False)])
 def test_block_is_reused_if_it_is_large_enough_and_at_most_half_is_wasted(
     pool: BlockPool, nbytes: int, reused: bool
 ) -> None:
-    block = _fill(pool, MiB)
+    block = _fill(pool, BLOCK)
     address = block.data_ptr()
     pool.drain(block)
     storage = _fill(pool, nbytes)
     assert (storage.data_ptr() == address) is reused
     assert storage.nbytes() >= nbytes
-    assert pool.nbytes == (0 if reused else MiB)
+    assert pool.nbytes == (0 if reused else BLOCK)
 
 
 def test_best_fitting_block_is_taken(pool: BlockPool) -> None:
-    blocks = [_fill(pool, MiB), _fill(pool, MiB - 4096)]
+    blocks = [_fill(pool, BLOCK), _fill(pool, BLOCK - 4096)]
     smaller = blocks[1].data_ptr()
     for block in blocks:
         pool.drain(block)
-    assert _fill(pool, MiB - 8192).data_ptr() == smaller
+    assert _fill(pool, BLOCK - 8192).data_ptr() == smaller
 
 
 @pytest.mark.parametrize("max_blocks", [1, 2])
 def test_pool_holds_as_many_blocks_as_told_and_the_oldest_makes_room(max_blocks: int) -> None:
     pool = _pool(max_blocks=max_blocks)
-    sizes = [MiB, 4 * MiB, 16 * MiB]
+    sizes = [BLOCK, 4 * BLOCK, 16 * BLOCK]
     blocks = [_fill(pool, nbytes) for nbytes in sizes]
     addresses = [block.data_ptr() for block in blocks]
     for block in blocks:
@@ -89,10 +94,10 @@ def test_pool_holds_as_many_blocks_as_told_and_the_oldest_makes_room(max_blocks:
 
 
 def test_pool_that_is_made_smaller_frees_the_oldest_blocks(pool: BlockPool) -> None:
-    for block in [_fill(pool, nbytes) for nbytes in (MiB, 4 * MiB)]:
+    for block in [_fill(pool, nbytes) for nbytes in (BLOCK, 4 * BLOCK)]:
         pool.drain(block)
     pool.set_max_blocks(1)
-    assert pool.nbytes == 4 * MiB
+    assert pool.nbytes == 4 * BLOCK
     pool.set_max_blocks(0)
     assert pool.nbytes == 0
 
@@ -100,11 +105,11 @@ def test_pool_that_is_made_smaller_frees_the_oldest_blocks(pool: BlockPool) -> N
 def test_pool_without_blocks_releases_and_allocates() -> None:
     pool = BlockPool()
     pool.set_max_blocks(0)
-    storage = _fill(pool, MiB)
+    storage = _fill(pool, BLOCK)
     pool.drain(storage)
     assert (storage.nbytes(), pool.nbytes) == (0, 0)
-    pool.fill(storage, MiB)
-    assert storage.nbytes() == MiB
+    pool.fill(storage, BLOCK)
+    assert storage.nbytes() == BLOCK
 
 
 def test_tensors_stay_usable_when_memory_returns_under_them(pool: BlockPool) -> None:
