@@ -209,6 +209,11 @@ class PendingReduce:
             self._done = self._streams.record()
         return self
 
+    def drop(self) -> None:
+        """Wait, but do not land."""
+        self._then = None
+        self.finish()
+
     def finish(self) -> None:
         """The gradients are usable by the current stream; what the reduction read may be freed."""
         for work in self._works:

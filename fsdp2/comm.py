@@ -6,9 +6,10 @@ travels on its own, and whether the backend averages. All calls are issued in th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,10 @@ class CollectiveComm:
         return (_torch.reduce_scatter(self._group, outputs, inputs, dist.ReduceOp.SUM, on_stream=self._on_stream),)
 
 
+_FIRST_TAG = 7101  # away from 0, which user code on the same group is likely to use
+_tags: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
+
+
 class PeerComm:
     """gloo: every rank sends its part straight to every other, out of and into the tensors that compute uses.
 
@@ -77,12 +82,13 @@ class PeerComm:
     # (benchmarks/gloo_step.py --direct-min-nbytes).
     direct_min_nbytes = 512 * 1024
     reduces_uneven = True
-    # Away from tag 0, which user code on the same group is likely to use.
-    _GATHER_TAG = 7101
-    _REDUCE_TAG = 7102
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
+        # Tags of its own: if the ranks' programs diverge, a message of one parameter group is never taken for that of
+        # another. Every rank makes its comms on a process group in the same order.
+        tags = _tags.setdefault(group, itertools.count(_FIRST_TAG))
+        self._gather_tag, self._reduce_tag = next(tags), next(tags)
         # Staggered, so that no rank is everybody's first target.
         self._targets = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._sources = [(self._rank - step) % self._size for step in range(1, self._size)]
@@ -99,8 +105,8 @@ class PeerComm:
                 copies.append((slices[self._rank], mine))
 
         def launch() -> Sequence[Waitable]:
-            works: list[Waitable] = [self._group.recv([part], source, self._GATHER_TAG) for part, source in receives]
-            works += [self._group.send([part], target, self._GATHER_TAG) for part, target in sends]
+            works: list[Waitable] = [self._group.recv([part], source, self._gather_tag) for part, source in receives]
+            works += [self._group.send([part], target, self._gather_tag) for part, target in sends]
             for target, source in copies:
                 target.copy_(source)
             return works
@@ -120,10 +126,10 @@ class PeerComm:
         works = []
         if mine.numel() > 0:
             for buffer, source in zip(received, self._sources, strict=True):
-                works.append(self._group.recv([buffer], source, self._REDUCE_TAG))
+                works.append(self._group.recv([buffer], source, self._reduce_tag))
         for target in self._targets:
             if parts[target].numel() > 0:
-                works.append(self._group.send([parts[target]], target, self._REDUCE_TAG))
+                works.append(self._group.send([parts[target]], target, self._reduce_tag))
         return _PeerSum(works, received, mine)
 
 
@@ -168,7 +174,7 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
     """``values`` cut into ``count`` consecutive parts of ``size``; the last ones may be short or empty."""
     total = values.numel()
     bounds = [min(i * size, total) for i in range(count + 1)]
-    return [values.narrow(0, start, stop - start) for start, stop in pairwise(bounds)]
+    return [values.narrow(0, start, stop - start) for start, stop in itertools.pairwise(bounds)]
 
 
 def comm_for(axis: Axis, device: torch.device) -> Comm:

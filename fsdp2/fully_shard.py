@@ -29,7 +29,8 @@ from fsdp2.schedule import AfterForward
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 
-# Set on the original parameter once it has been sharded, to recognise a tie that crosses units.
+# Set on the original parameter once it has been sharded, to recognise a tie that crosses units, and on the sharded
+# one, to recognise an inner module that comes after an outer one.
 _SHARDED_AS = "_fsdp2_sharded_as"
 
 
@@ -105,7 +106,7 @@ def fully_shard(
         TypeError: an argument is of the wrong type.
         ValueError: the mesh, a placement, a dtype or a parameter cannot be sharded as asked; ``module`` was given to
             ``fully_shard`` before. Nothing has changed then.
-        NotImplementedError: DTensor parameters, CPU offload.
+        NotImplementedError: DTensor parameters, parameters with all-gather hooks, CPU offload.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
@@ -207,6 +208,16 @@ def _resolve(
     item: _Found, parallel: ParallelMesh, placement_fn: ShardPlacementFn | None, policy: MixedPrecisionPolicy
 ) -> ParamRecord:
     name, param = item.name, item.param
+    if hasattr(param, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"fully_shard: parameter '{name}' is a {type(param).__name__} with all-gather hooks (fsdp_pre_all_gather), "
+            "which are not supported yet. List it in ignored_params."
+        )
+    if isinstance(param, DTensor) and hasattr(param, _SHARDED_AS):
+        raise ValueError(
+            f"fully_shard: parameter '{name}' was sharded before, by a call on a module around this one. "
+            "Call fully_shard on inner modules first."
+        )
     if isinstance(param, DTensor):
         raise NotImplementedError(
             f"fully_shard: parameter '{name}' is a DTensor already. Sharding parameters of tensor-parallel modules is "
@@ -305,6 +316,8 @@ def _commit(
     groups = (ParamGroup(records, parallel, policy),) if records else ()
     for group in groups:
         group.rest_on(resting)
+        for param in group.params:
+            setattr(param.sharded, _SHARDED_AS, param.name)
     unit = Unit(roots, groups, parallel, policy, after_forward)
     unit.hooks = ModuleHooks(unit)
     for root in roots:

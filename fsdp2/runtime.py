@@ -191,6 +191,8 @@ class RootContext:
         """``unit`` is about to compute. Returns the phase it is in now."""
         schedule = self.schedule
         in_backward = _torch.in_backward()
+        if schedule.in_backward and not in_backward:  # the last backward raised
+            self.reset()
         if schedule.forward_root is None and not in_backward:
             self.services.streams.gather_after_compute()
         self._note("pre_forward", unit)
@@ -246,8 +248,11 @@ class RootContext:
         self._do([(action, unit.index)])
 
     def abandon(self) -> None:
-        """Back to rest after an exception: nothing in flight, shards bound."""
-        self._land(self.root)
+        """Back to rest after an exception: nothing in flight, shards bound. What has not landed is dropped: the user
+        may have zeroed the gradients since."""
+        for reduction in self._pending:
+            reduction.drop()
+        self._pending = []
         self.schedule.reset()
         for unit in self.units:
             unit.missing_modules.clear()

@@ -58,7 +58,9 @@ def test_block_in_use_is_not_handed_out_again(pool: BlockPool) -> None:
     assert first.data_ptr() != second.data_ptr()
 
 
-@pytest.mark.parametrize(("nbytes", "reused"), [(BLOCK, True), (BLOCK // 2, True), (BLOCK // 2 - 1, False), (BLOCK + 1, False)])
+@pytest.mark.parametrize(
+    ("nbytes", "reused"), [(BLOCK, True), (BLOCK // 2, True), (BLOCK // 2 - 1, False), (BLOCK + 1, False)]
+)
 def test_block_is_reused_if_it_is_large_enough_and_at_most_half_is_wasted(
     pool: BlockPool, nbytes: int, reused: bool
 ) -> None:
