@@ -3,7 +3,7 @@
 Forward and backward of blocks of nine parameters, one thread per rank. Beside torch's FSDP2: FSDP1, DDP, and the
 unsharded model, which each rank runs for itself without communication. All take turns in the same processes.
 
-    python benchmarks/gloo_step.py [--direct-min-nbytes N] [--no-block-pool] [--ours-only]
+    python benchmarks/gloo_step.py [--case WIDTH BLOCKS BATCH] [--direct-min-nbytes N] [--no-block-pool] [--ours-only]
 """
 
 from __future__ import annotations
@@ -122,14 +122,17 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--direct-min-nbytes", type=int, help="from which size on our tensors travel without a copy")
+    parser.add_argument(
+        "--case", type=int, nargs=3, metavar=("WIDTH", "BLOCKS", "BATCH"), help="instead of the usual two"
+    )
+    parser.add_argument("--direct-min-nbytes", type=int, help="from which size of a shard on it travels without a copy")
     parser.add_argument("--no-block-pool", action="store_true", help="let the allocator free and map memory each time")
     parser.add_argument("--ours-only", action="store_true", help="leave the peers out, to compare settings of ours")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(header(f"Forward and backward, {NUM_RANKS} gloo ranks, one thread each; median ms per step"))
     rows = []
-    for case in CASES:
+    for case in [Case(*options.case, rounds=7)] if options.case else CASES:
         seconds = measure(case, options)
         figures = [f"{seconds[name] * 1e3:.1f}" for name in seconds]
         ratio = seconds["fsdp2"] / seconds.get("torch FSDP2", float("nan"))

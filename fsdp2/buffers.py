@@ -46,8 +46,10 @@ class BlockPool:
     """Freed CPU memory, kept for the next group of the same pass.
 
     A block above glibc's 32 MiB limit is mapped and unmapped at each use, and the kernel zeroes every page again:
-    measured 21 ms for 48 MiB, against 3 ms for writing it (benchmarks/gloo_step.py --no-block-pool shows the effect on
-    a step). One group computes and one is gathered while a third is released, so one block is all that a pass reuses.
+    measured 21 ms for 48 MiB, against 3 ms for writing it. With groups of 63 MiB a step takes 3 to 10% longer without
+    (benchmarks/gloo_step.py --case 1536 4 64 --ours-only --no-block-pool); below 32 MiB it makes no difference.
+
+    One group computes and one is gathered while a third is released, so one block is all that a pass reuses.
     """
 
     MIN_NBYTES = 1024 * 1024  # smaller blocks the allocator itself reuses, at no cost

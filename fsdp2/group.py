@@ -136,7 +136,7 @@ class ParamGroup:
 
     def attach(self, name: str, story: Callable[[], str], on_halfway: Callable[[], None]) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` tells that
-        root's recent events; ``on_halfway`` is called in backward when half of the gradients are there."""
+        root's recent events; ``on_halfway`` is called in backward on the CPU when half of the gradients are there."""
         self.name, self.story, self._on_halfway = name or "(root)", story, on_halfway
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
@@ -307,10 +307,12 @@ class ParamGroup:
         self._watch_halfway()
 
     def _watch_halfway(self) -> None:
-        """Have ``on_halfway`` called when about half of this group's gradients, in bytes, have been accumulated."""
+        """On the CPU, have ``on_halfway`` called when about half of this group's gradients, in bytes, are there."""
         if self._halfway is not None:
             self._halfway.remove()
             self._halfway = None
+        if self.mesh.device.type != "cpu":  # would hold up compute wherever communication is the slower of the two
+            return
         left = sum(self._unsharded[i].numel() for i in self._trainable) / 2
         for i in reversed(self._trainable):  # backward reaches the parameters that forward used last first
             left -= self._unsharded[i].numel()
