@@ -94,7 +94,7 @@ class BlockPool:
 
 
 class Memory:
-    """Allocates and releases group storages; one for all units under a root.
+    """Allocates and releases group storages; one per device.
 
     On an accelerator, the caching allocator is the pool, and ``release`` only notes the compute that must finish first.
     """

@@ -234,6 +234,7 @@ class Reduce:
         self._rows = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.ROWS]
         self._strided = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.STRIDED]
         self._direct = [i for i, s in enumerate(plan.steps) if s.route is Route.DIRECT]
+        self._packed = [i for i, step in self._rows if step.layout.numel > 0]
         is_even = all(step.layout.is_even for _, step in self._rows)
         self._pack_rows = _torch.pack_rows if is_even or mesh.device.type != "cpu" else _pack_uneven_rows
         self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
@@ -283,7 +284,8 @@ class Reduce:
         inputs = []
         if self._rows:
             staging = self._memory.scratch((num_shards, self._rows_numel), dtype)
-            self._pack_rows([grads[i] for i, _ in self._rows], staging)
+            if self._packed:
+                self._pack_rows([grads[i] for i in self._packed], staging)
             inputs.append(staging.view(-1))
         if self._strided:
             inputs.append(_pack_strided([(grads[i], step.layout) for i, step in self._strided], dtype))
@@ -298,7 +300,10 @@ class LocalReduce(Reduce):
     """One rank and no cast: the gradients are their own reduction. No buffer, no copy."""
 
     def issue(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], PendingReduce]:
-        return list(grads), PendingReduce((), None, self._streams)
+        ready = self._streams.record()
+        with self._streams.on_reduce():
+            self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
+        return list(grads), PendingReduce((), list(grads), self._streams)
 
     def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         return sums
@@ -355,12 +360,13 @@ def _pack_strided(grads: Sequence[tuple[torch.Tensor, ShardLayout]], dtype: torc
 
 def _unpack(bucket: GatherBucket, rows: torch.Tensor, storage: torch.UntypedStorage) -> Copies | SplitCopy:
     """The copies from ``rows`` ``[W, row_numel]`` to where the bucket's tensors lie in ``storage``."""
-    sizes = [step.layout.chunk_numel for step in bucket.steps]
+    steps = [step for step in bucket.steps if step.layout.numel > 0]
+    sizes = [step.layout.chunk_numel for step in steps]
     columns = rows.split_with_sizes(sizes, dim=1)
-    if rows.device.type != "cpu" and all(step.route is Route.ROWS for step in bucket.steps):
-        return SplitCopy(rows, sizes, [_rows_of(step, storage) for step in bucket.steps])
+    if rows.device.type != "cpu" and all(step.route is Route.ROWS for step in steps):
+        return SplitCopy(rows, sizes, [_rows_of(step, storage) for step in steps])
     copies = Copies()
-    for step, column in zip(bucket.steps, columns, strict=True):
+    for step, column in zip(steps, columns, strict=True):
         if step.route is Route.ROWS:
             copies.add(_rows_of(step, storage), column)
             continue

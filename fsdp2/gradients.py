@@ -50,6 +50,14 @@ class _BoundReduce(NamedTuple):
     params: list[ShardedParam]
 
 
+class _Sums(NamedTuple):
+    """Sums over the shard axis, and which steps of the plan had a gradient."""
+
+    bound: _BoundReduce
+    sums: list[torch.Tensor]
+    present: list[bool]
+
+
 class GroupGradients:
     """Takes gradients off the unsharded parameters, and lands what the reduction makes of them."""
 
@@ -57,8 +65,9 @@ class GroupGradients:
         self._params = params
         self._mesh = mesh
         self._comm = comm
-        self._bound: dict[tuple[tuple[int, ...], float | None], _BoundReduce] = {}
-        self._partial: tuple[list[torch.Tensor], list[bool]] | None = None  # sums, and which steps had a gradient
+        self._bound: dict[tuple[int, ...], _BoundReduce] = {}  # by the indices of trainable parameters
+        self._factor: float | None = None  # the divide factor of what is bound
+        self._partial: _Sums | None = None
 
     @property
     def state(self) -> GradientState:
@@ -94,20 +103,33 @@ class GroupGradients:
         """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none."""
         if not trainable:
             return None
-        key = (trainable, options.gradient_divide_factor)
-        bound = self._bound.get(key) or self._bind(trainable, options.gradient_divide_factor, services)
-        self._bound[key] = bound
+        if options.gradient_divide_factor != self._factor:
+            self._bound.clear()
+            self._factor = options.gradient_divide_factor
+        bound = self._bound.get(trainable) or self._bind(trainable, services)
+        self._bound[trainable] = bound
         grads: list[Any] = [self._take(param) for param in bound.params]
         present = [grad is not None for grad in grads]
+        partial_, self._partial = self._partial, None
         if not any(present):
-            return None
+            return self._reduce_partial(partial_, options, services)
+        if partial_ is not None and partial_.bound.params != bound.params:  # frozen or unfrozen since
+            self._land(partial_)
+            partial_ = None
         self._complete(bound, grads)
         sums, pending = bound.reduce.issue(grads)
-        return pending.then(partial(self._land, bound, sums, present, options.requires_all_reduce))
+        return pending.then(partial(self._receive, _Sums(bound, sums, present), partial_, options.requires_all_reduce))
 
-    def _bind(self, trainable: tuple[int, ...], factor: float | None, services: Services) -> _BoundReduce:
+    def _reduce_partial(self, earlier: _Sums | None, options: GroupOptions, services: Services) -> PendingReduce | None:
+        """No gradient now, but sums of earlier backwards that may still have to cross the replicate axis."""
+        if earlier is None or not options.requires_all_reduce:
+            self._partial = earlier
+            return None
+        return PendingReduce((), None, services.streams).then(partial(self._land, earlier))
+
+    def _bind(self, trainable: tuple[int, ...], services: Services) -> _BoundReduce:
         inputs = [(index, self._params[index].plan_input) for index in trainable]
-        factors = divide_factors(inputs[0][1].dtypes.reduce, self._mesh.data_parallel_size, factor)
+        factors = divide_factors(inputs[0][1].dtypes.reduce, self._mesh.data_parallel_size, self._factor)
         plan = compile_reduce(inputs, self._comm, factors)
         reduce = bound_reduce(plan, self._mesh, self._comm, services)
         return _BoundReduce(reduce, [self._params[step.index] for step in plan.steps])
@@ -132,20 +154,23 @@ class GroupGradients:
             elif grad.dtype is not dtype:
                 grads[i] = grad.to(dtype)
 
-    def _land(self, bound: _BoundReduce, sums: list[torch.Tensor], present: list[bool], all_reduce: bool) -> None:
-        """The sums over the shard axis are complete: carry them on, to the replicate axis and to the shards."""
-        if self._partial is not None:
-            partial_sums, partial_present = self._partial
-            _torch.foreach_add(sums, partial_sums)
-            present = [now or before for now, before in zip(present, partial_present, strict=True)]
-            self._partial = None
+    def _receive(self, received: _Sums, earlier: _Sums | None, all_reduce: bool) -> None:
+        """The sums over the shard axis are complete: keep them, or carry them on."""
+        if earlier is not None:
+            _torch.foreach_add(received.sums, earlier.sums)
+            present = [now or before for now, before in zip(received.present, earlier.present, strict=True)]
+            received = received._replace(present=present)
         if self._mesh.replicate.group is not None and not all_reduce:
-            self._partial = (sums, present)
-            return
-        reduce = bound.reduce
-        reduce.all_reduce(sums)
-        shards = reduce.shards(reduce.average(sums))
-        landed = zip(bound.params, shards, present, strict=True)
+            self._partial = received
+        else:
+            self._land(received)
+
+    def _land(self, received: _Sums) -> None:
+        """Sum over the replicate axis, average, and hand over to the sharded parameters."""
+        reduce = received.bound.reduce
+        reduce.all_reduce(received.sums)
+        shards = reduce.shards(reduce.average(received.sums))
+        landed = zip(received.bound.params, shards, received.present, strict=True)
         _deposit([(param.sharded, shard) for param, shard, is_present in landed if is_present])
 
 

@@ -169,6 +169,7 @@ class ParamGroup:
         for param, bound, param_dtype in zip(self.params, current, dtypes, strict=True):
             param.adopt(bound, param_dtype)
         self._place_shards(locals_, new=False)
+        self._services.streams.gather_after_compute()  # compute has just written the flat shard buffers
         self._bindings.bind(current)
         self.is_stale = False
 
@@ -218,7 +219,10 @@ class ParamGroup:
             if self.is_stale:
                 self.refresh()
             gather = self._gather or self._bind_plans()
-            self._seen_versions = None
+            if self._requires_grad_changed():
+                self._sync_requires_grad()
+            if before is GroupState.SHARDED:
+                self._seen_versions = None
             if before is GroupState.SHARDED_POST_FORWARD and self._resting is not None:
                 self._pending = self._resting.issue()
             else:
@@ -233,20 +237,26 @@ class ParamGroup:
         before = self._transition(GroupEvent.WAIT)
         if before is GroupState.UNSHARDED:
             return
-        self._finish_gather()
-        if [param.requires_grad for param in self._sharded] != self._requires_grad:
-            self._sync_requires_grad()
+        try:
+            self._finish_gather()
+        except BaseException:
+            self.state = before
+            raise
         self._bindings.bind(self._unsharded)
 
     def note_versions(self) -> None:
-        """Parameters that stay unsharded from here on are outdated once their shards are written."""
-        if self.state is GroupState.UNSHARDED and self._seen_versions is None:
+        """What has been gathered up to here, or rests on a smaller mesh, is outdated once the shards are written."""
+        if self.state is not GroupState.SHARDED and self._seen_versions is None:
             self._seen_versions = self._shard_versions()
 
     def is_outdated(self) -> bool:
-        """Whether the shards were written (by an optimizer) since ``note_versions``."""
-        is_kept = self.state is GroupState.UNSHARDED and self._seen_versions is not None
-        return is_kept and self._seen_versions != self._shard_versions()
+        """Whether the shards were written (by an optimizer), or frozen, since ``note_versions``."""
+        if self.state is GroupState.SHARDED or self._seen_versions is None:
+            return False
+        return self._seen_versions != self._shard_versions() or self._requires_grad_changed()
+
+    def _requires_grad_changed(self) -> bool:
+        return [param.requires_grad for param in self._sharded] != self._requires_grad
 
     def _shard_versions(self) -> list[int]:
         """Optimizers write through the DTensor, ``to_local()`` writes its local tensor: each counts its own."""
@@ -299,7 +309,12 @@ class ParamGroup:
         return nbytes
 
     def _sync_requires_grad(self) -> None:
-        """Follow what the user set on the sharded parameters."""
+        """Follow what the user set on the sharded parameters.
+
+        Raises:
+            ValueError: parameters that are trainable now differ in dtype.
+        """
+        check_uniform_dtypes((param.full_name, param.dtypes.orig, param.sharded.requires_grad) for param in self.params)
         self._requires_grad = [param.requires_grad for param in self._sharded]
         for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
             unsharded.requires_grad_(requires_grad)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.group import GroupState
 from fsdp2.nested import find_tensors, map_tensors
 from fsdp2.precision import cast_floating
 from fsdp2.runtime import Unit
@@ -52,6 +53,7 @@ class ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = self._unit
         context = unit.context  # refuses several modules without a root, before anything has changed
+        context.recover(unit)
         is_first = not unit.missing_modules
         if is_first and len(unit.modules) > 1:
             unit.missing_modules = set(unit.modules)
@@ -117,8 +119,8 @@ def _install_state_dict_hooks(module: nn.Module, unit: Unit) -> None:
     """State dicts see shards, and what was loaded is looked at before its next use."""
 
     def reshard(*_: Any, **__: Any) -> None:
-        for group in unit.groups:
-            group.reshard()
+        if any(group.state is not GroupState.SHARDED for group in unit.groups):
+            unit.reshard()
 
     def mark_stale(*_: Any) -> None:
         unit.mark_stale()

@@ -65,9 +65,6 @@ class ShardLayout:
         start, stop = self.interval(rank)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
-    def shard_numel(self, rank: int) -> int:
-        return math.prod(self.shard_shape(rank))
-
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, as torch counts them (a dim of size 0 counts as 1)."""

@@ -49,7 +49,6 @@ class ShardedParam:
         name, full_name: from the module given to ``fully_shard``, and from the root, once there is one.
         sharded: bound between passes; what optimizers and state dicts see.
         unsharded: bound in forward and backward; created at first use, memory owned by the group.
-        resting: bound between forward and backward where parameters rest on a smaller mesh.
         accumulated: gradients in reduce dtype that were not communicated yet, where that differs from compute dtype.
     """
 
@@ -64,7 +63,6 @@ class ShardedParam:
         self.stride = contiguous_stride(record.layout.shape)
         self.sharded: nn.Parameter = record.param
         self.unsharded: nn.Parameter | None = None
-        self.resting: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
 
     @property

@@ -139,9 +139,6 @@ class ReducePlan:
     flat_numel: int
     calls: tuple[tuple[int, int], ...]
 
-    def on_route(self, route: Route) -> tuple[ReduceStep, ...]:
-        return tuple(step for step in self.steps if step.route is route)
-
     def __str__(self) -> str:
         rows = [
             f"  {step.name}: {step.route.value}, {step.layout.num_shards} x {step.layout.chunk_numel} elements"

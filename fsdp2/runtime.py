@@ -89,7 +89,16 @@ class Unit:
     def unshard(self) -> None:
         """The user asks for it; returns before the data has arrived."""
         self.context.services.streams.gather_after_compute()
+        self.reshard_outdated()
         self.context.perform(Action.UNSHARD, self)
+        for group in self.groups:
+            group.note_versions()
+
+    def reshard_outdated(self) -> None:
+        """Have parameters gathered again whose shards were written since."""
+        for group in self.groups:
+            if group.is_outdated():
+                group.reshard()
 
     def join(self, context: RootContext, index: int, name: str) -> None:
         """Work in ``context`` from now on, under ``name``, the module's name from its root."""
@@ -186,19 +195,25 @@ class RootContext:
 
     # Events
 
+    def recover(self, unit: Unit) -> None:
+        """``unit``'s forward begins. If that shows that the last pass raised, return to rest first."""
+        schedule = self.schedule
+        if _torch.in_backward():
+            return
+        if schedule.in_backward:
+            self.reset()
+        elif schedule.forward_root == unit.index and not unit.missing_modules:
+            self.abandon()
+
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute. Returns the phase it is in now."""
         schedule = self.schedule
         in_backward = _torch.in_backward()
-        if schedule.in_backward and not in_backward:  # the last backward raised
-            self.reset()
         if schedule.forward_root is None and not in_backward:
             self.services.streams.gather_after_compute()
         self._note("pre_forward", unit)
         if not in_backward:
-            for group in unit.groups:
-                if group.is_outdated():
-                    group.reshard()
+            unit.reshard_outdated()
         actions = schedule.pre_forward(unit.index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
         if in_backward:
             self._do(actions)  # its own backward prefetches
@@ -243,6 +258,8 @@ class RootContext:
         """The user asks for ``action``."""
         self._note(f"{action.value}()", unit)
         self._do([(action, unit.index)])
+        if action is Action.RESHARD:
+            self._flush()
 
     def abandon(self) -> None:
         """Back to rest after an exception: nothing in flight, shards bound. What has not landed is dropped: the user
@@ -334,6 +351,9 @@ class RootContext:
             for group in unit.groups:
                 group.note_versions()
         self.services.memory.keep_freed(for_reuse=False)
+        self._flush()
+
+    def _flush(self) -> None:
         with self.services.streams.on_gather():
             self.services.memory.flush()
 

@@ -73,19 +73,21 @@ def test_shard_shapes_and_numels_are_those_of_the_cut_tensor() -> None:
     for layout in LAYOUTS:
         for rank, shard in enumerate(_shards(_tensor_for(layout), layout)):
             assert layout.shard_shape(rank) == tuple(shard.shape), (layout, rank)
-            assert layout.shard_numel(rank) == shard.numel(), (layout, rank)
+            assert math.prod(layout.shard_shape(rank)) == shard.numel(), (layout, rank)
 
 
 def test_numels_count_the_tensor_its_largest_shard_and_all_padded_shards() -> None:
     for layout in LAYOUTS:
         assert layout.numel == math.prod(layout.shape), layout
-        assert layout.chunk_numel == max(layout.shard_numel(rank) for rank in range(layout.num_shards)), layout
+        assert layout.chunk_numel == max(math.prod(layout.shard_shape(rank)) for rank in range(layout.num_shards)), (
+            layout
+        )
         assert layout.padded_numel == layout.chunk_numel * layout.num_shards, layout
 
 
 def test_even_means_that_no_shard_needs_padding() -> None:
     for layout in LAYOUTS:
-        numels = {layout.shard_numel(rank) for rank in range(layout.num_shards)}
+        numels = {math.prod(layout.shard_shape(rank)) for rank in range(layout.num_shards)}
         assert layout.is_even == (len(numels) == 1), layout
 
 

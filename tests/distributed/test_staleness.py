@@ -1,0 +1,115 @@
+"""Nothing computes with parameters that were gathered before an optimizer wrote the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import fully_shard
+from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
+from tests.harness.distributed import RankContext, distributed
+
+
+def _write(parameters: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(1.0)
+
+
+def _reference(make: Callable[[], Any] = Stack) -> Any:
+    model = seeded(make)
+    _write(list(model.parameters()))
+    return model
+
+
+def _evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(batch())
+
+
+def _raise_in_forward(model: Any) -> None:
+    handle = model.exit.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch())
+    handle.remove()
+
+
+PASSES: dict[str, Callable[[Any], Any]] = {
+    "step": step,
+    "evaluation": _evaluate,
+    "raised forward": _raise_in_forward,
+    "unshard": lambda model: [model.unshard(), *(block.unshard() for block in model.blocks)],
+    "unshard async": lambda model: [block.unshard(async_op=True) for block in model.blocks],
+}
+
+
+@pytest.mark.parametrize("kept", [None, False, 2])
+@pytest.mark.parametrize("name", list(PASSES))
+@distributed(4)
+def test_forward_after_the_shards_were_written_uses_them(ctx: RankContext, name: str, kept: bool | int | None) -> None:
+    model = sharded(ctx, reshard_after_forward=kept)
+    shards = list(model.parameters())  # as an optimizer holds them: what is bound later may be unsharded
+    PASSES[name](model)
+    _write(shards)
+    assert torch.allclose(model(batch()), _reference()(batch()), atol=1e-5)
+
+
+@distributed(2)
+def test_unshard_after_the_shards_were_written_binds_new_values(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    shards = list(model.parameters())
+    _evaluate(model)  # the root stays unsharded
+    _write(shards)
+    model.unshard()
+    assert torch.equal(model.entry.weight, _reference().entry.weight)
+
+
+class _Detached(Stack):
+    """The last block takes no part in the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.entry(x)))
+        return self.exit(x + self.blocks[2](x).detach())
+
+
+@distributed(2)
+def test_unused_backward_prefetch_does_not_outlive_a_write(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(_Detached))
+    shards = list(model.parameters())
+    model.set_reshard_after_backward(False)
+    for _ in range(2):
+        step(model)
+    _write(shards)
+    assert torch.allclose(model(batch()), _reference(_Detached)(batch()), atol=1e-5)
+
+
+@distributed(4)
+def test_partial_gradients_of_a_unit_that_is_idle_later_are_reduced(ctx: RankContext) -> None:
+    """Two microbatches on HSDP; a unit runs in the first only, which leaves its sums on the shard axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    blocks = [seeded(lambda: nn.Linear(8, 8, bias=False), seed) for seed in range(2)]
+    model = nn.ModuleDict({"a": blocks[0], "b": blocks[1]})
+    root = _Chooses(model)
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+    x = torch.full((2, 8), 1.0 + ctx.rank)
+    for names, is_last in (("ab", False), ("a", True)):
+        root.set_requires_all_reduce(is_last)  # type: ignore[operator]
+        root(x, names).sum().backward()
+    grads = [block.weight.grad.full_tensor() for block in blocks]
+    assert torch.allclose(grads[1], torch.full((8, 8), 2 * 2.5))  # the mean of x over the ranks, two rows
+
+
+class _Chooses(nn.Module):
+    def __init__(self, blocks: nn.ModuleDict) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        return torch.stack([self.blocks[name](x) for name in names]).sum(0)
