@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2 import _torch
 from fsdp2.group import GroupState
 from fsdp2.nested import find_tensors, map_tensors
 from fsdp2.precision import cast_floating
@@ -52,15 +53,16 @@ class ModuleHooks:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = self._unit
-        context = unit.context  # refuses several modules without a root, before anything has changed
+        context = unit.context
         context.recover(unit)
-        is_first = not unit.missing_modules
-        if is_first and len(unit.modules) > 1:
+        recomputes = _torch.in_backward()  # then each of several modules is a forward of its own
+        is_first = recomputes or not unit.missing_modules
+        if is_first and not recomputes and len(unit.modules) > 1:
             unit.missing_modules = set(unit.modules)
         if self._moves_inputs and context.schedule.forward_root is None:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
-        phase = context.pre_forward(unit) if is_first else context.schedule.phases[unit.index]
+        phase = context.pre_forward(unit) if is_first else context.resume_forward(unit)
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
         if phase is not Phase.BACKWARD and is_first and torch.is_grad_enabled():
@@ -69,7 +71,7 @@ class ModuleHooks:
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
-        if unit.missing_modules:
+        if unit.missing_modules and not _torch.in_backward():
             unit.missing_modules.discard(module)
             if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
                 return self._cast_output(output)

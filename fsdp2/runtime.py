@@ -142,13 +142,8 @@ class RootContext:
     """See the module's text."""
 
     def __init__(self, root: Unit) -> None:
-        if len(root.modules) > 1:
-            names = ", ".join(type(module).__name__ for module in root.modules)
-            raise ScheduleError(
-                f"fully_shard([{names}]) has no root: several modules were sharded as one unit, and one of them ran on "
-                "its own. Call fully_shard on the module that contains them, too, and run that."
-            )
-        named = list(units_under(root.modules[0]))
+        found = {unit: name for module in root.modules for name, unit in units_under(module)}
+        named = [(name, unit) for unit, name in found.items()]
         for _, unit in named:
             unit.leave()
         self.schedule: Schedule
@@ -196,10 +191,20 @@ class RootContext:
     # Events
 
     def recover(self, unit: Unit) -> None:
-        """``unit``'s forward begins. If that shows that the last pass raised, return to rest first."""
+        """``unit``'s forward begins. If that shows that the last pass raised, return to rest first.
+
+        Raises:
+            ScheduleError: one of several modules of a unit runs, but no module around them.
+        """
         schedule = self.schedule
         if _torch.in_backward():
             return
+        if len(unit.modules) > 1 and schedule.forward_root is None:
+            names = ", ".join(type(module).__name__ for module in unit.modules)
+            raise ScheduleError(
+                f"fully_shard([{names}]) has no root: several modules were sharded as one unit, and one of them ran on "
+                "its own. Call fully_shard on the module that contains them, too, and run that."
+            )
         if schedule.in_backward:
             self.reset()
         elif schedule.forward_root == unit.index and not unit.missing_modules:
@@ -220,6 +225,11 @@ class RootContext:
         else:
             self._start(actions)
         return schedule.phases[unit.index]
+
+    def resume_forward(self, unit: Unit) -> Phase:
+        """A further one of ``unit``'s modules is about to compute; the user may have resharded since the last."""
+        self._do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
+        return self.schedule.phases[unit.index]
 
     def post_forward(self, unit: Unit) -> None:
         self._note("post_forward", unit)
