@@ -268,24 +268,25 @@ class ParamGroup:
         if self.state is GroupState.UNSHARDING:
             self.wait()
 
-    def reshard(self) -> int:
-        """Bind the shards and release the unsharded parameters. Returns the bytes released."""
+    def reshard(self) -> None:
+        """Bind the shards and release the unsharded parameters."""
         before = self._transition(GroupEvent.RESHARD)
         if before is GroupState.SHARDED:
-            return 0
+            return
         if before is GroupState.UNSHARDING:
             self._finish_gather()
         self._bindings.bind(self._sharded)
         if before is GroupState.SHARDED_POST_FORWARD:
             assert self._resting is not None
-            return self._resting.release()
-        return self._release()
+            self._resting.release()
+        else:
+            self._release()
 
-    def reshard_post_forward(self) -> int:
-        """Cut the unsharded parameters down to shards of the post-forward mesh. Returns the bytes released."""
+    def reshard_post_forward(self) -> None:
+        """Cut the unsharded parameters down to shards of the post-forward mesh."""
         before = self._transition(GroupEvent.RESHARD_POST_FORWARD)
         if before is not GroupState.UNSHARDED:
-            return 0
+            return
         if self._resting is None:
             assert isinstance(self._gather, Gather)
             assert self._resting_mesh is not None
@@ -293,7 +294,7 @@ class ParamGroup:
                 self._resting = RestingShards(self.params, self._gather, self._resting_mesh, self._services)
         self._resting.cut()
         self._bindings.bind(self._resting.parameters)
-        return self._release()
+        self._release()
 
     def _finish_gather(self) -> None:
         assert self._pending is not None
@@ -302,11 +303,9 @@ class ParamGroup:
         if self._resting is not None:
             self._resting.release()
 
-    def _release(self) -> int:
+    def _release(self) -> None:
         assert self._gather is not None
-        nbytes = self._storage.nbytes()
         self._gather.release()
-        return nbytes
 
     def _sync_requires_grad(self) -> None:
         """Follow what the user set on the sharded parameters.

@@ -51,11 +51,6 @@ class ShardLayout:
     def is_even(self) -> bool:
         return self.padded_numel == self.numel
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether every shard is one interval of the tensor's memory, so that it can travel without a copy."""
-        return math.prod(self.shape[: self.dim]) == 1
-
     def interval(self, rank: int) -> tuple[int, int]:
         """``rank``'s shard along ``dim``, as (start, stop); empty shards start where the tensor ends."""
         size = self.shape[self.dim]

@@ -63,10 +63,7 @@ class RestingShards:
             self._streams.wait_here(self._cut_done)  # gather stream waits for compute: it has cut the resting shards
         return self._gather.issue()
 
-    def release(self) -> int:
-        """Free the resting shards; nothing happens if there are none. Returns the bytes released."""
-        released = 0
+    def release(self) -> None:
+        """Free the resting shards; nothing happens if there are none."""
         for flat in self._flats.values():
-            released += flat.untyped_storage().nbytes()
             flat.untyped_storage().resize_(0)
-        return released

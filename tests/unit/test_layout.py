@@ -91,19 +91,6 @@ def test_even_means_that_no_shard_needs_padding() -> None:
         assert layout.is_even == (len(numels) == 1), layout
 
 
-def test_contiguous_means_that_every_shard_is_one_interval_of_memory() -> None:
-    for layout in LAYOUTS:
-        if 0 in layout.shape:
-            continue  # no memory, so nothing to tell apart
-        full = _tensor_for(layout)
-        shards = [shard.reshape(-1) for shard in _shards(full, layout)]
-        joined_in_rank_order_is_memory_order = torch.equal(torch.cat(shards), full.reshape(-1))
-        if layout.is_contiguous:
-            assert joined_in_rank_order_is_memory_order, layout
-        elif layout.shape[layout.dim] > layout.chunk_size:  # more than one shard holds something
-            assert not joined_in_rank_order_is_memory_order, layout
-
-
 def test_contiguous_stride_is_that_of_torch() -> None:
     for layout in LAYOUTS:
         assert contiguous_stride(layout.shape) == torch.empty(layout.shape).stride(), layout.shape
