@@ -7,6 +7,7 @@ touches a private name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def dtensor_spec(
@@ -33,7 +35,8 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     local tensor's storage offset, and ``copy.deepcopy`` then refuses the DTensor: a stand-in without an offset avoids
     that.
     """
-    made = DTensor.__new__(DTensor, local.new_empty(0), spec, requires_grad=False)
+    plain = type(local) is torch.Tensor  # subclasses have no offset, and may lack new_empty
+    made = DTensor.__new__(DTensor, local.new_empty(0) if plain else local, spec, requires_grad=False)
     made._local_tensor = local
     return made
 
@@ -133,6 +136,32 @@ def reduce_scatter(
     if len(outputs) == 1:
         return group._reduce_scatter_base(outputs[0], inputs[0], options)
     return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+
+
+# Subclasses tell by ``__tensor_flatten__``; torch's test for that is private. Its type guard confuses mypy.
+_is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
+
+
+def inner_names(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The attributes that hold the tensors a wrapper subclass is made of; none for other tensors."""
+    return tuple(cast(Any, tensor).__tensor_flatten__()[0]) if _is_wrapper(tensor) else ()
+
+
+def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a wrapper subclass is made of, however nested, or ``tensor`` itself."""
+    names = inner_names(tensor)
+    return [leaf for name in names for leaf in leaves(getattr(tensor, name))] if names else [tensor]
+
+
+def rewrapped(like: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor of ``like``'s class, shape and context that is made of ``inner``."""
+    _, context = cast(Any, like).__tensor_flatten__()
+    return cast(torch.Tensor, type(like).__tensor_unflatten__(inner, context, like.shape, like.stride()))  # type: ignore[attr-defined]
+
+
+def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
+    """In-place writes inside the block are not counted: autograd takes the tensors for unmodified."""
+    return torch.autograd._unsafe_preserve_version_counter(tensors)
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 __all__ = [
     "CPUOffloadPolicy",
+    "ExtensionError",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
@@ -60,6 +61,13 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 class ScheduleError(RuntimeError):
     """An operation was asked for in a state that does not allow it. Nothing was changed by the refused operation."""
+
+
+class ExtensionError(TypeError):
+    """An all-gather hook of a tensor subclass is missing or returned what cannot be gathered; see ``extensions``.
+
+    At the first use of a group it is raised on all ranks, whichever found it, before anything is gathered.
+    """
 
 
 class Observer:

@@ -122,12 +122,14 @@ class Memory:
         self._pool.fill(storage, nbytes)
         return tensor_on(storage, 0, shape, contiguous_stride(shape), dtype)
 
-    def release(self, storage: torch.UntypedStorage) -> None:
-        """Empty ``storage`` once the compute enqueued so far has read it; called on the compute stream."""
+    def release(self, *storages: torch.UntypedStorage) -> None:
+        """Empty ``storages`` once the compute enqueued so far has read them; called on the compute stream."""
         if self._pool is not None:
-            self._pool.drain(storage)
+            for storage in storages:
+                self._pool.drain(storage)
         else:
-            self._releasing.append((self._streams.record(), storage))
+            event = self._streams.record()
+            self._releasing += [(event, storage) for storage in storages]
 
     def keep_freed(self, *, for_reuse: bool) -> None:
         """Whether what is released from here on is likely to be allocated again soon."""

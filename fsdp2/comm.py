@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -184,6 +184,15 @@ def comm_for(axis: Axis, device: torch.device) -> Comm:
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
         return PeerComm(axis.group)
     return CollectiveComm(axis.group, on_stream=device.type != "cpu")
+
+
+def exchange(axis: Axis, value: object) -> list[Any]:
+    """The ``value`` of every rank on ``axis``, in rank order. Slow, and the CPU waits: for what is agreed on once."""
+    if axis.group is None or axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
 
 
 def all_reduce(axis: Axis, tensor: torch.Tensor) -> Sequence[Waitable]:

@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import _torch
-from fsdp2.api import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.api import ExtensionError, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.extensions import has_hooks, is_plain
 from fsdp2.group import ParamGroup
 from fsdp2.hooks import ModuleHooks
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import ParallelMesh, default_mesh, parallel_mesh, post_forward_mesh
 from fsdp2.module import FSDPModule
-from fsdp2.param import ParamRecord, Slot, check_uniform_dtypes
+from fsdp2.param import ParamRecord, Slot, check_uniform_dtypes, subclass_shard
 from fsdp2.precision import param_dtypes
 from fsdp2.runtime import Unit, unit_of
 from fsdp2.schedule import AfterForward
@@ -106,7 +108,8 @@ def fully_shard(
         TypeError: an argument is of the wrong type.
         ValueError: the mesh, a placement, a dtype or a parameter cannot be sharded as asked; ``module`` was given to
             ``fully_shard`` before. Nothing has changed then.
-        NotImplementedError: DTensor parameters, parameters with all-gather hooks, CPU offload.
+        ExtensionError: a parameter is of a tensor subclass that cannot be cut into shards.
+        NotImplementedError: DTensor parameters, CPU offload.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
@@ -208,11 +211,6 @@ def _resolve(
     item: _Found, parallel: ParallelMesh, placement_fn: ShardPlacementFn | None, policy: MixedPrecisionPolicy
 ) -> ParamRecord:
     name, param = item.name, item.param
-    if hasattr(param, "fsdp_pre_all_gather"):
-        raise NotImplementedError(
-            f"fully_shard: parameter '{name}' is a {type(param).__name__} with all-gather hooks (fsdp_pre_all_gather), "
-            "which are not supported yet. List it in ignored_params."
-        )
     if isinstance(param, DTensor) and hasattr(param, _SHARDED_AS):
         raise ValueError(
             f"fully_shard: parameter '{name}' was sharded before, by a call on a module around this one. "
@@ -248,7 +246,22 @@ def _resolve(
         layout=layout,
         placements=parallel.placements(dim),
         dtypes=param_dtypes(param.dtype, policy),
+        local=_subclass_shard(name, param, layout, parallel),
     )
+
+
+def _subclass_shard(name: str, param: nn.Parameter, layout: ShardLayout, parallel: ParallelMesh) -> torch.Tensor | None:
+    full = param.detach()
+    if has_hooks(param) and not has_hooks(full):
+        raise ExtensionError(
+            f"fully_shard: parameter '{name}' is a {type(param).__name__} with all-gather hooks, but its data is a "
+            f"{type(full).__name__} without, and it is the data that is sharded: the hooks would be ignored. Make them "
+            "methods of the tensor that nn.Parameter wraps."
+        )
+    if is_plain(full):
+        return None
+    with torch.no_grad():
+        return subclass_shard(name, full, layout, parallel.shard.rank, parallel.device)
 
 
 def _resolve_dim(name: str, param: nn.Parameter, placement_fn: ShardPlacementFn | None) -> int:

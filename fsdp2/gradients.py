@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.collectives import PendingReduce, Reduce, bound_reduce
+from fsdp2.api import ExtensionError
+from fsdp2.buffers import alias
 from fsdp2.comm import Comm
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import ShardedParam
 from fsdp2.plan import compile_reduce
 from fsdp2.precision import divide_factors
+from fsdp2.reduce_scatter import PendingReduce, Reduce, bound_reduce
 from fsdp2.services import Services
 
 
@@ -43,11 +45,20 @@ class GroupOptions:
     gradient_divide_factor: float | None = None
 
 
+class _Part(NamedTuple):
+    """What one step of a reduction reduces: the gradient of ``param``, or the inner tensor ``name`` of it."""
+
+    param: ShardedParam
+    name: str
+
+
 class _BoundReduce(NamedTuple):
-    """A bound plan, and its parameters in the order of its steps."""
+    """A bound plan, and per step what it reduces. ``is_wrapped``: some unsharded parameter is a tensor subclass, and so
+    may be its gradient."""
 
     reduce: Reduce
-    params: list[ShardedParam]
+    parts: list[_Part]
+    is_wrapped: bool
 
 
 class _Sums(NamedTuple):
@@ -93,11 +104,11 @@ class GroupGradients:
     def keep_unreduced(self) -> None:
         """Keep this backward's gradients on this rank, in reduce dtype."""
         for param in self._params:
-            if param.dtypes.param is param.dtypes.reduce:
+            if param.compute_dtypes.param is param.compute_dtypes.reduce:
                 continue  # autograd itself accumulates, in that dtype
             grad = _take_unsharded_grad(param)
             if grad is not None:
-                _accumulate(param, grad.to(param.dtypes.reduce))
+                _accumulate(param, grad.to(param.compute_dtypes.reduce))
 
     def reduce(self, trainable: tuple[int, ...], options: GroupOptions, services: Services) -> PendingReduce | None:
         """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none."""
@@ -108,12 +119,12 @@ class GroupGradients:
             self._factor = options.gradient_divide_factor
         bound = self._bound.get(trainable) or self._bind(trainable, services)
         self._bound[trainable] = bound
-        grads: list[Any] = [self._take(param) for param in bound.params]
+        grads: list[Any] = self._take_parts(bound) if bound.is_wrapped else [self._take(p) for p, _ in bound.parts]
         present = [grad is not None for grad in grads]
         partial_, self._partial = self._partial, None
         if not any(present):
             return self._reduce_partial(partial_, options, services)
-        if partial_ is not None and partial_.bound.params != bound.params:  # frozen or unfrozen since
+        if partial_ is not None and partial_.bound.parts != bound.parts:  # frozen or unfrozen since
             self._land(partial_)
             partial_ = None
         self._complete(bound, grads)
@@ -128,11 +139,18 @@ class GroupGradients:
         return PendingReduce((), None, services.streams).then(partial(self._land, earlier))
 
     def _bind(self, trainable: tuple[int, ...], services: Services) -> _BoundReduce:
-        inputs = [(index, self._params[index].plan_input) for index in trainable]
+        params = [self._params[index] for index in trainable]
+        parts = [_Part(param, name) for param in params for name in param.gradient_parts()]
+        inputs = [(i, part.param.reduce_input) for i, part in enumerate(parts)]
         factors = divide_factors(inputs[0][1].dtypes.reduce, self._mesh.data_parallel_size, self._factor)
         plan = compile_reduce(inputs, self._comm, factors)
         reduce = bound_reduce(plan, self._mesh, self._comm, services)
-        return _BoundReduce(reduce, [self._params[step.index] for step in plan.steps])
+        is_wrapped = any(type(param.unsharded) is not nn.Parameter for param in params)
+        return _BoundReduce(reduce, [parts[step.index] for step in plan.steps], is_wrapped)
+
+    def _take_parts(self, bound: _BoundReduce) -> list[torch.Tensor | None]:
+        taken = {param: self._take(param) for param in dict.fromkeys(param for param, _ in bound.parts)}
+        return [_inner_gradient(part, taken[part.param]) for part in bound.parts]
 
     def _take(self, param: ShardedParam) -> torch.Tensor | None:
         grad = _take_unsharded_grad(param)
@@ -150,7 +168,9 @@ class GroupGradients:
         dtype = dtypes.pop() if len(dtypes) == 1 else bound.reduce.plan.dtypes.reduce  # some accumulated in that dtype
         for i, grad in enumerate(grads):
             if grad is None:
-                grads[i] = torch.zeros(bound.params[i].layout.shape, dtype=dtype, device=self._mesh.device)
+                grads[i] = torch.zeros(bound.parts[i].param.layout.shape, dtype=dtype, device=self._mesh.device)
+            elif type(grad) is not torch.Tensor:
+                _refuse_gradient(bound.parts[i].param, grad)
             elif grad.dtype is not dtype:
                 grads[i] = grad.to(dtype)
 
@@ -170,8 +190,15 @@ class GroupGradients:
         reduce = received.bound.reduce
         reduce.all_reduce(received.sums)
         shards = reduce.shards(reduce.average(received.sums))
-        landed = zip(received.bound.params, shards, received.present, strict=True)
-        _deposit([(param.sharded, shard) for param, shard, is_present in landed if is_present])
+        landed = [
+            (part, shard)
+            for part, shard, is_present in zip(received.bound.parts, shards, received.present, strict=True)
+            if is_present
+        ]
+        if received.bound.is_wrapped:
+            _deposit(_wrapped(landed))
+        else:
+            _deposit([(param.sharded, shard) for (param, _), shard in landed])
 
 
 def _deposit(shards: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
@@ -208,3 +235,28 @@ def _accumulate(param: ShardedParam, grad: torch.Tensor) -> None:
         param.accumulated = grad
     else:
         param.accumulated += grad
+
+
+def _inner_gradient(part: _Part, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """What ``part`` is of ``grad``. A plain gradient counts for each inner tensor."""
+    return grad if grad is None or not part.name else getattr(grad, part.name, grad)
+
+
+def _refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
+    raise ExtensionError(
+        f"parameter '{param.full_name}': its gradient is a {type(grad).__name__}, expected a plain tensor. A gradient "
+        "may be of a subclass only if the unsharded parameter is a wrapper of the same class, whose inner tensors all "
+        "have its shape and dtype. Let the subclass compute plain gradients, or take its activations apart."
+    )
+
+
+def _wrapped(landed: list[tuple[_Part, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Inner tensors that belong together as one gradient of the parameter's class."""
+    by_param: dict[ShardedParam, dict[str, torch.Tensor]] = {}
+    for part, shard in landed:
+        own = alias(shard, shard.storage_offset(), shard.shape, shard.stride())  # subclasses compare storage offsets
+        by_param.setdefault(part.param, {})[part.name] = own if part.name else shard
+    return [
+        (param.sharded, shards[""] if "" in shards else _torch.rewrapped(_torch.local_of(param.sharded), shards))
+        for param, shards in by_param.items()
+    ]

@@ -13,27 +13,23 @@ from enum import Enum
 from functools import partial
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
+from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, flat_shards, is_local
 from fsdp2.api import MixedPrecisionPolicy, ScheduleError
 from fsdp2.buffers import alias
-from fsdp2.collectives import (
-    FlatShards,
-    Gather,
-    LocalGather,
-    PendingGather,
-    PendingReduce,
-    flat_shards,
-    is_local,
-)
 from fsdp2.comm import comm_for
+from fsdp2.extended import ExtendedParams
+from fsdp2.extensions import is_plain
 from fsdp2.gradients import GroupGradients, GroupOptions
 from fsdp2.layout import contiguous_stride
 from fsdp2.mesh import ParallelMesh
-from fsdp2.param import Bindings, ParamRecord, ShardedParam, check_device, check_uniform_dtypes
-from fsdp2.plan import compile_gather
+from fsdp2.param import Bindings, ParamRecord, ShardedParam, check_device, check_uniform_dtypes, set_compute_dtypes
+from fsdp2.plan import GatherInput, GatherPlan, Lifetime, compile_gather
 from fsdp2.precision import param_dtypes
+from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.resting import RestingShards
 from fsdp2.services import services_for
 
@@ -94,43 +90,53 @@ class ParamGroup:
         self._comm = comm_for(mesh.shard, mesh.device)
         self.gradients = GroupGradients(self.params, mesh, self._comm)
         self._bindings = Bindings(self.params)
-        self._storage = torch.UntypedStorage(0, device=mesh.device)
+        self._gathered: GatheredMemory | None = None
+        self._regions: object = None
+        self._extended: ExtendedParams | None = None
         self._resting: RestingShards | None = None
         self._resting_mesh: ParallelMesh | None = None
         self._pending: PendingGather | None = None
         self._services = services_for(mesh.device)
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
-        self._place_shards([param.shard_of(param.sharded.detach()) for param in self.params], new=True)
+        self._place_shards(list(map(_shard, records, self.params)), new=True)
         self._bindings.bind(self._sharded)
 
     # Set-up: from shards to bound plans
 
     def _place_shards(self, shards: Sequence[torch.Tensor], *, new: bool) -> None:
-        """Copy ``shards`` into new flat buffers and make them the local tensors of the sharded parameters."""
-        self.plan = compile_gather([param.plan_input for param in self.params], self._comm)
+        """Make ``shards`` the local tensors of the sharded parameters: plain ones as copies in new flat buffers, those
+        of tensor subclasses as they are."""
+        self._locals = list(shards)
+        self._plain = [index for index, shard in enumerate(shards) if is_plain(shard)]
+        self.plan = compile_gather(self._plain_inputs(), self._comm)
         all_meta = all(shard.is_meta for shard in shards)
         self._flats: FlatShards = flat_shards(self.plan, torch.device("meta") if all_meta else self.mesh.device)
         self._seen_versions: list[int] | None = None
-        self._locals: dict[int, torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             for step in self.plan.steps:
-                param = self.params[step.index]
-                shape = param.shard_shape
+                shape = self.params[step.index].shard_shape
                 if shards[step.index].is_meta:  # takes its place in the buffer when it has been materialised
                     local = torch.empty(shape, dtype=step.source, device="meta")
                 else:
                     local = alias(self._flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
                     local.copy_(shards[step.index])
                 self._locals[step.index] = local
+            for param, local in zip(self.params, self._locals, strict=True):
                 if new:
                     param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
                 else:
                     _torch.set_local(param.sharded, local)
         self._sharded = [param.sharded for param in self.params]
+        self._versioned = [tensor for param in self.params for tensor in param.versioned()]
         self._unbind()
+
+    def _plain_inputs(self) -> dict[int, GatherInput]:
+        return {index: self.params[index].plan_input for index in self._plain}
 
     def _unbind(self) -> None:
         self._gather: Gather | LocalGather | None = None
+        self._unsharded: list[nn.Parameter] = []
+        self._trainable: tuple[int, ...] = ()
         self.gradients.unbind()
         self._resting = None
 
@@ -163,9 +169,7 @@ class ParamGroup:
             (param.full_name, param_dtype.orig, bound.requires_grad)
             for param, param_dtype, bound in zip(self.params, dtypes, current, strict=True)
         )
-        if any(dtype != param.dtypes for dtype, param in zip(dtypes, self.params, strict=True)):
-            self._storage = torch.UntypedStorage(0, device=self.mesh.device)
-        locals_ = [_torch.local_of(bound).detach() for bound in current]
+        locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
         for param, bound, param_dtype in zip(self.params, current, dtypes, strict=True):
             param.adopt(bound, param_dtype)
         self._place_shards(locals_, new=False)
@@ -173,31 +177,92 @@ class ParamGroup:
         self._bindings.bind(current)
         self.is_stale = False
 
+    def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """``local`` to be placed anew. If it was given hooks where it lay in the flat buffer, the object stays, with
+        memory of its own."""
+        if is_plain(local):
+            return local.detach()
+        if local is self._locals[index] and index in self._plain and not local.is_meta:
+            with torch.no_grad():
+                local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
+        return local
+
     def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
         mine, found = self._locals[index], _torch.local_of(bound)
+        if bound is not self.params[index].sharded or is_plain(found) != (index in self._plain):
+            return False
+        if not is_plain(found):
+            return found is mine
         same_memory = found.data_ptr() == mine.data_ptr() or mine.numel() == 0
-        same_kind = found.dtype is mine.dtype and found.device == mine.device and found.shape == mine.shape
-        return bound is self.params[index].sharded and same_memory and same_kind
+        return same_memory and found.dtype is mine.dtype and found.device == mine.device and found.shape == mine.shape
 
     def _bind_plans(self) -> Gather | LocalGather:
+        """Compile and bind the gather.
+
+        Raises:
+            ExtensionError: hooks are missing, or returned what cannot be gathered; on all ranks alike.
+            RuntimeError: a parameter is still on the meta device.
+            ValueError: trainable parameters differ in dtype.
+        """
         self._check_materialised()
-        with torch.inference_mode(False), torch.no_grad():  # these tensors outlive the pass that first needs them
+        self._check_uniform_dtypes()
+        # These tensors outlive the pass that first needs them.
+        with torch.inference_mode(False), torch.no_grad(), self._services.streams.on_gather():
+            inputs = self._plain_inputs()
+            first_key = len(self.params)
+            if len(inputs) < first_key:
+                inputs |= self._bind_hooks().inputs(first_key, self._consumed_lifetime)
+            else:
+                self._extended = None
+            self.plan = compile_gather(inputs, self._comm)
+            self._keep_regions()
             gather: Gather | LocalGather
             if is_local(self.plan, self.mesh):
                 gather = LocalGather(self.plan, self._flats, self._services.streams)
             else:
                 gather = self._bound_gather()
-            for param, data in zip(self.params, gather.unsharded, strict=True):
-                if param.unsharded is None or isinstance(gather, LocalGather):
-                    param.unsharded = param.unsharded_parameter(data)
+            if self._extended is not None:
+                self._extended.bind_outputs(gather.outputs, first_key)
         self._gather = gather
-        self._unsharded = [param.unsharded for param in self.params if param.unsharded is not None]
-        self._sync_requires_grad()
+        self._requires_grad = [param.requires_grad for param in self._sharded]
         return gather
 
+    def _bind_hooks(self) -> ExtendedParams:
+        hooked = [param for index, param in enumerate(self.params) if index not in self._plain]
+        self._extended = ExtendedParams(hooked, self.mesh, self.policy, self._services, self._extended)
+        return self._extended
+
+    @property
+    def _consumed_lifetime(self) -> Lifetime:
+        """How long what hooks consume is kept: the post-forward mesh wants a part of it."""
+        return Lifetime.ARRIVAL if self._resting_mesh is None else Lifetime.UNSHARDED
+
+    def _keep_regions(self) -> None:
+        """The unsharded parameters stay the same objects if they lie where they did: autograd may have saved them."""
+        regions = _regions(self.plan, is_local=is_local(self.plan, self.mesh), flats=self._flats)
+        if regions != self._regions or self._gathered is None:
+            self._gathered = GatheredMemory(self.plan, self.mesh.device)
+            for param in self.params:
+                param.forget_unsharded()
+        self._regions = regions
+
     def _bound_gather(self) -> Gather:
+        assert self._gathered is not None
         rank, services = self.mesh.shard.rank, self._services
-        return Gather(self.plan, self._flats, self._storage, rank, self._comm, services.memory, services.streams)
+        return Gather(self.plan, self._flats, self._gathered, rank, self._comm, services, self._extended)
+
+    def _adopt_unsharded(self) -> None:
+        """The first gather has arrived: what it filled becomes the parameters that compute reads."""
+        assert self._gather is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for index in self._plain:
+                param = self.params[index]
+                if param.unsharded is None:
+                    param.unsharded = param.unsharded_parameter(self._gather.outputs[index])
+        self._unsharded = [param.unsharded for param in self.params if param.unsharded is not None]
+        if self._extended is not None:
+            set_compute_dtypes(self.params, self.policy)
+        self._sync_requires_grad()
 
     def _check_materialised(self) -> None:
         for param in self.params:
@@ -219,7 +284,7 @@ class ParamGroup:
             if self.is_stale:
                 self.refresh()
             gather = self._gather or self._bind_plans()
-            if self._requires_grad_changed():
+            if self._unsharded and self._requires_grad_changed():
                 self._sync_requires_grad()
             if before is GroupState.SHARDED:
                 self._seen_versions = None
@@ -259,9 +324,7 @@ class ParamGroup:
         return [param.requires_grad for param in self._sharded] != self._requires_grad
 
     def _shard_versions(self) -> list[int]:
-        """Optimizers write through the DTensor, ``to_local()`` writes its local tensor: each counts its own."""
-        versions = [param._version for param in self._sharded]
-        return versions + [local._version for local in self._locals.values()]
+        return [tensor._version for tensor in self._versioned]
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""
@@ -274,7 +337,7 @@ class ParamGroup:
         if before is GroupState.SHARDED:
             return
         if before is GroupState.UNSHARDING:
-            self._finish_gather()
+            self._drop_gather()
         self._bindings.bind(self._sharded)
         if before is GroupState.SHARDED_POST_FORWARD:
             assert self._resting is not None
@@ -291,7 +354,8 @@ class ParamGroup:
             assert isinstance(self._gather, Gather)
             assert self._resting_mesh is not None
             with torch.inference_mode(False), torch.no_grad():
-                self._resting = RestingShards(self.params, self._gather, self._resting_mesh, self._services)
+                mesh, services = self._resting_mesh, self._services
+                self._resting = RestingShards(self.params, self._gather, self._extended, mesh, services)
         self._resting.cut()
         self._bindings.bind(self._resting.parameters)
         self._release()
@@ -302,10 +366,22 @@ class ParamGroup:
         self._pending = None
         if self._resting is not None:
             self._resting.release()
+        if not self._unsharded:
+            self._adopt_unsharded()
+
+    def _drop_gather(self) -> None:
+        assert self._pending is not None
+        self._pending.drop()
+        self._pending = None
+        if self._resting is not None:
+            self._resting.release()
 
     def _release(self) -> None:
         assert self._gather is not None
         self._gather.release()
+
+    def _check_uniform_dtypes(self) -> None:
+        check_uniform_dtypes((param.full_name, param.dtypes.orig, param.sharded.requires_grad) for param in self.params)
 
     def _sync_requires_grad(self) -> None:
         """Follow what the user set on the sharded parameters.
@@ -313,7 +389,7 @@ class ParamGroup:
         Raises:
             ValueError: parameters that are trainable now differ in dtype.
         """
-        check_uniform_dtypes((param.full_name, param.dtypes.orig, param.sharded.requires_grad) for param in self.params)
+        self._check_uniform_dtypes()
         self._requires_grad = [param.requires_grad for param in self._sharded]
         for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
             unsharded.requires_grad_(requires_grad)
@@ -359,7 +435,7 @@ class ParamGroup:
 
         Returns None if nothing was started.
         """
-        if self._gather is None:
+        if not self._unsharded:
             return None
         if not self.options.requires_gradient_sync:
             self.gradients.keep_unreduced()
@@ -371,3 +447,13 @@ def _report_halfway(group: weakref.ref[ParamGroup], _: torch.Tensor) -> None:
     """Autograd holds this where the garbage collector does not look: a strong reference would keep the group alive."""
     if (alive := group()) is not None:
         alive.report_halfway()
+
+
+def _shard(record: ParamRecord, param: ShardedParam) -> torch.Tensor:
+    return param.shard_of(record.param.detach()) if record.local is None else record.local
+
+
+def _regions(plan: GatherPlan, *, is_local: bool, flats: FlatShards) -> object:
+    """Where the unsharded parameters lie, and what lies there: in the group's storage, or right in the flat shards."""
+    places = [(s.index, s.offset_nbytes, s.layout.shape, s.dtype, s.lifetime) for s in plan.steps]
+    return sorted(places, key=lambda place: place[0]), [id(flat) for flat in flats.values()] if is_local else []

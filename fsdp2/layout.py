@@ -51,6 +51,11 @@ class ShardLayout:
     def is_even(self) -> bool:
         return self.padded_numel == self.numel
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the shards, behind each other with their padding, begin with the tensor itself."""
+        return self.dim == 0
+
     def interval(self, rank: int) -> tuple[int, int]:
         """``rank``'s shard along ``dim``, as (start, stop); empty shards start where the tensor ends."""
         size = self.shape[self.dim]
@@ -59,6 +64,72 @@ class ShardLayout:
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         start, stop = self.interval(rank)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class JoinedLayout:
+    """Pieces that the ranks chose themselves, joined along ``dim``: what all-gather hooks send.
+
+    ``sizes``: each rank's entries along ``dim``. On the wire every piece takes ``chunk_numel`` elements. The properties
+    are those of ``ShardLayout``.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.sizes)
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def chunk_numel(self) -> int:
+        return math.prod(self.shape[: self.dim]) * max(self.sizes) * math.prod(self.shape[self.dim + 1 :])
+
+    @cached_property
+    def padded_numel(self) -> int:
+        return self.chunk_numel * self.num_shards
+
+    @property
+    def is_even(self) -> bool:
+        return self.padded_numel == self.numel
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        full = max(self.sizes)
+        first_short = next((rank for rank, size in enumerate(self.sizes) if size < full), len(self.sizes))
+        return self.dim == 0 and not any(self.sizes[first_short + 1 :])
+
+    def interval(self, rank: int) -> tuple[int, int]:
+        start = sum(self.sizes[:rank])
+        return start, start + self.sizes[rank]
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.sizes[rank], *self.shape[self.dim + 1 :])
+
+
+Layout = ShardLayout | JoinedLayout
+
+
+def join(shapes: Sequence[tuple[int, ...]], dim: int) -> JoinedLayout:
+    """The layout of pieces of ``shapes``, one per rank, behind each other along ``dim``, or along dim 0 where they have
+    no such dim. A 0-dim piece is one entry. Empty pieces fit to any shape.
+
+    Raises:
+        ValueError: the other dims differ.
+    """
+    pieces = [shape or (1,) for shape in shapes]
+    present = [shape for shape in pieces if math.prod(shape) > 0] or [pieces[0]]
+    dim = dim if all(dim < len(shape) for shape in present) else 0
+    rests = {(*shape[:dim], *shape[dim + 1 :]) for shape in present}
+    if len(rests) > 1 or len({len(shape) for shape in present}) > 1:
+        raise ValueError(f"shapes {sorted(set(shapes))} differ in more than dim {dim}")
+    sizes = tuple(shape[dim] if math.prod(shape) > 0 else 0 for shape in pieces)
+    return JoinedLayout((*present[0][:dim], sum(sizes), *present[0][dim + 1 :]), dim, sizes)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ that knows how process groups and DTensor placements follow from a ``DeviceMesh`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,6 +42,14 @@ class ParallelMesh:
     def data_parallel_size(self) -> int:
         """Number of ranks that a gradient is averaged over."""
         return self.shard.size * self.replicate.size
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis as a 1D mesh of its own: what all-gather hooks are given."""
+        if self.mesh.ndim == 1 or self.shard.group is None:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        return self.mesh[names[-1]] if names else DeviceMesh.from_group(self.shard.group, self.mesh.device_type)
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """DTensor placements, on ``mesh``, of a parameter sharded along tensor dimension ``dim``."""

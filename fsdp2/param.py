@@ -7,9 +7,10 @@ one. Rule: the unsharded ``nn.Parameter`` object never changes while its dtype s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
+from fsdp2.api import ExtensionError, MixedPrecisionPolicy
 from fsdp2.layout import ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.plan import PlanInput
@@ -32,7 +34,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """One parameter as resolved: nothing here is changed by sharding it. ``name`` is relative to the module given."""
+    """One parameter as resolved: nothing here is changed by sharding it. ``name`` is relative to the module given.
+    ``local``: the shard of a tensor subclass, cut already; None for those that lie in the flat buffer."""
 
     name: str
     param: nn.Parameter
@@ -40,6 +43,7 @@ class ParamRecord:
     layout: ShardLayout
     placements: tuple[Placement, ...]
     dtypes: ParamDtypes
+    local: torch.Tensor | None = None
 
 
 class ShardedParam:
@@ -49,6 +53,8 @@ class ShardedParam:
         name, full_name: from the module given to ``fully_shard``, and from the root, once there is one.
         sharded: bound between passes; what optimizers and state dicts see.
         unsharded: bound in forward and backward; created at first use, memory owned by the group.
+        inner: memory and size of what a post-hook made of it; released with it.
+        compute_dtypes: the dtypes that its gradients follow: ``dtypes``, unless hooks made it of another dtype.
         accumulated: gradients in reduce dtype that were not communicated yet, where that differs from compute dtype.
     """
 
@@ -63,11 +69,28 @@ class ShardedParam:
         self.stride = contiguous_stride(record.layout.shape)
         self.sharded: nn.Parameter = record.param
         self.unsharded: nn.Parameter | None = None
+        self.inner: list[tuple[torch.UntypedStorage, int]] = []
+        self.compute_dtypes = record.dtypes
         self.accumulated: torch.Tensor | None = None
 
     @property
     def plan_input(self) -> PlanInput:
         return PlanInput(self.name, self.layout, self.dtypes)
+
+    @property
+    def reduce_input(self) -> PlanInput:
+        return PlanInput(self.name, self.layout, self.compute_dtypes)
+
+    def gradient_parts(self) -> tuple[str, ...]:
+        """Names of the inner tensors that its gradient is reduced by: those of a wrapper subclass that is one tensor
+        per inner tensor, sharded and unsharded. Otherwise "", for the gradient itself."""
+        unsharded, whole = self.unsharded, ("",)
+        if unsharded is None or type(unsharded) is nn.Parameter:
+            return whole
+        names = _torch.inner_names(unsharded)
+        inner = [getattr(unsharded, name) for name in names]
+        is_alike = all(t.shape == unsharded.shape and t.dtype is unsharded.dtype for t in inner)
+        return names if names and is_alike and names == _torch.inner_names(_torch.local_of(self.sharded)) else whole
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -108,16 +131,46 @@ class ShardedParam:
         """Manage ``param`` from now on, in all slots."""
         self.sharded = param
         if dtypes != self.dtypes:
-            self.dtypes = dtypes
-            self._keep_unreduced_gradient()
-            self.unsharded = None
+            self.dtypes = self.compute_dtypes = dtypes
 
-    def resting_layout(self, num_shards: int) -> ShardLayout:
-        return replace(self.layout, num_shards=num_shards)
-
-    def _keep_unreduced_gradient(self) -> None:
+    def forget_unsharded(self) -> None:
+        """Its memory has moved, or its dtype has changed: it is made anew at the next use."""
         if self.unsharded is not None and self.unsharded.grad is not None:
-            self.accumulated = self.unsharded.grad.to(self.dtypes.reduce)
+            self.accumulated = self.unsharded.grad.to(self.compute_dtypes.reduce)
+        self.unsharded = None
+        self.inner = []
+
+    def versioned(self) -> list[torch.Tensor]:
+        """What counts writes of the shard: optimizers write through the DTensor, ``to_local()`` writes its local
+        tensor, and a wrapper subclass may write its inner ones; each has a version of its own."""
+        local = _torch.local_of(self.sharded)
+        return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]
+
+
+def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int, device: torch.device) -> torch.Tensor:
+    """``rank``'s shard of the tensor subclass ``full``, in memory of its own on ``device`` (or still on meta).
+
+    Raises:
+        ExtensionError: an operation that cutting takes is missing, or returns another class.
+    """
+    cls = type(full).__name__
+    options: dict[str, Any] = {} if full.device == device or full.is_meta else {"device": device}
+    try:
+        local = full.new_zeros(layout.shard_shape(rank), **options)
+        chunks = torch.chunk(full, layout.num_shards, layout.dim)
+        if rank < len(chunks) and local.numel() > 0:
+            local.copy_(chunks[rank])
+    except Exception as error:
+        raise ExtensionError(
+            f"parameter '{name}': cutting a {cls} into shards raised {type(error).__name__}: {error}\n"
+            "Let its __torch_dispatch__ support new_zeros, split and copy_."
+        ) from error
+    if type(local) is not type(full) or local.shape != layout.shard_shape(rank):
+        raise ExtensionError(
+            f"parameter '{name}': new_zeros{layout.shard_shape(rank)} of a {cls} returned a {type(local).__name__} of "
+            f"shape {tuple(local.shape)}; sharding would lose the class. Let its __torch_dispatch__ keep it."
+        )
+    return local
 
 
 def check_uniform_dtypes(params: Iterable[tuple[str, torch.dtype, bool]]) -> None:
@@ -134,6 +187,20 @@ def check_uniform_dtypes(params: Iterable[tuple[str, torch.dtype, bool]]) -> Non
                 f"{trainable[0][1]}; the trainable parameters of one group are reduced together in one dtype. "
                 "Convert the module to one dtype, or call fully_shard on the differing submodule first."
             )
+
+
+def set_compute_dtypes(params: Sequence[ShardedParam], policy: MixedPrecisionPolicy) -> None:
+    """Gradients follow the dtypes of the unsharded parameters, which hooks choose. They are reduced together: in the
+    policy's dtype, or in one that holds them all."""
+    for param in params:
+        if param.unsharded is not None and param.unsharded.dtype.is_floating_point:
+            found = param.unsharded.dtype
+            param.compute_dtypes = ParamDtypes(param.dtypes.orig, found, policy.reduce_dtype or found)
+    trainable = [param for param in params if param.sharded.requires_grad]
+    if trainable:
+        together = functools.reduce(torch.promote_types, [param.compute_dtypes.reduce for param in trainable])
+        for param in trainable:
+            param.compute_dtypes = replace(param.compute_dtypes, reduce=together)
 
 
 def check_device(name: str, found: torch.device, expected: torch.device) -> None:

@@ -2,20 +2,20 @@
 
 Each tensor takes one route. ``DIRECT`` tensors travel out of and into their final memory. Small ones, and those that
 must be rearranged, share a bucket, one per dtype: ``ROWS`` for shards that are intervals of their tensor, ``STRIDED``
-for shards along another dimension. A plan is compiled from layouts, dtypes and what the comm prefers, and is the same
-on all ranks; the rooms above bind memory to it and replay it every step.
+for shards that are no intervals. What an all-gather hook sends takes the same routes. A plan is compiled from layouts,
+dtypes and what the comm prefers, and is the same on all ranks; the rooms above bind memory to it and replay it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 
 from fsdp2.comm import Comm
-from fsdp2.layout import ALIGNMENT_NBYTES, Packing, ShardLayout, pack
+from fsdp2.layout import ALIGNMENT_NBYTES, Layout, ShardLayout, pack
 from fsdp2.precision import DivideFactors, ParamDtypes
 
 
@@ -30,9 +30,23 @@ class Route(Enum):
 _ROUTES = list(Route)
 
 
+class Origin(Enum):
+    """Where a rank's part comes from: the group's flat shards, or an all-gather hook, every time anew."""
+
+    SHARD = "shard"
+    HOOK = "hook"
+
+
+class Lifetime(Enum):
+    """How long a gathered tensor is kept: while its group is unsharded, or until the hooks have consumed it."""
+
+    UNSHARDED = "kept while unsharded"
+    ARRIVAL = "consumed on arrival"
+
+
 @dataclass(frozen=True)
 class PlanInput:
-    """What a plan needs to know of one parameter."""
+    """What a plan needs to know of one parameter, or of one tensor that its hook sends."""
 
     name: str
     layout: ShardLayout
@@ -40,30 +54,51 @@ class PlanInput:
 
 
 @dataclass(frozen=True)
-class GatherStep:
-    """One parameter's way from shard to unsharded.
+class HookInput:
+    """What a plan needs to know of one tensor that an all-gather hook returns."""
 
-    ``index``: its place in the group. ``shard_offset``: elements into the flat shard buffer of dtype ``source``.
-    ``offset_nbytes``: bytes into the group's unsharded storage. ``cast``: whether ``source`` becomes another ``dtype``.
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+    lifetime: Lifetime
+
+
+GatherInput = PlanInput | HookInput
+
+
+@dataclass(frozen=True)
+class GatherStep:
+    """One tensor's way from shard to unsharded.
+
+    ``index``: its key among the inputs. ``shard_offset``: elements into the flat shard buffer of dtype ``source``.
+    ``offset_nbytes``: bytes into the group's unsharded storage; what hooks send has a storage of its own.
     """
 
     index: int
     name: str
     route: Route
-    layout: ShardLayout
+    layout: Layout
     source: torch.dtype
     dtype: torch.dtype
     shard_offset: int
     offset_nbytes: int
+    origin: Origin = Origin.SHARD
+    lifetime: Lifetime = Lifetime.UNSHARDED
 
     @property
-    def cast(self) -> bool:
-        return self.source is not self.dtype
+    def is_copied_in(self) -> bool:
+        """Whether this rank's part is not sent from where it lies: it is cast, or a hook made it."""
+        return self.source is not self.dtype or self.origin is Origin.HOOK
 
     @property
     def chunk_nbytes(self) -> int:
         """Bytes that each rank sends."""
         return self.layout.chunk_numel * self.dtype.itemsize
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes that are gathered."""
+        return self.layout.padded_numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -89,18 +124,24 @@ class GatherBucket:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """A group's all-gather. ``shard_numels``: length of the flat shard buffer of each dtype. ``regions``: where in the
-    unsharded storage each parameter lies, in bytes. ``staging_nbytes``: what the buckets need while they travel."""
+    """A group's all-gather. ``shard_numels``: length of the flat shard buffer of each dtype. ``shared_nbytes``: the
+    storage of all plain parameters. ``staging_nbytes``: what the buckets need while they travel."""
 
     steps: tuple[GatherStep, ...]
     shard_numels: tuple[tuple[torch.dtype, int], ...]
-    regions: Packing
+    shared_nbytes: int
     buckets: tuple[GatherBucket, ...]
     staging_nbytes: int
 
     @property
     def unsharded_nbytes(self) -> int:
-        return self.regions.total
+        """What is gathered and kept while the group is unsharded."""
+        lasting = (step for step in self.hooked if step.lifetime is Lifetime.UNSHARDED)
+        return self.shared_nbytes + sum(step.padded_nbytes for step in lasting)
+
+    @property
+    def hooked(self) -> tuple[GatherStep, ...]:
+        return tuple(step for step in self.steps if step.origin is Origin.HOOK)
 
     def on_route(self, route: Route) -> tuple[GatherStep, ...]:
         return tuple(step for step in self.steps if step.route is route)
@@ -108,7 +149,7 @@ class GatherPlan:
     def __str__(self) -> str:
         rows = [
             f"  {step.name}: {step.route.value}, {_arrow(step.source, step.dtype)}, "
-            f"{step.layout.num_shards} x {step.chunk_nbytes} bytes at {step.offset_nbytes}"
+            f"{step.layout.num_shards} x {step.chunk_nbytes} bytes {_place(step)}"
             for step in self.steps
         ]
         return "\n".join([f"all-gather into {self.unsharded_nbytes} bytes", *rows])
@@ -149,34 +190,24 @@ class ReducePlan:
         return "\n".join([f"reduce-scatter {dtypes}, {divide}", *rows])
 
 
-def compile_gather(inputs: Sequence[PlanInput], comm: Comm, *, back_into: GatherPlan | None = None) -> GatherPlan:
-    """Place every parameter's shard in a flat buffer per dtype, and its unsharded tensor in one storage.
+def compile_gather(inputs: Mapping[int, GatherInput], comm: Comm, *, back_into: GatherPlan | None = None) -> GatherPlan:
+    """Place every shard in a flat buffer per dtype, and what is gathered in one storage.
 
-    ``back_into``: the plan whose unsharded tensors were cut into the shards gathered here, those that rest on the
-    post-forward mesh. They have been cast already, and go back to where they came from.
+    ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: the plan whose gathered tensors were cut
+    into the shards gathered here, those that rest on the post-forward mesh. They go back to where they came from.
     """
-    sources = [item.dtypes.orig if back_into is None else item.dtypes.param for item in inputs]
-    routes = [_gather_route(item, comm) for item in inputs]
-    order = sorted(range(len(inputs)), key=lambda i: (_ROUTES.index(routes[i]), i))
-    shard_offsets, shard_numels = _place_shards(inputs, sources, routes, order)
-    regions = pack([item.layout.padded_numel * item.dtypes.param.itemsize for item in inputs], ALIGNMENT_NBYTES)
-    if back_into is not None:  # a cut over fewer ranks never needs more padding
-        regions = back_into.regions
-    steps = tuple(
-        GatherStep(
-            index=i,
-            name=inputs[i].name,
-            route=routes[i],
-            layout=inputs[i].layout,
-            source=sources[i],
-            dtype=inputs[i].dtypes.param,
-            shard_offset=shard_offsets[i],
-            offset_nbytes=regions.offsets[i],
-        )
-        for i in order
-    )
+    routes = {index: _gather_route(item, comm) for index, item in inputs.items()}
+    order = sorted(inputs, key=lambda index: (_ROUTES.index(routes[index]), index))
+    unplaced = [_unplaced_step(index, inputs[index], routes[index], cast=back_into is None) for index in order]
+    steps, shard_numels = _place_shards(unplaced)
+    if back_into is None:
+        steps, shared_nbytes = _place_regions(steps)
+    else:  # a cut over fewer ranks never needs more padding
+        earlier = {step.index: step for step in back_into.steps}
+        steps = [replace(step, offset_nbytes=earlier[step.index].offset_nbytes) for step in steps]
+        shared_nbytes = back_into.shared_nbytes
     buckets, staging_nbytes = _place_buckets([step for step in steps if step.route is not Route.DIRECT])
-    return GatherPlan(steps, shard_numels, regions, buckets, staging_nbytes)
+    return GatherPlan(tuple(steps), shard_numels, shared_nbytes, buckets, staging_nbytes)
 
 
 def compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: Comm, factors: DivideFactors) -> ReducePlan:
@@ -200,10 +231,21 @@ def compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: Comm, factors:
     return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
 
 
-def _gather_route(item: PlanInput, comm: Comm) -> Route:
-    if item.layout.dim != 0:
+def _gather_route(item: GatherInput, comm: Comm) -> Route:
+    if not item.layout.is_contiguous:
         return Route.STRIDED
-    return Route.DIRECT if _is_large(item.layout, item.dtypes.param, comm) else Route.ROWS
+    return Route.DIRECT if _is_large(item.layout, _gathered_dtype(item), comm) else Route.ROWS
+
+
+def _gathered_dtype(item: GatherInput) -> torch.dtype:
+    return item.dtype if isinstance(item, HookInput) else item.dtypes.param
+
+
+def _unplaced_step(index: int, item: GatherInput, route: Route, *, cast: bool) -> GatherStep:
+    dtype = _gathered_dtype(item)
+    if isinstance(item, HookInput):
+        return GatherStep(index, item.name, route, item.layout, dtype, dtype, 0, 0, Origin.HOOK, item.lifetime)
+    return GatherStep(index, item.name, route, item.layout, item.dtypes.orig if cast else dtype, dtype, 0, 0)
 
 
 def _reduce_route(item: PlanInput, comm: Comm) -> Route:
@@ -213,34 +255,47 @@ def _reduce_route(item: PlanInput, comm: Comm) -> Route:
     return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, comm) else Route.ROWS
 
 
-def _is_large(layout: ShardLayout, dtype: torch.dtype, comm: Comm) -> bool:
+def _is_large(layout: Layout, dtype: torch.dtype, comm: Comm) -> bool:
     return layout.chunk_numel * dtype.itemsize >= max(comm.direct_min_nbytes, 1)
 
 
-def _place_shards(
-    inputs: Sequence[PlanInput], sources: list[torch.dtype], routes: list[Route], order: list[int]
-) -> tuple[dict[int, int], tuple[tuple[torch.dtype, int], ...]]:
+def _place_shards(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], tuple[tuple[torch.dtype, int], ...]]:
     """Offsets in the flat shard buffer of each dtype. Bucketed shards touch each other, so that a bucket's contribution
     is a slice; direct ones are aligned."""
-    offsets: dict[int, int] = {}
+    placed: list[GatherStep] = []
     ends: dict[torch.dtype, int] = {}
-    for i in order:
-        alignment = ALIGNMENT_NBYTES // sources[i].itemsize if routes[i] is Route.DIRECT else 1
-        offsets[i] = -(-ends.get(sources[i], 0) // alignment) * alignment
-        ends[sources[i]] = offsets[i] + inputs[i].layout.chunk_numel
-    return offsets, tuple(ends.items())
+    for step in steps:
+        if step.origin is Origin.SHARD:
+            alignment = ALIGNMENT_NBYTES // step.source.itemsize if step.route is Route.DIRECT else 1
+            step = replace(step, shard_offset=-(-ends.get(step.source, 0) // alignment) * alignment)
+            ends[step.source] = step.shard_offset + step.layout.chunk_numel
+        placed.append(step)
+    return placed, tuple(ends.items())
+
+
+def _place_regions(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], int]:
+    """Regions of the shared storage, in the order of the inputs, and the bytes they take."""
+    placed = sorted((step for step in steps if step.origin is Origin.SHARD), key=lambda step: step.index)
+    packing = pack([step.padded_nbytes for step in placed], ALIGNMENT_NBYTES)
+    offsets = {step.index: offset for step, offset in zip(placed, packing.offsets, strict=True)}
+    return [replace(step, offset_nbytes=offsets.get(step.index, 0)) for step in steps], packing.total
 
 
 def _place_buckets(steps: Sequence[GatherStep]) -> tuple[tuple[GatherBucket, ...], int]:
     """One bucket per dtype, and the bytes they take together."""
     sources = list(dict.fromkeys(step.source for step in steps))
     by_dtype: dict[torch.dtype, list[GatherStep]] = {}
-    for step in sorted(steps, key=lambda step: sources.index(step.source)):  # neighbours in the flat shards stay so
-        by_dtype.setdefault(step.dtype, []).append(step)
-    sizes = [sum(step.chunk_nbytes * step.layout.num_shards for step in bucket) for bucket in by_dtype.values()]
-    placed = pack(sizes, ALIGNMENT_NBYTES)
+    for step in sorted(steps, key=lambda step: (step.origin is Origin.HOOK, sources.index(step.source))):
+        by_dtype.setdefault(step.dtype, []).append(step)  # neighbours in the flat shards stay so
+    placed = pack([sum(step.padded_nbytes for step in bucket) for bucket in by_dtype.values()], ALIGNMENT_NBYTES)
     places = zip(by_dtype.values(), placed.offsets, strict=True)
     return tuple(GatherBucket(tuple(bucket), offset) for bucket, offset in places), placed.total
+
+
+def _place(step: GatherStep) -> str:
+    if step.origin is Origin.SHARD:
+        return f"at {step.offset_nbytes}"
+    return f"for a hook, {step.lifetime.value}"
 
 
 def _arrow(before: torch.dtype, after: torch.dtype) -> str:

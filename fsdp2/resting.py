@@ -7,17 +7,17 @@ the price of a larger shard. Everything is bound once; memory comes with ``cut``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
-from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.collectives import Gather, PendingGather, flat_shards, shard_slice
+from fsdp2.all_gather import Gather, GatherHooks, PendingGather, flat_shards, shard_slice
 from fsdp2.comm import comm_for
+from fsdp2.layout import ShardLayout
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import ShardedParam
-from fsdp2.plan import compile_gather
+from fsdp2.plan import GatherStep, Origin, PlanInput, compile_gather
+from fsdp2.precision import ParamDtypes
 from fsdp2.services import Services
 
 
@@ -25,28 +25,36 @@ class RestingShards:
     """The resting form of one group's parameters.
 
     Attributes:
-        parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound while resting.
+        parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound while resting; the
+            sharded parameter, if all-gather hooks decide what rests.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], full: Gather, mesh: ParallelMesh, services: Services) -> None:
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        full: Gather,
+        hooks: GatherHooks | None,
+        mesh: ParallelMesh,
+        services: Services,
+    ) -> None:
         comm = comm_for(mesh.shard, mesh.device)
-        layouts = [param.resting_layout(mesh.shard.size) for param in params]
-        inputs = [replace(p.plan_input, layout=layout) for p, layout in zip(params, layouts, strict=True)]
+        inputs = {step.index: _resting_input(step, mesh.shard.size) for step in full.plan.steps}
         plan = compile_gather(inputs, comm, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)
-        self._gather = Gather(plan, self._flats, full.storage, mesh.shard.rank, comm, services.memory, services.streams)
+        self._gather = Gather(plan, self._flats, full.gathered, mesh.shard.rank, comm, services, hooks)
         self._streams = services.streams
         self._cut_done: torch.Event | None = None
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        parameters: dict[int, nn.Parameter] = {}
+        self.parameters = [param.sharded for param in params]  # also while the payload of their hooks rests
         for step in plan.steps:
             start, stop = step.layout.interval(mesh.shard.rank)
             local = shard_slice(self._flats, step, step.layout.shard_shape(mesh.shard.rank))
             self._targets.append(local)
-            self._sources.append(full.unsharded[step.index].narrow(step.layout.dim, start, stop - start))
-            parameters[step.index] = params[step.index].resting_parameter(local, mesh)
-        self.parameters = [parameters[index] for index in range(len(params))]
+            output = full.outputs[step.index].view(step.layout.shape)
+            self._sources.append(output.narrow(step.layout.dim, start, stop - start))
+            if step.index < len(params):
+                self.parameters[step.index] = params[step.index].resting_parameter(local, mesh)
         self._nbytes = {dtype: flat.untyped_storage().nbytes() for dtype, flat in self._flats.items()}
         self.release()
 
@@ -67,3 +75,14 @@ class RestingShards:
         """Free the resting shards; nothing happens if there are none."""
         for flat in self._flats.values():
             flat.untyped_storage().resize_(0)
+
+
+def _resting_input(step: GatherStep, num_shards: int) -> PlanInput:
+    """What ``step`` gathered, as something to cut over ``num_shards`` ranks. It has been cast already. What hooks sent
+    is cut wherever it falls: nobody but the hooks knows its shape."""
+    layout = step.layout
+    if step.origin is Origin.SHARD:
+        resting = ShardLayout(layout.shape, layout.dim, num_shards)
+    else:
+        resting = ShardLayout((layout.numel,), 0, num_shards)
+    return PlanInput(step.name, resting, ParamDtypes(step.dtype, step.dtype, step.dtype))

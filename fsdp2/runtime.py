@@ -17,9 +17,9 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api import MixedPrecisionPolicy, Observer, ScheduleError
-from fsdp2.collectives import PendingReduce
 from fsdp2.group import GroupState, ParamGroup
 from fsdp2.mesh import ParallelMesh
+from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 from fsdp2.services import Services, services_for
 

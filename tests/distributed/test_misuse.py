@@ -281,29 +281,3 @@ def test_inner_module_after_the_outer_one() -> None:
 ValueError: fully_shard: parameter 'linear.weight' was sharded before, by a call on a module around
 this one. Call fully_shard on inner modules first.""",
     )
-
-
-class _Gathered(torch.Tensor):
-    """Has a say in what is gathered for it."""
-
-    def fsdp_pre_all_gather(self) -> None: ...
-
-
-def _parameter_with_hooks(ctx: RankContext) -> str:
-    model = seeded(Stack)
-    plain = model.blocks[1].linear.weight
-    model.blocks[1].linear.weight = nn.Parameter(plain.detach().as_subclass(_Gathered))
-    error = error_of(lambda: fully_shard(model, mesh=ctx.mesh_1d()))
-    model.blocks[1].linear.weight = plain
-    fully_shard(model, mesh=ctx.mesh_1d())
-    _assert_trains_like_new(ctx, model)
-    return error
-
-
-def test_parameter_with_all_gather_hooks() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_parameter_with_hooks),
-        """\
-NotImplementedError: fully_shard: parameter 'blocks.1.linear.weight' is a _Gathered with all-gather
-hooks (fsdp_pre_all_gather), which are not supported yet. List it in ignored_params.""",
-    )

@@ -14,10 +14,10 @@ import fsdp2
 
 LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
-    {"layout", "mesh", "precision", "nested", "schedule"},  # rules
+    {"layout", "mesh", "precision", "nested", "extensions", "schedule"},  # rules
     {"streams", "buffers", "comm", "services"},  # devices
     {"param", "plan"},  # compiled, plain data
-    {"collectives", "gradients", "resting", "group", "runtime"},  # effects
+    {"all_gather", "reduce_scatter", "extended", "gradients", "resting", "group", "runtime"},  # effects
     {"hooks", "module", "fully_shard"},  # torch.nn surface
     {"trace"},  # companions
     {"__init__"},
@@ -27,9 +27,9 @@ PACKAGE = Path(fsdp2.__file__).parent
 ROOMS = sorted(path.stem for path in PACKAGE.glob("*.py"))
 TREES = {room: ast.parse((PACKAGE / f"{room}.py").read_text()) for room in ROOMS}
 
-# "rules: no stream, no process group"; of all rules, only the mesh knows groups.
+# "rules: no stream, no process group"; of all rules, only the mesh knows groups. Extensions name the type of a mesh.
 WITHOUT_TORCH = {"layout", "schedule"}
-WITHOUT_DISTRIBUTED = {room for room in LAYERS[1] if room != "mesh"} | {"api", "streams", "buffers", "plan"}
+WITHOUT_DISTRIBUTED = (LAYERS[1] - {"mesh", "extensions"}) | {"api", "streams", "buffers", "plan"}
 
 
 def _imported_names(room: str) -> set[str]:

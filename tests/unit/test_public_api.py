@@ -82,12 +82,14 @@ def test_public_names() -> None:
         "\n".join(sorted(fsdp2.__all__)),
         """\
 CPUOffloadPolicy
+ExtensionError
 FSDPModule
 MixedPrecisionPolicy
 Observer
 OffloadPolicy
 ScheduleError
 UnshardHandle
+extensions
 fully_shard
 trace""",
     )

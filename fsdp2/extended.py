@@ -1,0 +1,276 @@
+"""The parameters of one group whose tensors decide what travels: their payloads, and what becomes of the outputs.
+
+At first use the ranks tell each other what their hooks returned, or that one failed, so that all of them know the
+sizes, or raise. Afterwards no rank asks another. The runtime owns what the post-hooks list as inner tensors: their
+memory comes and goes with the group's unsharded storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.api import ExtensionError, MixedPrecisionPolicy
+from fsdp2.comm import exchange
+from fsdp2.extensions import HookContext, Hooks
+from fsdp2.layout import join
+from fsdp2.mesh import ParallelMesh
+from fsdp2.param import ShardedParam
+from fsdp2.plan import HookInput, Lifetime
+from fsdp2.services import Services
+
+T = TypeVar("T")
+
+# Per parameter, the (shape, dtype) of each tensor of its payload.
+Report = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
+
+
+class ExtendedParam:
+    """One parameter with all-gather hooks.
+
+    Attributes:
+        metadata: what the pre-hook returned with the payload that is gathered, or was last.
+        payload: what the pre-hook returned at first use, until it is sent; or the one that is kept.
+    """
+
+    def __init__(self, param: ShardedParam, mesh: ParallelMesh, policy: MixedPrecisionPolicy) -> None:
+        self.param = param
+        self._local = _torch.local_of(param.sharded)
+        self.hooks = Hooks(
+            self._local,
+            HookContext(
+                name=param.full_name,
+                mesh=mesh.shard_mesh,
+                outer_size=torch.Size(param.layout.shape),
+                outer_stride=param.stride,
+                module=param.slots[0].module,
+                policy=policy,
+                param_dtype=param.dtypes.param,
+                device=mesh.device,
+            ),
+        )
+        self.metadata: Any = None
+        self.payload: tuple[torch.Tensor, ...] | None = None
+        self.outputs: tuple[torch.Tensor, ...] = ()
+        self._versioned = param.versioned()
+        self._versions: list[int] = []
+
+    def prepare(self) -> None:
+        """Have the payload at hand: made anew, unless it is kept and the shard was not written since."""
+        if not self.hooks.keeps_inputs:
+            self.payload, self.metadata = self.hooks.call_pre()
+            return
+        versions = [tensor._version for tensor in self._versioned]
+        if self.payload is None or versions != self._versions:
+            self.payload = None
+            self.payload, self.metadata = self.hooks.call_pre()
+            self._versions = versions
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """The payload to send, without 0-dim tensors and empty ones."""
+        payload = self.payload
+        assert payload is not None
+        if not self.hooks.keeps_inputs:
+            self.payload = None
+        return tuple([tensor if tensor.dim() else tensor.view(1) for tensor in payload if tensor.numel()])
+
+    def make_unsharded(self) -> None:
+        """Create the unsharded parameter, unless an earlier binding did, and have it filled once more as later calls
+        will: a hook that cannot do so is found out at first use."""
+        param, hooks = self.param, self.hooks
+        if param.unsharded is None:
+            tensor, inner = hooks.first_post(self.outputs, self.metadata)
+            if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
+                raise hooks.error("fsdp_post_all_gather", f"made a tensor of {tensor.dtype} of a trainable parameter")
+            try:
+                param.unsharded = param.unsharded_parameter(tensor)
+            except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
+                problem = f"made a {type(tensor).__name__} that cannot be a parameter: {error}"
+                raise hooks.error("fsdp_post_all_gather", problem) from error
+            param.inner = self._owned(inner)
+        self.fill()
+
+    def fill(self) -> None:
+        """Have the post-hook write the unsharded parameter."""
+        assert self.param.unsharded is not None
+        self.hooks.call_post(self.outputs, self.metadata, self.param.unsharded)
+
+    def _owned(self, inner: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storages of ``inner`` that come and go: not those of the outputs, which the group's plan sees to."""
+        ours = {output.untyped_storage().data_ptr() for output in self.outputs}
+        shards = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(self._local)}
+        owned: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        for leaf in (leaf for tensor in inner for leaf in _torch.leaves(tensor)):
+            storage = leaf.untyped_storage()
+            pointer = storage.data_ptr()
+            if pointer in ours or storage.nbytes() == 0:
+                continue
+            if pointer in shards:
+                raise self.hooks.error(
+                    "fsdp_post_all_gather", "lists memory of the shard itself to be freed: make a tensor of its own"
+                )
+            owned[pointer] = (storage, storage.nbytes())
+        return list(owned.values())
+
+
+class ExtendedParams:
+    """The extended parameters of one group, bound to a gather (``all_gather.GatherHooks``).
+
+    Attributes:
+        inputs: for the plan: each tensor that travels, by a key behind those of the parameters.
+        storages: memory that is freed with the group's unsharded storage.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: ParallelMesh,
+        policy: MixedPrecisionPolicy,
+        services: Services,
+        earlier: ExtendedParams | None,
+    ) -> None:
+        self._mesh, self._memory = mesh, services.memory
+        self._agreement: _Agreement
+        self.storages: list[torch.UntypedStorage] = []
+        self._inner: list[tuple[torch.UntypedStorage, int]] = []
+        self._versioned: tuple[torch.Tensor, ...] = ()
+        self._params: list[ExtendedParam] = []
+
+        def bind() -> Report:
+            self._params = [ExtendedParam(param, mesh, policy) for param in params]
+            for param in self._params:
+                param.prepare()
+            return tuple(_report(param) for param in self._params)
+
+        self._agreement = _agree(mesh, bind, earlier._agreement if earlier is not None else None)
+        self._is_new = True
+
+    def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
+        """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime`` of what the hooks say
+        they consume.
+
+        Raises:
+            ExtensionError: the ranks' payloads do not fit together; on all ranks alike.
+        """
+        inputs: dict[int, HookInput] = {}
+        for i, extended in enumerate(self._params):
+            consumed = lifetime if extended.hooks.releases_outputs else Lifetime.UNSHARDED
+            for name, dtype, shapes in self._tensors_of(i, extended):
+                try:
+                    layout = join(shapes, extended.param.layout.dim)
+                except ValueError as error:
+                    problem = f"returned tensors that do not fit together on the ranks: {error}"
+                    raise extended.hooks.error("fsdp_pre_all_gather", problem) from None
+                inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, consumed)
+        return inputs
+
+    def _tensors_of(self, i: int, extended: ExtendedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
+        """Name, dtype, and the shape on every rank, of what parameter ``i`` sends."""
+        by_rank = [report[i] for report in self._agreement.reports]
+        kinds = [tuple(dtype for _, dtype in report) for report in by_rank]
+        if len(set(kinds)) > 1:
+            other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+            problem = f"returned tensors of {kinds[0]} on the first rank, but of {kinds[other]} on rank {other}"
+            raise extended.hooks.error("fsdp_pre_all_gather", f"{problem} of the shard axis: all must send the same")
+        shapes = [[report[k][0] for report in by_rank] for k in range(len(kinds[0]))]
+        names = [f"{extended.param.name}[{k}]" for k in range(len(kinds[0]))]
+        return list(zip(names, kinds[0], shapes, strict=True))
+
+    def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
+        """``outputs`` of the gather that ``inputs(first_key)`` was planned for."""
+        key = first_key
+        for extended, report in zip(self._params, self._agreement.reports[0], strict=True):
+            extended.outputs = tuple(outputs[key + k] for k in range(len(report)))
+            key += len(report)
+
+    def payloads(self) -> list[torch.Tensor]:
+        payloads: list[torch.Tensor] = []
+        with torch.no_grad():
+            for extended in self._params:
+                if not self._is_new or extended.payload is None:  # else it is the one that the ranks agreed on
+                    extended.prepare()
+                payloads += extended.take()
+        return payloads
+
+    def arrive(self) -> None:
+        if self._is_new:
+            self._arrive_first()
+            return
+        for storage, nbytes in self._inner:
+            if storage.nbytes() == 0:
+                self._memory.allocate(storage, nbytes)
+        # Autograd has saved what is written here; it holds again what it held then.
+        with torch.no_grad(), _torch.preserved_versions(self._versioned):
+            for extended in self._params:
+                extended.fill()
+
+    def _arrive_first(self) -> None:
+        def make() -> None:
+            with torch.inference_mode(False), torch.no_grad():  # these tensors outlive the pass that first needs them
+                for storage, nbytes in (inner for extended in self._params for inner in extended.param.inner):
+                    if storage.nbytes() == 0:
+                        self._memory.allocate(storage, nbytes)
+                for extended in self._params:
+                    extended.make_unsharded()
+
+        if self._agreement.is_new:
+            _agree(self._mesh, make, None)
+        else:
+            make()
+        self._inner = [inner for extended in self._params for inner in extended.param.inner]
+        self.storages = [storage for storage, _ in self._inner]
+        unsharded = [extended.param.unsharded for extended in self._params]
+        self._versioned = tuple(leaf for tensor in unsharded if tensor is not None for leaf in _versioned(tensor))
+        self._is_new = False
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """What every rank of the shard axis reported, in rank order. ``is_new``: it was asked for just now."""
+
+    mine: Any
+    reports: list[Any]
+    is_new: bool
+
+
+def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None) -> _Agreement:
+    """Run ``act`` on every rank, and learn what it returned there. Ranks that report what they did ``earlier`` need
+    not ask again.
+
+    Raises:
+        ExtensionError: ``act`` raised one on some rank, or replicas returned different values; on all ranks alike.
+    """
+    mine: T | None = None
+    failure: ExtensionError | None = None
+    try:
+        mine = act()
+    except ExtensionError as error:
+        failure = error
+    if failure is None and earlier is not None and mine == earlier.mine:
+        return _Agreement(mine, earlier.reports, is_new=False)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and str(failure), mine)))
+    if failure is not None:
+        raise failure
+    for other, problem, _ in (entry for row in rows for entry in row):
+        if problem is not None:
+            raise ExtensionError(f"on rank {other}: {problem}")
+    reports = [[report for _, _, report in row] for row in rows]
+    if any(row != reports[0] for row in reports):
+        raise ExtensionError(f"replicas of one parameter group send different payloads: {reports}.")
+    return _Agreement(mine, reports[0], is_new=True)
+
+
+def _report(extended: ExtendedParam) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    assert extended.payload is not None
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in extended.payload)
+
+
+def _versioned(unsharded: torch.Tensor) -> list[torch.Tensor]:
+    """What carries a version counter that autograd compares: the parameter, and under a compiled block its leaves."""
+    return [unsharded, *(leaf for leaf in _torch.leaves(unsharded) if leaf is not unsharded)]

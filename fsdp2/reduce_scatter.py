@@ -1,0 +1,173 @@
+"""Run a reduce plan: bind its steps to a comm once, then issue, finish, land.
+
+This room sees plans, gradients as tensors, a comm and streams, never parameters or modules. What is in flight is one
+``PendingReduce``, finished exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.all_gather import pieces
+from fsdp2.comm import Comm, all_reduce
+from fsdp2.layout import Layout, contiguous_stride
+from fsdp2.mesh import ParallelMesh
+from fsdp2.plan import ReducePlan, Route
+from fsdp2.services import Services
+from fsdp2.streams import Streams, Waitable
+
+
+class PendingReduce:
+    """A reduction in flight. ``finish`` completes it on the CPU; on an accelerator all of it has been enqueued."""
+
+    def __init__(self, works: Sequence[Waitable], keep: object, streams: Streams) -> None:
+        self._works, self._keep, self._streams = works, keep, streams
+        self._then: Callable[[], None] | None = None
+        self._done: torch.Event | None = None
+
+    def then(self, land: Callable[[], None]) -> PendingReduce:
+        """Run ``land`` when the data has arrived: at once where it is enqueued behind the data, else in ``finish``."""
+        if self._works:
+            self._then = land
+            return self
+        with self._streams.on_reduce():
+            land()
+            self._done = self._streams.record()
+        return self
+
+    def drop(self) -> None:
+        """Wait, but do not land."""
+        self._then = None
+        self.finish()
+
+    def finish(self) -> None:
+        """The gradients are usable by the current stream; what the reduction read may be freed."""
+        for work in self._works:
+            work.wait()
+        if self._then is not None:
+            self._then()
+        self._streams.wait_here(self._done)  # compute waits for the reduce stream: it frees the gradients it reads
+        self._works, self._then, self._keep = (), None, None
+
+
+class Reduce:
+    """A reduce plan bound to a comm and streams; memory is allocated per step, and becomes the gradients'."""
+
+    def __init__(self, plan: ReducePlan, mesh: ParallelMesh, comm: Comm, services: Services) -> None:
+        self.plan = plan
+        self._mesh, self._comm = mesh, comm
+        self._streams, self._memory = services.streams, services.memory
+        self._rows = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.ROWS]
+        self._strided = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.STRIDED]
+        self._direct = [i for i, s in enumerate(plan.steps) if s.route is Route.DIRECT]
+        self._packed = [i for i, step in self._rows if step.layout.numel > 0]
+        is_even = all(step.layout.is_even for _, step in self._rows)
+        self._pack_rows = _torch.pack_rows if is_even or mesh.device.type != "cpu" else _pack_uneven_rows
+        self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
+        shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
+        self._shard_places = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
+
+    def issue(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], PendingReduce]:
+        """Start reducing ``grads``, one per step of the plan, in their unsharded shapes.
+
+        Takes the gradients out of the list, so that each is freed when it has been copied or sent. Returns the buffers
+        that receive this rank's sums (one flat buffer ``[flat_numel]`` of reduce dtype), and what is pending.
+        """
+        ready = self._streams.record()
+        keep = [] if self._mesh.device.type == "cpu" else grads.copy()  # the reduce stream reads them later
+        with self._streams.on_reduce():
+            self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
+            flat = torch.empty(self.plan.flat_numel, dtype=self.plan.dtypes.reduce, device=self._mesh.device)
+            calls = self.plan.calls
+            outputs = [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
+            inputs = self._inputs(grads)
+            if self.plan.factors.before != 1.0:
+                _torch.foreach_div(inputs, self.plan.factors.before)
+            works = self._streams.issued(self._comm.reduce_scatter(outputs, inputs))
+        return [flat], PendingReduce(works, (keep, inputs), self._streams)
+
+    def all_reduce(self, sums: list[torch.Tensor]) -> None:
+        """Sum over the replicate axis as well."""
+        if self._mesh.replicate.size > 1:
+            for tensor in sums:
+                for work in self._streams.issued(all_reduce(self._mesh.replicate, tensor)):
+                    work.wait()
+
+    def average(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Divide the complete sums in place and cast them to the dtype of the sharded gradients."""
+        if self.plan.factors.after != 1.0:
+            _torch.foreach_div(sums, self.plan.factors.after)
+        dtype = self.plan.dtypes.orig
+        return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in sums]
+
+    def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Per step of the plan, this rank's gradient as a view of its buffer."""
+        (flat,) = sums
+        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._shard_places]
+
+    def _inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        num_shards, dtype = self._mesh.shard.size, self.plan.dtypes.reduce
+        inputs = []
+        if self._rows:
+            staging = self._memory.scratch((num_shards, self._rows_numel), dtype)
+            if self._packed:
+                self._pack_rows([grads[i] for i in self._packed], staging)
+            inputs.append(staging.view(-1))
+        if self._strided:
+            inputs.append(_pack_strided([(grads[i], step.layout) for i, step in self._strided], dtype))
+        direct = [grads[i] for i in self._direct]
+        grads.clear()
+        while direct:
+            inputs.append(direct.pop(0).reshape(-1).to(dtype))
+        return inputs
+
+
+class LocalReduce(Reduce):
+    """One rank and no cast: the gradients are their own reduction. No buffer, no copy."""
+
+    def issue(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], PendingReduce]:
+        ready = self._streams.record()
+        with self._streams.on_reduce():
+            self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
+        return list(grads), PendingReduce((), list(grads), self._streams)
+
+    def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        return sums
+
+
+def bound_reduce(plan: ReducePlan, mesh: ParallelMesh, comm: Comm, services: Services) -> Reduce:
+    """``plan`` bound to ``comm``, or to nothing where nothing has to move."""
+    is_local = mesh.data_parallel_size == 1 and plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
+    return (LocalReduce if is_local else Reduce)(plan, mesh, comm, services)
+
+
+def _pack_uneven_rows(grads: list[torch.Tensor], out: torch.Tensor) -> None:
+    """``_torch.pack_rows`` without its padded copies."""
+    out.zero_()
+    offset = 0
+    for grad in grads:
+        n = -(-grad.size(0) // out.size(0)) * math.prod(grad.shape[1:])
+        values = grad.reshape(-1)
+        num_full = values.numel() // max(n, 1)
+        rows = out.narrow(1, offset, n)
+        rows[:num_full].copy_(values[: num_full * n].view(num_full, n))
+        if num_full * n < values.numel():
+            rest = values[num_full * n :]
+            rows[num_full, : rest.numel()].copy_(rest)
+        offset += n
+
+
+def _pack_strided(grads: Sequence[tuple[torch.Tensor, Layout]], dtype: torch.dtype) -> torch.Tensor:
+    """Rank-major ``[W * n]``: each rank's piece of every gradient, padded to the chunk."""
+    num_shards = grads[0][1].num_shards
+    packed = grads[0][0].new_zeros((num_shards, sum(layout.chunk_numel for _, layout in grads)), dtype=dtype)
+    offset = 0
+    for grad, layout in grads:
+        for row, piece in zip(packed, pieces(grad, layout), strict=True):
+            row.narrow(0, offset, piece.numel()).view(piece.shape).copy_(piece)
+        offset += layout.chunk_numel
+    return packed.view(-1)
