@@ -254,7 +254,9 @@ def _wrapped(landed: list[tuple[_Part, torch.Tensor]]) -> list[tuple[nn.Paramete
     """Inner tensors that belong together as one gradient of the parameter's class."""
     by_param: dict[ShardedParam, dict[str, torch.Tensor]] = {}
     for part, shard in landed:
-        own = alias(shard, shard.storage_offset(), shard.shape, shard.stride())  # subclasses compare storage offsets
+        own = alias(
+            shard, int(shard.storage_offset()), shard.shape, shard.stride()
+        )  # subclasses compare storage offsets
         by_param.setdefault(part.param, {})[part.name] = own if part.name else shard
     return [
         (param.sharded, shards[""] if "" in shards else _torch.rewrapped(_torch.local_of(param.sharded), shards))

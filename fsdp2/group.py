@@ -16,22 +16,18 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2 import _torch
-from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, flat_shards, is_local
+from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
 from fsdp2.api import MixedPrecisionPolicy, ScheduleError
-from fsdp2.buffers import alias
 from fsdp2.comm import comm_for
 from fsdp2.extended import ExtendedParams
-from fsdp2.extensions import is_plain
 from fsdp2.gradients import GroupGradients, GroupOptions
-from fsdp2.layout import contiguous_stride
 from fsdp2.mesh import ParallelMesh
-from fsdp2.param import Bindings, ParamRecord, ShardedParam, check_device, check_uniform_dtypes, set_compute_dtypes
-from fsdp2.plan import GatherInput, GatherPlan, Lifetime, compile_gather
-from fsdp2.precision import param_dtypes
+from fsdp2.param import Bindings, ParamRecord, ShardedParam, set_compute_dtypes
+from fsdp2.plan import GatherPlan, Lifetime, compile_gather
 from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.resting import RestingShards
 from fsdp2.services import services_for
+from fsdp2.shards import GroupShards
 
 
 class GroupState(Enum):
@@ -98,42 +94,15 @@ class ParamGroup:
         self._pending: PendingGather | None = None
         self._services = services_for(mesh.device)
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
-        self._place_shards(list(map(_shard, records, self.params)), new=True)
-        self._bindings.bind(self._sharded)
+        self._seen_versions: list[int] | None = None
+        self.shards = GroupShards(records, self.params, mesh, self._comm)
+        self._unbind()
+        self._bindings.bind(self.shards.sharded)
 
     # Set-up: from shards to bound plans
 
-    def _place_shards(self, shards: Sequence[torch.Tensor], *, new: bool) -> None:
-        """Make ``shards`` the local tensors of the sharded parameters: plain ones as copies in new flat buffers, those
-        of tensor subclasses as they are."""
-        self._locals = list(shards)
-        self._plain = [index for index, shard in enumerate(shards) if is_plain(shard)]
-        self.plan = compile_gather(self._plain_inputs(), self._comm)
-        all_meta = all(shard.is_meta for shard in shards)
-        self._flats: FlatShards = flat_shards(self.plan, torch.device("meta") if all_meta else self.mesh.device)
-        self._seen_versions: list[int] | None = None
-        with torch.inference_mode(False), torch.no_grad():
-            for step in self.plan.steps:
-                shape = self.params[step.index].shard_shape
-                if shards[step.index].is_meta:  # takes its place in the buffer when it has been materialised
-                    local = torch.empty(shape, dtype=step.source, device="meta")
-                else:
-                    local = alias(self._flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
-                    local.copy_(shards[step.index])
-                self._locals[step.index] = local
-            for param, local in zip(self.params, self._locals, strict=True):
-                if new:
-                    param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
-                else:
-                    _torch.set_local(param.sharded, local)
-        self._sharded = [param.sharded for param in self.params]
-        self._versioned = [tensor for param in self.params for tensor in param.versioned()]
-        self._unbind()
-
-    def _plain_inputs(self) -> dict[int, GatherInput]:
-        return {index: self.params[index].plan_input for index in self._plain}
-
     def _unbind(self) -> None:
+        self._plan: GatherPlan | None = None
         self._gather: Gather | LocalGather | None = None
         self._unsharded: list[nn.Parameter] = []
         self._trainable: tuple[int, ...] = ()
@@ -151,50 +120,20 @@ class ParamGroup:
         """Between forward and backward, rest on this smaller mesh when asked to."""
         self._resting_mesh, self._resting = mesh, None
 
-    def refresh(self) -> None:
-        """Take over parameters that the user replaced, moved, cast or materialised since the last call.
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Size of the unsharded parameters with what hooks make of them; 0 as long as nobody has asked for them."""
+        inner = sum(nbytes for param in self.params for _, nbytes in param.inner)
+        return inner + (self._plan.unsharded_nbytes if self._plan is not None else 0)
 
-        Raises:
-            TypeError: a parameter is no DTensor any more, or has another shape.
-            ValueError: a parameter is on another device than the mesh, or trainable ones have come to differ in dtype.
-        """
-        current = [param.current() for param in self.params]
-        if all(map(self._is_in_place, range(len(current)), current)):
-            self.is_stale = False
-            return
-        for param, bound in zip(self.params, current, strict=True):
-            check_device(param.full_name, _torch.local_of(bound).device, self.mesh.device)
-        dtypes = [param_dtypes(param.dtype, self.policy) for param in current]
-        check_uniform_dtypes(
-            (param.full_name, param_dtype.orig, bound.requires_grad)
-            for param, param_dtype, bound in zip(self.params, dtypes, current, strict=True)
-        )
-        locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
-        for param, bound, param_dtype in zip(self.params, current, dtypes, strict=True):
-            param.adopt(bound, param_dtype)
-        self._place_shards(locals_, new=False)
-        self._services.streams.gather_after_compute()  # compute has just written the flat shard buffers
-        self._bindings.bind(current)
+    def _refresh(self) -> None:
+        """Take over parameters that the user replaced, moved, cast or materialised since the last call."""
+        if self.shards.refresh(self.policy):
+            self._seen_versions = None
+            self._unbind()
+            self._services.streams.gather_after_compute()  # compute has just written the flat shard buffers
+            self._bindings.bind(self.shards.sharded)
         self.is_stale = False
-
-    def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """``local`` to be placed anew. If it was given hooks where it lay in the flat buffer, the object stays, with
-        memory of its own."""
-        if is_plain(local):
-            return local.detach()
-        if local is self._locals[index] and index in self._plain and not local.is_meta:
-            with torch.no_grad():
-                local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
-        return local
-
-    def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
-        mine, found = self._locals[index], _torch.local_of(bound)
-        if bound is not self.params[index].sharded or is_plain(found) != (index in self._plain):
-            return False
-        if not is_plain(found):
-            return found is mine
-        same_memory = found.data_ptr() == mine.data_ptr() or mine.numel() == 0
-        return same_memory and found.dtype is mine.dtype and found.device == mine.device and found.shape == mine.shape
 
     def _bind_plans(self) -> Gather | LocalGather:
         """Compile and bind the gather.
@@ -204,31 +143,31 @@ class ParamGroup:
             RuntimeError: a parameter is still on the meta device.
             ValueError: trainable parameters differ in dtype.
         """
-        self._check_materialised()
-        self._check_uniform_dtypes()
+        self.shards.check_ready()
         # These tensors outlive the pass that first needs them.
         with torch.inference_mode(False), torch.no_grad(), self._services.streams.on_gather():
-            inputs = self._plain_inputs()
+            inputs = self.shards.plain_inputs()
             first_key = len(self.params)
             if len(inputs) < first_key:
                 inputs |= self._bind_hooks().inputs(first_key, self._consumed_lifetime)
             else:
                 self._extended = None
-            self.plan = compile_gather(inputs, self._comm)
-            self._keep_regions()
+            plan = compile_gather(inputs, self._comm)
+            gathered = self._gathered_memory(plan)
             gather: Gather | LocalGather
-            if is_local(self.plan, self.mesh):
-                gather = LocalGather(self.plan, self._flats, self._services.streams)
+            if is_local(plan, self.mesh):
+                gather = LocalGather(plan, self.shards.flats, self._services.streams)
             else:
-                gather = self._bound_gather()
+                rank, services = self.mesh.shard.rank, self._services
+                gather = Gather(plan, self.shards.flats, gathered, rank, self._comm, services, self._extended)
             if self._extended is not None:
                 self._extended.bind_outputs(gather.outputs, first_key)
-        self._gather = gather
-        self._requires_grad = [param.requires_grad for param in self._sharded]
+        self._plan, self._gather = plan, gather
+        self._requires_grad = self.shards.requires_grad()
         return gather
 
     def _bind_hooks(self) -> ExtendedParams:
-        hooked = [param for index, param in enumerate(self.params) if index not in self._plain]
+        hooked = [param for index, param in enumerate(self.params) if index not in self.shards.plain]
         self._extended = ExtendedParams(hooked, self.mesh, self.policy, self._services, self._extended)
         return self._extended
 
@@ -237,25 +176,22 @@ class ParamGroup:
         """How long what hooks consume is kept: the post-forward mesh wants a part of it."""
         return Lifetime.ARRIVAL if self._resting_mesh is None else Lifetime.UNSHARDED
 
-    def _keep_regions(self) -> None:
-        """The unsharded parameters stay the same objects if they lie where they did: autograd may have saved them."""
-        regions = _regions(self.plan, is_local=is_local(self.plan, self.mesh), flats=self._flats)
+    def _gathered_memory(self, plan: GatherPlan) -> GatheredMemory:
+        """The memory to gather into. Unsharded parameters stay the same objects if they lie where they did: autograd
+        may have saved them."""
+        regions = _regions(plan, self.shards.flats if is_local(plan, self.mesh) else {})
         if regions != self._regions or self._gathered is None:
-            self._gathered = GatheredMemory(self.plan, self.mesh.device)
+            self._gathered = GatheredMemory(plan, self.mesh.device)
             for param in self.params:
                 param.forget_unsharded()
         self._regions = regions
-
-    def _bound_gather(self) -> Gather:
-        assert self._gathered is not None
-        rank, services = self.mesh.shard.rank, self._services
-        return Gather(self.plan, self._flats, self._gathered, rank, self._comm, services, self._extended)
+        return self._gathered
 
     def _adopt_unsharded(self) -> None:
         """The first gather has arrived: what it filled becomes the parameters that compute reads."""
         assert self._gather is not None
         with torch.inference_mode(False), torch.no_grad():
-            for index in self._plain:
+            for index in self.shards.plain:
                 param = self.params[index]
                 if param.unsharded is None:
                     param.unsharded = param.unsharded_parameter(self._gather.outputs[index])
@@ -263,15 +199,6 @@ class ParamGroup:
         if self._extended is not None:
             set_compute_dtypes(self.params, self.policy)
         self._sync_requires_grad()
-
-    def _check_materialised(self) -> None:
-        for param in self.params:
-            if _torch.local_of(param.sharded).is_meta:
-                raise RuntimeError(
-                    f"parameter '{param.full_name}' is still on the meta device. "
-                    "Materialise the model before its first forward: model.to_empty(device=...), then initialise the "
-                    "values, for example with reset_parameters() of each module."
-                )
 
     # Parameters
 
@@ -282,9 +209,9 @@ class ParamGroup:
             return False
         try:
             if self.is_stale:
-                self.refresh()
+                self._refresh()
             gather = self._gather or self._bind_plans()
-            if self._unsharded and self._requires_grad_changed():
+            if self._unsharded and self._requires_grad != self.shards.requires_grad():
                 self._sync_requires_grad()
             if before is GroupState.SHARDED:
                 self._seen_versions = None
@@ -312,19 +239,13 @@ class ParamGroup:
     def note_versions(self) -> None:
         """What has been gathered up to here, or rests on a smaller mesh, is outdated once the shards are written."""
         if self.state is not GroupState.SHARDED and self._seen_versions is None:
-            self._seen_versions = self._shard_versions()
+            self._seen_versions = self.shards.versions()
 
     def is_outdated(self) -> bool:
         """Whether the shards were written (by an optimizer), or frozen, since ``note_versions``."""
         if self.state is GroupState.SHARDED or self._seen_versions is None:
             return False
-        return self._seen_versions != self._shard_versions() or self._requires_grad_changed()
-
-    def _requires_grad_changed(self) -> bool:
-        return [param.requires_grad for param in self._sharded] != self._requires_grad
-
-    def _shard_versions(self) -> list[int]:
-        return [tensor._version for tensor in self._versioned]
+        return self._seen_versions != self.shards.versions() or self._requires_grad != self.shards.requires_grad()
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""
@@ -338,7 +259,7 @@ class ParamGroup:
             return
         if before is GroupState.UNSHARDING:
             self._drop_gather()
-        self._bindings.bind(self._sharded)
+        self._bindings.bind(self.shards.sharded)
         if before is GroupState.SHARDED_POST_FORWARD:
             assert self._resting is not None
             self._resting.release()
@@ -380,17 +301,14 @@ class ParamGroup:
         assert self._gather is not None
         self._gather.release()
 
-    def _check_uniform_dtypes(self) -> None:
-        check_uniform_dtypes((param.full_name, param.dtypes.orig, param.sharded.requires_grad) for param in self.params)
-
     def _sync_requires_grad(self) -> None:
         """Follow what the user set on the sharded parameters.
 
         Raises:
             ValueError: parameters that are trainable now differ in dtype.
         """
-        self._check_uniform_dtypes()
-        self._requires_grad = [param.requires_grad for param in self._sharded]
+        self.shards.check_uniform_dtypes()
+        self._requires_grad = self.shards.requires_grad()
         for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
             unsharded.requires_grad_(requires_grad)
         self._trainable = tuple(i for i, requires_grad in enumerate(self._requires_grad) if requires_grad)
@@ -449,11 +367,7 @@ def _report_halfway(group: weakref.ref[ParamGroup], _: torch.Tensor) -> None:
         alive.report_halfway()
 
 
-def _shard(record: ParamRecord, param: ShardedParam) -> torch.Tensor:
-    return param.shard_of(record.param.detach()) if record.local is None else record.local
-
-
-def _regions(plan: GatherPlan, *, is_local: bool, flats: FlatShards) -> object:
-    """Where the unsharded parameters lie, and what lies there: in the group's storage, or right in the flat shards."""
-    places = [(s.index, s.offset_nbytes, s.layout.shape, s.dtype, s.lifetime) for s in plan.steps]
-    return sorted(places, key=lambda place: place[0]), [id(flat) for flat in flats.values()] if is_local else []
+def _regions(plan: GatherPlan, flats: FlatShards) -> object:
+    """Where the unsharded parameters lie, and what lies there; ``flats`` if that is in them."""
+    places = [(step.index, step.offset_nbytes, step.layout.shape, step.dtype, step.lifetime) for step in plan.steps]
+    return sorted(places, key=lambda place: place[0]), [flat.data_ptr() for flat in flats.values()]

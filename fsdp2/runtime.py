@@ -316,8 +316,8 @@ class RootContext:
             unit = self.units[index]
             before = [group.state for group in unit.groups]
             pending = len(self._pending)
-            sizes = [group.plan.unsharded_nbytes for group in unit.groups]
             self._perform[action](unit)
+            sizes = [group.unsharded_nbytes for group in unit.groups]
             changed = [n for n, old, group in zip(sizes, before, unit.groups, strict=True) if old is not group.state]
             if action is Action.REDUCE:
                 changed = [0] if self._pending else []

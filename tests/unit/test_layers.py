@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"layout", "mesh", "precision", "nested", "extensions", "schedule"},  # rules
     {"streams", "buffers", "comm", "services"},  # devices
     {"param", "plan"},  # compiled, plain data
-    {"all_gather", "reduce_scatter", "extended", "gradients", "resting", "group", "runtime"},  # effects
+    {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "runtime"},  # effects
     {"hooks", "module", "fully_shard"},  # torch.nn surface
     {"trace"},  # companions
     {"__init__"},

@@ -1,0 +1,150 @@
+"""The sharded form of one group's parameters: where the shards lie, and whether those that were bound still are.
+
+Plain shards lie behind each other in flat buffers, one per dtype, so that one launch reads or writes many. The shard of
+a tensor subclass is an object of its own, since nobody but the subclass knows where its values are. Users may replace
+shards, move, cast or materialise them: ``refresh`` takes over what is bound now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.all_gather import FlatShards, flat_shards
+from fsdp2.api import MixedPrecisionPolicy
+from fsdp2.buffers import alias
+from fsdp2.comm import Comm
+from fsdp2.extensions import is_plain
+from fsdp2.layout import contiguous_stride
+from fsdp2.mesh import ParallelMesh
+from fsdp2.param import ParamRecord, ShardedParam, check_device, check_uniform_dtypes
+from fsdp2.plan import GatherInput, compile_gather
+from fsdp2.precision import param_dtypes
+
+
+class GroupShards:
+    """See the module's text.
+
+    Attributes:
+        flats: the flat buffers of the plain shards.
+        plain: indices of the parameters whose shards lie there.
+        sharded: the parameters that are bound between passes.
+    """
+
+    def __init__(
+        self, records: Sequence[ParamRecord], params: Sequence[ShardedParam], mesh: ParallelMesh, comm: Comm
+    ) -> None:
+        self._params, self._mesh, self._comm = params, mesh, comm
+        self._place(list(map(_first_shard, records, params)))
+        for param, local in zip(params, self._locals, strict=True):
+            param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
+        self._note()
+
+    def plain_inputs(self) -> dict[int, GatherInput]:
+        """What a plan needs to know of the plain parameters."""
+        return {index: self._params[index].plan_input for index in self.plain}
+
+    def refresh(self, policy: MixedPrecisionPolicy) -> bool:
+        """Take over parameters that the user replaced, moved, cast, materialised or gave hooks since the last call.
+        Returns whether there were any.
+
+        Raises:
+            TypeError: a parameter is no DTensor any more, or has another shape.
+            ValueError: a parameter is on another device than the mesh, or trainable ones have come to differ in dtype.
+        """
+        current = [param.current() for param in self._params]
+        if all(map(self._is_in_place, range(len(current)), current)):
+            return False
+        for param, bound in zip(self._params, current, strict=True):
+            check_device(param.full_name, _torch.local_of(bound).device, self._mesh.device)
+        dtypes = [param_dtypes(param.dtype, policy) for param in current]
+        check_uniform_dtypes(
+            (param.full_name, param_dtype.orig, bound.requires_grad)
+            for param, param_dtype, bound in zip(self._params, dtypes, current, strict=True)
+        )
+        locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
+        for param, bound, param_dtype in zip(self._params, current, dtypes, strict=True):
+            param.adopt(bound, param_dtype)
+        self._place(locals_)
+        for param, local in zip(self._params, self._locals, strict=True):
+            _torch.set_local(param.sharded, local)
+        self._note()
+        return True
+
+    def requires_grad(self) -> list[bool]:
+        return [param.requires_grad for param in self.sharded]
+
+    def versions(self) -> list[int]:
+        """How often each shard was written."""
+        return [tensor._version for tensor in self._versioned]
+
+    def check_ready(self) -> None:
+        """Refuse to gather what has no values, or could not be reduced.
+
+        Raises:
+            RuntimeError: a parameter is still on the meta device.
+            ValueError: trainable parameters differ in dtype.
+        """
+        for param in self._params:
+            if _torch.local_of(param.sharded).is_meta:
+                raise RuntimeError(
+                    f"parameter '{param.full_name}' is still on the meta device. "
+                    "Materialise the model before its first forward: model.to_empty(device=...), then initialise the "
+                    "values, for example with reset_parameters() of each module."
+                )
+        self.check_uniform_dtypes()
+
+    def check_uniform_dtypes(self) -> None:
+        """Refuse trainable parameters that differ in dtype: they are reduced together.
+
+        Raises:
+            ValueError: names two of them.
+        """
+        check_uniform_dtypes((p.full_name, p.dtypes.orig, p.sharded.requires_grad) for p in self._params)
+
+    def _place(self, shards: list[torch.Tensor]) -> None:
+        """Copy plain ``shards`` into new flat buffers; leave those of tensor subclasses as they are."""
+        self.plain = [index for index, shard in enumerate(shards) if is_plain(shard)]
+        plan = compile_gather(self.plain_inputs(), self._comm)
+        all_meta = all(shard.is_meta for shard in shards)
+        self.flats: FlatShards = flat_shards(plan, torch.device("meta") if all_meta else self._mesh.device)
+        self._locals = shards.copy()
+        with torch.inference_mode(False), torch.no_grad():
+            for step in plan.steps:
+                shape = self._params[step.index].shard_shape
+                if shards[step.index].is_meta:  # takes its place in the buffer when it has been materialised
+                    local = torch.empty(shape, dtype=step.source, device="meta")
+                else:
+                    local = alias(self.flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
+                    local.copy_(shards[step.index])
+                self._locals[step.index] = local
+
+    def _note(self) -> None:
+        self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
+        self._versioned = [tensor for param in self._params for tensor in param.versioned()]
+
+    def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """``local`` to be placed anew. If it was given hooks where it lay in the flat buffer, the object stays, with
+        memory of its own."""
+        if is_plain(local):
+            return local.detach()
+        if local is self._locals[index] and index in self.plain and not local.is_meta:
+            with torch.no_grad():
+                local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
+        return local
+
+    def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
+        mine, found = self._locals[index], _torch.local_of(bound)
+        if bound is not self._params[index].sharded or is_plain(found) != (index in self.plain):
+            return False
+        if not is_plain(found):
+            return found is mine
+        same_memory = found.data_ptr() == mine.data_ptr() or mine.numel() == 0
+        return same_memory and found.dtype is mine.dtype and found.device == mine.device and found.shape == mine.shape
+
+
+def _first_shard(record: ParamRecord, param: ShardedParam) -> torch.Tensor:
+    return param.shard_of(record.param.detach()) if record.local is None else record.local
