@@ -189,8 +189,7 @@ class Gather:
         self._free_passing()
 
     def _allocate(self, lasting: Sized, passing: Sized) -> None:
-        for storage, nbytes in lasting:
-            self._memory.allocate(storage, nbytes)
+        self._memory.allocate(lasting)
         for storage, nbytes in passing:
             storage.resize_(nbytes)
 

@@ -65,9 +65,6 @@ class BlockPool:
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give the empty ``storage`` memory: the best fitting block, unless it wastes more than half, or new memory."""
-        if nbytes < self.MIN_NBYTES:
-            storage.resize_(nbytes)
-            return
         fitting = [block for block in self._blocks if nbytes <= block.nbytes() <= 2 * nbytes]
         if not fitting:
             storage.resize_(nbytes)
@@ -104,13 +101,15 @@ class Memory:
         self._pool = BlockPool() if device.type == "cpu" else None
         self._releasing: list[tuple[torch.Event | None, torch.UntypedStorage]] = []
 
-    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Fill the empty ``storage``; called on the gather stream."""
-        if self._pool is not None:
-            self._pool.fill(storage, nbytes)
-            return
-        self.flush()
-        storage.resize_(nbytes)
+    def allocate(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+        """Give each of ``storages`` memory of its size in bytes; called on the gather stream."""
+        if self._pool is None:
+            self.flush()
+        for storage, nbytes in storages:
+            if self._pool is not None and nbytes >= self._pool.MIN_NBYTES:
+                self._pool.fill(storage, nbytes)
+            else:
+                storage.resize_(nbytes)
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory of the current stream, for as long as the tensor lives: freed memory that is kept for

@@ -35,7 +35,7 @@ class ExtendedParam:
 
     Attributes:
         metadata: what the pre-hook returned with the payload that is gathered, or was last.
-        payload: what the pre-hook returned at first use, until it is sent; or the one that is kept.
+        outputs: what is gathered, for the post-hook.
     """
 
     def __init__(self, param: ShardedParam, mesh: ParallelMesh, policy: MixedPrecisionPolicy) -> None:
@@ -55,29 +55,31 @@ class ExtendedParam:
             ),
         )
         self.metadata: Any = None
-        self.payload: tuple[torch.Tensor, ...] | None = None
+        self._first: tuple[torch.Tensor, ...] | None = None
+        self._kept: tuple[torch.Tensor, ...] | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
         self._versioned = param.versioned()
         self._versions: list[int] = []
 
-    def prepare(self) -> None:
-        """Have the payload at hand: made anew, unless it is kept and the shard was not written since."""
+    def prepare(self) -> tuple[torch.Tensor, ...]:
+        """The payload to send: made anew, unless it is kept and the shard was not written since."""
+        if self._first is not None:  # the one that the ranks agreed on
+            payload, self._first = self._first, None
+            return payload
         if not self.hooks.keeps_inputs:
-            self.payload, self.metadata = self.hooks.call_pre()
-            return
+            payload, self.metadata = self.hooks.call_pre()
+            return payload
         versions = [tensor._version for tensor in self._versioned]
-        if self.payload is None or versions != self._versions:
-            self.payload = None
-            self.payload, self.metadata = self.hooks.call_pre()
+        if self._kept is None or versions != self._versions:
+            self._kept = None  # frees it before the next one is made
+            self._kept, self.metadata = self.hooks.call_pre()
             self._versions = versions
+        return self._kept
 
-    def take(self) -> tuple[torch.Tensor, ...]:
-        """The payload to send, without 0-dim tensors and empty ones."""
-        payload = self.payload
-        assert payload is not None
-        if not self.hooks.keeps_inputs:
-            self.payload = None
-        return tuple([tensor if tensor.dim() else tensor.view(1) for tensor in payload if tensor.numel()])
+    def report(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Make the first payload, and say what it consists of."""
+        self._first = self.prepare()
+        return tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._first)
 
     def make_unsharded(self) -> None:
         """Create the unsharded parameter, unless an earlier binding did, and have it filled once more as later calls
@@ -143,11 +145,11 @@ class ExtendedParams:
 
         def bind() -> Report:
             self._params = [ExtendedParam(param, mesh, policy) for param in params]
-            for param in self._params:
-                param.prepare()
-            return tuple(_report(param) for param in self._params)
+            return tuple([param.report() for param in self._params])
 
         self._agreement = _agree(mesh, bind, earlier._agreement if earlier is not None else None)
+        shapes = [shape for report in self._agreement.mine for shape, _ in report]
+        self._has_odd_shapes = any(not shape or 0 in shape for shape in shapes)  # 0-dim or empty
         self._is_new = True
 
     def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
@@ -192,18 +194,16 @@ class ExtendedParams:
         payloads: list[torch.Tensor] = []
         with torch.no_grad():
             for extended in self._params:
-                if not self._is_new or extended.payload is None:  # else it is the one that the ranks agreed on
-                    extended.prepare()
-                payloads += extended.take()
+                payloads += extended.prepare()
+        if self._has_odd_shapes:
+            return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
         return payloads
 
     def arrive(self) -> None:
         if self._is_new:
             self._arrive_first()
             return
-        for storage, nbytes in self._inner:
-            if storage.nbytes() == 0:
-                self._memory.allocate(storage, nbytes)
+        self._memory.allocate(self._inner)
         # Autograd has saved what is written here; it holds again what it held then.
         with torch.no_grad(), _torch.preserved_versions(self._versioned):
             for extended in self._params:
@@ -212,9 +212,7 @@ class ExtendedParams:
     def _arrive_first(self) -> None:
         def make() -> None:
             with torch.inference_mode(False), torch.no_grad():  # these tensors outlive the pass that first needs them
-                for storage, nbytes in (inner for extended in self._params for inner in extended.param.inner):
-                    if storage.nbytes() == 0:
-                        self._memory.allocate(storage, nbytes)
+                self._memory.allocate([inner for extended in self._params for inner in extended.param.inner])
                 for extended in self._params:
                     extended.make_unsharded()
 
@@ -264,11 +262,6 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
     if any(row != reports[0] for row in reports):
         raise ExtensionError(f"replicas of one parameter group send different payloads: {reports}.")
     return _Agreement(mine, reports[0], is_new=True)
-
-
-def _report(extended: ExtendedParam) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    assert extended.payload is not None
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in extended.payload)
 
 
 def _versioned(unsharded: torch.Tensor) -> list[torch.Tensor]:

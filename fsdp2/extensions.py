@@ -29,6 +29,7 @@ _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _KEEP = "fsdp_keep_all_gather_inputs"
 
 PreResult = tuple[tuple[torch.Tensor, ...], Any]
+_Kind = tuple[Any, ...]
 PostResult = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
 
 
@@ -147,7 +148,7 @@ class Hooks:
                 raise self.error(name, f"is not defined: {found}. Define both hooks, or list it in ignored_params")
         self._pre: Callable[[], object] = self._bind_pre(getattr(local, _PRE))
         self._post = getattr(local, _POST)
-        self._expected: list[tuple[torch.Size, torch.dtype]] | None = None
+        self._expected: list[_Kind] | None = None
         self.releases_outputs = self._ask_release(local)
         self.keeps_inputs = bool(getattr(local, _KEEP, False))
 
@@ -167,20 +168,20 @@ class Hooks:
             raise self.error(_PRE, f"raised {type(error).__name__}: {error}") from error
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.error(_PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
-        tensors, metadata = result
-        if not isinstance(tensors, tuple):
+        tensors = result[0]
+        if type(tensors) is not tuple:
             raise self.error(_PRE, f"returned {_described(tensors)} with its metadata, expected a tuple of tensors")
-        found = [(tensor.shape, tensor.dtype) for tensor in tensors if isinstance(tensor, torch.Tensor)]
-        if found != self._expected:
-            self._check_payload(tensors, found)
-        for tensor in tensors:
-            if not tensor.is_contiguous():
-                raise self.error(
-                    _PRE,
-                    f"returned a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, expected "
-                    "contiguous ones: call .contiguous()",
-                )
-        return tensors, metadata
+        if self._kinds(tensors) != self._expected:
+            self._check_payload(tensors)
+        return result
+
+    @staticmethod
+    def _kinds(tensors: tuple[Any, ...]) -> list[_Kind]:
+        """What must stay the same from call to call; empty entries for what is no plain tensor."""
+        return [
+            (tensor.shape, tensor.dtype, tensor.is_contiguous()) if type(tensor) is torch.Tensor else ()
+            for tensor in tensors
+        ]
 
     def call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, out: torch.Tensor) -> None:
         """Have ``out`` filled.
@@ -237,12 +238,17 @@ class Hooks:
             )
         return cut
 
-    def _check_payload(self, tensors: tuple[object, ...], found: list[tuple[torch.Size, torch.dtype]]) -> None:
+    def _check_payload(self, tensors: tuple[object, ...]) -> None:
+        """Accept the first payload if it can be gathered, refuse it otherwise, and every other that differs from it."""
         for tensor in tensors:
-            if type(tensor) is not torch.Tensor and not isinstance(tensor, nn.Parameter):
+            if type(tensor) is not torch.Tensor:
                 raise self.error(_PRE, f"returned {_described(tensor)} to be gathered, expected plain tensors")
             if tensor.device != self._context.device:
                 raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._context.device}")
+            if not tensor.is_contiguous():
+                problem = f"returned {_described(tensor)} with strides {tensor.stride()}"
+                raise self.error(_PRE, f"{problem}, expected contiguous tensors: call .contiguous()")
+        found = self._kinds(tensors)
         if self._expected is not None:
             raise self.error(
                 _PRE,
@@ -272,8 +278,8 @@ class Hooks:
         return answer
 
 
-def _payload(found: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
-    return "(" + ", ".join(f"{dtype} {tuple(shape)}".removeprefix("torch.") for shape, dtype in found) + ")"
+def _payload(kinds: Sequence[_Kind]) -> str:
+    return "(" + ", ".join(f"{dtype} {tuple(shape)}".removeprefix("torch.") for shape, dtype, _ in kinds) + ")"
 
 
 def _described(value: object) -> str:

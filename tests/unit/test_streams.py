@@ -50,7 +50,7 @@ def memory(streams: RecordingStreams) -> Memory:
 
 def _allocated(memory: Memory, streams: RecordingStreams, name: str, nbytes: int) -> torch.UntypedStorage:
     storage = streams.watched[name] = torch.UntypedStorage(0)
-    memory.allocate(storage, nbytes)
+    memory.allocate([(storage, nbytes)])
     return storage
 
 
@@ -102,7 +102,7 @@ def test_storage_that_is_gathered_again_at_once_waits_for_its_own_release(
 ) -> None:
     storage = _allocated(memory, streams, "a", 64)
     memory.release(storage)
-    memory.allocate(storage, 64)
+    memory.allocate([(storage, 64)])
     memory.flush()
     assert streams.log == ["record 1", "wait 1: a 64"]
     assert storage.nbytes() == 64
