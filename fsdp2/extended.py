@@ -20,7 +20,7 @@ from fsdp2.comm import exchange
 from fsdp2.extensions import HookContext, Hooks
 from fsdp2.layout import join
 from fsdp2.mesh import ParallelMesh
-from fsdp2.param import ShardedParam
+from fsdp2.param import ShardedParam, write_stamp
 from fsdp2.plan import HookInput, Lifetime
 from fsdp2.services import Services
 
@@ -59,7 +59,7 @@ class ExtendedParam:
         self._kept: tuple[torch.Tensor, ...] | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
         self._versioned = param.versioned()
-        self._versions: list[int] = []
+        self._stamp: list[int] = []
 
     def prepare(self) -> tuple[torch.Tensor, ...]:
         """The payload to send: made anew, unless it is kept and the shard was not written since."""
@@ -69,11 +69,11 @@ class ExtendedParam:
         if not self.hooks.keeps_inputs:
             payload, self.metadata = self.hooks.call_pre()
             return payload
-        versions = [tensor._version for tensor in self._versioned]
-        if self._kept is None or versions != self._versions:
+        stamp = write_stamp(self._versioned)
+        if self._kept is None or stamp != self._stamp:
             self._kept = None  # frees it before the next one is made
             self._kept, self.metadata = self.hooks.call_pre()
-            self._versions = versions
+            self._stamp = stamp
         return self._kept
 
     def report(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -147,6 +147,7 @@ class ExtendedParams:
             self._params = [ExtendedParam(param, mesh, policy) for param in params]
             return tuple([param.report() for param in self._params])
 
+        # I9
         self._agreement = _agree(mesh, bind, earlier._agreement if earlier is not None else None)
         shapes = [shape for report in self._agreement.mine for shape, _ in report]
         self._has_odd_shapes = any(not shape or 0 in shape for shape in shapes)  # 0-dim or empty
@@ -204,7 +205,7 @@ class ExtendedParams:
             self._arrive_first()
             return
         self._memory.allocate(self._inner)
-        # Autograd has saved what is written here; it holds again what it held then.
+        # I10: autograd has saved what is written here; it holds again what it held then.
         with torch.no_grad(), _torch.preserved_versions(self._versioned):
             for extended in self._params:
                 extended.fill()

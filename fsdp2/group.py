@@ -94,7 +94,7 @@ class ParamGroup:
         self._pending: PendingGather | None = None
         self._services = services_for(mesh.device)
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
-        self._seen_versions: list[int] | None = None
+        self._seen_stamp: list[int] | None = None
         self.shards = GroupShards(records, self.params, mesh, self._comm)
         self._unbind()
         self._bindings.bind(self.shards.sharded)
@@ -129,7 +129,7 @@ class ParamGroup:
     def _refresh(self) -> None:
         """Take over parameters that the user replaced, moved, cast or materialised since the last call."""
         if self.shards.refresh(self.policy):
-            self._seen_versions = None
+            self._seen_stamp = None
             self._unbind()
             self._services.streams.gather_after_compute()  # compute has just written the flat shard buffers
             self._bindings.bind(self.shards.sharded)
@@ -214,7 +214,7 @@ class ParamGroup:
             if self._unsharded and self._requires_grad != self.shards.requires_grad():
                 self._sync_requires_grad()
             if before is GroupState.SHARDED:
-                self._seen_versions = None
+                self._seen_stamp = None
             if before is GroupState.SHARDED_POST_FORWARD and self._resting is not None:
                 self._pending = self._resting.issue()
             else:
@@ -236,16 +236,16 @@ class ParamGroup:
             raise
         self._bindings.bind(self._unsharded)
 
-    def note_versions(self) -> None:
+    def note_writes(self) -> None:
         """What has been gathered up to here, or rests on a smaller mesh, is outdated once the shards are written."""
-        if self.state is not GroupState.SHARDED and self._seen_versions is None:
-            self._seen_versions = self.shards.versions()
+        if self.state is not GroupState.SHARDED and self._seen_stamp is None:
+            self._seen_stamp = self.shards.write_stamp()
 
     def is_outdated(self) -> bool:
-        """Whether the shards were written (by an optimizer), or frozen, since ``note_versions``."""
-        if self.state is GroupState.SHARDED or self._seen_versions is None:
+        """Whether the shards were written (by an optimizer), or frozen, since ``note_writes``."""
+        if self.state is GroupState.SHARDED or self._seen_stamp is None:
             return False
-        return self._seen_versions != self.shards.versions() or self._requires_grad != self.shards.requires_grad()
+        return self._seen_stamp != self.shards.write_stamp() or self._requires_grad != self.shards.requires_grad()
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""

@@ -27,7 +27,7 @@ class UnshardHandle:
         groups, self._groups = self._groups, ()
         for group in groups:
             group.wait_if_unsharding()
-            group.note_versions()
+            group.note_writes()
 
 
 class FSDPModule:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp2 import _torch
 from fsdp2.api import ExtensionError, MixedPrecisionPolicy
@@ -44,6 +45,33 @@ class ParamRecord:
     placements: tuple[Placement, ...]
     dtypes: ParamDtypes
     local: torch.Tensor | None = None
+
+
+class _OptimizerSteps:
+    """Counts the steps of every optimizer. Optimizers with ``foreach=True`` write lists of DTensors, and torch counts
+    that for neither the DTensors nor their local tensors."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Count from now on."""
+        if not self._is_watching:
+            register_optimizer_step_post_hook(self._on_step)
+            self._is_watching = True
+
+    def _on_step(self, *_: object) -> None:
+        self.count += 1
+
+
+_optimizer_steps = _OptimizerSteps()
+
+
+def write_stamp(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Differs from an earlier one if one of ``tensors`` was written meanwhile, or may have been, by an optimizer."""
+    _optimizer_steps.watch()
+    return [_optimizer_steps.count, *[tensor._version for tensor in tensors]]
 
 
 class ShardedParam:
@@ -141,8 +169,8 @@ class ShardedParam:
         self.inner = []
 
     def versioned(self) -> list[torch.Tensor]:
-        """What counts writes of the shard: optimizers write through the DTensor, ``to_local()`` writes its local
-        tensor, and a wrapper subclass may write its inner ones; each has a version of its own."""
+        """What counts writes of the shard, for ``write_stamp``: operations write through the DTensor, ``to_local()``
+        writes its local tensor, and a wrapper subclass its inner ones; each has a version of its own."""
         local = _torch.local_of(self.sharded)
         return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]
 

@@ -92,7 +92,7 @@ class Unit:
         self.reshard_outdated()
         self.context.perform(Action.UNSHARD, self)
         for group in self.groups:
-            group.note_versions()
+            group.note_writes()
 
     def reshard_outdated(self) -> None:
         """Have parameters gathered again whose shards were written since."""
@@ -359,7 +359,7 @@ class RootContext:
     def _end_pass(self) -> None:
         for unit in self.units:
             for group in unit.groups:
-                group.note_versions()
+                group.note_writes()
         self.services.memory.keep_freed(for_reuse=False)
         self._flush()
 

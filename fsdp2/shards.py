@@ -20,7 +20,7 @@ from fsdp2.comm import Comm
 from fsdp2.extensions import is_plain
 from fsdp2.layout import contiguous_stride
 from fsdp2.mesh import ParallelMesh
-from fsdp2.param import ParamRecord, ShardedParam, check_device, check_uniform_dtypes
+from fsdp2.param import ParamRecord, ShardedParam, check_device, check_uniform_dtypes, write_stamp
 from fsdp2.plan import GatherInput, compile_gather
 from fsdp2.precision import param_dtypes
 
@@ -77,9 +77,9 @@ class GroupShards:
     def requires_grad(self) -> list[bool]:
         return [param.requires_grad for param in self.sharded]
 
-    def versions(self) -> list[int]:
-        """How often each shard was written."""
-        return [tensor._version for tensor in self._versioned]
+    def write_stamp(self) -> list[int]:
+        """Differs from an earlier one if a shard was written meanwhile."""
+        return write_stamp(self._versioned)
 
     def check_ready(self) -> None:
         """Refuse to gather what has no values, or could not be reduced.

@@ -59,6 +59,22 @@ def test_forward_after_the_shards_were_written_uses_them(ctx: RankContext, name:
     assert torch.allclose(model(batch()), _reference()(batch()), atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("kept", [None, False, 2])
+@distributed(4)
+def test_forward_after_an_optimizer_step_uses_what_it_wrote(
+    ctx: RankContext, kept: bool | int | None, options: dict[str, bool]
+) -> None:
+    """torch counts no write for lists of DTensors, which ``foreach`` optimizers write."""
+    model, reference = sharded(ctx, reshard_after_forward=kept), seeded(Stack)
+    for each in (model, reference):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1, **options)
+        step(each)
+        _evaluate(each)  # gathers again what backward has resharded
+        optimizer.step()
+    assert torch.allclose(model(batch()), reference(batch()), atol=1e-4)
+
+
 @distributed(2)
 def test_unshard_after_the_shards_were_written_binds_new_values(ctx: RankContext) -> None:
     model = sharded(ctx)

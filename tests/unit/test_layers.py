@@ -19,13 +19,23 @@ LAYERS: list[set[str]] = [
     {"param", "plan"},  # compiled, plain data
     {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "runtime"},  # effects
     {"hooks", "module", "fully_shard"},  # torch.nn surface
-    {"trace"},  # companions
+    {"trace", "tensors", "testing"},  # companions
     {"__init__"},
 ]
 LAYER_OF = {room: index for index, rooms in enumerate(LAYERS) for room in rooms}
 PACKAGE = Path(fsdp2.__file__).parent
-ROOMS = sorted(path.stem for path in PACKAGE.glob("*.py"))
-TREES = {room: ast.parse((PACKAGE / f"{room}.py").read_text()) for room in ROOMS}
+
+
+def _files(room: str) -> list[Path]:
+    """A room is a file, or a folder of files with one subject."""
+    file = PACKAGE / f"{room}.py"
+    return [file] if file.exists() else sorted((PACKAGE / room).glob("*.py"))
+
+
+ROOMS = sorted({path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")})
+TREES = {
+    room: ast.Module([node for file in _files(room) for node in ast.parse(file.read_text()).body], []) for room in ROOMS
+}
 
 # "rules: no stream, no process group"; of all rules, only the mesh knows groups. Extensions name the type of a mesh.
 WITHOUT_TORCH = {"layout", "schedule"}
@@ -39,14 +49,14 @@ def _imported_names(room: str) -> set[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{room}.py line {node.lineno}: relative import"
+            assert node.level == 0, f"{room}, line {node.lineno}: relative import"
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return found
 
 
 def _imported_rooms(room: str) -> set[str]:
     parts = [name.split(".") for name in _imported_names(room)]
-    return {part[1] for part in parts if part[0] == "fsdp2" and len(part) > 1}
+    return {part[1] for part in parts if part[0] == "fsdp2" and len(part) > 1} - {room}
 
 
 def _torch_chains(room: str) -> set[str]:
