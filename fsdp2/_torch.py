@@ -108,8 +108,12 @@ def swap_storages(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that serves ``device`` in ``group``; the public name covers all devices in one string."""
-    return group._get_backend(device).name()
+    """The backend that serves ``device`` in ``group``; the public name covers all devices in one string. Groups written
+    in Python, such as torch's threaded one for tests, are their own backend."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return group.name()
 
 
 def all_gather(
@@ -122,8 +126,9 @@ def all_gather(
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = not on_stream
     if len(outputs) == 1:
-        return partial(group._allgather_base, outputs[0], inputs[0], options)
-    return partial(group.allgather_into_tensor_coalesced, outputs, inputs, options)
+        return partial(_method(group, "all_gather_single", "_allgather_base"), outputs[0], inputs[0], options)
+    coalesced = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    return partial(coalesced, outputs, inputs, options)
 
 
 def reduce_scatter(
@@ -134,8 +139,14 @@ def reduce_scatter(
     options.reduceOp = op
     options.asyncOp = not on_stream
     if len(outputs) == 1:
-        return group._reduce_scatter_base(outputs[0], inputs[0], options)
-    return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+        return _method(group, "reduce_scatter_single", "_reduce_scatter_base")(outputs[0], inputs[0], options)
+    coalesced = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    return coalesced(outputs, inputs, options)
+
+
+def _method(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work]:
+    """torch 2.13 renamed these methods; groups written in Python have one of the names only."""
+    return cast(Callable[..., dist.Work], getattr(group, name, None) or getattr(group, older_name))
 
 
 # Subclasses tell by ``__tensor_flatten__``; torch's test for that is private. Its type guard confuses mypy.
