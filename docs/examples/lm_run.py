@@ -59,6 +59,11 @@ class Config:
     max_grad_norm: float = option(1.0, "clip the gradients to this norm")
     seed: int = option(0, "of initial weights and batches")
     mp: str = option("fp32", "precision of the gathered parameters and of compute", choices=("fp32", "bf16"))
+    weights: str = option(
+        "plain",
+        "what travels in an all-gather of the matrices: themselves, or a narrower format of them",
+        choices=("plain", "bf16", "fp8", "int8"),
+    )
     hsdp: bool = option(False, "two replicas, each sharded over half of the ranks", action="store_true")
     validate_every: int = option(40, "steps between validations (0: only at the end)")
     validation_batches: int = option(16, "batches per rank and validation")
@@ -171,7 +176,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def differences(folder: Path, options: dict[str, Any]) -> list[str]:
     """Where ``options`` differ from those of the run in ``folder``, for people to read."""
-    before = json.loads((folder / "config.json").read_text())
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}  # of options it did not have yet
+    before = {**defaults, **json.loads((folder / "config.json").read_text())}
     return [f"{name} was {before[name]} and is {now}" for name, now in options.items() if before[name] != now]
 
 

@@ -21,6 +21,8 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +48,20 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2.tensors import (
+    BFloat16AllGatherTensor,
+    Float8AllGatherTensor,
+    Float8Scaling,
+    Int8AllGatherTensor,
+    wrap_parameters,
+)
+
 FINAL_LR_FRACTION = 0.1
+WIRE_FORMATS: dict[str, Callable[[Tensor], Tensor]] = {  # by the name that --weights has for it
+    "bf16": BFloat16AllGatherTensor,
+    "fp8": partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW),
+    "int8": Int8AllGatherTensor,
+}
 
 
 def main() -> None:
@@ -99,14 +114,24 @@ def compare(config: Config, peer: str) -> None:
 
 
 class Trainer:
-    """A sharded model, its optimizer and its data on one rank. All ranks call each method together."""
+    """A sharded model, its optimizer and its data on one rank. All ranks call each method together.
 
-    def __init__(self, config: Config, corpus: Corpus, device: torch.device) -> None:
+    ``prepare`` gets the full model before it is sharded, and may change what its parameters are.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        device: torch.device,
+        prepare: Callable[[Transformer], object] = lambda model: None,
+    ) -> None:
         self.config, self.corpus, self.device = config, corpus, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(config.seed)  # every rank builds the same full model, then keeps its shard of it
         self.model = Transformer(config.model)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        prepare(self.model)
         shard(self.model, config, data_parallel_mesh(device, config.hsdp))
         self.optimizer = adamw(self.model, config)
 
@@ -208,6 +233,8 @@ def corpus_for(config: Config) -> Corpus:
 
 def shard(model: Transformer, config: Config, mesh: DeviceMesh) -> None:
     """Apply the chosen runtime's ``fully_shard`` to each block, then to the root, which takes the rest."""
+    if config.weights != "plain":
+        wrap_parameters(model, WIRE_FORMATS[config.weights])
     runtime = importlib.import_module(RUNTIMES[config.runtime])
     policy = runtime.MixedPrecisionPolicy()
     if config.mp == "bf16":
@@ -225,8 +252,8 @@ def data_parallel_mesh(device: torch.device, hsdp: bool) -> DeviceMesh:
 
 
 def adamw(model: Transformer, config: Config) -> torch.optim.AdamW:
-    """AdamW over the shards: call it after ``shard``, which replaces the parameters."""
-    parameters = list(model.parameters())
+    """AdamW over the trainable shards: call it after ``shard``, which replaces the parameters."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     gains = [parameter for parameter in parameters if parameter.dim() == 1]
     groups: list[dict[str, Any]] = [
@@ -278,7 +305,7 @@ def open_journal(trainer: Trainer, first_step: int) -> Journal:
     config, corpus = trainer.config, trainer.corpus
     print(
         f"{config.runtime}: {trainer.num_ranks} ranks on {trainer.device.type} ({dist.get_backend()}), "
-        f"{trainer.num_parameters / 1e6:.1f} M parameters, {config.mp}; {corpus.num_files} source files, "
+        f"{trainer.num_parameters / 1e6:.1f} M parameters, {config.mp}, {config.weights} weights; {corpus.num_files} source files, "
         f"{corpus.train.numel() / 1e6:.1f} MB for training, {corpus.validation.numel() / 1e6:.1f} MB for validation"
     )
     facts = {"num_ranks": trainer.num_ranks, "corpus": corpus.digest, "torch": torch.__version__}

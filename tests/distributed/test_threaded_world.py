@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from fsdp2 import fully_shard
 from fsdp2.tensors import Int8AllGatherTensor, wrap_parameters
 from fsdp2.tensors.int8 import dequantise, quantise
 from tests.distributed.support import Stack, batch, seeded, step
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", ImportWarning)  # that a package for tests of its own is missing
+    from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 MODEL: nn.Module = seeded(Stack)  # made once: threads share the random number generator
 
