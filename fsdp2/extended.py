@@ -36,6 +36,7 @@ class ExtendedParam:
     Attributes:
         metadata: what the pre-hook returned with the payload that is gathered, or was last.
         outputs: what is gathered, for the post-hook.
+        releases_outputs: whether the post-hook consumes them.
     """
 
     def __init__(self, param: ShardedParam, mesh: ParallelMesh, policy: MixedPrecisionPolicy) -> None:
@@ -55,6 +56,7 @@ class ExtendedParam:
             ),
         )
         self.metadata: Any = None
+        self.releases_outputs = False
         self._first: tuple[torch.Tensor, ...] | None = None
         self._kept: tuple[torch.Tensor, ...] | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
@@ -79,6 +81,7 @@ class ExtendedParam:
     def report(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Make the first payload, and say what it consists of."""
         self._first = self.prepare()
+        self.releases_outputs = self.hooks.releases_outputs()
         return tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._first)
 
     def make_unsharded(self) -> None:
@@ -124,7 +127,6 @@ class ExtendedParams:
     """The extended parameters of one group, bound to a gather (``all_gather.GatherHooks``).
 
     Attributes:
-        inputs: for the plan: each tensor that travels, by a key behind those of the parameters.
         storages: memory that is freed with the group's unsharded storage.
     """
 
@@ -138,20 +140,29 @@ class ExtendedParams:
     ) -> None:
         self._mesh, self._memory = mesh, services.memory
         self._agreement: _Agreement
+        self._is_settled: bool
         self.storages: list[torch.UntypedStorage] = []
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[ExtendedParam] = []
+
+        if earlier is not None and not earlier._is_settled:
+            earlier = None
+            for param in params:
+                param.forget_unsharded()
 
         def bind() -> Report:
             self._params = [ExtendedParam(param, mesh, policy) for param in params]
             return tuple([param.report() for param in self._params])
 
         # I9
-        self._agreement = _agree(mesh, bind, earlier._agreement if earlier is not None else None)
+        self._agreement = _agree(
+            mesh, bind, earlier._agreement if earlier is not None and earlier._is_settled else None
+        )
         shapes = [shape for report in self._agreement.mine for shape, _ in report]
         self._has_odd_shapes = any(not shape or 0 in shape for shape in shapes)  # 0-dim or empty
         self._is_new = True
+        self._is_settled = not self._agreement.was_asked  # the post-hooks worked everywhere
 
     def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
         """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime`` of what the hooks say
@@ -162,7 +173,7 @@ class ExtendedParams:
         """
         inputs: dict[int, HookInput] = {}
         for i, extended in enumerate(self._params):
-            consumed = lifetime if extended.hooks.releases_outputs else Lifetime.UNSHARDED
+            consumed = lifetime if extended.releases_outputs else Lifetime.UNSHARDED
             for name, dtype, shapes in self._tensors_of(i, extended):
                 try:
                     layout = join(shapes, extended.param.layout.dim)
@@ -217,10 +228,11 @@ class ExtendedParams:
                 for extended in self._params:
                     extended.make_unsharded()
 
-        if self._agreement.is_new:
-            _agree(self._mesh, make, None)
-        else:
+        if self._is_settled:
             make()
+        else:
+            _agree(self._mesh, make, None)
+            self._is_settled = True
         self._inner = [inner for extended in self._params for inner in extended.param.inner]
         self.storages = [storage for storage, _ in self._inner]
         unsharded = [extended.param.unsharded for extended in self._params]
@@ -230,11 +242,11 @@ class ExtendedParams:
 
 @dataclass(frozen=True)
 class _Agreement:
-    """What every rank of the shard axis reported, in rank order. ``is_new``: it was asked for just now."""
+    """What every rank of the shard axis reported, in rank order. ``was_asked``: not taken over from earlier."""
 
     mine: Any
     reports: list[Any]
-    is_new: bool
+    was_asked: bool
 
 
 def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None) -> _Agreement:
@@ -251,7 +263,7 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
     except ExtensionError as error:
         failure = error
     if failure is None and earlier is not None and mine == earlier.mine:
-        return _Agreement(mine, earlier.reports, is_new=False)
+        return _Agreement(mine, earlier.reports, was_asked=False)
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and str(failure), mine)))
     if failure is not None:
@@ -262,7 +274,7 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
     reports = [[report for _, _, report in row] for row in rows]
     if any(row != reports[0] for row in reports):
         raise ExtensionError(f"replicas of one parameter group send different payloads: {reports}.")
-    return _Agreement(mine, reports[0], is_new=True)
+    return _Agreement(mine, reports[0], was_asked=True)
 
 
 def _versioned(unsharded: torch.Tensor) -> list[torch.Tensor]:

@@ -135,7 +135,6 @@ class Hooks:
     """The hooks of one shard, bound.
 
     Attributes:
-        releases_outputs: the unsharded tensor does not alias the outputs.
         keeps_inputs: payloads stay valid until the shard is written.
     """
 
@@ -149,7 +148,7 @@ class Hooks:
         self._pre: Callable[[], object] = self._bind_pre(getattr(local, _PRE))
         self._post = getattr(local, _POST)
         self._expected: list[_Kind] | None = None
-        self.releases_outputs = self._ask_release(local)
+        self._release: Callable[[], object] = getattr(local, _RELEASE, lambda: False)
         self.keeps_inputs = bool(getattr(local, _KEEP, False))
 
     def error(self, hook: str, problem: str) -> ExtensionError:
@@ -182,6 +181,17 @@ class Hooks:
             (tensor.shape, tensor.dtype, tensor.is_contiguous()) if type(tensor) is torch.Tensor else ()
             for tensor in tensors
         ]
+
+    def releases_outputs(self) -> bool:
+        """Whether the unsharded tensor does not alias the outputs. Asked after the first pre-hook, which may know.
+
+        Raises:
+            ExtensionError: the answer is no bool.
+        """
+        answer = self._release()
+        if not isinstance(answer, bool):
+            raise self.error(_RELEASE, f"returned {_described(answer)}, expected a bool")
+        return answer
 
     def call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, out: torch.Tensor) -> None:
         """Have ``out`` filled.
@@ -270,12 +280,6 @@ class Hooks:
             f"has the signature {signature}, expected (self, mesh) or (self, mesh, outer_size, outer_stride, "
             "module, mp_policy)",
         )
-
-    def _ask_release(self, local: torch.Tensor) -> bool:
-        answer = getattr(local, _RELEASE, lambda: False)()
-        if not isinstance(answer, bool):
-            raise self.error(_RELEASE, f"returned {_described(answer)}, expected a bool")
-        return answer
 
 
 def _payload(kinds: Sequence[_Kind]) -> str:

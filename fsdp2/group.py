@@ -210,8 +210,10 @@ class ParamGroup:
         try:
             if self.is_stale:
                 self._refresh()
-            gather = self._gather or self._bind_plans()
-            if self._unsharded and self._requires_grad != self.shards.requires_grad():
+            gather = self._gather
+            if gather is None or not self._unsharded:  # hooks that failed may have been mended
+                gather = self._bind_plans()
+            elif self._requires_grad != self.shards.requires_grad():
                 self._sync_requires_grad()
             if before is GroupState.SHARDED:
                 self._seen_stamp = None
