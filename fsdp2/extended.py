@@ -98,7 +98,11 @@ class ExtendedParam:
                 problem = f"made a {type(tensor).__name__} that cannot be a parameter: {error}"
                 raise hooks.error("fsdp_post_all_gather", problem) from error
             param.inner = self._owned(inner)
+        before = _memory_of(param.unsharded)
         self.fill()
+        if _memory_of(param.unsharded) != before:
+            problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
+            raise hooks.error("fsdp_post_all_gather", problem)
 
     def fill(self) -> None:
         """Have the post-hook write the unsharded parameter."""
@@ -275,6 +279,10 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
     if any(row != reports[0] for row in reports):
         raise ExtensionError(f"replicas of one parameter group send different payloads: {reports}.")
     return _Agreement(mine, reports[0], was_asked=True)
+
+
+def _memory_of(tensor: torch.Tensor) -> list[int]:
+    return [leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(tensor)]
 
 
 def _versioned(unsharded: torch.Tensor) -> list[torch.Tensor]:

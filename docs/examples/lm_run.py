@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lm_task import ModelConfig
+from lm_task import VOCABULARY_SIZE, ModelConfig
 from tqdm import tqdm
 
 RUNTIMES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp"}  # the modules that offer fully_shard
@@ -91,6 +91,8 @@ class Config:
         if self.hsdp and (num_ranks() < 4 or num_ranks() % 2):
             raise ValueError(f"--hsdp on {num_ranks()} ranks: expected an even number of ranks, 4 or more.")
         model = self.model  # refuses impossible shapes
+        if self.weights != "plain" and "torch" in (self.runtime, self.compare):
+            self._require_even_rows()
         if self.resume is not None:
             self._require_resumable(self.resume, model)
 
@@ -98,6 +100,16 @@ class Config:
         for name in names:
             if not getattr(self, name) >= minimum:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}, expected {minimum} or more.")
+
+    def _require_even_rows(self) -> None:
+        """torch's fully_shard leaves it to all-gather hooks to pad short shards, and those of fsdp2.tensors do not."""
+        num_shards = num_ranks() // 2 if self.hsdp else num_ranks()
+        for name, rows in (("dim", self.dim), ("hidden_dim", self.hidden_dim), ("vocabulary", VOCABULARY_SIZE)):
+            if rows % num_shards:
+                raise ValueError(
+                    f"--weights {self.weights} under torch's fully_shard: {name} is {rows}, which {num_shards} ranks "
+                    "do not divide. Use fsdp2 alone, or sizes that they divide."
+                )
 
     def _require_resumable(self, folder: Path, model: ModelConfig) -> None:
         if self.compare:

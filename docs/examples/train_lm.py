@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 docs/examples/train_lm.py --stop-after 60  # interrupt ...
     torchrun --nproc-per-node 2 docs/examples/train_lm.py --resume         # ... and finish with the same losses
     torchrun --nproc-per-node 2 docs/examples/train_lm.py --compare torch  # fsdp2 and torch's own, side by side
+    torchrun --nproc-per-node 2 docs/examples/train_lm.py --weights int8   # all-gather the matrices in 8 bits
 
 What shapes a step (weights, batch, learning rate) follows from the options and the step's number alone, so on CPU
 a resumed run repeats an uninterrupted one bit for bit. The model and the data are in ``lm_task.py``; the options,
@@ -305,8 +306,9 @@ def open_journal(trainer: Trainer, first_step: int) -> Journal:
     config, corpus = trainer.config, trainer.corpus
     print(
         f"{config.runtime}: {trainer.num_ranks} ranks on {trainer.device.type} ({dist.get_backend()}), "
-        f"{trainer.num_parameters / 1e6:.1f} M parameters, {config.mp}, {config.weights} weights; {corpus.num_files} source files, "
-        f"{corpus.train.numel() / 1e6:.1f} MB for training, {corpus.validation.numel() / 1e6:.1f} MB for validation"
+        f"{trainer.num_parameters / 1e6:.1f} M parameters, {config.mp}, {config.weights} weights; "
+        f"{corpus.num_files} source files, {corpus.train.numel() / 1e6:.1f} MB for training, "
+        f"{corpus.validation.numel() / 1e6:.1f} MB for validation"
     )
     facts = {"num_ranks": trainer.num_ranks, "corpus": corpus.digest, "torch": torch.__version__}
     return Journal(config, first_step=first_step, facts=facts)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.docs.launch import ROOT, python, torchrun
 
 SCRIPT = ROOT / "docs" / "examples" / "train_lm.py"
+LORA = SCRIPT.with_name("lora.py")
 TINY = (
     *("--dim", "16", "--num-layers", "2", "--num-heads", "2", "--hidden-dim", "24", "--sequence-length", "16"),
     *(
@@ -75,12 +78,40 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(uninterrupted: Pat
     assert _records(tmp_path) == _records(uninterrupted)
 
 
+def test_a_run_with_int8_weights_resumes_and_knows_that_they_shape_its_losses(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    _train(whole, "--weights", "int8")
+    assert json.loads((whole / "config.json").read_text())["weights"] == "int8"
+    assert _records(whole) != _records(uninterrupted)
+    assert _records(whole)[-1]["validation_loss"] == pytest.approx(
+        _records(uninterrupted)[-1]["validation_loss"], rel=0.01
+    )
+    _train(stopped, "--weights", "int8", "--stop-after", "3")
+    resumed = _train(stopped, "--weights", "int8", "--resume")
+    assert "note:" not in resumed.stdout
+    assert _records(stopped) == _records(whole)
+
+
+def test_adapters_train_on_a_run_and_only_they_are_saved(uninterrupted: Path, tmp_path: Path) -> None:
+    options = ["--base", str(uninterrupted), "--output", str(tmp_path), "--steps", "4", "--rank", "2"]
+    result = torchrun(LORA, options)
+    assert result.returncode == 0, result.stderr
+    losses = dict(re.findall(r"^(quantised to 4 bits|with adapters): ([\d.]+)$", result.stdout, re.MULTILINE))
+    assert float(losses["with adapters"]) < float(losses["quantised to 4 bits"])
+    saved = FileSystemReader(tmp_path / "adapters").read_metadata().state_dict_metadata
+    assert len(saved) == 2 * 7 * 2  # down and up of seven layers in two blocks
+    assert all(name.endswith((".down", ".up")) for name in saved)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--steps", "0"], "--steps is 0, expected 1 or more."),
         (["--dim", "10", "--num-heads", "4"], "Choose a dim divisible by 8."),
         (["--batch-size", "9999999"], "Use a smaller batch or shorter sequences."),
+        (["--weights", "int4"], "--weights: invalid choice: 'int4'"),
         (["--stop", "now"], "--stop-after: invalid int value: 'now'"),
     ],
 )
