@@ -1,0 +1,72 @@
+"""Parameters that travel in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.tensors.wire import WireFormatTensor
+
+
+class BFloat16AllGatherTensor(WireFormatTensor):
+    """A parameter that is gathered in bfloat16, whatever the dtypes of its master values and of compute.
+
+    For one parameter what ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` is for a unit, and more: compute may
+    have another dtype, such as float32, with half of its bytes on the wire. Where compute is in bfloat16, the unsharded
+    parameter is the gathered memory itself, and nothing is copied.
+
+    Args:
+        data: master values, usually float32. The tensor shares their memory.
+        pad: whether short shards are padded here, with rows of zeros. ``torch.distributed.fsdp`` needs that where dim 0
+            is not divisible by the number of ranks; fsdp2 pads by itself.
+
+    Raises:
+        TypeError, ValueError: see :meth:`WireFormatTensor.make`.
+
+    Source: the all-gather hooks are those of PyTorch's FSDP2.
+    """
+
+    pad: bool
+    _consumes_outputs: bool = False
+
+    def __new__(cls, data: torch.Tensor, *, pad: bool = False) -> BFloat16AllGatherTensor:
+        return cls.make(data, pad=pad)
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        """The shard ``[rows, ...]`` in bfloat16.
+
+        Raises:
+            ValueError: it is to be padded, but was not cut along dim 0.
+        """
+        self._consumes_outputs = (mp_policy.param_dtype or self.dtype) is not torch.bfloat16
+        if not self.pad:
+            return (self._data.to(torch.bfloat16),), None
+        self.check_cut_along_rows(outer_size)
+        padded = self._data.new_zeros((-(-outer_size[0] // mesh.size()), *outer_size[1:]), dtype=torch.bfloat16)
+        padded[: self.size(0)].copy_(self._data)
+        return (padded,), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The gathered tensor in ``param_dtype``: the gathered memory where that is bfloat16, else a copy."""
+        (gathered,) = all_gather_outputs
+        if out is None:
+            converted = gathered.to(param_dtype)
+            return converted, () if converted is gathered else (converted,)
+        if out.data_ptr() != gathered.data_ptr():
+            out.data.copy_(gathered[: out.size(0)])  # .data has a version of its own: autograd must not see a write
+        return None
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        """Whether outputs are copied from. Known from the first ``fsdp_pre_all_gather`` on; False before."""
+        return self._consumes_outputs

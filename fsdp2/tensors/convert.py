@@ -1,0 +1,69 @@
+"""Replacing a module's parameters by tensor subclasses, before it is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+
+
+def is_matrix(name: str, param: nn.Parameter) -> bool:
+    """Whether ``param`` has two dims and a floating-point dtype: weights of linear layers, and embeddings."""
+    return param.dim() == 2 and param.is_floating_point()
+
+
+def wrap_parameters(
+    module: nn.Module,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    select: Callable[[str, nn.Parameter], bool] = is_matrix,
+) -> list[str]:
+    """Replace parameters of ``module`` in place by what ``make`` makes of them. Call it before ``fully_shard``.
+
+    Every selected parameter is replaced in all places where it is bound, so ties stay ties, and keeps its
+    ``requires_grad``. Attributes and hooks that were set on the old parameter are not taken over.
+
+    Args:
+        module: whose parameters to replace, submodules included.
+        make: gets the detached parameter, returns a tensor of the same shape: ``Int8AllGatherTensor``, for example, or
+            a ``functools.partial`` of it.
+        select: gets the first name of a parameter and the parameter, and says whether to replace it.
+
+    Returns:
+        The first names of the parameters that were replaced, in the order of ``module.named_parameters()``.
+
+    Raises:
+        TypeError: ``make`` returned no tensor.
+        ValueError: a selected parameter is sharded already; ``make`` returned a tensor of another shape. Nothing has
+            changed then, nor if ``make`` raised.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    names = []
+    for name, param in module.named_parameters():
+        if select(name, param):
+            names.append(name)
+            made[param] = _made(name, param, make)
+    for owner in module.modules():
+        slots = _torch.parameters_dict(owner)
+        for name, slot in list(slots.items()):
+            if slot is not None and slot in made:
+                setattr(owner, name, made[slot])
+    return names
+
+
+def _made(name: str, param: nn.Parameter, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
+    if isinstance(param, DTensor):
+        raise ValueError(f"wrap_parameters: parameter '{name}' is sharded already. Wrap parameters before fully_shard.")
+    tensor = make(param.detach())
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"wrap_parameters: make returned a {type(tensor).__name__} for parameter '{name}'.")
+    if tensor.shape != param.shape:
+        raise ValueError(
+            f"wrap_parameters: make returned a tensor of shape {tuple(tensor.shape)} for parameter '{name}' of shape "
+            f"{tuple(param.shape)}. Sharding and state dicts need the same shape."
+        )
+    return nn.Parameter(tensor, requires_grad=param.requires_grad)

@@ -1,0 +1,356 @@
+"""Parameters that travel, and stay unsharded, in float8.
+
+``Float8AllGatherTensor`` is the shard with its master values, ``Float8Tensor`` the unsharded parameter: float8 values
+with a scale, for one matrix product in float8 and dequantised for everything else. Rule: all ranks scale by the same
+number, or each row by its own; so what is gathered does not depend on which rank quantised it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.nested import map_tensors
+from fsdp2.tensors.wire import WireFormatTensor, row_pieces, written_by
+
+aten = torch.ops.aten
+
+_WIRE = torch.float8_e4m3fn  # 3 bits of mantissa: weights need precision more than range
+_WIRE_MAX = torch.finfo(_WIRE).max
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, float32 loses precision; and zeros need one
+
+
+class Float8Scaling(Enum):
+    """How many elements share a scale."""
+
+    PER_TENSOR = "per tensor"
+    PER_ROW = "per row"
+
+
+class Float8AllGatherTensor(WireFormatTensor):
+    """A parameter that is gathered in float8 (e4m3), half of bfloat16's bytes, and stays float8 while unsharded.
+
+    The unsharded parameter is a :class:`Float8Tensor` on the gathered memory: nothing is copied, and it takes 1 byte
+    per element. Values, with their error bound, are those of :func:`quantise_float8`. The gradient passes as if nothing
+    had been rounded.
+
+    - ``PER_ROW``: a row's scale is known where the row is, and travels with it: 4 bytes per row, no communication more.
+    - ``PER_TENSOR``: the scale comes from the largest magnitude on all ranks. Call :func:`precompute_float8_scales`
+      after ``optimizer.step()``; a shard whose scale is missing, or that was written since, asks the other ranks by one
+      all-reduce of its own in each all-gather. All ranks must therefore write their shards, and precompute, alike.
+
+    A scale that was precomputed is dropped when the shard is written through the parameter or a view of it. It cannot
+    be where writes go unnoticed (see ``write_stamp``; an optimizer step compiled by Inductor is one): without computing
+    scales again, values beyond the outdated one are clamped to the largest float8.
+
+    Args:
+        data: master values, usually float32; ``[rows, ...]`` of at least two dims for ``PER_ROW``. The tensor shares
+            their memory.
+        scaling: which elements share a scale.
+        quantise_once: keep the quantised shard until it is written, instead of quantising it for forward and backward
+            and for every micro-batch.
+
+    Raises:
+        TypeError, ValueError: see :meth:`WireFormatTensor.make`; rows of one element with ``PER_ROW``.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433; all-gathering float8 with
+    precomputed scales is torchao's idea.
+    """
+
+    scaling: Float8Scaling
+    _scale: torch.Tensor | None = None
+    _scale_stamp: tuple[int, ...] | None = None
+
+    def __new__(
+        cls,
+        data: torch.Tensor,
+        *,
+        scaling: Float8Scaling = Float8Scaling.PER_TENSOR,
+        quantise_once: bool = False,
+    ) -> Float8AllGatherTensor:
+        if not isinstance(scaling, Float8Scaling):
+            raise TypeError(f"{cls.__name__}: scaling must be a Float8Scaling, found {scaling!r}.")
+        made = cls.make(data, scaling=scaling, quantise_once=quantise_once)
+        if scaling is Float8Scaling.PER_ROW and data.dim() < 2:
+            raise ValueError(
+                f"{cls.__name__}: rows of a tensor of shape {tuple(data.shape)} are single elements, and a scale for "
+                "each takes more than it saves. Use Float8Scaling.PER_TENSOR, or leave it plain."
+            )
+        return made
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """The bits of float8, as uint8 of the shard's shape: some collectives know no float8. With them the scales
+        ``[rows, 1, ...]``, or as metadata the one scale ``[1]``.
+
+        Raises:
+            ValueError: scaled per row, but not cut along dim 0.
+        """
+        if self.scaling is Float8Scaling.PER_ROW:
+            self.check_cut_along_rows(outer_size)
+            scales = scale_from(row_magnitudes(self._data))
+            return (quantise_float8(self._data, scales).view(torch.uint8), scales), None
+        scale = self._scale if self._scale_stamp == self.write_stamp else None
+        if scale is None:
+            largest = magnitude(self._data)
+            if mesh.size() > 1:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+            scale = scale_from(largest)
+        return (quantise_float8(self._data, scale).view(torch.uint8),), scale
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: torch.Tensor | None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """A :class:`Float8Tensor` on the gathered memory, whose dtype is ``param_dtype``."""
+        values = all_gather_outputs[0].view(_WIRE)
+        scale = all_gather_outputs[1] if metadata is None else metadata.clone()  # else it is the precomputed one itself
+        if not isinstance(out, Float8Tensor):
+            return Float8Tensor(values, scale, param_dtype), ()
+        out.refresh(values, scale)
+        return None
+
+    def precomputed(self, scale: torch.Tensor) -> None:
+        """Use ``scale`` ``[1]`` until the shard is written."""
+        self._scale, self._scale_stamp = scale, self.write_stamp
+
+
+class Float8Tensor(torch.Tensor):
+    """An unsharded parameter in float8. It looks like a tensor of ``dtype``, and takes 1 byte per element.
+
+    Its values are ``data * scale``. ``linear``, ``mm`` and ``addmm`` with its transpose as second operand run in float8
+    where the device can (CUDA of compute capability 8.9 on; in bfloat16, with sizes that are multiples of 16). The
+    first operand is then scaled and rounded, too: per tensor or per row, as this one is. Every other operation, such
+    as the product in backward, reads a dequantised copy, which it frees. Gradients are plain tensors of ``dtype``.
+
+    It is read-only: what runs in place on it raises.
+
+    Args:
+        data: float8, ``[rows, ...]``. Shared, not copied, as is ``scale``.
+        scale: float32, ``[1]``, or ``[rows, 1, ...]``.
+        dtype: which dtype it shows.
+    """
+
+    _data: torch.Tensor
+    _scale: torch.Tensor
+
+    __torch_function__ = nn.Parameter.__torch_function__
+
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Float8Tensor:
+        self: Float8Tensor = cls._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, layout=data.layout
+        )
+        self._data = data
+        self._scale = scale
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["_data", "_scale"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], dtype: torch.dtype, outer_size: Any, outer_stride: Any
+    ) -> Float8Tensor:
+        return cls(inner["_data"], inner["_scale"], dtype)
+
+    def dequantised(self) -> torch.Tensor:
+        """A plain tensor of the same shape and dtype; multiplied in float32 and rounded once."""
+        return self._data.to(self.dtype).mul_(self._scale)
+
+    def refresh(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        """Take over what was gathered again, unless it is in this tensor's memory already."""
+        for mine, new in ((self._data, data), (self._scale, scale)):
+            if mine.data_ptr() != new.data_ptr():
+                mine.data.copy_(new[: mine.size(0)])  # .data has a version of its own: autograd must not see a write
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # declared as a static method
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's cache of compiled graphs tells inputs apart by, besides their class."""
+        return f"{self.shape} {self.stride()} {self.dtype} {self.device} {self.requires_grad} {self._scale.shape}"
+
+    def __repr__(self) -> str:  # type: ignore[override]  # no values: their memory comes and goes
+        return f"Float8Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, scale={tuple(self._scale.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantised().__reduce_ex__(protocol)
+
+
+# Float8Tensor's operations
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(tensor, Float8Tensor) for tensor in written_by(func, args, kwargs)):
+        raise RuntimeError(
+            f"{func}: a Float8Tensor is read-only. Write the sharded parameter, and it is gathered again."
+        )
+    if func in _VIEWS and (view := _VIEWS[func](*args, **kwargs)) is not None:
+        return view
+    if func in _MATMULS and not kwargs and _runs_in_float8(*args[-2:]):
+        product = _float8_mm(*args[-2:])
+        return product if func is aten.mm.default else product.add_(args[0])
+    if func is aten.linear.default:  # in inference mode only; autograd has taken it apart before it comes here
+        return _linear(*args, **kwargs)
+    plain = _shape_only if func in _SHAPE_ONLY else Float8Tensor.dequantised
+
+    def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+        return plain(tensor) if isinstance(tensor, Float8Tensor) else tensor
+
+    return func(*map_tensors(plain_of, args), **map_tensors(plain_of, kwargs))
+
+
+def _alias(tensor: Float8Tensor) -> Float8Tensor:
+    return Float8Tensor(tensor._data.detach(), tensor._scale.detach(), tensor.dtype)
+
+
+def _transposed(tensor: Float8Tensor, *dims: int) -> Float8Tensor | None:
+    if tensor.dim() != 2 or (dims and {dim % 2 for dim in dims} != {0, 1}):
+        return None
+    scale = tensor._scale
+    return Float8Tensor(tensor._data.t(), scale.t() if scale.dim() > 1 else scale, tensor.dtype)
+
+
+def _cut_rows(tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Float8Tensor | None:
+    """``as_strided`` as runtimes use it: the first rows, or all of them."""
+    rows = tensor._data[: size[0]] if len(size) == tensor.dim() else tensor._data
+    if rows.shape != torch.Size(size) or rows.stride() != tuple(stride) or storage_offset:
+        return None
+    scale = tensor._scale
+    return Float8Tensor(rows, scale[: size[0]] if scale.dim() > 1 else scale, tensor.dtype)
+
+
+_VIEWS: dict[Any, Callable[..., Float8Tensor | None]] = {
+    aten.alias.default: _alias,
+    aten.detach.default: _alias,
+    aten.t.default: _transposed,
+    aten.transpose.int: _transposed,
+    aten.as_strided.default: _cut_rows,
+}
+_MATMULS = frozenset({aten.mm.default, aten.addmm.default})
+_SHAPE_ONLY = frozenset(
+    {aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default}
+)
+
+
+def _shape_only(tensor: Float8Tensor) -> torch.Tensor:
+    """Stands in for ``tensor`` where its values, which may be released, are not read."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    rows = x.reshape(-1, x.size(-1))
+    product = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return product.view(*x.shape[:-1], weight.size(0))
+
+
+def _has_float8_matmul(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _runs_in_float8(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether ``x @ weight`` is what the device multiplies in float8: its second operand must lie column by column, as
+    a transposed weight does in forward, and the weight itself, in backward, does not."""
+    return (
+        isinstance(weight, Float8Tensor)
+        and not isinstance(x, Float8Tensor)
+        and x.dtype == weight.dtype == torch.bfloat16
+        and weight.stride() == (1, weight.size(0))
+        and x.size(1) % 16 == 0
+        and weight.size(1) % 16 == 0
+        and x.size(0) > 0
+        and _has_float8_matmul(x.device)
+    )
+
+
+def _float8_mm(x: torch.Tensor, weight: Float8Tensor) -> torch.Tensor:
+    per_row = weight._scale.dim() > 1
+    scale = scale_from(row_magnitudes(x) if per_row else magnitude(x))
+    recipe = F.ScalingType.RowWise if per_row else F.ScalingType.TensorWise
+    return F.scaled_mm(
+        _to_float8(x, scale).contiguous(), weight._data, scale, recipe, weight._scale, recipe, output_dtype=x.dtype
+    )
+
+
+# Scales
+
+
+def magnitude(data: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of ``data``, float32 ``[1]``; 0 if it is empty, NaN if one is in it."""
+    if data.numel() == 0:
+        return torch.zeros(1, device=data.device)
+    low, high = torch.aminmax(data)
+    return torch.maximum(high, low.neg()).to(torch.float32).view(1)
+
+
+def row_magnitudes(data: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of each row of ``data`` ``[rows, ...]``, float32 ``[rows, 1, ...]``."""
+    dims = tuple(range(1, data.dim()))
+    return torch.maximum(data.amax(dims, keepdim=True), data.amin(dims, keepdim=True).neg()).to(torch.float32)
+
+
+def scale_from(magnitudes: torch.Tensor) -> torch.Tensor:
+    """What float8 values are multiplied by so that the largest stands for ``magnitudes``; the same shape, float32."""
+    return (magnitudes / _WIRE_MAX).clamp_(min=_SMALLEST_SCALE)
+
+
+def quantise_float8(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``data / scale`` as float8 (e4m3) of the same shape; ``scale`` is float32 ``[1]`` or ``[rows, 1, ...]``.
+
+    Rounding is to nearest: ``abs(data - float8 * scale)`` is at most ``abs(data) / 16``, or ``scale / 1024`` where that
+    is more. Values beyond 448 times ``scale`` become 448. Zeros stay zeros and NaN stays NaN; with an inf among the
+    values that gave the scale, all of them are NaN when dequantised.
+    """
+    values = torch.empty(data.shape, dtype=_WIRE, device=data.device)
+    for rows in row_pieces(data):
+        values[rows].copy_(_to_float8(data[rows], scale[rows] if scale.dim() > 1 else scale))
+    return values
+
+
+def _to_float8(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (data / scale).clamp_(-_WIRE_MAX, _WIRE_MAX).to(_WIRE)
+
+
+@torch.no_grad()
+def precompute_float8_scales(model: nn.Module) -> None:
+    """Compute the scales of all sharded ``Float8AllGatherTensor`` parameters that are scaled per tensor.
+
+    One all-reduce for all parameters of a mesh, of 4 bytes each, instead of one per parameter in every all-gather. Call
+    it after each ``optimizer.step()``, on all ranks, with the parameters sharded, as they are then. A scale is used
+    until its shard is written. Parameters that are unsharded, plain, or scaled per row are passed over. With HSDP the
+    replicas do the same, each among its shards.
+
+    Source: the idea is torchao's precomputation of dynamic float8 scales for FSDP.
+    """
+    waiting: dict[tuple[DeviceMesh, tuple[int, ...]], list[Float8AllGatherTensor]] = {}
+    for param in model.parameters():
+        shard = _torch.local_of(param) if isinstance(param, DTensor) else None
+        if isinstance(param, DTensor) and isinstance(shard, Float8AllGatherTensor):
+            if shard.scaling is not Float8Scaling.PER_TENSOR:
+                continue
+            axes = tuple(axis for axis, placement in enumerate(param.placements) if placement.is_shard())
+            waiting.setdefault((param.device_mesh, axes), []).append(shard)
+    for (mesh, axes), shards in waiting.items():
+        largest = torch.cat([magnitude(shard._data) for shard in shards])
+        for axis in axes:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        for shard, scale in zip(shards, scale_from(largest).split(1), strict=True):
+            shard.precomputed(scale)

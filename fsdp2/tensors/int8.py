@@ -1,0 +1,135 @@
+"""Parameters that travel as blocks of int8, each with a scale.
+
+``quantise`` and ``dequantise`` are pure. Rule: a block lies within one row of dim 0, so however dim 0 is cut over
+ranks, blocks and therefore values are the same as without cutting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.tensors.wire import WireFormatTensor, row_pieces
+
+_INT8_MAX = 127
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, float32 loses precision; and a block of zeros needs one
+
+
+class Int8AllGatherTensor(WireFormatTensor):
+    """A parameter that is gathered in int8, a quarter of float32's bytes, plus 4 bytes per block for its scale.
+
+    The master values stay as they are; what forward and backward compute with are the quantised values. Values, with
+    their error bound, are those of :func:`quantise`. The gradient passes as if nothing had been rounded. Blocks do not
+    depend on the number of ranks, so neither do results.
+
+    Args:
+        data: master values ``[rows, ...]`` of at least two dims, usually float32. The tensor shares their memory.
+        block_size: elements of a row, flattened over its dims, that share a scale. Smaller blocks are closer, and cost
+            4 bytes each: 256 add 1.6 percent to the wire.
+        quantise_once: keep the quantised shard until it is written, instead of quantising it for forward and backward
+            and for every micro-batch.
+
+    Raises:
+        TypeError, ValueError: see :meth:`WireFormatTensor.make`; ``data`` has one dim (its rows would be single
+            elements), or ``block_size`` is not positive.
+
+    Source: quantised weight communication (qwZ) of ZeRO++, Wang et al., arXiv 2306.10013, section 3.1. There the blocks
+    run through the flat shard, here along rows, and the master values need not be 16-bit.
+    """
+
+    block_size: int
+
+    def __new__(cls, data: torch.Tensor, *, block_size: int = 256, quantise_once: bool = False) -> Int8AllGatherTensor:
+        if block_size < 1:
+            raise ValueError(f"{cls.__name__}: block_size must be positive, found {block_size}.")
+        made = cls.make(data, block_size=block_size, quantise_once=quantise_once)
+        if data.dim() < 2:
+            raise ValueError(
+                f"{cls.__name__}: blocks run along rows, and rows of a tensor of shape {tuple(data.shape)} are single "
+                "elements. Leave it plain."
+            )
+        return made
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        """int8 of the shard's shape ``[rows, ...]``, and float32 scales ``[rows, num_blocks]``.
+
+        Raises:
+            ValueError: the shard was not cut along dim 0.
+        """
+        self.check_cut_along_rows(outer_size)
+        return quantise(self._data, self.block_size), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The dequantised parameter in ``param_dtype``, written right into ``out`` if there is one."""
+        values, scales = all_gather_outputs
+        if out is not None:
+            # .data has a version of its own: autograd must not see a write.
+            dequantise(values[: out.size(0)], scales, self.block_size, out=out.data)
+            return None
+        made = torch.empty(values.shape, dtype=param_dtype, device=values.device)
+        dequantise(values, scales, self.block_size, out=made)
+        return made, (made,)
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        """Outputs are always copied from."""
+        return True
+
+
+def quantise(data: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous ``data`` ``[rows, ...]`` of a floating-point dtype as int8 of the same shape and float32 scales
+    ``[rows, num_blocks]``; the last block of a row may be shorter.
+
+    A block's scale is ``max(abs(block)) / 127``, but at least float32's smallest normal number. Rounding is to nearest,
+    so ``abs(data - dequantise(...)) <= scale / 2``, up to 1e-5 of ``scale`` for float32 arithmetic. Zeros stay zeros,
+    and the largest magnitude of a block is met up to rounding. A block with inf or NaN has no finite element when it is
+    dequantised: trouble spreads to the block, and is never hidden.
+    """
+    values = torch.empty(data.shape, dtype=torch.int8, device=data.device)
+    num_blocks = -(-math.prod(data.shape[1:]) // block_size)
+    scales = torch.empty((data.size(0), num_blocks), dtype=torch.float32, device=data.device)
+    for rows in row_pieces(data):
+        for block, value, scale in _blocks(data[rows].to(torch.float32), values[rows], scales[rows], block_size):
+            largest = torch.maximum(block.amax(-1, keepdim=True), block.amin(-1, keepdim=True).neg_())
+            scale.copy_(largest.div_(_INT8_MAX).clamp_(min=_SMALLEST_SCALE))
+            value.copy_((block / scale).round_())
+    return values, scales
+
+
+def dequantise(values: torch.Tensor, scales: torch.Tensor, block_size: int, *, out: torch.Tensor) -> None:
+    """Write what ``quantise`` made of a tensor into ``out``: contiguous, of the shape of ``values``, of any
+    floating-point dtype. ``scales`` may have more rows. The product is taken in float32 and rounded once.
+    """
+    for rows in row_pieces(values):
+        for target, value, scale in _blocks(out[rows], values[rows], scales[rows], block_size):
+            if out.device.type == "cpu":  # mixed dtypes are converted one by one there: 15 times slower
+                target.copy_(value.to(torch.float32).mul_(scale))
+            else:
+                torch.mul(value, scale, out=target)
+
+
+def _blocks(
+    floats: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, block_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Views ``[rows, blocks, block]``, twice, and ``[rows, blocks, 1]``: of the full blocks, then of shorter ones."""
+    num_rows = floats.size(0)
+    floats, values, scales = floats.view(num_rows, -1), values.view(num_rows, -1), scales.unsqueeze(-1)
+    num_full, rest = divmod(floats.size(1), block_size)
+    end = num_full * block_size
+    if num_full:
+        shape = (num_full, block_size)
+        yield floats[:, :end].unflatten(1, shape), values[:, :end].unflatten(1, shape), scales[:, :num_full]
+    if rest:
+        yield floats[:, end:].unsqueeze(1), values[:, end:].unsqueeze(1), scales[:, num_full:]

@@ -1,0 +1,188 @@
+"""``TwoTensor``: two tensors behind one, and the reference for authors of all-gather hooks.
+
+Two inner tensors, because whatever confuses "the tensor" with "its memory" goes wrong with the second one. The class
+has the three parts that a sharded parameter's class needs: a wrapper that torch can take apart and put together
+(``__tensor_flatten__``), an answer to every op (``__torch_dispatch__``), and the hooks.
+Rule: an op on a ``TwoTensor`` is that op on ``a``s and the same op on ``b``s; views stay views, writes stay writes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp2.nested import find_tensors, map_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fsdp2.api import MixedPrecisionPolicy
+
+
+class TwoTensor(torch.Tensor):
+    """``a`` and ``b``, of equal shape, strides, dtype and device, as one tensor of that shape. Owns no other memory.
+
+    Plain tensors may take part in an op: they meet both. So what a ``TwoTensor`` meets becomes one, gradients of plain
+    parameters included; make all parameters of a model ``TwoTensor``s.
+
+    Raises:
+        ValueError: ``a`` and ``b`` differ in shape, strides, dtype or device.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    # nn.Parameter's: torch functions go straight to __torch_dispatch__. torch.Tensor's would make plain results ours.
+    __torch_function__ = nn.Parameter.__torch_function__
+
+    @staticmethod
+    def __new__(cls, a: torch.Tensor, b: torch.Tensor) -> TwoTensor:
+        if _facts(a) != _facts(b):
+            raise ValueError(
+                f"TwoTensor: a has {_facts(a)}, but b has {_facts(b)} (shape, strides, dtype, device); they must agree."
+            )
+        # No storage offset, also where a and b have one: theirs may differ, and copy.deepcopy refuses ours.
+        return cls._make_wrapper_subclass(cls, a.shape, strides=a.stride(), dtype=a.dtype, device=a.device)
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.a = a
+        self.b = b
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"TwoTensor({self.a!r}, {self.b!r})"
+
+    # What torch.compile, nn.Module.to and runtimes ask: the names of the inner tensors, and what else is needed.
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _meta: None, _size: Any, _stride: Any) -> TwoTensor:
+        return TwoTensor(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _num_positions(func, args) > 1:
+            return _run_by_position(func, args, kwargs)
+        _refuse_what_cannot_be_two(func, args)
+        if func is torch.ops.aten.as_strided.default:
+            return _as_strided(*args, **kwargs)
+        found = find_tensors([args, kwargs], [])
+        a = func(*map_tensors(_a, args), **map_tensors(_a, kwargs))
+        b = func(*map_tensors(_b, args), **map_tensors(_b, kwargs))
+        return _paired(func, a, b, {id(tensor.a): tensor for tensor in found if isinstance(tensor, TwoTensor)})
+
+    # The hooks. ``self`` is this rank's shard: a slice along dim 0, short or empty on the last ranks.
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        """What travels: plain contiguous tensors, and metadata for the other hook, which stays on this rank.
+
+        ``mesh`` is the shard axis. ``outer_size`` and ``outer_stride`` are the unsharded parameter's. A hook that needs
+        none of the rest may have the short form ``fsdp_pre_all_gather(self, mesh)``. A cast to
+        ``mp_policy.param_dtype`` here instead of in the other hook would send fewer bytes.
+        """
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[TwoTensor, tuple[torch.Tensor, ...]] | None:
+        """The unsharded parameter from ``all_gather_outputs``, each ``[*outer_size]`` in the dtype that was sent.
+
+        First call: returns it, with the tensors whose memory the runtime is to free and to allocate again. The
+        outputs' own memory is managed anyway, so a parameter that lies in it names nothing. Later calls bring the same
+        parameter as ``out``, to be written in place, with its memory and the outputs' allocated again.
+        """
+        a, b = all_gather_outputs
+        if out is not None:
+            assert isinstance(out, TwoTensor)
+            if a.dtype != out.dtype:
+                out.a.copy_(a)
+                out.b.copy_(b)
+            return None  # else out lies in the outputs, and the gather has written it
+        if a.dtype == param_dtype:
+            return TwoTensor(a, b), ()
+        cast = TwoTensor(a.to(param_dtype), b.to(param_dtype))
+        return cast, (cast.a, cast.b)
+
+
+torch.serialization.add_safe_globals([TwoTensor])  # for torch.load(weights_only=True), which checkpoints use
+
+
+def _a(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.a if isinstance(tensor, TwoTensor) else tensor
+
+
+def _b(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.b if isinstance(tensor, TwoTensor) else tensor
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device)
+
+
+def _as_strided(tensor: TwoTensor, size: Any, stride: Any, storage_offset: int | None = None) -> TwoTensor:
+    """Offsets count from our first element: we report 0 wherever the inner tensors start."""
+
+    def view(inner: torch.Tensor) -> torch.Tensor:
+        return inner.as_strided(size, stride, inner.storage_offset() + (storage_offset or 0))
+
+    return TwoTensor(view(tensor.a), view(tensor.b))
+
+
+def _paired(func: Any, a: Any, b: Any, inputs: dict[int, TwoTensor]) -> Any:
+    """The results of both runs as one. An inner tensor that was an input stands for that input: a write returns what
+    was written. ``inputs``: by the id of their ``a``."""
+    if isinstance(a, torch.Tensor):
+        if id(a) in inputs:
+            return inputs[id(a)]
+        return a if a is b else TwoTensor(a, b)  # the same for both: a plain tensor that the op returned
+    if isinstance(a, (list, tuple)):
+        return type(a)(_paired(func, one, other, inputs) for one, other in zip(a, b, strict=True))
+    if isinstance(a, bool):
+        return a and b
+    if a != b:
+        raise ValueError(f"{func} of a TwoTensor is {a} for a and {b} for b: it has no one value. Use .a or .b.")
+    return a
+
+
+def _refuse_what_cannot_be_two(func: Any, args: Any) -> None:
+    written = args[0] if func.__name__.partition(".")[0].endswith("_") and args else None
+    if any(not isinstance(tensor, TwoTensor) for tensor in find_tensors(written, [])):
+        raise TypeError(f"{func}: a plain tensor cannot hold the two results of a TwoTensor. Use .a or .b.")
+    if torch.Tag.inplace_view in func.tags:  # it would change a and b, and leave our own shape as it was
+        raise NotImplementedError(f"{func} changes a tensor's shape in place, which a TwoTensor cannot follow.")
+
+
+def _num_positions(func: Any, args: Any) -> int:
+    """How many tensors an optimizer's op on lists treats, position by position; 0 for any other op."""
+    if not any(word in func.__name__ for word in ("_foreach_", "_fused_")):
+        return 0
+    return max((len(arg) for arg in args if isinstance(arg, (list, tuple))), default=0)
+
+
+def _run_by_position(func: Any, args: Any, kwargs: Any) -> Any:
+    """Such an op once for each position. Its lists mix ``TwoTensor``s with plain tensors, step counts for example:
+    those must be written once, not for ``a`` and again for ``b``."""
+    count = _num_positions(func, args)
+    results = []
+    for position in range(count):
+        one = [[arg[position]] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]
+        results.append(func(*one, **kwargs))
+    return None if results[0] is None else [item for result in results for item in result]

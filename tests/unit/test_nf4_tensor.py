@@ -1,0 +1,425 @@
+"""The codebook by its rule, errors by their bound, cuts by rows; what stays packed, dequantises, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+from fsdp2.tensors import normal_float
+from fsdp2.tensors.nf4 import NF4Tensor
+from tests.harness.messages import error_of
+
+# Appendix E of arXiv 2305.14314, rounded.
+PUBLISHED = [
+    *(-1.0, -0.69619, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0.0),
+    *(0.07958, 0.16093, 0.24611, 0.33792, 0.44071, 0.56262, 0.72296, 1.0),
+]
+
+
+def _weight(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
+
+
+def _nf4(*shape: int, dtype: torch.dtype = torch.float32, block_size: int = 8) -> NF4Tensor:
+    return NF4Tensor.quantise(_weight(*shape, dtype=dtype), block_size=block_size)
+
+
+def _same(left: NF4Tensor, right: NF4Tensor) -> bool:
+    """Equal in what they hold, not only in what they dequantise to."""
+    return torch.equal(left._packed, right._packed) and torch.equal(left._scales, right._scales)
+
+
+# Codebook and arithmetic
+
+
+def test_codebook_is_the_published_one() -> None:
+    assert list(normal_float.CODEBOOK) == pytest.approx(PUBLISHED, abs=6e-6)
+
+
+def test_codebook_is_cut_at_even_steps_of_probability_on_either_side_of_zero() -> None:
+    normal = torch.distributions.Normal(0.0, 1.0)
+    values = torch.tensor(normal_float.CODEBOOK, dtype=torch.float64)
+    outermost = torch.tensor(1 - (1 / 32 + 1 / 30) / 2, dtype=torch.float64)
+    probabilities = normal.cdf(values * normal.icdf(outermost))
+    negative, positive = probabilities[:8].diff(), probabilities[7:].diff()
+    torch.testing.assert_close(negative, ((outermost - 0.5) / 7).expand(7), rtol=0, atol=1e-6)
+    torch.testing.assert_close(positive, ((outermost - 0.5) / 8).expand(8), rtol=0, atol=1e-6)
+
+
+def test_unpack_inverts_pack() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128) % 16
+    packed = normal_float.pack(codes)
+    assert packed.shape == (2, 64)
+    assert packed[0, 0] == 0x01
+    assert torch.equal(normal_float.unpack(packed), codes)
+
+
+def test_each_codebook_value_has_its_own_code() -> None:
+    packed, scales = normal_float.quantise(torch.tensor([normal_float.CODEBOOK]) * 3, 16)
+    assert normal_float.unpack(packed).tolist() == [list(range(16))]
+    assert scales.tolist() == [[3.0]]
+
+
+@pytest.mark.parametrize("cols", [1, 7, 64, 65, 200])
+@pytest.mark.parametrize("block_size", [2, 64])
+def test_error_stays_below_half_of_the_largest_gap(cols: int, block_size: int) -> None:
+    weight = _weight(9, cols)
+    packed, scales = normal_float.quantise(weight, block_size)
+    assert packed.shape == (9, scales.size(1) * block_size // 2)
+    assert scales.shape == (9, -(-cols // block_size))
+    bound = normal_float.MAX_ERROR * scales.repeat_interleave(block_size, dim=1)[:, :cols]
+    error = (normal_float.dequantise(packed, scales, cols, torch.float32) - weight).abs()
+    assert (error <= bound * (1 + 1e-6)).all()  # 1e-6: float32's own rounding
+
+
+def test_error_bound_is_reached_between_the_two_values_furthest_apart() -> None:
+    assert abs(normal_float.MAX_ERROR - (1 - 0.69619) / 2) < 1e-5
+    middle = -1 + normal_float.MAX_ERROR
+    packed, scales = normal_float.quantise(torch.tensor([[1.0, middle]]), 2)
+    error = normal_float.dequantise(packed, scales, 2, torch.float32)[0, 1] - middle
+    assert abs(error.item()) == pytest.approx(normal_float.MAX_ERROR, rel=1e-6)
+
+
+def test_zeros_and_the_largest_weight_of_a_block_are_exact() -> None:
+    weight = _weight(4, 16)
+    weight[0] = 0
+    weight[1, 3] = 0
+    weight[2, 5] = -7.3
+    dense = NF4Tensor.quantise(weight, block_size=8).dequantise()
+    assert dense[0].tolist() == [0.0] * 16
+    assert dense[1, 3] == 0
+    assert dense[2, 5] == weight[2, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantising_again_changes_nothing(dtype: torch.dtype) -> None:
+    once = _nf4(6, 20, dtype=dtype)
+    assert _same(NF4Tensor.quantise(once.dequantise(), block_size=8), once)
+
+
+def test_long_weights_are_treated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _nf4(50, 20)
+    monkeypatch.setattr(normal_float, "_CHUNK_NUMEL", 130)
+    assert _same(_nf4(50, 20), whole)
+    pieces = whole.dequantise()
+    monkeypatch.undo()
+    assert torch.equal(pieces, whole.dequantise())
+
+
+def test_dequantise_rounds_once_into_the_dtype_asked_for() -> None:
+    weight = _nf4(6, 20)
+    assert torch.equal(weight.dequantise(torch.bfloat16), weight.dequantise().bfloat16())
+
+
+def test_a_weight_takes_4_bits_and_its_share_of_a_scale() -> None:
+    weight = _nf4(16, 256, block_size=64)
+    assert weight._packed.nbytes + weight._scales.nbytes == 16 * 256 * 0.5625
+
+
+# The tensor
+
+
+def test_shape_and_dtype_are_the_weights() -> None:
+    weight = _nf4(6, 4, 5, dtype=torch.bfloat16)
+    assert weight.shape == weight.dequantise().shape == (6, 4, 5)
+    assert weight.dtype == weight.dequantise().dtype == torch.bfloat16
+    assert weight._row_numel == 20
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
+def test_chunks_of_rows_are_exact_and_stay_packed(num_chunks: int) -> None:
+    weight = _nf4(7, 20)
+    for chunk, dense in zip(weight.chunk(num_chunks), weight.dequantise().chunk(num_chunks), strict=True):
+        assert isinstance(chunk, NF4Tensor)
+        assert torch.equal(chunk.dequantise(), dense)
+
+
+@pytest.mark.parametrize(
+    "rows", [slice(2, 5), slice(5, 99), slice(-2, None), slice(7, None), slice(0, 7), slice(1, 6, 2)]
+)
+def test_slices_of_rows_are_exact_and_share_memory(rows: slice) -> None:
+    weight = _nf4(7, 20)
+    cut = weight[rows]
+    assert isinstance(cut, NF4Tensor)
+    assert torch.equal(cut.dequantise(), weight.dequantise()[rows])
+    cut.copy_(torch.ones(20))
+    assert torch.equal(weight.dequantise()[rows], torch.ones(cut.shape))
+
+
+def test_narrow_to_the_whole_of_another_dim_is_no_cut() -> None:
+    weight = _nf4(7, 20)
+    assert _same(weight.narrow(1, 0, 20), weight)
+
+
+def test_flattened_view_keeps_the_rows_for_the_way_back() -> None:
+    weight = _nf4(7, 20)
+    flat = weight.view(-1)
+    assert isinstance(flat, NF4Tensor)
+    assert torch.equal(flat.dequantise(), weight.dequantise().view(-1))
+    assert _same(flat.view(7, 20)[2:4], weight[2:4])
+    assert _same(weight.view(7, 4, 5)[2:4].view(2, 20), weight[2:4])
+
+
+@pytest.mark.parametrize("make", [lambda w: w.new_zeros(3, 20), lambda w: torch.zeros_like(w[:3])])
+def test_new_zeros_are_packed_and_positive(make: Callable[[NF4Tensor], torch.Tensor]) -> None:
+    zeros = make(_nf4(7, 20))
+    assert isinstance(zeros, NF4Tensor)
+    assert torch.equal(zeros.dequantise(), torch.zeros(3, 20))
+    assert not zeros.dequantise().signbit().any()
+
+
+def test_new_tensors_of_other_rows_are_dense() -> None:
+    assert type(_nf4(7, 20).new_zeros(3, 21)) is torch.Tensor
+    assert type(_nf4(7, 20).new_empty(0)) is torch.Tensor
+    assert type(torch.zeros_like(_nf4(7, 20), dtype=torch.int64)) is torch.Tensor
+
+
+def test_padded_shard_is_made_as_runtimes_make_it() -> None:
+    weight = _nf4(7, 20)
+    padded = weight.new_zeros(4, 20)
+    padded.narrow(0, 0, 3).copy_(weight[4:])
+    assert torch.equal(padded.dequantise(), torch.cat([weight.dequantise()[4:], torch.zeros(1, 20)]))
+
+
+def test_copy_between_equal_forms_moves_codes() -> None:
+    source, target = _nf4(7, 20), _nf4(7, 20).new_zeros(7, 20)
+    assert target.copy_(source) is target
+    assert _same(target, source)
+
+
+def test_copy_from_dense_or_other_blocks_quantises() -> None:
+    target = _nf4(7, 20).new_zeros(7, 20)
+    target.copy_(_weight(7, 20))
+    assert _same(target, _nf4(7, 20))
+    other = _nf4(7, 20, block_size=4)
+    target.copy_(other)
+    assert _same(target, NF4Tensor.quantise(other.dequantise(), block_size=8))
+
+
+def test_copy_into_dense_dequantises() -> None:
+    weight = _nf4(7, 20)
+    assert torch.equal(torch.zeros(7, 20).copy_(weight), weight.dequantise())
+
+
+def test_cast_changes_what_it_dequantises_to_and_nothing_else() -> None:
+    weight = _nf4(7, 20)
+    cast = weight.to(torch.bfloat16)
+    assert isinstance(cast, NF4Tensor)
+    assert cast.dequantise().dtype == torch.bfloat16
+    assert _same(cast, weight)
+    assert torch.equal(weight.to(torch.int32), weight.dequantise().to(torch.int32))
+
+
+def test_module_moves_to_meta_and_back_with_its_weight_packed() -> None:
+    layer = nn.Linear(20, 7, bias=False)
+    layer.weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
+    values = copy.deepcopy(layer.state_dict())
+    layer.to("meta")
+    assert layer.weight.is_meta
+    layer.to_empty(device="cpu").load_state_dict(values)
+    assert isinstance(layer.weight, NF4Tensor)
+    assert _same(layer.weight, _nf4(7, 20))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, torch.clone, lambda w: w.to(torch.float32, copy=True)])
+def test_copies_share_no_memory(copied: Callable[[NF4Tensor], NF4Tensor]) -> None:
+    weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
+    made = copied(weight)
+    assert _same(made, weight)
+    made.copy_(torch.zeros(7, 20))
+    assert _same(weight, _nf4(7, 20))
+
+
+def test_saved_weight_loads_with_weights_only() -> None:
+    file = io.BytesIO()
+    torch.save({"weight": nn.Parameter(_nf4(7, 20, dtype=torch.bfloat16), requires_grad=False)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    assert loaded.dtype == torch.bfloat16
+    assert _same(loaded, _nf4(7, 20, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_linear_layer_computes_with_the_dense_weight(compiled: bool) -> None:
+    layer = nn.Linear(20, 7)
+    layer.weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
+    x = _weight(3, 20).requires_grad_()
+    result = torch.compile(layer, backend="aot_eager", fullgraph=True)(x) if compiled else layer(x)
+    result.sum().backward()
+    dense = layer.weight.dequantise()
+    torch.testing.assert_close(result, F.linear(x, dense, layer.bias))
+    torch.testing.assert_close(x.grad, dense.sum(0).expand(3, 20))
+
+
+def test_results_are_plain_tensors() -> None:
+    weight = _nf4(7, 20)
+    for result in (weight + 1, weight.t(), weight[2], weight.sum(), torch.ones(7, 20).mul_(weight)):
+        assert type(result) is torch.Tensor
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "require",
+    [
+        lambda: nn.Parameter(_nf4(7, 20)),
+        lambda: _nf4(7, 20).requires_grad_(),
+        lambda: setattr(_nf4(7, 20), "requires_grad", True),
+        lambda: nn.ParameterList([nn.Parameter(_nf4(7, 20), requires_grad=False)]).requires_grad_(True),
+    ],
+    ids=["Parameter", "requires_grad_", "requires_grad", "Module.requires_grad_"],
+)
+def test_gradients_are_refused(require: Callable[[], object]) -> None:
+    assert_expected_inline(
+        error_of(require),
+        """\
+ValueError: NF4Tensor of shape (7, 20), torch.float32: requires_grad=True, but 4-bit codes cannot
+follow a gradient. Bind it as nn.Parameter(weight, requires_grad=False), and train an adapter beside
+it.""",
+    )
+
+
+@pytest.mark.parametrize("cut", [lambda w: w[:, :8], lambda w: w.chunk(2, dim=-1), lambda w: w.narrow(1, 8, 8)])
+def test_cut_along_another_dim_is_refused(cut: Callable[[NF4Tensor], object]) -> None:
+    with pytest.raises(ValueError, match=r"cut along dim -?1, but blocks of 8 weights lie within the rows of dim 0"):
+        cut(_nf4(7, 20))
+
+
+def test_cut_along_another_dim_is_refused_in_words() -> None:
+    assert_expected_inline(
+        error_of(lambda: _nf4(7, 20).chunk(2, dim=1)),
+        """\
+ValueError: NF4Tensor of shape (7, 20), torch.float32: cut along dim 1, but blocks of 8 weights lie
+within the rows of dim 0, so only cuts along dim 0 are exact. Shard it by Shard(0), or dequantise()
+first.""",
+    )
+
+
+def test_cut_of_a_flattened_view_is_refused() -> None:
+    assert_expected_inline(
+        error_of(lambda: _nf4(7, 20).view(-1)[:20]),
+        """\
+ValueError: NF4Tensor of shape (140,), torch.float32: cut along dim 0, but this is a view of rows of
+20 weights, which are no longer dim 0. Cut the tensor that it is a view of.""",
+    )
+
+
+def test_as_strided_is_refused_unless_it_changes_nothing() -> None:
+    weight = _nf4(7, 20)
+    assert _same(weight.as_strided((7, 20), (20, 1)), weight)
+    assert_expected_inline(
+        error_of(lambda: weight.as_strided((3, 20), (20, 1), 40)),
+        """\
+ValueError: NF4Tensor of shape (7, 20), torch.float32: as_strided to shape (3, 20), strides (20, 1),
+offset 40, but packed weights do not lie in memory one by one. Cut along dim 0, or dequantise()
+first.""",
+    )
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.add_(1),
+        lambda w: w.zero_(),
+        lambda w: torch.add(torch.ones(7, 20), 1, out=w),
+        lambda w: torch._foreach_add_([torch.ones(7, 20), w], 1),
+        lambda w: w[1:2].fill_(0),
+    ],
+)
+def test_arithmetic_in_place_is_refused(write: Callable[[NF4Tensor], object]) -> None:
+    weight = _nf4(7, 20)
+    with pytest.raises(TypeError, match="would write an NF4Tensor, which is frozen"):
+        write(weight)
+    assert _same(weight, _nf4(7, 20))
+
+
+def test_optimizer_on_a_frozen_weight_is_refused_in_words() -> None:
+    weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
+    weight.grad = torch.ones(7, 20)
+    assert_expected_inline(
+        error_of(torch.optim.SGD([weight], lr=0.1, foreach=False).step),
+        """\
+TypeError: aten.add_.Tensor would write an NF4Tensor, which is frozen: an optimizer must not get it.
+Pass those parameters only that require gradients, or dequantise() first.""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("weight", "block_size", "problem"),
+    [
+        (torch.zeros(7), 64, r"expected rows to cut into blocks, found shape \(7,\)"),
+        (torch.zeros(7, 0), 64, r"expected rows to cut into blocks, found shape \(7, 0\)"),
+        (torch.zeros(7, 20), 7, "block_size is 7"),
+        (torch.zeros(7, 20), 0, "block_size is 0"),
+        (torch.full((7, 20), float("nan")), 64, "infinite or not a number"),
+        (torch.full((7, 20), 1e300, dtype=torch.float64), 64, "infinite or not a number"),
+    ],
+)
+def test_weights_that_cannot_be_quantised_are_refused(weight: torch.Tensor, block_size: int, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        NF4Tensor.quantise(weight, block_size=block_size)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(7, 20, dtype=torch.int8), _nf4(7, 20)], ids=["int8", "NF4"])
+def test_what_is_no_plain_floating_point_weight_is_refused(weight: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match=r"expected plain floating-point weights, found \w+ of shape"):
+        NF4Tensor.quantise(weight)
+
+
+# Hooks
+
+
+def _gathered(shards: list[NF4Tensor]) -> tuple[torch.Tensor, ...]:
+    """What the post-hook gets: the payloads of all ranks, each joined along dim 0."""
+    payloads = [shard.fsdp_pre_all_gather(None)[0] for shard in shards]  # type: ignore[arg-type]
+    for payload in payloads:
+        assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in payload)
+    return tuple(torch.cat(list(tensors)) for tensors in zip(*payloads, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_shards_dequantise_to_the_weight(world_size: int, dtype: torch.dtype) -> None:
+    full = _nf4(7, 4, 5)
+    size = -(-7 // world_size)
+    shards = [full[rank * size : (rank + 1) * size] for rank in range(world_size)]  # empty ones on the last ranks
+    outputs = _gathered(shards)
+    for shard in shards:
+        made = shard.fsdp_post_all_gather(outputs, None, dtype)
+        assert made is not None
+        assert type(made[0]) is torch.Tensor
+        assert torch.equal(made[0], full.dequantise(dtype))
+
+
+def test_unsharded_weight_is_freed_and_filled_again_in_place() -> None:
+    shard = _nf4(7, 20)
+    outputs = _gathered([shard])
+    made = shard.fsdp_post_all_gather(outputs, None, torch.bfloat16)
+    assert made is not None
+    unsharded, inner = made
+    assert [tensor.data_ptr() for tensor in inner] == [unsharded.data_ptr()]
+    out, version = nn.Parameter(unsharded, requires_grad=False), unsharded._version
+    unsharded.untyped_storage().resize_(0)
+    unsharded.untyped_storage().resize_(unsharded.nbytes)
+    assert shard.fsdp_post_all_gather(outputs, None, torch.bfloat16, out=out) is None
+    assert torch.equal(out, shard.dequantise(torch.bfloat16))
+    assert out._version == version  # autograd has saved it
+
+
+def test_gathered_codes_may_be_released() -> None:
+    shard = _nf4(7, 20)
+    outputs = _gathered([shard])
+    made = shard.fsdp_post_all_gather(outputs, None, torch.float32)
+    assert shard.fsdp_should_release_all_gather_outputs_after_post_all_gather()
+    for output in outputs:
+        output.zero_()
+    assert made is not None
+    assert torch.equal(made[0], shard.dequantise())
