@@ -153,7 +153,7 @@ class Hooks:
 
     def error(self, hook: str, problem: str) -> ExtensionError:
         """An error that says where: ``problem`` continues the name of ``hook``."""
-        return ExtensionError(f"parameter '{self._context.name}': {self._class}.{hook} {problem}.")
+        return ExtensionError(f"parameter '{self._context.name}': {self._class}.{hook} {problem.rstrip('.')}.")
 
     def call_pre(self) -> PreResult:
         """This rank's payload and its metadata.

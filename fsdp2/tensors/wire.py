@@ -229,5 +229,5 @@ def _from_the_wrappers_start(
     tensor: WireFormatTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> dict[str, Any]:
     """Arguments of ``as_strided`` for the plain tensor. The wrapper reports no offset, so offsets count from it."""
-    offset = (storage_offset or 0)
+    offset = tensor._data.storage_offset() + (storage_offset or 0)
     return {"size": size, "stride": stride, "storage_offset": offset}

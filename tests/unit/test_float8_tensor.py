@@ -1,0 +1,367 @@
+"""float8 keeps its error bound, scales are dropped when they are outdated, and the unsharded tensor computes like its
+dequantised values, with plain gradients. There is no process group: scales of several ranks are put in by hand."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2.tensors import Float8AllGatherTensor, Float8Scaling, Float8Tensor, float8, precompute_float8_scales
+from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, scale_from
+from tests.harness.messages import error_of
+from tests.unit.test_wire_tensors import gathered, mesh_of, pre, shards_of
+
+PER_ROW, PER_TENSOR = Float8Scaling.PER_ROW, Float8Scaling.PER_TENSOR
+both = pytest.mark.parametrize("scaling", [PER_ROW, PER_TENSOR])
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def scale_of(data: torch.Tensor, scaling: Float8Scaling) -> torch.Tensor:
+    return scale_from(row_magnitudes(data) if scaling is PER_ROW else magnitude(data))
+
+
+def unsharded(data: torch.Tensor, scaling: Float8Scaling, dtype: torch.dtype = torch.bfloat16) -> Float8Tensor:
+    scale = scale_of(data, scaling)
+    return Float8Tensor(quantise_float8(data, scale), scale, dtype)
+
+
+# Quantising
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 64), (4, 3, 2)], ids=str)
+def test_error_is_a_sixteenth_of_the_value_or_a_step_of_the_smallest(
+    shape: tuple[int, ...], dtype: torch.dtype, scaling: Float8Scaling
+) -> None:
+    data = (random(*shape) * 10.0 ** random(*shape)).to(dtype)
+    scale = scale_of(data, scaling)
+    assert scale.dtype is torch.float32
+    error = (quantise_float8(data, scale).double() * scale - data.double()).abs()
+    assert torch.all(error <= torch.maximum(data.double().abs() / 16, scale.double() / 1024) * (1 + 1e-5))
+
+
+@both
+def test_the_largest_magnitude_is_met(scaling: Float8Scaling) -> None:
+    data = random(6, 16)
+    largest = row_magnitudes(data) if scaling is PER_ROW else magnitude(data)
+    quantised = unsharded(data, scaling, torch.float32).dequantised()
+    torch.testing.assert_close(row_magnitudes(quantised) if scaling is PER_ROW else magnitude(quantised), largest)
+
+
+@both
+def test_zeros_stay_zeros(scaling: Float8Scaling) -> None:
+    data = random(3, 16)
+    data[1] = 0
+    data[2, 4] = 0
+    assert torch.equal(unsharded(data, scaling).dequantised() == 0, data == 0)
+    assert not unsharded(torch.zeros(2, 2), scaling).dequantised().any()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_inf_and_nan_are_never_hidden(bad: float) -> None:
+    data = random(3, 16)
+    data[1, 2] = bad
+    rows = unsharded(data, PER_ROW).dequantised()
+    assert rows[1].isnan().all()
+    assert rows[[0, 2]].isfinite().all()
+    assert not unsharded(data, PER_TENSOR).dequantised().isfinite().any()
+
+
+def test_empty_shards_have_no_magnitude() -> None:
+    assert torch.equal(magnitude(torch.ones(0, 4)), torch.zeros(1))
+    assert row_magnitudes(torch.ones(0, 4)).shape == (0, 1)
+
+
+# Travelling
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
+def test_rows_scaled_on_their_ranks_are_those_of_the_whole(num_ranks: int) -> None:
+    data = random(7, 16)
+    shards = shards_of(Float8AllGatherTensor(data, scaling=PER_ROW), num_ranks)
+    outputs, metadata = gathered(shards, data)
+    made, inner = shards[0].fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+    assert inner == ()
+    assert made._data.data_ptr() == outputs[0].data_ptr()
+    assert torch.equal(made.dequantised(), unsharded(data, PER_ROW).dequantised())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])
+def test_one_scale_for_all_ranks_gives_the_values_of_the_whole(num_ranks: int) -> None:
+    data = random(7, 16)
+    shards = shards_of(Float8AllGatherTensor(data), num_ranks)
+    for shard in shards:
+        shard.precomputed(scale_of(data, PER_TENSOR))
+    outputs, metadata = gathered(shards, data)
+    assert [(output.dtype, output.shape) for output in outputs] == [(torch.uint8, data.shape)]
+    made, _ = shards[0].fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+    assert torch.equal(made.dequantised(), unsharded(data, PER_TENSOR).dequantised())
+
+
+@both
+@pytest.mark.parametrize("shares", [True, False])
+def test_later_gathers_refresh_the_same_parameter(shares: bool, scaling: Float8Scaling) -> None:
+    data = random(4, 16)
+    shard = Float8AllGatherTensor(data, scaling=scaling)
+    outputs, metadata = pre(shard, 1, data)
+    made, _ = shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+    out = nn.Parameter(made)
+    shard.mul_(3)
+    again, metadata = pre(shard, 1, data)
+    if shares:
+        for old, new in zip(outputs, again, strict=True):
+            old.copy_(new)
+        again = outputs
+    assert shard.fsdp_post_all_gather(again, metadata, torch.bfloat16, out=out) is None
+    assert torch.equal(out.dequantised(), unsharded(data, scaling).dequantised())
+    assert (out._version, out._scale._version if scaling is PER_TENSOR else 0) == (0, 0)
+
+
+def test_the_unsharded_scale_is_not_the_precomputed_one_itself() -> None:
+    data = random(4, 16)
+    shard = Float8AllGatherTensor(data)
+    scale = scale_of(data, PER_TENSOR)
+    shard.precomputed(scale)
+    outputs, metadata = pre(shard, 1, data)
+    made, _ = shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+    assert made._scale.data_ptr() != scale.data_ptr()
+
+
+# Scales that were precomputed
+
+
+class AskedError(Exception):
+    pass
+
+
+def asking_mesh() -> Any:
+    """A mesh of two ranks that tells when ranks are about to communicate."""
+
+    def get_group() -> Any:
+        raise AskedError
+
+    return SimpleNamespace(size=lambda: 2, get_group=get_group)
+
+
+def asks(shard: Float8AllGatherTensor) -> bool:
+    try:
+        shard.fsdp_pre_all_gather(asking_mesh(), shard.shape, shard.stride(), None, None)
+    except AskedError:
+        return True
+    return False
+
+
+def step(shard: Any) -> None:
+    shard.grad = torch.ones(4, 8)
+    torch.optim.SGD([shard], lr=0.1, foreach=True).step()
+
+
+DROPS: dict[str, Callable[[Any], Any]] = {
+    "written": lambda shard: shard.add_(1),
+    "written through .data": lambda shard: shard.data.mul_(2),
+    "written through a view": lambda shard: shard.detach()[1:].zero_(),
+    "stepped": step,
+    "loaded": lambda shard: shard.copy_(torch.ones(4, 8)),
+}
+KEEPS: dict[str, Callable[[Any], Any]] = {
+    "read": lambda shard: shard * 2,
+    "saved": lambda shard: torch.save(shard, io.BytesIO()),
+    "copied and the copy written": lambda shard: copy.deepcopy(shard).zero_(),
+    "shown": repr,
+}
+
+
+def test_a_scale_for_one_rank_is_not_asked_for() -> None:
+    data = random(4, 8)
+    (values,), metadata = Float8AllGatherTensor(data).fsdp_pre_all_gather(
+        mesh_of(1), data.shape, data.stride(), None, None
+    )
+    assert torch.equal(metadata, scale_of(data, PER_TENSOR))
+    assert torch.equal(values, quantise_float8(data, metadata).view(torch.uint8))
+
+
+@pytest.mark.parametrize("drop", list(DROPS.values()), ids=list(DROPS))
+def test_a_precomputed_scale_is_used_until_the_shard_is(drop: Any) -> None:
+    shard = nn.Parameter(Float8AllGatherTensor(random(4, 8)))
+    assert asks(shard)
+    shard.precomputed(torch.ones(1))
+    assert not asks(shard)
+    assert not asks(shard)  # backward gathers a second time
+    with torch.no_grad():
+        drop(shard)
+    assert asks(shard)
+
+
+@pytest.mark.parametrize("keep", list(KEEPS.values()), ids=list(KEEPS))
+@torch.no_grad()
+def test_a_precomputed_scale_outlives_that_the_shard_is(keep: Any) -> None:
+    shard = nn.Parameter(Float8AllGatherTensor(random(4, 8)))
+    shard.precomputed(torch.ones(1))
+    keep(shard)
+    assert not asks(shard)
+
+
+def test_values_beyond_an_outdated_scale_are_clamped() -> None:
+    data = torch.tensor([[1e6, -1e6, 1.0]])
+    assert quantise_float8(data, torch.ones(1)).tolist() == [[LARGEST, -LARGEST, 1.0]]
+
+
+def test_precomputing_passes_over_what_is_not_sharded() -> None:
+    module = nn.Linear(8, 4)
+    module.weight = nn.Parameter(Float8AllGatherTensor(module.weight))
+    precompute_float8_scales(module)
+    assert asks(module.weight)
+
+
+# Computing
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_takes_one_byte_per_element_and_looks_like_its_dtype(dtype: torch.dtype, scaling: Float8Scaling) -> None:
+    weight = unsharded(random(4, 8), scaling, dtype)
+    assert (weight.shape, weight.dtype, weight._data.nbytes) == ((4, 8), dtype, 32)
+    assert weight.dequantised().dtype is dtype
+
+
+def _plain_and_float8(scaling: Float8Scaling) -> tuple[nn.Parameter, nn.Parameter]:
+    weight = unsharded(random(6, 8), scaling)
+    return nn.Parameter(weight.dequantised()), nn.Parameter(weight)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "linear": lambda x, weight: F.linear(x, weight, torch.ones(6, dtype=x.dtype)),
+    "linear of a batch": lambda x, weight: F.linear(x.expand(2, 5, 8), weight),
+    "matmul": lambda x, weight: x @ weight.t(),
+    "transpose": lambda x, weight: x @ weight.transpose(-1, -2),
+    "left operand": lambda x, weight: weight @ x.t(),
+    "checkpointed": lambda x, weight: checkpoint(F.linear, x, weight, use_reentrant=False),
+    "embedding": lambda x, weight: F.embedding(torch.tensor([0, 5, 5]), weight) * x.sum(),
+    "elementwise": lambda x, weight: (weight * 2 + weight.square()).sum() * x,
+}
+
+
+@both
+@pytest.mark.parametrize("function", list(FUNCTIONS.values()), ids=list(FUNCTIONS))
+def test_results_and_gradients_are_those_of_the_dequantised_values(function: Any, scaling: Float8Scaling) -> None:
+    results = []
+    for weight in _plain_and_float8(scaling):
+        x = random(5, 8).bfloat16().requires_grad_()
+        y = function(x, weight)
+        y.square().sum().backward()
+        assert type(y) is type(weight.grad) is torch.Tensor
+        results.append((y, x.grad, weight.grad))
+    assert all(map(torch.equal, *results))
+
+
+@both
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_linear_without_autograd(mode: Any, scaling: Float8Scaling) -> None:
+    plain, weight = _plain_and_float8(scaling)
+    x, bias = random(2, 5, 8).bfloat16(), torch.ones(6, dtype=torch.bfloat16)
+    with mode():
+        assert torch.equal(F.linear(x, weight, bias), F.linear(x, plain, bias))
+        assert torch.equal(F.linear(x, weight), F.linear(x, plain))
+
+
+@both
+def test_compiled_code_takes_it_as_a_parameter(scaling: Float8Scaling) -> None:
+    plain, weight = _plain_and_float8(scaling)
+    linear = torch.compile(F.linear, backend="aot_eager", fullgraph=True)
+    x = random(5, 8).bfloat16()
+    linear(x, weight).sum().backward()
+    F.linear(x, plain).sum().backward()
+    assert torch.equal(weight.grad, plain.grad)
+
+
+@both
+def test_runtimes_cut_rows_of_padding_and_make_it_a_parameter(scaling: Float8Scaling) -> None:
+    weight = unsharded(random(6, 8), scaling)
+    cut = torch.as_strided(weight, (5, 8), (8, 1), 0)
+    assert type(cut) is type(nn.Parameter(cut)) is Float8Tensor
+    assert torch.equal(cut.dequantised(), weight.dequantised()[:5])
+    assert cut._data.data_ptr() == weight._data.data_ptr()
+    other = torch.as_strided(weight, (8, 6), (1, 8), 0)
+    assert type(other) is torch.Tensor
+    assert torch.equal(other, weight.dequantised().t())
+
+
+def test_zeros_like_reads_no_values_because_they_may_be_released() -> None:
+    weight = unsharded(random(6, 8), PER_ROW)
+    weight._data.untyped_storage().resize_(0)
+    zeros = torch.zeros_like(weight)
+    assert (type(zeros), zeros.dtype, zeros.shape) == (torch.Tensor, torch.bfloat16, (6, 8))
+    assert repr(weight) == "Float8Tensor(shape=(6, 8), dtype=torch.bfloat16, scale=(6, 1))"
+
+
+def test_saving_writes_dequantised_values() -> None:
+    weight, stored = unsharded(random(6, 8), PER_ROW), io.BytesIO()
+    torch.save(weight, stored)
+    stored.seek(0)
+    assert torch.equal(torch.load(stored, weights_only=True), weight.dequantised())
+
+
+@both
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_where_the_device_multiplies_float8_forward_does_and_backward_does_not(
+    with_bias: bool, scaling: Float8Scaling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float8, "_has_float8_matmul", lambda device: True)  # the CPU can, slowly
+    products = []
+
+    def scaled_mm(*args: Any, mm: Any = F.scaled_mm, **kwargs: Any) -> torch.Tensor:
+        products.append(mm(*args, **kwargs))
+        return products[-1]
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    data, x = random(32, 48), random(2, 5, 48).bfloat16().requires_grad_()
+    bias = random(32).bfloat16() if with_bias else None
+    weight = nn.Parameter(unsharded(data, scaling))
+    y = F.linear(x, weight, bias)
+    rounded = unsharded(x.detach().view(-1, 48), scaling, torch.float32).dequantised().view(2, 5, 48)
+    expected = F.linear(rounded, unsharded(data, scaling, torch.float32).dequantised())
+    torch.testing.assert_close(y.float(), expected + (0 if bias is None else bias.float()), rtol=2e-2, atol=2e-2)
+    y.sum().backward()
+    assert len(products) == 1
+    plain = nn.Parameter(weight.dequantised())
+    F.linear(x.detach(), plain, bias).sum().backward()
+    assert torch.equal(weight.grad, plain.grad)
+
+
+# Refusals
+
+
+def test_what_cannot_be_is_refused() -> None:
+    weight = unsharded(random(4, 8), PER_ROW)
+    refusals = [
+        error_of(lambda: Float8AllGatherTensor(torch.ones(4), scaling=PER_ROW)),
+        error_of(lambda: Float8AllGatherTensor(torch.ones(4), scaling="per row")),
+        error_of(lambda: weight.add_(1)),
+        error_of(lambda: torch.add(torch.ones(4, 8), 1, out=weight)),
+    ]
+    assert_expected_inline(
+        "\n".join(refusals),
+        """\
+ValueError: Float8AllGatherTensor: rows of a tensor of shape (4,) are single elements, and a scale
+for each takes more than it saves. Use Float8Scaling.PER_TENSOR, or leave it plain.
+TypeError: Float8AllGatherTensor: scaling must be a Float8Scaling, found 'per row'.
+RuntimeError: aten.add_.Tensor: a Float8Tensor is read-only. Write the sharded parameter, and it is
+gathered again.
+RuntimeError: aten.add.out: a Float8Tensor is read-only. Write the sharded parameter, and it is
+gathered again.""",
+    )

@@ -1,0 +1,441 @@
+"""Tensors with a wire format behave as their master values, keep their class where parameters are moved around, and
+travel as they say. Ranks are played one after the other: there is no process group here."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from fsdp2.api import MixedPrecisionPolicy
+from fsdp2.nested import map_tensors
+from fsdp2.tensors import (
+    BFloat16AllGatherTensor,
+    Float8AllGatherTensor,
+    Float8Scaling,
+    Int8AllGatherTensor,
+    WireFormatTensor,
+    wrap_parameters,
+)
+from fsdp2.tensors.wire import written_by
+from tests.harness.messages import error_of
+
+MAKERS: dict[str, Callable[[torch.Tensor], WireFormatTensor]] = {
+    "bfloat16": functools.partial(BFloat16AllGatherTensor, pad=True),
+    "int8": functools.partial(Int8AllGatherTensor, block_size=4),
+    "float8": functools.partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW, quantise_once=True),
+}
+every_class = pytest.mark.parametrize("make", list(MAKERS.values()), ids=list(MAKERS))
+
+
+def mesh_of(size: int) -> Any:
+    """What hooks ask a 1D mesh for, as long as they do not communicate."""
+    return SimpleNamespace(size=lambda: size)
+
+
+def shards_of(full: WireFormatTensor, num_ranks: int) -> list[WireFormatTensor]:
+    """``full`` cut along dim 0, with empty shards for the last ranks where there are too few rows."""
+    chunks = list(torch.chunk(full, num_ranks))
+    return chunks + [full[:0] for _ in range(num_ranks - len(chunks))]  # type: ignore[misc, return-value]
+
+
+def pre(shard: WireFormatTensor, num_ranks: int, full: torch.Tensor, param_dtype: torch.dtype | None = None) -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    return shard.fsdp_pre_all_gather(mesh_of(num_ranks), full.shape, full.stride(), nn.Module(), policy)
+
+
+def gathered(shards: list[WireFormatTensor], full: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """The ranks' payloads, joined, and the first rank's metadata."""
+    payloads = [pre(shard, len(shards), full) for shard in shards]
+    joined = tuple(torch.cat(parts) for parts in zip(*(tensors for tensors, _ in payloads), strict=True))
+    return joined, payloads[0][1]
+
+
+@pytest.fixture
+def master() -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+# Being the master values
+
+
+@every_class
+def test_shape_dtype_and_values_are_those_of_the_master_values(make: Any, master: torch.Tensor) -> None:
+    wrapper = make(master)
+    assert (wrapper.shape, wrapper.stride(), wrapper.dtype) == (master.shape, master.stride(), master.dtype)
+    assert torch.equal(wrapper, master)
+    assert wrapper._data.data_ptr() == master.data_ptr()
+
+
+@every_class
+def test_arithmetic_gives_plain_tensors(make: Any, master: torch.Tensor) -> None:
+    wrapper = make(master)
+    results = [wrapper + 1, wrapper.t(), wrapper @ master.t(), torch.zeros_like(wrapper), wrapper.sum(), wrapper[0]]
+    results += [*torch.unbind(wrapper), torch.cat([wrapper, wrapper])]
+    assert {type(result) for result in results} == {torch.Tensor}
+
+
+@every_class
+def test_in_place_operations_write_the_master_values_and_return_the_wrapper(make: Any, master: torch.Tensor) -> None:
+    wrapper, expected = make(master), master * 2 + 1
+    assert wrapper.mul_(2) is wrapper
+    assert wrapper.add_(1) is wrapper
+    assert wrapper.copy_(wrapper.detach()) is wrapper
+    assert torch.equal(master, expected)
+
+
+@every_class
+def test_copying_goes_from_and_to_plain_tensors(make: Any, master: torch.Tensor) -> None:
+    plain, source = torch.zeros(6, 8), torch.ones(6, 8)
+    wrapper = make(master)
+    assert type(plain.copy_(wrapper)) is torch.Tensor
+    assert torch.equal(plain, master)
+    wrapper.copy_(source)
+    assert torch.equal(master, source)
+
+
+MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detach": lambda tensor: tensor.detach(),
+    "data": lambda tensor: tensor.data,
+    "view": lambda tensor: tensor.view(-1),
+    "slice": lambda tensor: tensor[2:4],
+    "narrow": lambda tensor: tensor.narrow(0, 1, 3),
+    "split": lambda tensor: tensor.split(2)[1],
+    "chunk": lambda tensor: tensor.chunk(4)[1],
+    "as_strided": lambda tensor: (part := tensor[2:]).as_strided((3, 8), (8, 1), part.storage_offset() + 8),
+    "clone": lambda tensor: tensor.clone(),
+    "to": lambda tensor: tensor.to(torch.float64),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a view": lambda tensor: copy.deepcopy(tensor[2:]),
+    "parameter": lambda tensor: nn.Parameter(tensor),
+}
+
+
+@every_class
+@pytest.mark.parametrize("move", list(MOVES.values()), ids=list(MOVES))
+def test_placing_and_copying_keeps_class_options_and_values(make: Any, move: Any, master: torch.Tensor) -> None:
+    wrapper = make(master)
+    moved = move(wrapper)
+    assert type(moved) is type(wrapper)
+    assert moved._options == wrapper._options
+    assert moved.quantise_once == wrapper.quantise_once
+    assert torch.equal(moved, move(master))
+
+
+@every_class
+def test_new_memory_keeps_class_and_options(make: Any, master: torch.Tensor) -> None:
+    wrapper = make(master)
+    for made in (torch.empty_like(wrapper), wrapper.new_zeros(3, 8), wrapper.new_empty(2), wrapper.to("meta")):
+        assert type(made) is type(wrapper)
+        assert made._options == wrapper._options
+
+
+@every_class
+def test_a_copy_that_casts_to_integers_is_plain(make: Any, master: torch.Tensor) -> None:
+    assert type(make(master).to(torch.int32)) is torch.Tensor
+
+
+@every_class
+def test_modules_move_load_and_materialise_without_losing_the_class(make: Any, master: torch.Tensor) -> None:
+    module = nn.Linear(8, 6, bias=False)
+    module.weight = nn.Parameter(make(master))
+    kind = type(module.weight)
+    module.to(torch.float64).to("meta").to_empty(device="cpu").to(torch.float32)
+    module.load_state_dict({"weight": torch.ones(6, 8)})
+    assert type(module.weight) is kind
+    assert torch.equal(module.weight, torch.ones(6, 8))
+
+
+@every_class
+@pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_optimizers_step_as_on_a_plain_parameter_with_plain_states(
+    make: Any, optimizer: Any, how: dict[str, bool], master: torch.Tensor
+) -> None:
+    plain, wrapped = nn.Parameter(master.clone()), nn.Parameter(make(master.clone()))
+    momentum = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    for param in (plain, wrapped):
+        step = optimizer([param], lr=0.1, **momentum, **how)
+        for _ in range(3):
+            param.grad = torch.full((6, 8), 0.5)
+            step.step()
+        states = [state for state in step.state[param].values() if state is not None]
+        assert states
+        assert {type(state) for state in states} == {torch.Tensor}
+    assert torch.equal(plain, wrapped)
+
+
+# Counting writes
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": lambda param: param.add_(1),
+    "data": lambda param: param.data.add_(1),
+    "detached": lambda param: param.detach().zero_(),
+    "a view": lambda param: param.detach()[1:].zero_(),
+    "out": lambda param: torch.add(torch.ones(6, 8), 1, out=param),
+    "foreach": lambda param: torch._foreach_add_([param], 1),
+    "the plain tensor": lambda param: param._data.add_(1),
+}
+
+
+@pytest.mark.parametrize("write", list(WRITES.values()), ids=list(WRITES))
+@torch.no_grad()
+def test_a_write_changes_the_stamp(write: Any, master: torch.Tensor) -> None:
+    param = nn.Parameter(BFloat16AllGatherTensor(master))
+    before = param.write_stamp
+    write(param)
+    assert param.write_stamp != before
+
+
+class Around(torch.Tensor):
+    """Like a DTensor: its operations run on a local tensor, below the place where torch counts writes and views."""
+
+    __torch_function__ = nn.Parameter.__torch_function__
+    local: torch.Tensor
+
+    def __new__(cls, local: torch.Tensor) -> Around:
+        made = cls._make_wrapper_subclass(cls, local.shape, strides=local.stride(), dtype=local.dtype)
+        made.local = local
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        local_args = map_tensors(lambda tensor: tensor.local if isinstance(tensor, Around) else tensor, args)
+        result = func(*local_args, **(kwargs or {}))
+        return map_tensors(lambda tensor: Around(tensor) if isinstance(tensor, WireFormatTensor) else tensor, result)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_padded"),
+    [(name, False) for name in ("in place", "data", "detached", "a view", "foreach")]
+    + [(name, True) for name in ("in place", "data", "detached", "foreach")],
+)
+@torch.no_grad()
+def test_a_write_through_a_tensor_around_it_is_counted_for_the_plain_tensor(
+    name: str, is_padded: bool, master: torch.Tensor
+) -> None:
+    memory = BFloat16AllGatherTensor(torch.cat([master, master]) if is_padded else master)
+    around = nn.Parameter(Around(memory[:6] if is_padded else memory))
+    stamp, version = around.local.write_stamp, around.local._data._version
+    WRITES[name](around)
+    assert around.local.write_stamp != stamp
+    assert around.local._data._version != version  # what runtimes watch
+
+
+@torch.no_grad()
+def test_reading_copying_and_writing_copies_leave_the_stamp(master: torch.Tensor) -> None:
+    param = nn.Parameter(BFloat16AllGatherTensor(master))
+    before = param.write_stamp
+    torch.zeros(6, 8).copy_(param)
+    param.clone().zero_()
+    copy.deepcopy(param).zero_()
+    torch.equal(param, param * 2)
+    repr(param)
+    assert param.write_stamp == before
+
+
+def test_collectives_that_read_a_shard_do_not_count_as_writes(master: torch.Tensor) -> None:
+    """Else only the ranks whose shards need no padding would count ``full_tensor()``, and ranks would disagree."""
+    shard = BFloat16AllGatherTensor(master)
+    gather, broadcast = torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops.c10d.broadcast_.default
+    assert written_by(gather, (shard, 2, "group"), {}) == []
+    (written,) = written_by(broadcast, ([shard],), {})
+    assert written is shard
+
+
+# Storing and showing
+
+
+@every_class
+def test_saving_writes_the_plain_tensor_which_loads_without_fsdp2(make: Any, master: torch.Tensor) -> None:
+    stored = io.BytesIO()
+    param = nn.Parameter(make(master), requires_grad=False)
+    torch.save({"wrapper": make(master), "param": param}, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=True)
+    assert type(loaded["wrapper"]) is torch.Tensor
+    assert type(loaded["param"]) is nn.Parameter
+    assert not loaded["param"].requires_grad
+    assert all(torch.equal(tensor, master) for tensor in loaded.values())
+
+
+def test_repr_shows_class_values_and_options() -> None:
+    shown = [make(torch.tensor([[1.0, 2.0]])) for make in MAKERS.values()]
+    assert_expected_inline(
+        "\n".join(map(repr, shown)),
+        """\
+BFloat16AllGatherTensor(tensor([[1., 2.]]), pad=True)
+Int8AllGatherTensor(tensor([[1., 2.]]), block_size=4, quantise_once=False)
+Float8AllGatherTensor(tensor([[1., 2.]]), scaling=Float8Scaling.PER_ROW, quantise_once=True)""",
+    )
+
+
+# Refusals
+
+
+def test_what_cannot_be_wrapped_is_refused() -> None:
+    wrapper = BFloat16AllGatherTensor(torch.ones(2, 2))
+    refused = [[1.0], wrapper, torch.ones(2, dtype=torch.int32), torch.ones(()), torch.ones(2, dtype=torch.complex64)]
+    assert_expected_inline(
+        "\n".join(error_of(lambda data=data: BFloat16AllGatherTensor(data)) for data in refused),
+        """\
+TypeError: BFloat16AllGatherTensor: expected a plain tensor, found list. Wrap each parameter once,
+and before fully_shard.
+TypeError: BFloat16AllGatherTensor: expected a plain tensor, found BFloat16AllGatherTensor. Wrap
+each parameter once, and before fully_shard.
+TypeError: BFloat16AllGatherTensor: expected master values of a floating-point dtype of at least 16
+bits, found torch.int32.
+ValueError: BFloat16AllGatherTensor: a scalar has no dim to cut over ranks. Give it shape (1,), or
+leave it plain.
+TypeError: BFloat16AllGatherTensor: expected master values of a floating-point dtype of at least 16
+bits, found torch.complex64.""",
+    )
+
+
+@every_class
+def test_formats_of_whole_rows_refuse_shards_cut_along_another_dim(make: Any, master: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"\(6, 8\) was cut into shards of shape \(6, 4\). Cut it along dim 0"):
+        pre(make(master[:, :4].contiguous()), 2, master)
+
+
+# Compiling
+
+
+@every_class
+def test_compiled_code_reads_writes_and_returns_wrappers(make: Any, master: torch.Tensor) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def write(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensor.mul_(2)
+        return tensor + 1, tensor.detach()
+
+    wrapper, expected = make(master), master * 2
+    before = wrapper.write_stamp
+    total, same = write(wrapper)
+    assert (type(total), type(same)) == (torch.Tensor, type(wrapper))
+    assert torch.equal(total, expected + 1)
+    assert torch.equal(master, expected)
+    assert same._options == wrapper._options
+    assert wrapper.write_stamp != before
+
+
+# bfloat16
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_bfloat16_travels_in_half_the_bytes_and_arrives_without_a_copy(num_ranks: int, master: torch.Tensor) -> None:
+    shards = shards_of(BFloat16AllGatherTensor(master), num_ranks)
+    outputs, metadata = gathered(shards, master)
+    assert sum(output.nbytes for output in outputs) * 2 == master.nbytes
+    made, inner = shards[0].fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+    assert made is outputs[0]
+    assert inner == ()
+    assert torch.equal(made, master.bfloat16())
+
+
+def test_bfloat16_is_copied_where_compute_has_another_dtype(master: torch.Tensor) -> None:
+    shards = shards_of(BFloat16AllGatherTensor(master), 2)
+    outputs, metadata = gathered(shards, master)
+    made, inner = shards[0].fsdp_post_all_gather(outputs, metadata, torch.float32)
+    assert inner == (made,)
+    assert made.dtype is torch.float32
+    assert torch.equal(made, master.bfloat16().float())
+
+
+@pytest.mark.parametrize(("param_dtype", "released"), [(None, True), (torch.float16, True), (torch.bfloat16, False)])
+def test_bfloat16_outputs_are_released_only_where_they_are_copied_from(
+    param_dtype: torch.dtype | None, released: bool, master: torch.Tensor
+) -> None:
+    wrapper = BFloat16AllGatherTensor(master)
+    assert not wrapper.fsdp_should_release_all_gather_outputs_after_post_all_gather()  # not known yet
+    pre(wrapper, 1, master, param_dtype)
+    assert wrapper.fsdp_should_release_all_gather_outputs_after_post_all_gather() is released
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_later_gathers_fill_the_same_parameter_and_autograd_sees_no_write(
+    dtype: torch.dtype, master: torch.Tensor
+) -> None:
+    shards = shards_of(BFloat16AllGatherTensor(master), 2)
+    out = nn.Parameter(torch.zeros(6, 8, dtype=dtype))
+    outputs, metadata = gathered(shards, master)
+    assert shards[0].fsdp_post_all_gather(outputs, metadata, dtype, out=out) is None
+    assert torch.equal(out, master.bfloat16().to(dtype))
+    assert out._version == 0
+
+
+@pytest.mark.parametrize("num_ranks", [4, 5, 8])
+def test_padding_in_the_hook_gives_every_rank_the_same_size(num_ranks: int, master: torch.Tensor) -> None:
+    shards = shards_of(BFloat16AllGatherTensor(master, pad=True), num_ranks)
+    num_rows = -(-6 // num_ranks)
+    assert {pre(shard, num_ranks, master)[0][0].shape for shard in shards} == {torch.Size([num_rows, 8])}
+    outputs, metadata = gathered(shards, master)
+    made, _ = shards[0].fsdp_post_all_gather(outputs, metadata, torch.float32)
+    assert torch.equal(made[:6], master.bfloat16().float())
+    assert not made[6:].any()
+    out = nn.Parameter(torch.zeros(6, 8))
+    shards[0].fsdp_post_all_gather(outputs, metadata, torch.float32, out=out)
+    assert torch.equal(out, made[:6])
+
+
+# wrap_parameters
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_matrices_are_wrapped_ties_stay_ties_and_frozen_stays_frozen() -> None:
+    model = Tied()
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    assert wrap_parameters(model, BFloat16AllGatherTensor) == ["embedding.weight", "frozen.weight"]
+    assert model.head.weight is model.embedding.weight
+    wrapped = {name for name, param in model.named_parameters() if isinstance(param, BFloat16AllGatherTensor)}
+    assert wrapped == {"embedding.weight", "frozen.weight"}
+    assert [name for name, param in model.named_parameters() if not param.requires_grad] == [
+        "frozen.weight",
+        "frozen.bias",
+    ]
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+def test_select_chooses_by_name_and_parameter() -> None:
+    model = Tied()
+    chosen = wrap_parameters(model, BFloat16AllGatherTensor, select=lambda name, param: name.endswith("bias"))
+    assert chosen == ["norm.bias", "head.bias", "frozen.bias"]
+
+
+def test_a_refused_conversion_changes_nothing() -> None:
+    model = Tied()
+    before = dict(model.named_parameters())
+    everything = functools.partial(wrap_parameters, model, select=lambda name, param: True)
+    assert_expected_inline(
+        "\n".join(
+            [
+                error_of(lambda: everything(lambda data: None)),
+                error_of(lambda: everything(lambda data: data.flatten())),
+                error_of(lambda: everything(Int8AllGatherTensor)),
+            ]
+        ),
+        """\
+TypeError: wrap_parameters: make returned a NoneType for parameter 'embedding.weight'.
+ValueError: wrap_parameters: make returned a tensor of shape (40,) for parameter 'embedding.weight'
+of shape (10, 4). Sharding and state dicts need the same shape.
+ValueError: Int8AllGatherTensor: blocks run along rows, and rows of a tensor of shape (4,) are
+single elements. Leave it plain.""",
+    )
+    assert all(param is before[name] for name, param in model.named_parameters())
