@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,15 @@ from fsdp2.services import Services
 
 T = TypeVar("T")
 
-# Per parameter, the (shape, dtype) of each tensor of its payload.
-Report = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
+
+class Report(NamedTuple):
+    """What one parameter sends from one rank: shape and dtype of each tensor."""
+
+    name: str
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{dtype} {shape}" for shape, dtype in self.tensors) or "nothing"
 
 
 class ExtendedParam:
@@ -78,11 +85,11 @@ class ExtendedParam:
             self._stamp = stamp
         return self._kept
 
-    def report(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    def report(self) -> Report:
         """Make the first payload, and say what it consists of."""
         self._first = self.prepare()
         self.releases_outputs = self.hooks.releases_outputs()
-        return tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._first)
+        return Report(self.param.full_name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._first))
 
     def make_unsharded(self) -> None:
         """Create the unsharded parameter, unless an earlier binding did, and have it filled once more as later calls
@@ -155,15 +162,15 @@ class ExtendedParams:
             for param in params:
                 param.forget_unsharded()
 
-        def bind() -> Report:
+        def bind() -> list[Report]:
             self._params = [ExtendedParam(param, mesh, policy) for param in params]
-            return tuple([param.report() for param in self._params])
+            return [param.report() for param in self._params]
 
         # I9
         self._agreement = _agree(
             mesh, bind, earlier._agreement if earlier is not None and earlier._is_settled else None
         )
-        shapes = [shape for report in self._agreement.mine for shape, _ in report]
+        shapes = [shape for report in self._agreement.mine for shape, _ in report.tensors]
         self._has_odd_shapes = any(not shape or 0 in shape for shape in shapes)  # 0-dim or empty
         self._is_new = True
         self._is_settled = not self._agreement.was_asked  # the post-hooks worked everywhere
@@ -189,7 +196,7 @@ class ExtendedParams:
 
     def _tensors_of(self, i: int, extended: ExtendedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
         """Name, dtype, and the shape on every rank, of what parameter ``i`` sends."""
-        by_rank = [report[i] for report in self._agreement.reports]
+        by_rank = [reports[i].tensors for reports in self._agreement.reports]
         kinds = [tuple(dtype for _, dtype in report) for report in by_rank]
         if len(set(kinds)) > 1:
             other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
@@ -203,8 +210,8 @@ class ExtendedParams:
         """``outputs`` of the gather that ``inputs(first_key)`` was planned for."""
         key = first_key
         for extended, report in zip(self._params, self._agreement.reports[0], strict=True):
-            extended.outputs = tuple(outputs[key + k] for k in range(len(report)))
-            key += len(report)
+            extended.outputs = tuple(outputs[key + k] for k in range(len(report.tensors)))
+            key += len(report.tensors)
 
     def payloads(self) -> list[torch.Tensor]:
         payloads: list[torch.Tensor] = []
@@ -266,7 +273,9 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
         mine = act()
     except ExtensionError as error:
         failure = error
-    if failure is None and earlier is not None and mine == earlier.mine:
+    if failure is not None and earlier is not None:
+        raise failure  # the other ranks may have nothing to ask
+    if earlier is not None and mine == earlier.mine:
         return _Agreement(mine, earlier.reports, was_asked=False)
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and str(failure), mine)))
@@ -276,9 +285,20 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
         if problem is not None:
             raise ExtensionError(f"on rank {other}: {problem}")
     reports = [[report for _, _, report in row] for row in rows]
-    if any(row != reports[0] for row in reports):
-        raise ExtensionError(f"replicas of one parameter group send different payloads: {reports}.")
+    for row in reports:
+        if row != reports[0]:
+            raise ExtensionError(_difference(reports[0], row))
     return _Agreement(mine, reports[0], was_asked=True)
+
+
+def _difference(first: list[list[Report]], other: list[list[Report]]) -> str:
+    """Which of two replicas' reports differ."""
+    pairs = [pair for ours, theirs in zip(first, other, strict=True) for pair in zip(ours, theirs, strict=True)]
+    mine, its = next(pair for pair in pairs if pair[0] != pair[1])
+    return (
+        f"parameter '{mine.name}': the pre-hook returned {mine} on one replica and {its} on another, expected the "
+        "same: replicas hold the same shards."
+    )
 
 
 def _memory_of(tensor: torch.Tensor) -> list[int]:

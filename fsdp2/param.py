@@ -182,6 +182,11 @@ def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int
         ExtensionError: an operation that cutting takes is missing, or returns another class.
     """
     cls = type(full).__name__
+    if type(full).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        raise ExtensionError(
+            f"parameter '{name}' is a {cls} without __torch_dispatch__. A DTensor keeps no such class: sharding would "
+            "lose it and ignore its hooks. Make it a wrapper subclass, or the parameter a plain tensor."
+        )
     options: dict[str, Any] = {} if full.device == device or full.is_meta else {"device": device}
     try:
         local = full.new_zeros(layout.shard_shape(rank), **options)

@@ -1,0 +1,119 @@
+"""What a conformance check has found: failures of the same check on several shapes are one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.api import ExtensionError
+from fsdp2.testing.world import PARAMETER
+
+
+@dataclass(frozen=True)
+class _Failure:
+    check: str
+    where: str
+    text: str
+    error: Exception
+
+
+class Findings:
+    """The failed checks of one class."""
+
+    def __init__(self) -> None:
+        self.class_name = ""
+        self._failures: list[_Failure] = []
+
+    def passes(self, check: str, where: str, act: Callable[[], object]) -> bool:
+        """Run ``act``. Whether it raised nothing; what it raised is reported at the end."""
+        try:
+            act()
+        except Exception as error:
+            self._failures.append(_Failure(check, where, _text(error), error))
+            return False
+        return True
+
+    def raise_if_any(self) -> None:
+        """Report.
+
+        Raises:
+            ExtensionError: one line for each check that failed.
+        """
+        by_check: dict[str, list[_Failure]] = {}
+        for failure in self._failures:
+            by_check.setdefault(failure.check, []).append(failure)
+        if not by_check:
+            return
+        by_text: dict[str, list[str]] = {}
+        for check, failures in by_check.items():
+            by_text.setdefault(_described(failures), []).append(check)
+        lines = [f"check_all_gather_extension: {self.class_name} fails {_counted(len(by_check), 'check')}."]
+        lines += [f"- {', '.join(checks)}: {text}" for text, checks in by_text.items()]
+        raise ExtensionError("\n".join(lines)) from self._failures[0].error
+
+
+def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What compute reads of ``tensor``, as plain tensors of double precision. A tensor subclass tells by multiplying
+    with one; it gives several if the product is a wrapper of several tensors.
+
+    Raises:
+        ExtensionError: it cannot be multiplied.
+    """
+    with torch.no_grad():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            try:
+                tensor = tensor.detach() * 1
+            except Exception as error:
+                found = f"{type(tensor).__name__} * 1 raised {type(error).__name__}: {error}"
+                raise ExtensionError(f"{found}. Let the unsharded parameter be read by operations.") from error
+        return [_doubled(leaf) for leaf in _torch.leaves(tensor)]
+
+
+def check_equal(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], problem: str, remedy: str, tolerance: float = 0.0
+) -> None:
+    """Compare what ``values_of`` gave. ``problem`` and ``remedy`` are what to say about a difference.
+
+    Raises:
+        ExtensionError: shapes differ, or values by more than ``tolerance``.
+    """
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (found, expected)]
+    if shapes[0] != shapes[1]:
+        raise ExtensionError(f"{problem}: its values have shapes {shapes[0]}, expected {shapes[1]}. {remedy}")
+    for mine, other in zip(found, expected, strict=True):
+        is_close = torch.isclose(mine, other, rtol=0.0, atol=tolerance, equal_nan=True)
+        if not is_close.all():
+            index = tuple((~is_close).nonzero()[0].tolist())
+            raise ExtensionError(
+                f"{problem}: {int((~is_close).sum())} of {is_close.numel()} values differ, the first one at {index}: "
+                f"found {mine[index].item():g}, expected {other[index].item():g}. {remedy}"
+            )
+
+
+def are_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def _doubled(leaf: torch.Tensor) -> torch.Tensor:
+    plain = leaf.detach().as_subclass(torch.Tensor)
+    return plain.to(torch.complex128 if plain.is_complex() else torch.float64, copy=True)
+
+
+def _described(failures: Sequence[_Failure]) -> str:
+    """The first failure of a check, and how many others there are."""
+    first, others = failures[0], len(failures) - 1
+    more = f", and {_counted(others, 'other case')}" if others else ""
+    return f"{first.text} (First seen with {first.where}{more}.)"
+
+
+def _text(error: Exception) -> str:
+    text = str(error) if isinstance(error, ExtensionError) else f"raised {type(error).__name__}: {error}"
+    line = " ".join(text.removeprefix(f"parameter '{PARAMETER}': ").split("\n"))
+    return line if line.endswith(".") else f"{line}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
