@@ -74,7 +74,7 @@ class GatherHooks(Protocol):
         storages: memory that ``arrive`` fills, and that is released with the gather's.
     """
 
-    storages: list[torch.UntypedStorage]
+    storages: Sized
 
     def payloads(self) -> list[torch.Tensor]:
         """This rank's part of every tensor of ``Origin.HOOK`` in the order of their indices, without empty ones."""
@@ -111,7 +111,7 @@ class _Allocation:
         self.passing_early = [(s, nbytes) for s, nbytes in sizes.items() if s in passing & early]
         self.passing_early.append((staging, plan.staging_nbytes))
         self.passing_late = [(s, nbytes) for s, nbytes in sizes.items() if s in passing - early]
-        self.lasting = [storage for storage, _ in lasting]
+        self.lasting = lasting
         self.passing = [storage for storage, _ in self.passing_early + self.passing_late]
 
     def __iter__(self) -> Iterator[tuple[torch.UntypedStorage, int]]:
@@ -121,7 +121,8 @@ class _Allocation:
 class Gather:
     """A gather plan bound to a group's flat shards and to the memory that it gathers into.
 
-    Every tensor that a step touches is made here, once, on storages whose memory comes and goes.
+    Every tensor that a step touches is made here, once, on storages whose memory comes and goes. ``calls_pre_hooks``
+    is False where what they once sent is gathered again.
 
     Attributes:
         outputs: by ``index`` of the steps, the tensor ``[*shape]`` that is gathered.
@@ -136,35 +137,35 @@ class Gather:
         comm: Comm,
         services: Services,
         hooks: GatherHooks | None,
+        *,
+        calls_pre_hooks: bool = True,
     ) -> None:
         self.plan, self.gathered = plan, gathered
         self._memory, self._streams, self._hooks = services.memory, services.streams, hooks
         self._staging = torch.UntypedStorage(0, device=gathered.shared.device)
-        self._casts = Copies()
+        self._copies_in = Copies()
         self._unpacks: list[Copies | SplitCopy] = []
-        self._sends_payloads = bool(plan.hooked)
+        self._payloads = hooks.payloads if hooks is not None and calls_pre_hooks else list
         self._allocation = _Allocation(plan, gathered, self._staging)
         directs = plan.on_route(Route.DIRECT)
         with ExitStack() as stack:
             for storage, nbytes in self._allocation:
                 stack.enter_context(_placed(storage, nbytes))
-            parts = _OwnParts(flats, rank, self._casts, {})
+            parts = _OwnParts(flats, rank, self._copies_in, {})
             wires = [self._direct(step, parts) for step in directs]
             wires += [self._bucket(bucket, parts) for bucket in plan.buckets]
             self._launch = comm.all_gather([output for output, _ in wires], [mine for _, mine in wires])
             self.outputs = {step.index: self._output(step) for step in plan.steps}
-        targets = sorted(parts.payload_targets.items())
-        self._payload_targets = [target for _, target in targets if target.numel() > 0]
+        for _, target in sorted(parts.payload_targets.items()):
+            self._copies_in.add_target(target)
 
     def issue(self) -> PendingGather:
         """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if tensors
         travel right into it, else when the buckets have arrived."""
         with self._streams.on_gather():
-            payloads = self._hooks.payloads() if self._hooks is not None and self._sends_payloads else []
+            payloads = self._payloads()
             self._allocate(self._allocation.lasting_early, self._allocation.passing_early)
-            self._casts.run()
-            if payloads:
-                _torch.foreach_copy(self._payload_targets, payloads)
+            self._copies_in.run(payloads)
             works = self._streams.issued(self._launch())
             if not works:  # the rest is enqueued in order on the gather stream
                 self.arrive()
@@ -173,7 +174,9 @@ class Gather:
 
     def release(self) -> None:
         """Free the unsharded tensors when the compute enqueued so far has read them."""
-        self._memory.release(*self._allocation.lasting, *(self._hooks.storages if self._hooks is not None else ()))
+        self._memory.release(self._allocation.lasting)
+        if self._hooks is not None:
+            self._memory.release(self._hooks.storages)
 
     def drop(self) -> None:
         """The data has arrived, and nobody wants it."""
@@ -261,9 +264,15 @@ class Copies:
             self._targets.append(target)
             self._sources.append(source)
 
-    def run(self) -> None:
+    def add_target(self, target: torch.Tensor) -> None:
+        """The next of the tensors that ``run`` is given is to be copied into ``target``, which comes after all others;
+        empty ones are not given."""
+        if target.numel() > 0:
+            self._targets.append(target)
+
+    def run(self, further_sources: list[torch.Tensor] | None = None) -> None:
         if self._targets:
-            _torch.foreach_copy(self._targets, self._sources)
+            _torch.foreach_copy(self._targets, self._sources + further_sources if further_sources else self._sources)
 
 
 class SplitCopy:

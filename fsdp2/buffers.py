@@ -121,14 +121,18 @@ class Memory:
         self._pool.fill(storage, nbytes)
         return tensor_on(storage, 0, shape, contiguous_stride(shape), dtype)
 
-    def release(self, *storages: torch.UntypedStorage) -> None:
-        """Empty ``storages`` once the compute enqueued so far has read them; called on the compute stream."""
-        if self._pool is not None:
-            for storage in storages:
-                self._pool.drain(storage)
-        else:
+    def release(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+        """Empty ``storages``, given with their sizes in bytes, once the compute enqueued so far has read them; called
+        on the compute stream."""
+        if self._pool is None:
             event = self._streams.record()
-            self._releasing += [(event, storage) for storage in storages]
+            self._releasing += [(event, storage) for storage, _ in storages]
+            return
+        for storage, nbytes in storages:
+            if nbytes < self._pool.MIN_NBYTES:
+                storage.resize_(0)
+            else:
+                self._pool.drain(storage)
 
     def keep_freed(self, *, for_reuse: bool) -> None:
         """Whether what is released from here on is likely to be allocated again soon."""

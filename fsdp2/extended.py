@@ -152,8 +152,7 @@ class ExtendedParams:
         self._mesh, self._memory = mesh, services.memory
         self._agreement: _Agreement
         self._is_settled: bool
-        self.storages: list[torch.UntypedStorage] = []
-        self._inner: list[tuple[torch.UntypedStorage, int]] = []
+        self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[ExtendedParam] = []
 
@@ -226,7 +225,7 @@ class ExtendedParams:
         if self._is_new:
             self._arrive_first()
             return
-        self._memory.allocate(self._inner)
+        self._memory.allocate(self.storages)
         # I10: autograd has saved what is written here; it holds again what it held then.
         with torch.no_grad(), _torch.preserved_versions(self._versioned):
             for extended in self._params:
@@ -244,8 +243,7 @@ class ExtendedParams:
         else:
             _agree(self._mesh, make, None)
             self._is_settled = True
-        self._inner = [inner for extended in self._params for inner in extended.param.inner]
-        self.storages = [storage for storage, _ in self._inner]
+        self.storages = [inner for extended in self._params for inner in extended.param.inner]
         unsharded = [extended.param.unsharded for extended in self._params]
         self._versioned = tuple(leaf for tensor in unsharded if tensor is not None for leaf in _versioned(tensor))
         self._is_new = False

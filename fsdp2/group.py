@@ -153,9 +153,10 @@ class ParamGroup:
             else:
                 self._extended = None
             plan = compile_gather(inputs, self._comm)
-            gathered = self._gathered_memory(plan)
+            is_in_place = self._extended is None and is_local(plan, self.mesh)
+            gathered = self._gathered_memory(plan, self.shards.flats if is_in_place else {})
             gather: Gather | LocalGather
-            if is_local(plan, self.mesh):
+            if is_in_place:
                 gather = LocalGather(plan, self.shards.flats, self._services.streams)
             else:
                 rank, services = self.mesh.shard.rank, self._services
@@ -176,10 +177,10 @@ class ParamGroup:
         """How long what hooks consume is kept: the post-forward mesh wants a part of it."""
         return Lifetime.ARRIVAL if self._resting_mesh is None else Lifetime.UNSHARDED
 
-    def _gathered_memory(self, plan: GatherPlan) -> GatheredMemory:
-        """The memory to gather into. Unsharded parameters stay the same objects if they lie where they did: autograd
-        may have saved them."""
-        regions = _regions(plan, self.shards.flats if is_local(plan, self.mesh) else {})
+    def _gathered_memory(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
+        """The memory to gather into, unless ``flats`` are read right away. Unsharded parameters stay the same objects
+        if they lie where they did: autograd may have saved them."""
+        regions = _regions(plan, flats)
         if regions != self._regions or self._gathered is None:
             self._gathered = GatheredMemory(plan, self.mesh.device)
             for param in self.params:

@@ -41,7 +41,8 @@ class RestingShards:
         inputs = {step.index: _resting_input(step, mesh.shard.size) for step in full.plan.steps}
         plan = compile_gather(inputs, comm, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)
-        self._gather = Gather(plan, self._flats, full.gathered, mesh.shard.rank, comm, services, hooks)
+        rank = mesh.shard.rank
+        self._gather = Gather(plan, self._flats, full.gathered, rank, comm, services, hooks, calls_pre_hooks=False)
         self._streams = services.streams
         self._cut_done: torch.Event | None = None
         self._targets: list[torch.Tensor] = []

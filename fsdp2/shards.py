@@ -7,6 +7,7 @@ shards, move, cast or materialise them: ``refresh`` takes over what is bound now
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -65,6 +66,7 @@ class GroupShards:
             (param.full_name, param_dtype.orig, bound.requires_grad)
             for param, param_dtype, bound in zip(self._params, dtypes, current, strict=True)
         )
+        self._warn_of_lost_hooks(current)
         locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
         for param, bound, param_dtype in zip(self._params, current, dtypes, strict=True):
             param.adopt(bound, param_dtype)
@@ -135,6 +137,16 @@ class GroupShards:
             with torch.no_grad():
                 local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
         return local
+
+    def _warn_of_lost_hooks(self, current: Sequence[torch.Tensor]) -> None:
+        for index, bound in enumerate(current):
+            if index not in self.plain and is_plain(_torch.local_of(bound)):
+                warnings.warn(
+                    f"parameter '{self._params[index].full_name}' was a {type(self._locals[index]).__name__} with "
+                    "all-gather hooks and has been replaced by a plain tensor: it travels as it is from now on. If "
+                    "that is not meant, keep the class, or set hooks of one local tensor again.",
+                    stacklevel=2,
+                )
 
     def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
         mine, found = self._locals[index], _torch.local_of(bound)

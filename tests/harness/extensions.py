@@ -320,32 +320,6 @@ class Silent(Travelling):
         return torch.full(size, cls.VALUE, dtype=dtype)
 
 
-class Marked(torch.Tensor):
-    """No wrapper: a plain tensor's memory under another class, made by ``as_subclass``. The short pre-hook."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], int]:
-        note("pre", self, mesh=mesh)
-        return (self.as_subclass(torch.Tensor).to(torch.bfloat16),), self.size(0)
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], metadata: int, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        note("post" if out is None else "fill", self, metadata=metadata, param_dtype=param_dtype, out=out)
-        assert metadata == self.size(0)
-        if out is None:
-            made = all_gather_outputs[0].to(param_dtype, copy=True)
-            return made, (made,)
-        out.copy_(all_gather_outputs[0])
-        return None
-
-    encode = Halved.encode
-    decode = Halved.decode
-
-    @classmethod
-    def of(cls, plain: Tensor) -> Marked:
-        return plain.as_subclass(cls)
-
-
 def wrap(
     model: nn.Module, make: Callable[[Tensor], Tensor], select: Callable[[str, Tensor], bool] | None = None
 ) -> Any:

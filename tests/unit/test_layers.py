@@ -32,7 +32,9 @@ def _files(room: str) -> list[Path]:
     return [file] if file.exists() else sorted((PACKAGE / room).glob("*.py"))
 
 
-ROOMS = sorted({path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")})
+ROOMS = sorted(
+    {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+)
 TREES = {
     room: ast.Module([node for file in _files(room) for node in ast.parse(file.read_text()).body], []) for room in ROOMS
 }

@@ -56,7 +56,7 @@ def _allocated(memory: Memory, streams: RecordingStreams, name: str, nbytes: int
 
 def test_release_records_the_compute_so_far_and_frees_nothing(memory: Memory, streams: RecordingStreams) -> None:
     storage = _allocated(memory, streams, "a", 64)
-    memory.release(storage)
+    memory.release([(storage, 64)])
     assert storage.nbytes() == 64
     assert streams.log == ["record 1"]
 
@@ -65,7 +65,7 @@ def test_next_gather_waits_for_the_released_compute_then_frees_then_allocates(
     memory: Memory, streams: RecordingStreams
 ) -> None:
     first = _allocated(memory, streams, "a", 64)
-    memory.release(first)
+    memory.release([(first, 64)])
     second = _allocated(memory, streams, "b", 32)
     assert streams.log == ["record 1", "wait 1: a 64, b 0"]  # at the wait, nothing was freed or allocated
     assert (first.nbytes(), second.nbytes()) == (0, 32)
@@ -73,7 +73,7 @@ def test_next_gather_waits_for_the_released_compute_then_frees_then_allocates(
 
 def test_flush_waits_for_the_released_compute_then_frees(memory: Memory, streams: RecordingStreams) -> None:
     storage = _allocated(memory, streams, "a", 64)
-    memory.release(storage)
+    memory.release([(storage, 64)])
     memory.flush()
     assert streams.log == ["record 1", "wait 1: a 64"]
     assert storage.nbytes() == 0
@@ -82,7 +82,7 @@ def test_flush_waits_for_the_released_compute_then_frees(memory: Memory, streams
 def test_every_released_storage_is_freed_behind_its_own_event(memory: Memory, streams: RecordingStreams) -> None:
     storages = [_allocated(memory, streams, name, 64) for name in "ab"]
     for storage in storages:
-        memory.release(storage)
+        memory.release([(storage, 64)])
     memory.flush()
     assert streams.log == ["record 1", "record 2", "wait 1: a 64, b 64", "wait 2: a 0, b 64"]
     assert [storage.nbytes() for storage in storages] == [0, 0]
@@ -91,7 +91,7 @@ def test_every_released_storage_is_freed_behind_its_own_event(memory: Memory, st
 def test_group_that_still_computes_is_not_waited_for(memory: Memory, streams: RecordingStreams) -> None:
     done = _allocated(memory, streams, "a", 64)
     computing = _allocated(memory, streams, "b", 64)
-    memory.release(done)
+    memory.release([(done, 64)])
     _allocated(memory, streams, "c", 64)
     assert [line.split(":")[0] for line in streams.log] == ["record 1", "wait 1"]
     assert computing.nbytes() == 64
@@ -101,7 +101,7 @@ def test_storage_that_is_gathered_again_at_once_waits_for_its_own_release(
     memory: Memory, streams: RecordingStreams
 ) -> None:
     storage = _allocated(memory, streams, "a", 64)
-    memory.release(storage)
+    memory.release([(storage, 64)])
     memory.allocate([(storage, 64)])
     memory.flush()
     assert streams.log == ["record 1", "wait 1: a 64"]
@@ -110,7 +110,7 @@ def test_storage_that_is_gathered_again_at_once_waits_for_its_own_release(
 
 def test_a_release_is_carried_out_once(memory: Memory, streams: RecordingStreams) -> None:
     storage = _allocated(memory, streams, "a", 64)
-    memory.release(storage)
+    memory.release([(storage, 64)])
     memory.flush()
     memory.flush()
     _allocated(memory, streams, "b", 64)
@@ -120,7 +120,7 @@ def test_a_release_is_carried_out_once(memory: Memory, streams: RecordingStreams
 def test_on_the_cpu_a_release_frees_at_once_and_records_nothing(streams: RecordingStreams) -> None:
     memory = Memory(torch.device("cpu"), streams)
     storage = _allocated(memory, streams, "a", 64)
-    memory.release(storage)
+    memory.release([(storage, 64)])
     assert storage.nbytes() == 0
     assert streams.log == []
 

@@ -1,0 +1,153 @@
+"""Models whose weights are tensor subclasses, and one way to train them: sharded, and by hand beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from tests.harness.extension_reference import (
+    Loss,
+    Reference,
+    assert_same_gradients,
+    assert_same_losses,
+    assert_same_shards,
+    sharded_parameters,
+)
+from tests.harness.extensions import wrap
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+EVEN, UNEVEN = 8, 5  # with 5 rows, 2 and 4 ranks have uneven shards
+
+
+class Block(nn.Module):
+    """Two weights that are wrapped, and a bias that is not. If UNEVEN, one weight has 3 rows, so some ranks none."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim + dim % 2, dim)
+        self.down = nn.Linear(dim + dim % 2, 3 if dim % 2 else dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(_widened(x, self.up.in_features)))
+        return x + self.down(_widened(hidden, self.down.in_features)).sum(-1, keepdim=True)
+
+
+class Net(nn.Module):
+    def __init__(self, dim: int = EVEN, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.entry = nn.Linear(6, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    """4-bit rows have an even number of entries: one more of zeros."""
+    return x if x.size(-1) == size else torch.cat([x, x.new_zeros((*x.shape[:-1], 1))], -1)
+
+
+def built(make: Callable[[Tensor], Tensor] | None, dim: int = EVEN, model: Callable[..., Any] = Net) -> Any:
+    """The same on every rank, with weights made by ``make``."""
+    torch.manual_seed(0)
+    net = model(dim)
+    return net if make is None else wrap(net, make)
+
+
+def sharded(model: Any, mesh: DeviceMesh, **kwargs: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **kwargs)
+    return fully_shard(model, mesh=mesh, **kwargs)
+
+
+def batch(rank: int, index: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Other inputs on every rank and in every step."""
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * index + rank)).to(dtype)
+
+
+def loss_of(x: Tensor) -> Loss:
+    return lambda model: (model(x).float() - 0.3).square().mean()
+
+
+def adam(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3, **kwargs)
+
+
+def sgd(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **kwargs)
+
+
+class Twins:
+    """A sharded model and its reference, driven alike; every call compares."""
+
+    def __init__(
+        self,
+        make: Callable[[Tensor], Tensor],
+        mesh: DeviceMesh,
+        rank: int,
+        *,
+        dim: int = EVEN,
+        optimizer: Callable[..., torch.optim.Optimizer] = adam,
+        policy: MixedPrecisionPolicy | None = None,
+        model: Callable[..., Any] = Net,
+        by_hand: Callable[..., Any] | None = None,
+        prepare: Callable[[Any], Any] = lambda model: None,
+        shard: Callable[..., Any] = sharded,
+        reduce_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """``prepare`` is called on both models before sharding. ``by_hand`` is the model of the reference, if another
+        one; ``reduce_dtype`` is for the reference only."""
+        self.rank, self.exact = rank, max(mesh.shape) <= 2
+        self.dtype = (policy and policy.param_dtype) or torch.float32
+        self.model, unsharded = built(make, dim, model), built(make, dim, by_hand or model)
+        for each in (self.model, unsharded):
+            prepare(each)
+        self.reference = Reference(unsharded, mesh, optimizer, policy, reduce_dtype=reduce_dtype)
+        shard(self.model, mesh, **({"mp_policy": policy} if policy else {}), **kwargs)
+        self.parameters = sharded_parameters(self.model)  # also while others are bound
+        self.optimizer = optimizer(self.parameters.values())
+        self.num_batches = 0
+
+    def backward(self, *, reduce: bool = True) -> None:
+        """One micro-batch on both."""
+        loss, by_hand = self._next_losses()
+        found = loss(self.model)
+        found.backward()
+        expected = self.reference.backward(by_hand, reduce=reduce)
+        assert_same_losses([found.detach()], [expected], exact=self.exact)
+
+    def evaluate(self) -> None:
+        loss, by_hand = self._next_losses()
+        with torch.no_grad():
+            assert_same_losses([loss(self.model)], [self.reference.forward(by_hand)], exact=self.exact)
+
+    def step(self) -> None:
+        """The optimizers; compares gradients and shards."""
+        assert_same_gradients(self.parameters, self.reference, exact=self.exact)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.reference.step()
+        self.check()
+
+    def check(self) -> None:
+        assert_same_shards(self.parameters, self.reference, exact=self.exact)
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.backward()
+            self.step()
+
+    def _next_losses(self) -> tuple[Loss, Loss]:
+        """The runtime casts inputs itself."""
+        x = batch(self.rank, self.num_batches)
+        self.num_batches += 1
+        return loss_of(x), loss_of(x.to(self.dtype))

@@ -1,0 +1,174 @@
+"""All-gather hooks: torch's ``fully_shard`` and ours make the same of the same subclasses, bit for bit on axes of two.
+
+torch asks more of hooks: shards and payloads padded alike on all ranks, and an ``out`` that they write without autograd
+noticing. So the classes here do.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness.compare import compare
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.extensions import AliasingHalved, Halved, Packed4, Padded, Scaled, Travelling, wrap
+from tests.harness.models import MLP, ParityModel, Transformer, Uneven, freeze
+from tests.harness.training import Case, Step, adamw, one_backward, sgd, shard_units_and_root
+
+
+class Careful(Travelling):
+    """Writes ``out`` as torch wants it."""
+
+    def write(self, out: Tensor, made: Tensor) -> None:
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            super().write(out, made)
+
+
+class CarefulHalved(Careful, Halved):
+    pass
+
+
+class CarefulScaled(Careful, Scaled):
+    pass
+
+
+class CarefulPacked4(Careful, Packed4):
+    pass
+
+
+class CarefulPadded(Careful, Padded):
+    pass
+
+
+class CarefulAliasing(Careful, AliasingHalved):
+    pass
+
+
+class ShortHook(CarefulHalved):
+    """The short signature."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        size = torch.Size((self.size(0) * mesh.size(), *self.shape[1:]))
+        return super().fsdp_pre_all_gather(mesh, size, (), None, None)
+
+
+EVEN = [CarefulHalved, CarefulScaled, CarefulPacked4, ShortHook]
+
+
+def _case(make: type[Travelling], model: Any = MLP, param_dtype: torch.dtype | None = None, **kwargs: Any) -> Case:
+    """``model`` with its matrices in a class."""
+
+    def shard(runtime: Any, model: ParityModel, mesh: Any) -> None:
+        policy = runtime.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        shard_units_and_root(runtime, model, mesh, mp_policy=policy, **options)
+
+    options = kwargs.pop("options", {})
+    return Case(lambda: wrap(model(), make), shard=shard, unsharded=None, **kwargs)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("make", EVEN)
+@distributed(2)
+def test_training_with_hooks(ctx: RankContext, make: Any, param_dtype: torch.dtype | None) -> None:
+    compare(_case(make, param_dtype=param_dtype, optimizer=sgd if param_dtype else adamw), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@distributed(2)
+def test_hooks_that_pad_uneven_shards(ctx: RankContext, param_dtype: torch.dtype | None) -> None:
+    compare(_case(CarefulPadded, Uneven, param_dtype), ctx.mesh_1d())
+    compare(_case(CarefulPadded, functools.partial(Transformer, tied=True), param_dtype), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_unsharded_parameter_that_is_what_arrived(ctx: RankContext) -> None:
+    compare(_case(CarefulAliasing, param_dtype=torch.bfloat16), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("make", [CarefulScaled, CarefulPacked4])
+@distributed(4)
+def test_hooks_on_hsdp(ctx: RankContext, make: Any) -> None:
+    compare(_case(make, param_dtype=torch.bfloat16), ctx.mesh_2d(2, 2))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2)
+def test_hooks_and_reshard_after_forward(ctx: RankContext, reshard: bool) -> None:
+    for make in (CarefulScaled, CarefulHalved):
+        compare(_case(make, options={"reshard_after_forward": reshard}), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_hooks_and_accumulation_without_communication(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        losses = []
+        for micro in range(3):
+            step.control(model).set_requires_gradient_sync(micro == 2)
+            losses.append(step.loss(model, micro))
+            losses[-1].backward()
+        return losses
+
+    for param_dtype in (None, torch.bfloat16):
+        compare(_case(CarefulScaled, param_dtype=param_dtype, step=step), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_hooks_and_frozen_parameters(ctx: RankContext) -> None:
+    def build() -> MLP:
+        model = MLP()
+        freeze(model, "blocks.1", "entry.weight")
+        return model
+
+    compare(_case(CarefulScaled, build), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_hooks_that_instances_were_given(ctx: RankContext) -> None:
+    """Plain shards; the other parameters stay as they are."""
+
+    def shard(runtime: Any, model: MLP, mesh: Any) -> None:
+        shard_units_and_root(runtime, model, mesh)
+        for block in model.blocks:
+            local = block.up.weight._local_tensor
+            hooks = CarefulHalved(local)
+            local.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather
+            local.fsdp_post_all_gather = hooks.fsdp_post_all_gather
+
+    compare(Case(MLP, shard=shard, unsharded=None), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_evaluation_between_steps_with_hooks(ctx: RankContext) -> None:
+    def step(step: Step, model: MLP) -> list[Tensor]:
+        with torch.no_grad():
+            before = step.loss(model, 1)
+        losses = one_backward(step, model)
+        return [before, *losses]
+
+    compare(_case(CarefulScaled, step=step, optimizer=adamw), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_clipped_gradients_of_parameters_with_hooks(ctx: RankContext) -> None:
+    compare(_case(CarefulScaled, clip_norm=0.1), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_embedding_with_hooks(ctx: RankContext) -> None:
+    class Words(ParityModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(32, 16)
+            self.exit = nn.Linear(16, 8)
+
+        def batch(self, generator: torch.Generator) -> tuple[Any, ...]:
+            return (torch.randint(32, (4, 3), generator=generator),)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.exit(self.table(words).sum(1))
+
+    compare(_case(CarefulScaled, Words), ctx.mesh_1d())

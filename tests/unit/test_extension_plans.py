@@ -1,0 +1,266 @@
+"""What hooks send, in layouts and plans: pieces of sizes that the ranks chose, joined; routes and lifetimes as text.
+
+The comm is a stub, or the one of a single rank, so no process group is needed. ``EXPECTTEST_ACCEPT=1`` rewrites texts.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, pieces
+from fsdp2.api import MixedPrecisionPolicy
+from fsdp2.layout import JoinedLayout, ShardLayout, join
+from fsdp2.plan import GatherInput, GatherPlan, HookInput, Lifetime, Origin, PlanInput, Route, compile_gather
+from fsdp2.precision import param_dtypes
+from fsdp2.services import services_for
+
+F32, BF16, I8, U8 = torch.float32, torch.bfloat16, torch.int8, torch.uint8
+WORLD_SIZE = 4
+ARRIVAL, UNSHARDED = Lifetime.ARRIVAL, Lifetime.UNSHARDED
+
+
+# Joining pieces
+
+
+def _random_pieces(draw: random.Random) -> tuple[list[torch.Tensor], int]:
+    """One piece per rank that differ along one dim only; some of size 0."""
+    num_dims = draw.randint(1, 4)
+    dim = draw.randrange(num_dims)
+    rest = [draw.choice((1, 2, 3, 5)) for _ in range(num_dims)]
+    sizes = [draw.choice((0, 1, 1, 2, 4, 7)) for _ in range(draw.randint(1, 5))]
+    shapes = [(*rest[:dim], size, *rest[dim + 1 :]) for size in sizes]
+    return [torch.randn(shape) for shape in shapes], dim
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_joined_pieces_are_their_concatenation_and_cut_back_into_them(seed: int) -> None:
+    parts, dim = _random_pieces(random.Random(seed))
+    layout = join([tuple(part.shape) for part in parts], dim)
+    full = torch.cat(parts, dim)
+    if full.numel():
+        assert (layout.shape, layout.dim) == (tuple(full.shape), dim)
+    assert layout.numel == full.numel()
+    if full.numel():
+        back = pieces(full, layout)
+        assert all(torch.equal(found, part) for found, part in zip(back, parts, strict=True))
+        assert [layout.shard_shape(rank) for rank in range(len(parts))] == [tuple(part.shape) for part in parts]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_joined_layout_counts_as_a_shard_layout_of_the_same_pieces_does(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = tuple(draw.choice((1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 3)))
+    cut = ShardLayout(shape, draw.randrange(len(shape)), draw.choice((1, 2, 3, 4, 7)))
+    joined = join([cut.shard_shape(rank) for rank in range(cut.num_shards)], cut.dim)
+    for name in ("shape", "dim", "num_shards", "numel", "chunk_numel", "padded_numel", "is_even", "is_contiguous"):
+        assert getattr(joined, name) == getattr(cut, name), (name, cut)
+    for rank in range(cut.num_shards):
+        start, stop = cut.interval(rank)
+        found = joined.interval(rank)
+        assert found == (start, stop) or start == stop == found[1]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_contiguous_means_that_padding_lies_behind_the_last_piece(seed: int) -> None:
+    parts, dim = _random_pieces(random.Random(seed))
+    layout = join([tuple(part.shape) for part in parts], dim)
+    rows = [torch.cat([part.flatten(), torch.full((layout.chunk_numel - part.numel(),), -1.0)]) for part in parts]
+    begins_with_it = torch.equal(torch.cat(rows)[: layout.numel], torch.cat(parts, dim).flatten())
+    assert begins_with_it or not layout.is_contiguous
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dim", "expected"),
+    [
+        ([(), (), ()], 0, JoinedLayout((3,), 0, (1, 1, 1))),
+        ([(), ()], 1, JoinedLayout((2,), 0, (1, 1))),
+        ([(4,), (9,)], 1, JoinedLayout((13,), 0, (4, 9))),  # no such dim: joined along the first
+        ([(2, 3), (2, 5)], 1, JoinedLayout((2, 8), 1, (3, 5))),
+        ([(2, 3), (0, 3), (1, 3)], 0, JoinedLayout((3, 3), 0, (2, 0, 1))),
+        ([(2, 3), (0,)], 0, JoinedLayout((2, 3), 0, (2, 0))),  # empty pieces fit to any shape
+        ([(0, 7), (2, 3)], 0, JoinedLayout((2, 3), 0, (0, 2))),
+        ([(0,), (0, 5)], 0, JoinedLayout((0,), 0, (0, 0))),
+        ([(6, 1)], 1, JoinedLayout((6, 1), 1, (1,))),
+    ],
+)
+def test_join(shapes: list[tuple[int, ...]], dim: int, expected: JoinedLayout) -> None:
+    assert join(shapes, dim) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dim"), [([(2, 3), (2, 4)], 0), ([(2, 3), (3, 3)], 1), ([(2, 3), (6,)], 0), ([(), (2, 2)], 0)]
+)
+def test_pieces_that_differ_elsewhere_are_not_joined(shapes: list[tuple[int, ...]], dim: int) -> None:
+    with pytest.raises(ValueError, match="differ in more than dim"):
+        join(shapes, dim)
+
+
+# Plans
+
+
+@dataclass
+class Preferences:
+    """What plans ask of a comm."""
+
+    direct_min_nbytes: int = 1024
+    reduces_uneven: bool = False
+
+
+def _hook(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, lifetime: Lifetime, dim: int = 0) -> HookInput:
+    return HookInput(name, join(shapes, dim), dtype, lifetime)
+
+
+def _param(
+    name: str, shape: tuple[int, ...], *, dim: int = 0, num_shards: int = WORLD_SIZE, **policy: Any
+) -> PlanInput:
+    return PlanInput(name, ShardLayout(shape, dim, num_shards), param_dtypes(F32, MixedPrecisionPolicy(**policy)))
+
+
+def _gather(inputs: list[GatherInput]) -> GatherPlan:
+    return compile_gather(dict(enumerate(inputs)), Preferences())  # type: ignore[arg-type]  # collectives are not asked for
+
+
+def test_what_hooks_send_takes_the_routes_of_parameters() -> None:
+    inputs: list[GatherInput] = [
+        _param("bias", (64,)),
+        _hook("weight[0]", [(64, 32)] * 4, I8, ARRIVAL),
+        _hook("weight[1]", [(64, 1)] * 4, F32, ARRIVAL),
+        _hook("columns[0]", [(4, 8)] * 4, F32, UNSHARDED, dim=1),
+        _hook("ragged[0]", [(3,), (0,), (7,), (1,)], U8, UNSHARDED),
+        _hook("short[0]", [(7,), (7,), (2,), (0,)], U8, UNSHARDED),
+        _hook("large[0]", [(600,), (600,), (600,), (5,)], BF16, UNSHARDED),
+    ]
+    assert_expected_inline(
+        str(_gather(inputs)),
+        """\
+all-gather into 5624 bytes
+  bias: bucket, float32, 4 x 64 bytes at 0
+  weight[1]: bucket, float32, 4 x 256 bytes for a hook, consumed on arrival
+  short[0]: bucket, uint8, 4 x 7 bytes for a hook, kept while unsharded
+  columns[0]: strided bucket, float32, 4 x 128 bytes for a hook, kept while unsharded
+  ragged[0]: strided bucket, uint8, 4 x 7 bytes for a hook, kept while unsharded
+  weight[0]: direct, int8, 4 x 2048 bytes for a hook, consumed on arrival
+  large[0]: direct, bfloat16, 4 x 1200 bytes for a hook, kept while unsharded""",
+    )
+
+
+def test_cast_parameters_share_a_bucket_with_what_hooks_send() -> None:
+    inputs: list[GatherInput] = [
+        _param("bias", (64,), param_dtype=BF16),
+        _hook("weight[0]", [(5, 3), (5, 3), (3, 3), (0, 3)], BF16, ARRIVAL),
+        _param("norm", (6,), param_dtype=BF16),
+    ]
+    plan = _gather(inputs)
+    (bucket,) = plan.buckets
+    assert [step.name for step in bucket.steps] == ["bias", "norm", "weight[0]"]  # flat shards in front, in one run
+    assert_expected_inline(
+        str(plan),
+        """\
+all-gather into 256 bytes
+  bias: bucket, float32 -> bfloat16, 4 x 32 bytes at 0
+  weight[0]: bucket, bfloat16, 4 x 30 bytes for a hook, consumed on arrival
+  norm: bucket, float32 -> bfloat16, 4 x 4 bytes at 128""",
+    )
+
+
+def test_hooks_add_nothing_to_the_flat_shards_nor_to_the_shared_storage() -> None:
+    plain: list[GatherInput] = [_param("a", (64, 32)), _param("b", (7,))]
+    hooked: list[GatherInput] = [
+        _hook("c[0]", [(3, 4)] * 4, F32, UNSHARDED),
+        _hook("d[0]", [(1000,)] * 4, F32, ARRIVAL),
+    ]
+    alone, together = _gather(plain), _gather([*plain, *hooked])
+    assert together.shard_numels == alone.shard_numels
+    assert together.shared_nbytes == alone.shared_nbytes
+    assert together.unsharded_nbytes == alone.unsharded_nbytes + 4 * 3 * 4 * 4  # what is consumed does not count
+    assert [step.name for step in together.hooked] == ["c[0]", "d[0]"]
+    assert {step.origin for step in alone.steps} == {Origin.SHARD}
+
+
+def test_plan_of_hooks_that_send_nothing_is_empty() -> None:
+    plan = _gather([])
+    assert (plan.steps, plan.buckets, plan.unsharded_nbytes, plan.staging_nbytes) == ((), (), 0, 0)
+    (step,) = _gather([_hook("w[0]", [(0, 3)] * 4, F32, UNSHARDED)]).steps
+    assert (step.padded_nbytes, step.route) == (0, Route.ROWS)
+
+
+# One launch
+
+
+@dataclass
+class OneRank:
+    """A comm of one rank that counts its launches."""
+
+    direct_min_nbytes: int = 64
+    reduces_uneven: bool = True
+    launches: list[list[tuple[int, torch.dtype]]] = field(default_factory=list)
+
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        def launch() -> tuple[()]:
+            self.launches.append([(mine.numel(), mine.dtype) for mine in inputs])
+            for output, mine in zip(outputs, inputs, strict=True):
+                output.copy_(mine.clone())
+            return ()
+
+        return launch
+
+
+@dataclass
+class FixedHooks:
+    """Sends the same payloads each time; looks at the outputs when they have arrived."""
+
+    tensors: list[torch.Tensor]
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    seen: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def payloads(self) -> list[torch.Tensor]:
+        return self.tensors
+
+    def arrive(self) -> None:
+        self.seen.append([output.clone() for output in self.outputs])
+
+
+def _bound(hooks: FixedHooks, comm: OneRank, lifetimes: list[Lifetime]) -> tuple[Gather, FlatShards]:
+    inputs: dict[int, GatherInput] = {0: _param("bias", (5,), num_shards=1), 1: _param("weight", (8, 8), num_shards=1)}
+    for k, (tensor, lifetime) in enumerate(zip(hooks.tensors, lifetimes, strict=True)):
+        inputs[2 + k] = _hook(f"hooked[{k}]", [tuple(tensor.shape)], tensor.dtype, lifetime)
+    device = torch.device("cpu")
+    plan = compile_gather(inputs, comm)
+    flats = flat_shards(plan, device)
+    for flat in flats.values():
+        flat.copy_(torch.arange(flat.numel()))
+    gather = Gather(plan, flats, GatheredMemory(plan, device), 0, comm, services_for(device), hooks)
+    hooks.outputs = [gather.outputs[2 + k] for k in range(len(hooks.tensors))]
+    return gather, flats
+
+
+def test_plain_parameters_and_all_tensors_of_hooks_travel_in_one_launch() -> None:
+    tensors = [torch.randn(3, 2), torch.randint(0, 9, (4,), dtype=U8), torch.randn(6, 6), torch.randn(20).bfloat16()]
+    hooks, comm = FixedHooks(tensors), OneRank()
+    gather, _ = _bound(hooks, comm, [ARRIVAL, UNSHARDED, ARRIVAL, UNSHARDED])
+    for _ in range(2):
+        gather.issue().wait()
+        assert all(torch.equal(found, sent) for found, sent in zip(hooks.seen[-1], tensors, strict=True))
+        assert torch.equal(gather.outputs[0], torch.arange(5.0))
+        assert gather.outputs[1].untyped_storage().nbytes() > 0
+        gather.release()
+    assert len(comm.launches) == 2  # one for each gather, whatever travels in it
+    by_size = sorted(comm.launches[0], key=lambda item: item[0])
+    assert by_size == [(4, U8), (11, F32), (20, BF16), (36, F32), (64, F32)]
+
+
+def test_what_is_consumed_is_freed_on_arrival_and_the_rest_with_the_group() -> None:
+    tensors = [torch.randn(3, 2), torch.randn(6, 6), torch.randn(2, 2), torch.randn(5, 5)]
+    hooks, comm = FixedHooks(tensors), OneRank()
+    gather, _ = _bound(hooks, comm, [ARRIVAL, ARRIVAL, UNSHARDED, UNSHARDED])
+    gather.issue().wait()
+    assert [output.untyped_storage().nbytes() for output in hooks.outputs] == [0, 0, 16, 100]
+    gather.release()
+    assert [output.untyped_storage().nbytes() for output in hooks.outputs] == [0, 0, 0, 0]
