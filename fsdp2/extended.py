@@ -25,6 +25,7 @@ from fsdp2.plan import HookInput, Lifetime
 from fsdp2.services import Services
 
 T = TypeVar("T")
+Fill = Callable[[tuple[torch.Tensor, ...], Any, torch.Tensor], None]
 
 
 class Report(NamedTuple):
@@ -106,15 +107,10 @@ class ExtendedParam:
                 raise hooks.error("fsdp_post_all_gather", problem) from error
             param.inner = self._owned(inner)
         before = _memory_of(param.unsharded)
-        self.fill()
+        hooks.call_post(self.outputs, self.metadata, param.unsharded)
         if _memory_of(param.unsharded) != before:
             problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
             raise hooks.error("fsdp_post_all_gather", problem)
-
-    def fill(self) -> None:
-        """Have the post-hook write the unsharded parameter."""
-        assert self.param.unsharded is not None
-        self.hooks.call_post(self.outputs, self.metadata, self.param.unsharded)
 
     def _owned(self, inner: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
         """The storages of ``inner`` that come and go: not those of the outputs, which the group's plan sees to."""
@@ -154,6 +150,7 @@ class ExtendedParams:
         self._is_settled: bool
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
+        self._fills: list[tuple[Fill, ExtendedParam, torch.Tensor]] = []
         self._params: list[ExtendedParam] = []
 
         if earlier is not None and not earlier._is_settled:
@@ -228,8 +225,8 @@ class ExtendedParams:
         self._memory.allocate(self.storages)
         # I10: autograd has saved what is written here; it holds again what it held then.
         with torch.no_grad(), _torch.preserved_versions(self._versioned):
-            for extended in self._params:
-                extended.fill()
+            for fill, extended, unsharded in self._fills:
+                fill(extended.outputs, extended.metadata, unsharded)
 
     def _arrive_first(self) -> None:
         def make() -> None:
@@ -244,8 +241,9 @@ class ExtendedParams:
             _agree(self._mesh, make, None)
             self._is_settled = True
         self.storages = [inner for extended in self._params for inner in extended.param.inner]
-        unsharded = [extended.param.unsharded for extended in self._params]
-        self._versioned = tuple(leaf for tensor in unsharded if tensor is not None for leaf in _versioned(tensor))
+        filled = [(extended, extended.param.unsharded) for extended in self._params]
+        self._fills = [(ext.hooks.call_post, ext, tensor) for ext, tensor in filled if tensor is not None]
+        self._versioned = tuple(leaf for _, _, tensor in self._fills for leaf in _versioned(tensor))
         self._is_new = False
 
 
