@@ -7,7 +7,6 @@ touches a private name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -170,9 +169,10 @@ def rewrapped(like: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tenso
     return cast(torch.Tensor, type(like).__tensor_unflatten__(inner, context, like.shape, like.stride()))  # type: ignore[attr-defined]
 
 
-def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
-    """In-place writes inside the block are not counted: autograd takes the tensors for unmodified."""
-    return torch.autograd._unsafe_preserve_version_counter(tensors)
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Make autograd take ``tensors`` for unmodified since they had ``versions``. The context manager that torch has for
+    this, private as well, takes as long as the writes that it hides."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:

@@ -148,6 +148,7 @@ class ExtendedParams:
         self._mesh, self._memory = mesh, services.memory
         self._agreement: _Agreement
         self._is_settled: bool
+        self._no_grad = torch.no_grad()  # entered often; never while it is
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._fills: list[tuple[Fill, ExtendedParam, torch.Tensor]] = []
@@ -211,7 +212,7 @@ class ExtendedParams:
 
     def payloads(self) -> list[torch.Tensor]:
         payloads: list[torch.Tensor] = []
-        with torch.no_grad():
+        with self._no_grad:
             for extended in self._params:
                 payloads += extended.prepare()
         if self._has_odd_shapes:
@@ -222,11 +223,15 @@ class ExtendedParams:
         if self._is_new:
             self._arrive_first()
             return
-        self._memory.allocate(self.storages)
+        if self.storages:
+            self._memory.allocate(self.storages)
         # I10: autograd has saved what is written here; it holds again what it held then.
-        with torch.no_grad(), _torch.preserved_versions(self._versioned):
+        versions = [tensor._version for tensor in self._versioned]
+        with self._no_grad:
             for fill, extended, unsharded in self._fills:
                 fill(extended.outputs, extended.metadata, unsharded)
+        if versions != [tensor._version for tensor in self._versioned]:
+            _torch.set_versions(self._versioned, versions)
 
     def _arrive_first(self) -> None:
         def make() -> None:

@@ -29,7 +29,7 @@ _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _KEEP = "fsdp_keep_all_gather_inputs"
 
 PreResult = tuple[tuple[torch.Tensor, ...], Any]
-_Kind = tuple[Any, ...]
+_Kind = tuple[torch.Size, torch.dtype]
 PostResult = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
 
 
@@ -165,22 +165,18 @@ class Hooks:
             result = self._pre()
         except Exception as error:
             raise self.error(_PRE, f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(result, tuple) or len(result) != 2:
+        if type(result) is not tuple or len(result) != 2:
             raise self.error(_PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
         tensors = result[0]
         if type(tensors) is not tuple:
             raise self.error(_PRE, f"returned {_described(tensors)} with its metadata, expected a tuple of tensors")
-        if self._kinds(tensors) != self._expected:
+        if self._expected is None or len(tensors) != len(self._expected):
             self._check_payload(tensors)
+        for tensor, (shape, dtype) in zip(tensors, self._expected or (), strict=True):
+            is_expected = type(tensor) is torch.Tensor and tensor.shape == shape and tensor.dtype is dtype
+            if not is_expected or not tensor.is_contiguous():
+                self._check_payload(tensors)
         return result
-
-    @staticmethod
-    def _kinds(tensors: tuple[Any, ...]) -> list[_Kind]:
-        """What must stay the same from call to call; empty entries for what is no plain tensor."""
-        return [
-            (tensor.shape, tensor.dtype, tensor.is_contiguous()) if type(tensor) is torch.Tensor else ()
-            for tensor in tensors
-        ]
 
     def releases_outputs(self) -> bool:
         """Whether the unsharded tensor does not alias the outputs. Asked after the first pre-hook, which may know.
@@ -249,7 +245,8 @@ class Hooks:
         return cut
 
     def _check_payload(self, tensors: tuple[object, ...]) -> None:
-        """Accept the first payload if it can be gathered, refuse it otherwise, and every other that differs from it."""
+        """Accept the first payload if it can be gathered. Refuse it otherwise, and every later one: it differs."""
+        found = []
         for tensor in tensors:
             if type(tensor) is not torch.Tensor:
                 raise self.error(_PRE, f"returned {_described(tensor)} to be gathered, expected plain tensors")
@@ -258,7 +255,7 @@ class Hooks:
             if not tensor.is_contiguous():
                 problem = f"returned {_described(tensor)} with strides {tensor.stride()}"
                 raise self.error(_PRE, f"{problem}, expected contiguous tensors: call .contiguous()")
-        found = self._kinds(tensors)
+            found.append((tensor.shape, tensor.dtype))
         if self._expected is not None:
             raise self.error(
                 _PRE,
@@ -283,7 +280,7 @@ class Hooks:
 
 
 def _payload(kinds: Sequence[_Kind]) -> str:
-    return "(" + ", ".join(f"{dtype} {tuple(shape)}".removeprefix("torch.") for shape, dtype, _ in kinds) + ")"
+    return "(" + ", ".join(f"{dtype} {tuple(shape)}".removeprefix("torch.") for shape, dtype in kinds) + ")"
 
 
 def _described(value: object) -> str:

@@ -131,8 +131,9 @@ class Rank:
             self.unsharded = self._parameter(tensor)
             self._own()
         versioned = () if is_first else (self.unsharded, *_torch.leaves(self.unsharded))
-        with _torch.preserved_versions(versioned):
-            self._fill(self.unsharded)
+        versions = [tensor._version for tensor in versioned]
+        self._fill(self.unsharded)
+        _torch.set_versions(versioned, versions)
 
     def drop_outputs(self) -> None:
         """Spoil the outputs, if the class says that the unsharded parameter does not need them."""
