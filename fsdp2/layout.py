@@ -17,21 +17,29 @@ ALIGNMENT_NBYTES = 128
 
 
 @dataclass(frozen=True)
-class ShardLayout:
-    """A tensor of ``shape`` cut along ``dim`` into ``num_shards``, as DTensor's ``Shard(dim)`` cuts it.
+class Layout:
+    """A tensor of ``shape`` that ``num_shards`` ranks hold pieces of, behind each other along ``dim``.
 
-    All shards are ``chunk_size`` long along ``dim``, but the last non-empty one may be shorter and later ones are
-    empty. On the wire every shard takes ``chunk_numel`` elements, padded at its end.
+    On the wire every piece takes ``chunk_numel`` elements, padded at its end. How long the pieces are, subclasses say.
     """
 
     shape: tuple[int, ...]
     dim: int
     num_shards: int
 
-    @cached_property
+    @property
     def chunk_size(self) -> int:
-        """Entries along ``dim`` of a full shard."""
-        return -(-self.shape[self.dim] // self.num_shards)
+        """Entries along ``dim`` of the longest piece."""
+        raise NotImplementedError
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the pieces, behind each other with their padding, begin with the tensor itself."""
+        raise NotImplementedError
+
+    def interval(self, rank: int) -> tuple[int, int]:
+        """``rank``'s piece along ``dim``, as (start, stop)."""
+        raise NotImplementedError
 
     @cached_property
     def numel(self) -> int:
@@ -39,27 +47,17 @@ class ShardLayout:
 
     @cached_property
     def chunk_numel(self) -> int:
-        """Elements of a full shard."""
+        """Elements of the longest piece."""
         return math.prod(self.shape[: self.dim]) * self.chunk_size * math.prod(self.shape[self.dim + 1 :])
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of all shards with their padding: what the gathered region needs."""
+        """Elements of all pieces with their padding: what the gathered region needs."""
         return self.chunk_numel * self.num_shards
 
     @property
     def is_even(self) -> bool:
         return self.padded_numel == self.numel
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the shards, behind each other with their padding, begin with the tensor itself."""
-        return self.dim == 0
-
-    def interval(self, rank: int) -> tuple[int, int]:
-        """``rank``'s shard along ``dim``, as (start, stop); empty shards start where the tensor ends."""
-        size = self.shape[self.dim]
-        return min(rank * self.chunk_size, size), min((rank + 1) * self.chunk_size, size)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         start, stop = self.interval(rank)
@@ -67,52 +65,42 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
-class JoinedLayout:
-    """Pieces that the ranks chose themselves, joined along ``dim``: what all-gather hooks send.
+class ShardLayout(Layout):
+    """A parameter cut as DTensor's ``Shard(dim)`` cuts it: all shards are ``chunk_size`` long, but the last non-empty
+    one may be shorter and later ones are empty. Empty shards start where the tensor ends."""
 
-    ``sizes``: each rank's entries along ``dim``. On the wire every piece takes ``chunk_numel`` elements. The properties
-    are those of ``ShardLayout``.
-    """
+    @cached_property
+    def chunk_size(self) -> int:
+        return -(-self.shape[self.dim] // self.num_shards)
 
-    shape: tuple[int, ...]
-    dim: int
+    @property
+    def is_contiguous(self) -> bool:
+        return self.dim == 0
+
+    def interval(self, rank: int) -> tuple[int, int]:
+        size = self.shape[self.dim]
+        return min(rank * self.chunk_size, size), min((rank + 1) * self.chunk_size, size)
+
+
+@dataclass(frozen=True)
+class JoinedLayout(Layout):
+    """Pieces whose ``sizes`` along ``dim`` the ranks chose themselves: what all-gather hooks send."""
+
     sizes: tuple[int, ...]
 
     @property
-    def num_shards(self) -> int:
-        return len(self.sizes)
-
-    @cached_property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @cached_property
-    def chunk_numel(self) -> int:
-        return math.prod(self.shape[: self.dim]) * max(self.sizes) * math.prod(self.shape[self.dim + 1 :])
-
-    @cached_property
-    def padded_numel(self) -> int:
-        return self.chunk_numel * self.num_shards
-
-    @property
-    def is_even(self) -> bool:
-        return self.padded_numel == self.numel
+    def chunk_size(self) -> int:
+        return max(self.sizes)
 
     @cached_property
     def is_contiguous(self) -> bool:
-        full = max(self.sizes)
+        full = self.chunk_size
         first_short = next((rank for rank, size in enumerate(self.sizes) if size < full), len(self.sizes))
         return self.dim == 0 and not any(self.sizes[first_short + 1 :])
 
     def interval(self, rank: int) -> tuple[int, int]:
         start = sum(self.sizes[:rank])
         return start, start + self.sizes[rank]
-
-    def shard_shape(self, rank: int) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.sizes[rank], *self.shape[self.dim + 1 :])
-
-
-Layout = ShardLayout | JoinedLayout
 
 
 def join(shapes: Sequence[tuple[int, ...]], dim: int) -> JoinedLayout:
@@ -129,7 +117,8 @@ def join(shapes: Sequence[tuple[int, ...]], dim: int) -> JoinedLayout:
     if len(rests) > 1 or len({len(shape) for shape in present}) > 1:
         raise ValueError(f"shapes {sorted(set(shapes))} differ in more than dim {dim}")
     sizes = tuple(shape[dim] if math.prod(shape) > 0 else 0 for shape in pieces)
-    return JoinedLayout((*present[0][:dim], sum(sizes), *present[0][dim + 1 :]), dim, sizes)
+    shape = (*present[0][:dim], sum(sizes), *present[0][dim + 1 :])
+    return JoinedLayout(shape, dim, len(sizes), sizes)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -38,6 +38,10 @@ def _random_pieces(draw: random.Random) -> tuple[list[torch.Tensor], int]:
     return [torch.randn(shape) for shape in shapes], dim
 
 
+def _joined(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> JoinedLayout:
+    return JoinedLayout(shape, dim, len(sizes), sizes)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_joined_pieces_are_their_concatenation_and_cut_back_into_them(seed: int) -> None:
     parts, dim = _random_pieces(random.Random(seed))
@@ -78,15 +82,15 @@ def test_contiguous_means_that_padding_lies_behind_the_last_piece(seed: int) -> 
 @pytest.mark.parametrize(
     ("shapes", "dim", "expected"),
     [
-        ([(), (), ()], 0, JoinedLayout((3,), 0, (1, 1, 1))),
-        ([(), ()], 1, JoinedLayout((2,), 0, (1, 1))),
-        ([(4,), (9,)], 1, JoinedLayout((13,), 0, (4, 9))),  # no such dim: joined along the first
-        ([(2, 3), (2, 5)], 1, JoinedLayout((2, 8), 1, (3, 5))),
-        ([(2, 3), (0, 3), (1, 3)], 0, JoinedLayout((3, 3), 0, (2, 0, 1))),
-        ([(2, 3), (0,)], 0, JoinedLayout((2, 3), 0, (2, 0))),  # empty pieces fit to any shape
-        ([(0, 7), (2, 3)], 0, JoinedLayout((2, 3), 0, (0, 2))),
-        ([(0,), (0, 5)], 0, JoinedLayout((0,), 0, (0, 0))),
-        ([(6, 1)], 1, JoinedLayout((6, 1), 1, (1,))),
+        ([(), (), ()], 0, _joined((3,), 0, (1, 1, 1))),
+        ([(), ()], 1, _joined((2,), 0, (1, 1))),
+        ([(4,), (9,)], 1, _joined((13,), 0, (4, 9))),  # no such dim: joined along the first
+        ([(2, 3), (2, 5)], 1, _joined((2, 8), 1, (3, 5))),
+        ([(2, 3), (0, 3), (1, 3)], 0, _joined((3, 3), 0, (2, 0, 1))),
+        ([(2, 3), (0,)], 0, _joined((2, 3), 0, (2, 0))),  # empty pieces fit to any shape
+        ([(0, 7), (2, 3)], 0, _joined((2, 3), 0, (0, 2))),
+        ([(0,), (0, 5)], 0, _joined((0,), 0, (0, 0))),
+        ([(6, 1)], 1, _joined((6, 1), 1, (1,))),
     ],
 )
 def test_join(shapes: list[tuple[int, ...]], dim: int, expected: JoinedLayout) -> None:
