@@ -28,6 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fsdp2.tensors
+from fsdp2.tensors import wrap_parameters
+
 NUM_BLOCKS = 8
 
 
@@ -45,13 +48,15 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """``mesh``: (shard,) or (replicate, shard). ``microbatches``: all but the last run without communication."""
+    """``mesh``: (shard,) or (replicate, shard). ``microbatches``: all but the last run without communication.
+    ``hooks``: the class in ``fsdp2.tensors`` that matrices become."""
 
     name: str
     mesh: tuple[int, ...] = (8,)
     width: int = 256
     mixed: bool = False
     microbatches: int = 1
+    hooks: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,6 +71,10 @@ CASES = (
     Case("small: width 64, all in buckets", width=64),
     Case("HSDP 2 x 4", mesh=(2, 4)),
     Case("HSDP 2 x 4, mixed", mesh=(2, 4), mixed=True),
+    Case("hooks: bf16, mixed", mixed=True, hooks="BFloat16AllGatherTensor"),
+    Case("hooks: int8", hooks="Int8AllGatherTensor"),
+    Case("hooks: int8, mixed", mixed=True, hooks="Int8AllGatherTensor"),
+    Case("hooks: fp8, mixed", mixed=True, hooks="Float8AllGatherTensor"),
 )
 
 
@@ -100,7 +109,10 @@ def peak_nbytes(runtime_name: str, case: Case) -> int:
     torch.manual_seed(0)
     with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         warnings.simplefilter("ignore")
-        model = sharded(Model(case.width), runtime, case)
+        model = Model(case.width)
+        if case.hooks:
+            wrap_parameters(model, getattr(fsdp2.tensors, case.hooks))
+        model = sharded(model, runtime, case)
         shards_nbytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
         step = stepper(model, case)
         for _ in range(2):
