@@ -160,6 +160,7 @@ class ShardedParam:
         self.sharded = param
         if dtypes != self.dtypes:
             self.dtypes = self.compute_dtypes = dtypes
+            self.forget_unsharded()  # what a hook makes of the same payload depends on them
 
     def forget_unsharded(self) -> None:
         """Its memory has moved, or its dtype has changed: it is made anew at the next use."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+from fsdp2 import fully_shard
 from tests.distributed.extension_support import UNEVEN, Twins, adam, batch, built, loss_of, sgd, sharded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import ON_LONGER_AXES, plain
@@ -175,6 +176,19 @@ def test_cast_between_steps(ctx: RankContext, make: Any) -> None:
             assert torch.equal(loss.detach(), twins.reference.backward(lambda model, x=x: model(x).square().mean()))
             assert twins.model.entry.weight.grad.dtype is dtype
             twins.step()
+
+
+@distributed(2)
+def test_cast_of_a_group_whose_payload_stays_the_same(ctx: RankContext) -> None:
+    """int8 rows and float32 scales of either dtype: only what the hook makes of them differs."""
+    linear = nn.Linear(6, 4, bias=False)
+    linear.weight = nn.Parameter(Scaled(linear.weight.detach()))
+    fully_shard(linear, mesh=ctx.mesh_1d())
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        linear.to(dtype)
+        linear(torch.ones(1, 6, dtype=dtype)).sum().backward()
+        assert linear.weight.grad.dtype is dtype
+        linear.weight.grad = None
 
 
 @distributed(2, 4)
