@@ -154,6 +154,7 @@ class Gather:
             parts = _OwnParts(flats, rank, self._copies_in, {})
             wires = [self._direct(step, parts) for step in directs]
             wires += [self._bucket(bucket, parts) for bucket in plan.buckets]
+            wires = [(output, mine) for output, mine in wires if output.numel()]
             self._launch = comm.all_gather([output for output, _ in wires], [mine for _, mine in wires])
             self.outputs = {step.index: self._output(step) for step in plan.steps}
         for _, target in sorted(parts.payload_targets.items()):

@@ -58,6 +58,8 @@ class CollectiveComm:
         self._on_stream = on_stream
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
+            return lambda: ()
         launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
         return lambda: (launch(),)
 

@@ -97,7 +97,11 @@ class ExtendedParam:
         will: a hook that cannot do so is found out at first use."""
         param, hooks = self.param, self.hooks
         if param.unsharded is None:
+            versions = [output._version for output in self.outputs]
             tensor, inner = hooks.first_post(self.outputs, self.metadata)
+            if versions != [output._version for output in self.outputs]:
+                problem = "wrote all_gather_outputs: they are read again, so make a tensor of its own"
+                raise hooks.error("fsdp_post_all_gather", problem)
             if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
                 raise hooks.error("fsdp_post_all_gather", f"made a tensor of {tensor.dtype} of a trainable parameter")
             try:
@@ -106,6 +110,10 @@ class ExtendedParam:
                 problem = f"made a {type(tensor).__name__} that cannot be a parameter: {error}"
                 raise hooks.error("fsdp_post_all_gather", problem) from error
             param.inner = self._owned(inner)
+            gathered = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
+            if self.releases_outputs and not gathered.isdisjoint(_memory_of(param.unsharded)):
+                problem = "made a tensor on the memory of all_gather_outputs, which the class says may be freed"
+                raise hooks.error("fsdp_post_all_gather", problem)
         before = _memory_of(param.unsharded)
         hooks.call_post(self.outputs, self.metadata, param.unsharded)
         if _memory_of(param.unsharded) != before:
@@ -158,15 +166,14 @@ class ExtendedParams:
             earlier = None
             for param in params:
                 param.forget_unsharded()
+        agreed = earlier._agreement if earlier is not None else None
 
         def bind() -> list[Report]:
             self._params = [ExtendedParam(param, mesh, policy) for param in params]
             return [param.report() for param in self._params]
 
         # I9
-        self._agreement = _agree(
-            mesh, bind, earlier._agreement if earlier is not None and earlier._is_settled else None
-        )
+        self._agreement = _agree(mesh, bind, agreed)
         shapes = [shape for report in self._agreement.mine for shape, _ in report.tensors]
         self._has_odd_shapes = any(not shape or 0 in shape for shape in shapes)  # 0-dim or empty
         self._is_new = True
@@ -269,17 +276,17 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
         ExtensionError: ``act`` raised one on some rank, or replicas returned different values; on all ranks alike.
     """
     mine: T | None = None
-    failure: ExtensionError | None = None
+    failure: Exception | None = None
     try:
         mine = act()
-    except ExtensionError as error:
+    except Exception as error:  # of whatever kind: the other ranks wait for us
         failure = error
     if failure is not None and earlier is not None:
         raise failure  # the other ranks may have nothing to ask
     if earlier is not None and mine == earlier.mine:
         return _Agreement(mine, earlier.reports, was_asked=False)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and str(failure), mine)))
+    rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and _described(failure), mine)))
     if failure is not None:
         raise failure
     for other, problem, _ in (entry for row in rows for entry in row):
@@ -290,6 +297,10 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
         if row != reports[0]:
             raise ExtensionError(_difference(reports[0], row))
     return _Agreement(mine, reports[0], was_asked=True)
+
+
+def _described(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, ExtensionError) else f"{type(failure).__name__}: {failure}"
 
 
 def _difference(first: list[list[Report]], other: list[list[Report]]) -> str:

@@ -184,7 +184,10 @@ class Hooks:
         Raises:
             ExtensionError: the answer is no bool.
         """
-        answer = self._release()
+        try:
+            answer = self._release()
+        except Exception as error:
+            raise self.error(_RELEASE, f"raised {type(error).__name__}: {error}") from error
         if not isinstance(answer, bool):
             raise self.error(_RELEASE, f"returned {_described(answer)}, expected a bool")
         return answer
@@ -231,11 +234,15 @@ class Hooks:
         size = self._context.outer_size
         if tensor.shape == size:
             return tensor
-        if tensor.numel() < size.numel():
+        is_flat = tensor.dim() == 1 and tensor.numel() >= size.numel()
+        has_rows = tensor.dim() == len(size) and tensor.shape[1:] == size[1:] and tensor.shape[0] >= size[0]
+        if not (is_flat or has_rows) or not tensor.is_contiguous():
             raise self.error(
-                _POST, f"returned a tensor of shape {tuple(tensor.shape)}, expected {tuple(size)}, or more rows"
+                _POST,
+                f"returned {_described(tensor)} with strides {tensor.stride()}, expected contiguous "
+                f"{tuple(size)}, or more rows",
             )
-        cut = torch.as_strided(tensor, size, self._context.outer_stride, 0)
+        cut = torch.as_strided(tensor, size, self._context.outer_stride, tensor.storage_offset())
         if type(cut) is not type(tensor):
             raise self.error(
                 _POST,

@@ -239,7 +239,7 @@ def _accumulate(param: ShardedParam, grad: torch.Tensor) -> None:
 
 def _inner_gradient(part: _Part, grad: torch.Tensor | None) -> torch.Tensor | None:
     """What ``part`` is of ``grad``. A plain gradient counts for each inner tensor."""
-    return grad if grad is None or not part.name else getattr(grad, part.name, grad)
+    return grad if grad is None or part.name not in _torch.inner_names(grad) else getattr(grad, part.name)
 
 
 def _refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:

@@ -121,6 +121,11 @@ class ParamGroup:
         self._resting_mesh, self._resting = mesh, None
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether all-gather hooks decide what some parameter sends."""
+        return self._extended is not None
+
+    @property
     def unsharded_nbytes(self) -> int:
         """Size of the unsharded parameters with what hooks make of them; 0 as long as nobody has asked for them."""
         inner = sum(nbytes for param in self.params for _, nbytes in param.inner)
@@ -197,8 +202,6 @@ class ParamGroup:
                 if param.unsharded is None:
                     param.unsharded = param.unsharded_parameter(self._gather.outputs[index])
         self._unsharded = [param.unsharded for param in self.params if param.unsharded is not None]
-        if self._extended is not None:
-            set_compute_dtypes(self.params, self.policy)
         self._sync_requires_grad()
 
     # Parameters
@@ -315,6 +318,8 @@ class ParamGroup:
         for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
             unsharded.requires_grad_(requires_grad)
         self._trainable = tuple(i for i, requires_grad in enumerate(self._requires_grad) if requires_grad)
+        if self._extended is not None:
+            set_compute_dtypes(self.params, self.policy)  # those that are trainable now are reduced together
         self._watch_halfway()
 
     def _watch_halfway(self) -> None:

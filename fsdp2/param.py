@@ -61,8 +61,10 @@ class _OptimizerSteps:
             register_optimizer_step_post_hook(self._on_step)
             self._is_watching = True
 
-    def _on_step(self, *_: object) -> None:
-        self.count += 1
+    def _on_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Those of plain parameters do not count: they may exist on one rank only, and ranks have to agree."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        self.count += any(type(param) not in (torch.Tensor, nn.Parameter) for param in params)
 
 
 _optimizer_steps = _OptimizerSteps()
@@ -157,15 +159,17 @@ class ShardedParam:
 
     def adopt(self, param: nn.Parameter, dtypes: ParamDtypes) -> None:
         """Manage ``param`` from now on, in all slots."""
+        is_alike = dtypes == self.dtypes and type(_torch.local_of(param)) is type(_torch.local_of(self.sharded))
         self.sharded = param
-        if dtypes != self.dtypes:
+        if not is_alike:
             self.dtypes = self.compute_dtypes = dtypes
-            self.forget_unsharded()  # what a hook makes of the same payload depends on them
+            self.forget_unsharded()
 
     def forget_unsharded(self) -> None:
         """Its memory has moved, or its dtype has changed: it is made anew at the next use."""
         if self.unsharded is not None and self.unsharded.grad is not None:
-            self.accumulated = self.unsharded.grad.to(self.compute_dtypes.reduce)
+            grad = self.unsharded.grad.to(self.compute_dtypes.reduce)
+            self.accumulated = grad if self.accumulated is None else self.accumulated + grad
         self.unsharded = None
         self.inner = []
 

@@ -240,6 +240,8 @@ class RootContext:
     def pre_backward(self, unit: Unit) -> None:
         if not self.schedule.in_backward:
             _torch.at_end_of_backward(self.end_backward)
+            if any(group.has_hooks for each in self.units for group in each.groups):
+                self.services.streams.gather_after_compute()  # pre-hooks may read what was written since forward began
         elif self.schedule.phases[unit.index] is Phase.BACKWARD:
             return
         self._note("pre_backward", unit)

@@ -41,7 +41,7 @@ class Streams:
         """The current stream waits for ``event``."""
 
     def gather_after_compute(self) -> None:
-        """Gather stream waits for compute: the optimizer has written the shards that the next pass gathers."""
+        """Gather stream waits for compute: it has written the shards, or other things that hooks read."""
 
     def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
         """Collectives were issued on the current stream; returns those the CPU still has to wait for."""

@@ -118,9 +118,9 @@ class Float8AllGatherTensor(WireFormatTensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """A :class:`Float8Tensor` on the gathered memory, whose dtype is ``param_dtype``."""
         values = all_gather_outputs[0].view(_WIRE)
-        scale = all_gather_outputs[1] if metadata is None else metadata.clone()  # else it is the precomputed one itself
-        if not isinstance(out, Float8Tensor):
-            return Float8Tensor(values, scale, param_dtype), ()
+        scale = all_gather_outputs[1] if metadata is None else metadata
+        if not isinstance(out, Float8Tensor):  # a scale of its own, not the precomputed one itself
+            return Float8Tensor(values, scale if metadata is None else scale.clone(), param_dtype), ()
         out.refresh(values, scale)
         return None
 

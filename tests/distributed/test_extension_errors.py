@@ -396,8 +396,8 @@ def test_post_hook_that_returns_too_few_rows() -> None:
     assert_expected_inline(
         _error(POST, _makes_one_row),
         """\
-ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a tensor of
-shape (1, 32), expected (32, 32), or more rows.""",
+ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a Tensor of
+shape (1, 32) with strides (32, 1), expected contiguous (32, 32), or more rows.""",
     )
 
 
@@ -661,4 +661,39 @@ def test_failure_on_one_rank_when_hooks_are_bound_again() -> None:
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned a list of 0,
 expected (tuple of tensors, metadata).""",
+    )
+
+
+def _decodes_in_place(
+    self: Faulty, outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+) -> Any:
+    return outputs[0].mul_(1.0), ()
+
+
+def test_post_hook_that_writes_its_outputs() -> None:
+    assert_expected_inline(
+        _error(LATER_POST, _decodes_in_place),
+        """\
+ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather wrote
+all_gather_outputs: they are read again, so make a tensor of its own.""",
+    )
+
+
+class AliasesWhatItReleases(Right):
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        return (all_gather_outputs[0], ()) if out is None else None
+
+
+def _released_and_aliased(ctx: RankContext) -> str:
+    return error_of(lambda: step(_sharded(_stack(AliasesWhatItReleases), ctx.mesh_1d())))
+
+
+def test_tensor_on_outputs_that_are_released() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_released_and_aliased),
+        """\
+ExtensionError: parameter 'blocks.1.linear.weight': AliasesWhatItReleases.fsdp_post_all_gather made
+a tensor on the memory of all_gather_outputs, which the class says may be freed.""",
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, trace
 from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 
@@ -129,3 +129,17 @@ class _Chooses(nn.Module):
 
     def forward(self, x: Tensor, names: str) -> Tensor:
         return torch.stack([self.blocks[name](x) for name in names]).sum(0)
+
+
+@distributed(2)
+def test_optimizer_of_a_plain_module_on_one_rank_makes_nobody_gather(ctx: RankContext) -> None:
+    """Ranks have to agree on what was written."""
+    model = sharded(ctx)
+    _evaluate(model)  # the root stays unsharded
+    if ctx.rank == 0:
+        other = nn.Linear(2, 2)
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    with trace.record(model) as recorded:
+        _evaluate(model)
+    assert "unshard (root)" not in recorded.actions()

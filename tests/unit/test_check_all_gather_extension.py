@@ -335,8 +335,9 @@ def test_too_few_rows_are_reported() -> None:
         _errors(DropsARow),
         """\
 ExtensionError: check_all_gather_extension: DropsARow fails 1 check.
-- unsharded: DropsARow.fsdp_post_all_gather returned a tensor of shape (4, 3), expected (5, 3), or
-more rows. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
+- unsharded: DropsARow.fsdp_post_all_gather returned a Tensor of shape (4, 3) with strides (3, 1),
+expected contiguous (5, 3), or more rows. (First seen with shape (5, 3) on 1 rank, and 1 other
+case.)""",
     )
 
 
