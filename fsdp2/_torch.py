@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -56,6 +57,32 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Point a DTensor at other local memory; the object stays, so optimizers and ties keep their references."""
     cast(DTensor, tensor)._local_tensor = local
+
+
+def arrived_local(tensor: DTensor) -> torch.Tensor:
+    """A DTensor's local tensor, after the collective that makes it: DTensor leaves some pending."""
+    local = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A part of each of ``split_factor`` pieces along ``dim`` that axes further right have made."""
+    return cast(Placement, _StridedShard(dim, split_factor=split_factor))
+
+
+def shards_dim(placement: Placement, dim: int) -> bool:
+    """Whether ``placement`` cuts tensor dimension ``dim``; strided shards are no ``Shard`` for ``is_shard()``."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The axes of ``meshes``, parts of one mesh, behind each other. Public API only takes axes in their order."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of ``mesh`` as one axis, with a process group of its own, made once per name."""
+    return mesh._flatten(name)
 
 
 def in_backward() -> bool:

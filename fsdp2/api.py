@@ -9,13 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "ExtensionError",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
+    "ParamPlacement",
     "ScheduleError",
 ]
 
@@ -57,6 +61,54 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a full mesh are data-parallel, for parameters that are DTensors on that mesh.
+
+    Attributes:
+        shard: name, or names, of the axes that parameters are sharded over. Several are flattened into one. ``None``:
+            parameters are not sharded, only their gradients are averaged (DDP).
+        replicate: name, or names, of the axes that the shards are replicated on (HSDP).
+
+    Raises:
+        ValueError: neither is given.
+
+    Source: the same class of PyTorch's FSDP2.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ValueError("DataParallelMeshDims: give the name of at least one axis, as shard or as replicate.")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+@dataclass(frozen=True)
+class ParamPlacement:
+    """What ``shard_placement_fn`` may return for a parameter that is sharded over other ranks than the rest.
+
+    Attributes:
+        placement: the tensor dimension to cut; ``None`` means ``Shard(0)``.
+        mesh: 1D (shard) or 2D (replicate, shard), for example the mesh of the ranks that hold the same experts.
+    """
+
+    placement: Shard | None
+    mesh: DeviceMesh
 
 
 class ScheduleError(RuntimeError):

@@ -114,9 +114,11 @@ class ExtendedParam:
             if self.releases_outputs and not gathered.isdisjoint(_memory_of(param.unsharded)):
                 problem = "made a tensor on the memory of all_gather_outputs, which the class says may be freed"
                 raise hooks.error("fsdp_post_all_gather", problem)
-        before = _memory_of(param.unsharded)
-        hooks.call_post(self.outputs, self.metadata, param.unsharded)
-        if _memory_of(param.unsharded) != before:
+        local = param.unsharded_local
+        assert local is not None
+        before = _memory_of(local)
+        hooks.call_post(self.outputs, self.metadata, local)
+        if _memory_of(local) != before:
             problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
             raise hooks.error("fsdp_post_all_gather", problem)
 
@@ -253,9 +255,10 @@ class ExtendedParams:
             _agree(self._mesh, make, None)
             self._is_settled = True
         self.storages = [inner for extended in self._params for inner in extended.param.inner]
-        filled = [(extended, extended.param.unsharded) for extended in self._params]
+        filled = [(extended, extended.param.unsharded_local) for extended in self._params]
         self._fills = [(ext.hooks.call_post, ext, tensor) for ext, tensor in filled if tensor is not None]
-        self._versioned = tuple(leaf for _, _, tensor in self._fills for leaf in _versioned(tensor))
+        made = [param.unsharded for param in (extended.param for extended in self._params)]
+        self._versioned = tuple(leaf for tensor in made if tensor is not None for leaf in _versioned(tensor))
         self._is_new = False
 
 

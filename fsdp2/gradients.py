@@ -145,7 +145,7 @@ class GroupGradients:
         factors = divide_factors(inputs[0][1].dtypes.reduce, self._mesh.data_parallel_size, self._factor)
         plan = compile_reduce(inputs, self._comm, factors)
         reduce = bound_reduce(plan, self._mesh, self._comm, services)
-        is_wrapped = any(type(param.unsharded) is not nn.Parameter for param in params)
+        is_wrapped = any(param.is_wrapped for param in params)
         return _BoundReduce(reduce, [parts[step.index] for step in plan.steps], is_wrapped)
 
     def _take_parts(self, bound: _BoundReduce) -> list[torch.Tensor | None]:
@@ -227,6 +227,8 @@ def _take_unsharded_grad(param: ShardedParam) -> torch.Tensor | None:
     if grad is not None:
         assert param.unsharded is not None
         param.unsharded.grad = None
+        if param.spec.unsharded is not None:
+            grad = param.spec.local_gradient(grad)
     return grad
 
 

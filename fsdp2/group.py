@@ -273,13 +273,15 @@ class ParamGroup:
             self._release()
 
     def reshard_post_forward(self) -> None:
-        """Cut the unsharded parameters down to shards of the post-forward mesh."""
+        """Cut the unsharded parameters down to shards of the post-forward mesh, if this group has one."""
+        if self._resting_mesh is None:
+            self.reshard()
+            return
         before = self._transition(GroupEvent.RESHARD_POST_FORWARD)
         if before is not GroupState.UNSHARDED:
             return
         if self._resting is None:
             assert isinstance(self._gather, Gather)
-            assert self._resting_mesh is not None
             with torch.inference_mode(False), torch.no_grad():
                 mesh, services = self._resting_mesh, self._services
                 self._resting = RestingShards(self.params, self._gather, self._extended, mesh, services)

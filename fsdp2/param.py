@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp2 import _torch
@@ -24,6 +23,7 @@ from fsdp2.layout import ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.plan import PlanInput
 from fsdp2.precision import ParamDtypes
+from fsdp2.specs import ParamSpec, plain_spec
 
 
 class Slot(NamedTuple):
@@ -36,13 +36,14 @@ class Slot(NamedTuple):
 @dataclass(frozen=True)
 class ParamRecord:
     """One parameter as resolved: nothing here is changed by sharding it. ``name`` is relative to the module given.
-    ``local``: the shard of a tensor subclass, cut already; None for those that lie in the flat buffer."""
+    ``layout``: how what this rank has of it is cut; model axes may have cut it before. ``local``: the shard of a tensor
+    subclass, cut already; None for those that lie in the flat buffer."""
 
     name: str
     param: nn.Parameter
     slots: tuple[Slot, ...]
     layout: ShardLayout
-    placements: tuple[Placement, ...]
+    spec: ParamSpec
     dtypes: ParamDtypes
     local: torch.Tensor | None = None
 
@@ -94,7 +95,7 @@ class ShardedParam:
         self.slots = record.slots
         self.layout = record.layout
         self.dtypes = record.dtypes
-        self.placements = record.placements
+        self.spec = record.spec
         self.mesh = mesh
         self.stride = contiguous_stride(record.layout.shape)
         self.sharded: nn.Parameter = record.param
@@ -114,13 +115,24 @@ class ShardedParam:
     def gradient_parts(self) -> tuple[str, ...]:
         """Names of the inner tensors that its gradient is reduced by: those of a wrapper subclass that is one tensor
         per inner tensor, sharded and unsharded. Otherwise "", for the gradient itself."""
-        unsharded, whole = self.unsharded, ("",)
-        if unsharded is None or type(unsharded) is nn.Parameter:
+        unsharded, whole = self.unsharded_local, ("",)
+        if unsharded is None or not self.is_wrapped:
             return whole
         names = _torch.inner_names(unsharded)
         inner = [getattr(unsharded, name) for name in names]
         is_alike = all(t.shape == unsharded.shape and t.dtype is unsharded.dtype for t in inner)
         return names if names and is_alike and names == _torch.inner_names(_torch.local_of(self.sharded)) else whole
+
+    @property
+    def unsharded_local(self) -> torch.Tensor | None:
+        """What this rank has of the unsharded parameter: all of it, but for what model axes have cut."""
+        whole = self.unsharded is None or self.spec.unsharded is None
+        return self.unsharded if whole else _torch.local_of(self.unsharded)  # type: ignore[arg-type]
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether compute reads a tensor subclass, which hooks have made."""
+        return type(self.unsharded_local) not in (nn.Parameter, torch.Tensor, type(None))
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -134,25 +146,26 @@ class ShardedParam:
 
     def sharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """``local`` as the DTensor parameter that this rank's shard is bound as."""
-        return _dtensor_parameter(local, self.mesh, self.placements, self, requires_grad)
+        return nn.Parameter(self.spec.sharded.dtensor(local), requires_grad=requires_grad)
 
     def resting_parameter(self, local: torch.Tensor, mesh: ParallelMesh) -> nn.Parameter:
-        """``local`` as the DTensor parameter on the post-forward ``mesh``."""
-        placements = mesh.placements(self.layout.dim)
-        return _dtensor_parameter(local, mesh, placements, self, self.sharded.requires_grad)
+        """``local`` as the DTensor parameter on the post-forward ``mesh``, which has no model axes."""
+        spec = plain_spec(self.layout.shape, self.layout.dim, mesh).sharded
+        return nn.Parameter(spec.dtensor(local), requires_grad=self.sharded.requires_grad)
 
     def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
         """``data`` of the unsharded shape as the parameter that compute reads."""
-        return nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        return nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
 
     def current(self) -> nn.Parameter:
         """The parameter that is bound in the first slot now; users may have replaced ours."""
         module, name = self.slots[0]
         bound = getattr(module, name, None)
-        if not isinstance(bound, DTensor) or tuple(bound.shape) != self.layout.shape:
+        shape = self.spec.sharded.shape
+        if not isinstance(bound, DTensor) or tuple(bound.shape) != shape:
             found = "nothing" if bound is None else f"{type(bound).__name__} of shape {tuple(bound.shape)}"
             raise TypeError(
-                f"parameter '{self.full_name}': expected a DTensor of shape {self.layout.shape} on the mesh given to "
+                f"parameter '{self.full_name}': expected a DTensor of shape {shape} on the mesh given to "
                 f"fully_shard, found {found}. Load a state dict of DTensors, or load before fully_shard."
             )
         return bound  # type: ignore[return-value]
@@ -168,7 +181,7 @@ class ShardedParam:
     def forget_unsharded(self) -> None:
         """Its memory has moved, or its dtype has changed: it is made anew at the next use."""
         if self.unsharded is not None and self.unsharded.grad is not None:
-            grad = self.unsharded.grad.to(self.compute_dtypes.reduce)
+            grad = self.spec.local_gradient(self.unsharded.grad).to(self.compute_dtypes.reduce)
             self.accumulated = grad if self.accumulated is None else self.accumulated + grad
         self.unsharded = None
         self.inner = []
@@ -273,14 +286,3 @@ class Bindings:
             parameters[name] = forms[index]
         for module, name, index in self._custom:
             setattr(module, name, forms[index])
-
-
-def _dtensor_parameter(
-    local: torch.Tensor,
-    mesh: ParallelMesh,
-    placements: tuple[Placement, ...],
-    param: ShardedParam,
-    requires_grad: bool,
-) -> nn.Parameter:
-    spec = _torch.dtensor_spec(mesh.mesh, placements, torch.Size(param.layout.shape), param.stride, local.dtype)
-    return nn.Parameter(_torch.dtensor(local, spec), requires_grad=requires_grad)

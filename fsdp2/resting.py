@@ -26,7 +26,7 @@ class RestingShards:
 
     Attributes:
         parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound while resting; the
-            sharded parameter, if all-gather hooks decide what rests.
+            sharded parameter, if all-gather hooks decide what rests, or if it is a DTensor on model axes.
     """
 
     def __init__(
@@ -47,14 +47,15 @@ class RestingShards:
         self._cut_done: torch.Event | None = None
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        self.parameters = [param.sharded for param in params]  # also while the payload of their hooks rests
+        # Bound as they are where no DTensor describes what rests: parts of payloads, or of what model axes have cut.
+        self.parameters = [param.sharded for param in params]
         for step in plan.steps:
             start, stop = step.layout.interval(mesh.shard.rank)
             local = shard_slice(self._flats, step, step.layout.shard_shape(mesh.shard.rank))
             self._targets.append(local)
             output = full.outputs[step.index].view(step.layout.shape)
             self._sources.append(output.narrow(step.layout.dim, start, stop - start))
-            if step.index < len(params):
+            if step.index < len(params) and params[step.index].spec.unsharded is None:
                 self.parameters[step.index] = params[step.index].resting_parameter(local, mesh)
         self._nbytes = {dtype: flat.untyped_storage().nbytes() for dtype, flat in self._flats.items()}
         self.release()

@@ -24,6 +24,7 @@ from fsdp2.mesh import ParallelMesh
 from fsdp2.param import ParamRecord, ShardedParam, check_device, check_uniform_dtypes, write_stamp
 from fsdp2.plan import GatherInput, compile_gather
 from fsdp2.precision import param_dtypes
+from fsdp2.specs import local_part
 
 
 class GroupShards:
@@ -159,4 +160,4 @@ class GroupShards:
 
 
 def _first_shard(record: ParamRecord, param: ShardedParam) -> torch.Tensor:
-    return param.shard_of(record.param.detach()) if record.local is None else record.local
+    return param.shard_of(local_part(record.param)) if record.local is None else record.local

@@ -212,7 +212,7 @@ def test_mesh_of_three_axes() -> None:
         refusal("three axes"),
         """\
 ValueError: fully_shard: mesh has 3 axes (1, 1, 2), expected 1 (shard) or 2 (replicate, shard). Pass
-a submesh, for example mesh["dp"].""",
+a submesh, for example mesh["dp"], or name the data-parallel axes with dp_mesh_dims.""",
     )
 
 
@@ -301,7 +301,7 @@ def test_placement_that_is_no_shard() -> None:
         refusal("placement type"),
         """\
 TypeError: fully_shard: shard_placement_fn returned Replicate() for parameter 'entry.weight',
-expected Shard(dim) or None.""",
+expected Shard(dim), ParamPlacement(Shard(dim), mesh) or None.""",
     )
 
 
@@ -328,9 +328,12 @@ def test_dtensor_parameter() -> None:
     assert_expected_inline(
         refusal("DTensor"),
         """\
-NotImplementedError: fully_shard: parameter 'exit.weight' is a DTensor already. Sharding parameters
-of tensor-parallel modules is not built yet; list it in ignored_params, or shard before
-distributing.""",
+ValueError: fully_shard: parameter 'exit.weight' is a DTensor on the mesh DeviceMesh((shard=2),
+'cpu', stride=(1,)), which cannot be joined with the mesh DeviceMesh((shard=2), 'cpu', stride=(1,))
+given to fully_shard: Cannot concatenate overlapping meshes: [DeviceMesh((shard=2), 'cpu',
+stride=(1,)), DeviceMesh((shard=2), 'cpu', stride=(1,))]. Both have to be parts of one mesh with
+names, without a common axis: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then
+mesh["dp"] and mesh["tp"].""",
     )
 
 

@@ -25,6 +25,7 @@ class Runtime:
     MixedPrecisionPolicy: Callable[..., Any]
     OffloadPolicy: Callable[..., Any]
     CPUOffloadPolicy: Callable[..., Any]
+    DataParallelMeshDims: Callable[..., Any]
 
 
 SUBJECT_IS_TORCH = os.environ.get("FSDP2_TEST_SUBJECT") == "torch"

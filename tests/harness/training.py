@@ -103,6 +103,7 @@ class Case:
     gather_full: bool = False  # full_tensor() of the last parameters too; on 4 ranks that is most of a run's time
     reduce_dtype: torch.dtype = torch.float32
     unsharded: Tolerance | None = Tolerance(rtol=1e-4, atol=1e-5)
+    longest_axis: int | None = None  # ranks that one reduction sums over, where that is no axis of the mesh
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class RankContext:
     rank: int
     world_size: int
     device_type: str = "cpu"
-    _meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
+    _meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
 
     def mesh_1d(self) -> DeviceMesh:
         """All ranks on one shard axis (FSDP)."""
@@ -68,14 +68,19 @@ class RankContext:
         """A replicate axis and a shard axis (HSDP)."""
         return self._mesh((replicate, shard), ("replicate", "shard"))
 
+    def mesh(self, **sizes: int) -> DeviceMesh:
+        """Axes by name, outermost first: ``mesh(dp=2, tp=2)``."""
+        return self._mesh(tuple(sizes.values()), tuple(sizes))
+
     def mesh_of_one(self) -> DeviceMesh:
         """A shard axis that holds nothing but this rank."""
         return self.mesh_2d(self.world_size, 1)["shard"]
 
     def _mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        if shape not in self._meshes:
-            self._meshes[shape] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
-        return self._meshes[shape]
+        key = (shape, names)
+        if key not in self._meshes:
+            self._meshes[key] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+        return self._meshes[key]
 
 
 def main(rank: int, world_size: int, connection: Connection, store: str, stacks: str, device_type: str) -> None:

@@ -14,11 +14,11 @@ import fsdp2
 
 LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
-    {"layout", "mesh", "precision", "nested", "extensions", "schedule"},  # rules
+    {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule"},  # rules
     {"streams", "buffers", "comm", "services"},  # devices
     {"param", "plan"},  # compiled, plain data
     {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "runtime"},  # effects
-    {"hooks", "module", "fully_shard"},  # torch.nn surface
+    {"hooks", "module", "resolve", "fully_shard"},  # torch.nn surface
     {"trace", "tensors", "testing"},  # companions
     {"__init__"},
 ]
@@ -39,9 +39,10 @@ TREES = {
     room: ast.Module([node for file in _files(room) for node in ast.parse(file.read_text()).body], []) for room in ROOMS
 }
 
-# "rules: no stream, no process group"; of all rules, only the mesh knows groups. Extensions name the type of a mesh.
+# "rules: no stream, no process group"; of all rules, only the mesh knows groups. Others name types: of a mesh, of a
+# placement, of what users implement.
 WITHOUT_TORCH = {"layout", "schedule"}
-WITHOUT_DISTRIBUTED = (LAYERS[1] - {"mesh", "extensions"}) | {"api", "streams", "buffers", "plan"}
+WITHOUT_DISTRIBUTED = (LAYERS[1] - {"mesh", "specs", "extensions"}) | {"streams", "buffers", "plan"}
 
 
 def _imported_names(room: str) -> set[str]:

@@ -13,9 +13,7 @@ from expecttest import assert_expected_inline
 import fsdp2
 
 # What torch 2.13 has and fsdp2 does not have yet. A name that arrives is taken off this list, or a test fails.
-ARGUMENTS_TO_COME = {
-    "dp_mesh_dims",  # which axes of an SPMD mesh are data-parallel
-}
+ARGUMENTS_TO_COME: set[str] = set()
 METHODS_TO_COME = {
     # collectives of the user's own
     "set_custom_all_gather",
@@ -35,7 +33,6 @@ METHODS_TO_COME = {
     "set_reduce_scatter_divide_factor",
 }
 NAMES_TO_COME = {
-    "DataParallelMeshDims",  # goes with dp_mesh_dims
     "register_fsdp_forward_method",
     "share_comm_ctx",
 }
@@ -82,11 +79,13 @@ def test_public_names() -> None:
         "\n".join(sorted(fsdp2.__all__)),
         """\
 CPUOffloadPolicy
+DataParallelMeshDims
 ExtensionError
 FSDPModule
 MixedPrecisionPolicy
 Observer
 OffloadPolicy
+ParamPlacement
 ScheduleError
 UnshardHandle
 extensions

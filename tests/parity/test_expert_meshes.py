@@ -1,0 +1,95 @@
+"""Parameters of one unit that are sharded over different ranks: experts next to what every rank has."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+from fsdp2 import ParamPlacement
+from fsdp2.runtime import unit_of
+from tests.harness.compare import compare
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import MLP
+from tests.harness.runtimes import SUBJECT_IS_TORCH, Runtime, subject
+from tests.harness.training import Case, Step
+
+# ``down`` plays the experts: sharded over one axis of the mesh, or replicated over it.
+
+
+def _is_expert(model: MLP, param: nn.Parameter) -> bool:
+    return any(param is block.down.weight for block in model.blocks)
+
+
+def with_torch_mesh_info(runtime: Runtime, model: MLP, mesh: DeviceMesh, **kwargs: Any) -> None:
+    """A program written for torch: the placement names a mesh through torch's own, private classes."""
+    everybody = mesh._flatten("everybody")
+    infos: dict[str, Any] = {
+        "shard": FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0),
+        "hsdp": HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
+    }
+    kind = kwargs.pop("kind")
+
+    def place(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(1), infos[kind]) if _is_expert(model, param) else None
+
+    for unit in (*model.units(), model):
+        runtime.fully_shard(unit, mesh=everybody, shard_placement_fn=place, **kwargs)
+
+
+def with_param_placement(runtime: Runtime, model: MLP, mesh: DeviceMesh, **kwargs: Any) -> None:
+    """The same, said with a DeviceMesh."""
+    if runtime.name != "fsdp2":
+        with_torch_mesh_info(runtime, model, mesh, **kwargs)
+        return
+    meshes = {"shard": mesh["shard"], "hsdp": mesh}
+    kind = kwargs.pop("kind")
+
+    def place(param: nn.Parameter) -> Any:
+        return ParamPlacement(Shard(1), meshes[kind]) if _is_expert(model, param) else None
+
+    for unit in (*model.units(), model):
+        runtime.fully_shard(unit, mesh=mesh._flatten("everybody"), shard_placement_fn=place, **kwargs)
+
+
+def same_data_for_all(step: Step, model: MLP) -> list[Tensor]:
+    """Experts are averaged over their own ranks only: with the same data everywhere, that is the global average."""
+    step.rank = 0
+    loss = step.loss(model)
+    loss.backward()
+    return [loss]
+
+
+@pytest.mark.parametrize("shard", [with_torch_mesh_info, with_param_placement])
+@pytest.mark.parametrize("kind", ["shard", "hsdp"])
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(4)
+def test_experts_are_sharded_over_a_mesh_of_their_own(ctx: RankContext, shard: Any, kind: str, reshard: bool) -> None:
+    asked = functools.partial(shard, kind=kind, reshard_after_forward=reshard)
+    compare(Case(MLP, shard=asked, step=same_data_for_all, longest_axis=4), ctx.mesh_2d(2, 2))
+
+
+@distributed(4)
+def test_experts_rest_on_the_ranks_they_have(ctx: RankContext) -> None:
+    """An int that suits the dense parameters: the experts' two ranks are no more than it asks for."""
+    asked = functools.partial(with_torch_mesh_info, kind="shard", reshard_after_forward=2)
+    compare(Case(MLP, shard=asked, step=same_data_for_all, longest_axis=4), ctx.mesh_2d(2, 2))
+
+
+@pytest.mark.skipif(SUBJECT_IS_TORCH, reason="looks at fsdp2's own groups")
+@distributed(4)
+def test_experts_are_one_group_and_the_rest_another(ctx: RankContext) -> None:
+    mesh = ctx.mesh_2d(2, 2)
+    torch.manual_seed(0)
+    model = MLP()
+    with_param_placement(subject(), model, mesh, kind="shard")
+    unit = unit_of(model.blocks[0])
+    assert unit is not None
+    names = [[param.name for param in group.params] for group in unit.groups]
+    assert names == [["up.weight", "up.bias", "down.bias"], ["down.weight"]]

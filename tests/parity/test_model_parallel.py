@@ -1,0 +1,269 @@
+"""Parameters that are DTensors already: tensor parallelism with FSDP and HSDP, on meshes in any order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.harness.compare import compare
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import MLP, ParityModel
+from tests.harness.runtimes import Runtime, beyond_torch
+from tests.harness.training import Case, Step, Tolerance, sgd
+
+
+def tensor_parallel(model: MLP, mesh: DeviceMesh) -> None:
+    """``up`` is cut on dim 0, ``down`` on dim 1, its bias is whole; entry and exit stay plain."""
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def shard(
+    runtime: Runtime,
+    model: MLP,
+    mesh: DeviceMesh,
+    data_parallel: str | tuple[str, ...] = "dp",
+    **kwargs: Any,
+) -> None:
+    tensor_parallel(model, mesh["tp"])
+    for unit in (*model.units(), model):
+        runtime.fully_shard(unit, mesh=mesh[data_parallel], **kwargs)
+
+
+def with_data_of(axes: tuple[str, ...], mesh: DeviceMesh, step: Callable[..., list[Tensor]]) -> Any:
+    """``step`` with the same data for all ranks that differ on model axes only."""
+    rank = 0
+    for axis in axes:
+        rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)
+
+    def stepped(given: Step, model: ParityModel) -> list[Tensor]:
+        return step(replace(given, rank=rank), model)
+
+    return stepped
+
+
+def one_backward(step: Step, model: ParityModel) -> list[Tensor]:
+    loss = step.loss(model)
+    loss.backward()
+    return [loss]
+
+
+def case(mesh: DeviceMesh, axes: tuple[str, ...] = ("dp",), **kwargs: Any) -> Case:
+    step = with_data_of(axes, mesh, kwargs.pop("step", one_backward))
+    return replace(Case(MLP, shard=shard, step=step, gather_full=True), **kwargs)
+
+
+MESHES = {2: [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], 4: [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}]}
+
+
+@pytest.mark.parametrize("sizes", MESHES[2], ids=str)
+@distributed(2)
+def test_tensor_parallel_on_two_ranks(ctx: RankContext, sizes: dict[str, int]) -> None:
+    mesh = ctx.mesh(**sizes)
+    compare(case(mesh), mesh)
+
+
+@pytest.mark.parametrize("sizes", MESHES[4], ids=str)
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(4)
+def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: dict[str, int], reshard: bool) -> None:
+    mesh = ctx.mesh(**sizes)
+    compare(case(mesh, shard=functools.partial(shard, reshard_after_forward=reshard)), mesh)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"replicate": 2, "shard": 1, "tp": 2}, {"replicate": 1, "shard": 2, "tp": 2}], ids=str
+)
+@distributed(4)
+def test_tensor_parallel_with_hsdp(ctx: RankContext, sizes: dict[str, int]) -> None:
+    mesh = ctx.mesh(**sizes)
+    hsdp = functools.partial(shard, data_parallel=("replicate", "shard"))
+    compare(case(mesh, ("replicate", "shard"), shard=hsdp), mesh)
+
+
+@distributed(8)
+def test_tensor_parallel_with_hsdp_on_eight_ranks(ctx: RankContext) -> None:
+    mesh = ctx.mesh(replicate=2, shard=2, tp=2)
+    hsdp = functools.partial(shard, data_parallel=("replicate", "shard"))
+    compare(case(mesh, ("replicate", "shard"), shard=hsdp), mesh)
+
+
+@distributed(4)
+def test_sharding_along_the_dim_that_tensor_parallelism_has_cut(ctx: RankContext) -> None:
+    """``down`` is cut on dim 1 by both, ``up`` on dim 0 by one and dim 1 by the other."""
+    mesh = ctx.mesh(dp=2, tp=2)
+    last_dim = functools.partial(shard, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    compare(case(mesh, shard=last_dim), mesh)
+
+
+@distributed(4)
+def test_tensor_parallel_in_mixed_precision(ctx: RankContext) -> None:
+    def mixed(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
+        policy = runtime.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard(runtime, model, mesh, mp_policy=policy)
+
+    mesh = ctx.mesh(dp=2, tp=2)
+    compare(case(mesh, shard=mixed, unsharded=None), mesh)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@distributed(4)
+def test_tensor_parallel_accumulates_without_communication(ctx: RankContext, dtype: torch.dtype | None) -> None:
+    def accumulate(step: Step, model: MLP) -> list[Tensor]:
+        losses = []
+        for micro in range(3):
+            step.control(model).set_requires_gradient_sync(micro == 2)
+            losses.append(step.loss(model, micro))
+            losses[-1].backward()
+        return losses
+
+    def mixed(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
+        policy = runtime.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        shard(runtime, model, mesh, mp_policy=policy)
+
+    mesh = ctx.mesh(dp=2, tp=2)
+    unsharded = Tolerance(1e-4, 1e-5) if dtype is None else None
+    compare(case(mesh, shard=mixed, step=accumulate, unsharded=unsharded), mesh)
+
+
+class Odd(MLP):
+    """No size is a multiple of the number of ranks on any axis, but for what tensor parallelism cuts."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2, dim=5)
+        self.exit = nn.Linear(5, 3)
+
+
+@distributed(4)
+def test_tensor_parallel_with_uneven_shards(ctx: RankContext) -> None:
+    mesh = ctx.mesh(dp=2, tp=2)
+    compare(case(mesh, model=Odd, gather_full=False, unsharded=None), mesh)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@distributed(4)
+def test_tensor_parallel_clips_gradients(ctx: RankContext, norm_type: float) -> None:
+    mesh = ctx.mesh(dp=2, tp=2)
+
+    def clipped(step: Step, model: MLP) -> list[Tensor]:
+        losses = one_backward(step, model)
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for param in model.parameters():
+            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+        for params in by_mesh.values():
+            norm = nn.utils.clip_grad_norm_(params, 0.1, norm_type=norm_type)
+            losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return losses
+
+    compare(case(mesh, step=clipped, optimizer=sgd, unsharded=None), mesh)
+
+
+@beyond_torch("refuses an int with DTensor parameters")
+@distributed(8)
+def test_tensor_parallel_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
+    mesh = ctx.mesh(dp=4, tp=2)
+    compare(
+        case(mesh, shard=functools.partial(shard, reshard_after_forward=2)),
+        mesh,
+        oracle_case=case(mesh, shard=functools.partial(shard, reshard_after_forward=True)),
+    )
+
+
+# A full mesh, of which axes are named
+
+
+def full_mesh(
+    runtime: Runtime,
+    model: MLP,
+    mesh: DeviceMesh,
+    shards: str | tuple[str, ...] | None = None,
+    replicates: str | tuple[str, ...] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Every parameter is a DTensor on all axes. Activations are sharded over the data-parallel axes, whole on "tp"."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    cut = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+
+    def place(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for leaf, param in module.named_parameters(recurse=False):
+            on_tp = next((p for suffix, p in cut.items() if f"{name}.{leaf}".endswith(suffix)), Replicate())
+            placements = [on_tp if axis == "tp" else Replicate() for axis in names]
+            module.register_parameter(leaf, nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
+
+    on_data = [Replicate() if axis == "tp" else Shard(0) for axis in names]
+    distribute_module(
+        model,
+        mesh,
+        place,
+        lambda _, inputs, mesh: tuple(DTensor.from_local(x, mesh, on_data, run_check=False) for x in inputs),
+        lambda _, output, mesh: output.redistribute(placements=on_data).to_local().clone(),  # torch warns of views
+    )
+    dims = runtime.DataParallelMeshDims(shard=shards, replicate=replicates)
+    for unit in (*model.units(), model):
+        runtime.fully_shard(unit, mesh=mesh, dp_mesh_dims=dims, **kwargs)
+
+
+FULL_MESHES: list[tuple[int, dict[str, int], dict[str, Any]]] = [
+    (2, {"dp": 2}, {"shards": "dp"}),
+    (2, {"dp": 2}, {"replicates": "dp"}),
+    (4, {"dp": 2, "tp": 2}, {"shards": "dp"}),
+    (4, {"tp": 2, "dp": 2}, {"shards": "dp"}),
+    (4, {"dp": 2, "tp": 2}, {"replicates": "dp"}),
+    (4, {"dp": 2, "cp": 2}, {"shards": ("dp", "cp")}),
+    (4, {"replicate": 2, "dp": 2}, {"shards": "dp", "replicates": "replicate"}),
+    (4, {"replicate": 2, "dp": 2}, {"replicates": ("replicate", "dp")}),
+    (8, {"replicate": 2, "dp": 2, "tp": 2}, {"shards": "dp", "replicates": "replicate"}),
+    (8, {"dp": 2, "cp": 2, "tp": 2}, {"shards": ("dp", "cp")}),
+    (8, {"replicate": 2, "dp": 2, "cp": 2}, {"shards": ("dp", "cp"), "replicates": "replicate"}),
+]
+
+
+def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
+    mesh = ctx.mesh(**sizes)
+    axes = tuple(name for name in sizes if name != "tp")
+    flattened = [mesh[names].size() for names in dims.values() if isinstance(names, tuple)]
+    compare(case(mesh, axes, shard=functools.partial(full_mesh, **dims), longest_axis=max([2, *flattened])), mesh)
+
+
+@pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 2], ids=str)
+@distributed(2)
+def test_full_mesh_with_named_axes_on_two_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
+    _full_mesh_trains(ctx, sizes, dims)
+
+
+@pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 4], ids=str)
+@distributed(4)
+def test_full_mesh_with_named_axes_on_four_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
+    _full_mesh_trains(ctx, sizes, dims)
+
+
+@pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 8], ids=str)
+@distributed(8)
+def test_full_mesh_with_named_axes_on_eight_ranks(
+    ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]
+) -> None:
+    _full_mesh_trains(ctx, sizes, dims)
+
+
+@beyond_torch("hangs: not all ranks of the world make the smaller mesh alike")
+@distributed(8)
+def test_part_of_the_world_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
+    """Pipeline stages, for example, each with a data-parallel mesh of their own."""
+
+    def plain(runtime: Runtime, model: MLP, mesh: DeviceMesh, reshard: bool | int) -> None:
+        for unit in (*model.units(), model):
+            runtime.fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard)
+
+    mesh = ctx.mesh(pp=2, dp=4)
+    expected = case(mesh, shard=functools.partial(plain, reshard=True))
+    compare(case(mesh, shard=functools.partial(plain, reshard=2)), mesh, oracle_case=expected)
