@@ -181,7 +181,8 @@ _is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 def inner_names(tensor: torch.Tensor) -> tuple[str, ...]:
     """The attributes that hold the tensors a wrapper subclass is made of; none for other tensors."""
-    return tuple(cast(Any, tensor).__tensor_flatten__()[0]) if _is_wrapper(tensor) else ()
+    names = cast(Any, tensor).__tensor_flatten__()[0] if _is_wrapper(tensor) else ()
+    return tuple(name for name in names if isinstance(getattr(tensor, name), torch.Tensor))  # DTensor lists its mesh
 
 
 def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -100,7 +100,8 @@ def _asked_placement(
     asked: Any = None if placement_fn is None else placement_fn(item.param)
     mesh = getattr(getattr(asked, "mesh_info", asked), "mesh", None)  # torch's ShardPlacementResult has a mesh_info
     placement = asked if mesh is None else asked.placement
-    if placement is not None and not isinstance(placement, Shard):
+    has_shard = placement is None or isinstance(placement, Shard)
+    if not has_shard or not (mesh is None or isinstance(mesh, DeviceMesh)):
         raise TypeError(
             f"fully_shard: shard_placement_fn returned {asked!r} for parameter '{item.name}', "
             "expected Shard(dim), ParamPlacement(Shard(dim), mesh) or None."

@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.resolve import SHARDED_AS
+from fsdp2.specs import local_part
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:
@@ -22,15 +24,16 @@ def wrap_parameters(
     *,
     select: Callable[[str, nn.Parameter], bool] = is_matrix,
 ) -> list[str]:
-    """Replace parameters of ``module`` in place by what ``make`` makes of them. Call it before ``fully_shard``.
+    """Replace parameters of ``module`` in place by what ``make`` makes of them. Call it before ``fully_shard``, and
+    after ``parallelize_module``: of a DTensor, what this rank has is replaced.
 
     Every selected parameter is replaced in all places where it is bound, so ties stay ties, and keeps its
     ``requires_grad``. Attributes and hooks that were set on the old parameter are not taken over.
 
     Args:
         module: whose parameters to replace, submodules included.
-        make: gets the detached parameter, returns a tensor of the same shape: ``Int8AllGatherTensor``, for example, or
-            a ``functools.partial`` of it.
+        make: gets the detached parameter, or this rank's part of a DTensor, and returns a tensor of the same shape:
+            ``Int8AllGatherTensor``, for example, or a ``functools.partial`` of it.
         select: gets the first name of a parameter and the parameter, and says whether to replace it.
 
     Returns:
@@ -56,14 +59,17 @@ def wrap_parameters(
 
 
 def _made(name: str, param: nn.Parameter, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
-    if isinstance(param, DTensor):
+    if hasattr(param, SHARDED_AS):
         raise ValueError(f"wrap_parameters: parameter '{name}' is sharded already. Wrap parameters before fully_shard.")
-    tensor = make(param.detach())
+    local = local_part(param)
+    tensor = make(local)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"wrap_parameters: make returned a {type(tensor).__name__} for parameter '{name}'.")
-    if tensor.shape != param.shape:
+    if tensor.shape != local.shape:
         raise ValueError(
             f"wrap_parameters: make returned a tensor of shape {tuple(tensor.shape)} for parameter '{name}' of shape "
-            f"{tuple(param.shape)}. Sharding and state dicts need the same shape."
+            f"{tuple(local.shape)}. Sharding and state dicts need the same shape."
         )
+    if isinstance(param, DTensor):
+        tensor = _torch.dtensor_like(param, tensor)
     return nn.Parameter(tensor, requires_grad=param.requires_grad)

@@ -7,7 +7,7 @@ objects and their values and the output are compared; then, where the case names
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.fsdp as theirs
@@ -18,48 +18,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.distributed.support import DIM, Block, Stack, batch, same_on_all_ranks, seeded
+from tests.distributed.refusals import Case, refused
+from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded
 from tests.harness.distributed import RankContext
-from tests.harness.messages import error_of
-
-
-class Case(NamedTuple):
-    model: nn.Module
-    call: Callable[[], Any]
-    correct: Callable[[], Any] | None = None
-    runs: bool = True
-
-
-def _state(model: nn.Module) -> dict[str, Any]:
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        "classes": {name: type(module) for name, module in model.named_modules()},
-        "parameters": {name: id(parameter) for name, parameter in named.items()},
-        "types": {name: (type(p), tuple(p.shape), p.dtype, p.device, p.requires_grad) for name, p in named.items()},
-        "grads": {name: p.grad for name, p in named.items()},
-    }
-
-
-def _values(model: nn.Module) -> list[torch.Tensor]:
-    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return [local.detach().clone() for local in locals_ if not local.is_meta]
 
 
 def _refusal(ctx: RankContext, case: str) -> str:
-    """The error of ``CASES[case]``, after all checks."""
-    model, call, correct, runs = CASES[case](ctx)
-    output = model(batch()).detach() if runs else None  # first, since it leaves a sharded root unsharded
-    before, values = _state(model), _values(model)
-    error = error_of(call)
-    assert _state(model) == before
-    assert all(map(torch.equal, _values(model), values))
-    if output is not None:
-        assert torch.equal(model(batch()), output)
-    if correct is not None:
-        correct()
-        after = model(batch())
-        assert output is None or torch.allclose(after, output, atol=1e-6)
-    return error
+    return refused(CASES[case](ctx))
 
 
 def refusal(case: str) -> str:

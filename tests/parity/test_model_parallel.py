@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fsdp2.tensors import wrap_parameters
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.extensions import Travelling
 from tests.harness.models import MLP, ParityModel
 from tests.harness.runtimes import Runtime, beyond_torch
 from tests.harness.training import Case, Step, Tolerance, sgd
@@ -267,3 +269,40 @@ def test_part_of_the_world_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
     mesh = ctx.mesh(pp=2, dp=4)
     expected = case(mesh, shard=functools.partial(plain, reshard=True))
     compare(case(mesh, shard=functools.partial(plain, reshard=2)), mesh, oracle_case=expected)
+
+
+# Tensor subclasses with all-gather hooks
+
+
+class Sent(Travelling):
+    """Sends its values as they are, and computes on what arrives."""
+
+    releases_outputs = False
+
+
+def hooked(runtime: Runtime, model: MLP, mesh: DeviceMesh, make: Any, **kwargs: Any) -> None:
+    """Weights of blocks travel as their hooks say; the oracle has the plain weights."""
+    tensor_parallel(model, mesh["tp"])
+    if runtime.name == "fsdp2":
+        for block in model.blocks:
+            assert wrap_parameters(block, make) == ["up.weight", "down.weight"]
+    for unit in (*model.units(), model):
+        runtime.fully_shard(unit, mesh=mesh["dp"], **kwargs)
+
+
+@beyond_torch("has no such subclasses")
+@distributed(4)
+def test_hooks_decide_what_travels_under_tensor_parallelism(ctx: RankContext) -> None:
+    mesh = ctx.mesh(dp=2, tp=2)
+    compare(case(mesh, shard=functools.partial(hooked, make=Sent), gather_full=False), mesh)
+
+
+@beyond_torch("has no such subclasses")
+@distributed(8)
+def test_hooks_with_tensor_parallelism_rest_on_a_smaller_mesh(ctx: RankContext) -> None:
+    mesh = ctx.mesh(dp=4, tp=2)
+    compare(
+        case(mesh, shard=functools.partial(hooked, make=Sent, reshard_after_forward=2), gather_full=False),
+        mesh,
+        oracle_case=case(mesh, shard=functools.partial(hooked, make=Sent), gather_full=False),
+    )
