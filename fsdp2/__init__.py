@@ -11,6 +11,7 @@ from fsdp2.api import (
     ParamPlacement,
     ScheduleError,
 )
+from fsdp2.clip import clip_grad_norm_
 from fsdp2.fully_shard import fully_shard
 from fsdp2.module import FSDPModule, UnshardHandle
 
@@ -25,6 +26,7 @@ __all__ = [
     "ParamPlacement",
     "ScheduleError",
     "UnshardHandle",
+    "clip_grad_norm_",
     "extensions",
     "fully_shard",
     "trace",

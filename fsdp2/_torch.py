@@ -116,6 +116,16 @@ def foreach_div(targets: list[torch.Tensor], divisor: float) -> None:
     torch._foreach_div_(targets, divisor)
 
 
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norm of each tensor, computed in ``dtype``, in one launch."""
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
+def foreach_mul(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """One launch for many in-place multiplications by a 0-dim tensor, whose value the CPU need not know."""
+    torch._foreach_mul_(targets, factor)
+
+
 def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
     """Cut each tensor along its first dimension into ``out.size(0)`` rows, padded with zeros, and lay the rows of all
     tensors side by side in ``out``, casting where dtypes differ. One launch on CUDA; on CPU, tensors that need padding

@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"param", "plan"},  # compiled, plain data
     {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "runtime"},  # effects
     {"hooks", "module", "resolve", "fully_shard"},  # torch.nn surface
-    {"trace", "tensors", "testing"},  # companions
+    {"trace", "clip", "tensors", "testing"},  # companions
     {"__init__"},
 ]
 LAYER_OF = {room: index for index, rooms in enumerate(LAYERS) for room in rooms}

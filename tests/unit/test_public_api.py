@@ -88,6 +88,7 @@ OffloadPolicy
 ParamPlacement
 ScheduleError
 UnshardHandle
+clip_grad_norm_
 extensions
 fully_shard
 trace""",

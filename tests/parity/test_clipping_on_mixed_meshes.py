@@ -1,0 +1,172 @@
+"""``fsdp2.clip_grad_norm_``: the norm of the unsharded model, whatever meshes the parameters are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+from fsdp2 import ParamPlacement, clip_grad_norm_, fully_shard
+from tests.distributed.support import same_on_all_ranks
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+from tests.harness.models import MLP, Uneven
+from tests.parity.test_model_parallel import tensor_parallel
+
+ORDERS = [1.0, 2, 3.5, float("inf")]
+
+
+def _plain(model: Any, ctx: RankContext) -> None:
+    for unit in (*model.units(), model):
+        fully_shard(unit, mesh=ctx.mesh_1d())
+
+
+def _hsdp(model: Any, ctx: RankContext) -> None:
+    for unit in (*model.units(), model):
+        fully_shard(unit, mesh=ctx.mesh_2d(2, ctx.world_size // 2))
+
+
+def _tensor_parallel(model: Any, ctx: RankContext) -> None:
+    mesh = ctx.mesh(dp=ctx.world_size // 2, tp=2)
+    tensor_parallel(model, mesh["tp"])
+    for unit in (*model.units(), model):
+        fully_shard(unit, mesh=mesh["dp"])
+
+
+def _experts(model: Any, ctx: RankContext) -> None:
+    mesh = ctx.mesh_2d(2, ctx.world_size // 2)
+    experts = {block.down.weight for block in model.blocks}
+    for unit in (*model.units(), model):
+        fully_shard(
+            unit,
+            mesh=ctx.mesh_1d(),
+            shard_placement_fn=lambda param: ParamPlacement(None, mesh) if param in experts else None,
+        )
+
+
+def _ignored(model: Any, ctx: RankContext) -> None:
+    for unit in (*model.units(), model):
+        fully_shard(unit, mesh=ctx.mesh_1d(), ignored_params={model.exit.weight, model.exit.bias})
+
+
+def _gradients(model: nn.Module, without: str = "") -> None:
+    """The same gradients as the unsharded model has, cut like the parameters."""
+    for index, (name, param) in enumerate(model.named_parameters()):
+        grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
+        if name != without:
+            param.grad = (
+                distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+                if isinstance(param, DTensor)
+                else grad
+            )
+
+
+def _whole(model: nn.Module) -> list[Tensor]:
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+def _clips(ctx: RankContext, shard: Callable[..., None], order: float, make: Any = MLP, without: str = "") -> None:
+    reference, model = make(), make()
+    shard(model, ctx)
+    for max_norm in (0.5, 1e6):
+        _gradients(reference, without)
+        _gradients(model, without)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type=order)
+        found = clip_grad_norm_(model.parameters(), max_norm, norm_type=order)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        for ours, theirs in zip(_whole(model), _whole(reference), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shard", [_plain, _hsdp, _tensor_parallel, _experts, _ignored])
+@distributed(2, 4)
+def test_norm_is_that_of_the_unsharded_model(ctx: RankContext, shard: Callable[..., None], order: float) -> None:
+    _clips(ctx, shard, order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@distributed(4)
+def test_empty_shards_and_missing_gradients_count_nothing(ctx: RankContext, order: float) -> None:
+    _clips(ctx, _plain, order, make=Uneven)
+    _clips(ctx, _tensor_parallel, order, without="blocks.1.down.weight")
+
+
+@distributed(2)
+def test_ranks_may_have_different_gradients(ctx: RankContext) -> None:
+    """A rank without any gradient takes part all the same."""
+    model = MLP()
+    _plain(model, ctx)
+    if ctx.rank == 0:
+        _gradients(model)
+    mine = [param.grad.to_local() for param in model.parameters() if param.grad is not None]  # type: ignore[attr-defined]
+    expected = torch.tensor(0.0) if ctx.rank else nn.utils.get_total_norm(mine)
+    torch.distributed.all_reduce(expected)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0), expected, rtol=1e-6, atol=0)
+
+
+@distributed(2)
+def test_norm_of_half_precision_gradients_does_not_overflow(ctx: RankContext) -> None:
+    model = MLP().half()
+    _plain(model, ctx)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 3000.0)
+    numel = sum(param.numel() for param in model.parameters())
+    found = clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(found, torch.tensor(3000.0 * numel**0.5), rtol=1e-3, atol=0)
+
+
+@distributed(2)
+def test_nothing_to_clip(ctx: RankContext) -> None:
+    assert clip_grad_norm_([], 1.0).item() == 0.0
+
+
+def _nonfinite(ctx: RankContext) -> str:
+    model = MLP()
+    _plain(model, ctx)
+    _gradients(model)
+    if ctx.rank == 1:
+        model.exit.bias.grad.to_local().fill_(float("inf"))  # type: ignore[union-attr]
+    before = [param.grad.to_local().clone() for param in model.parameters()]  # type: ignore[union-attr]
+    error = error_of(lambda: clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True))
+    assert all(torch.equal(param.grad.to_local(), old) for param, old in zip(model.parameters(), before, strict=True))  # type: ignore[union-attr]
+    return error
+
+
+def test_nonfinite_norm_is_refused_on_all_ranks() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_nonfinite),
+        """\
+RuntimeError: clip_grad_norm_: the norm of order 2.0 of all gradients is inf. Find the loss that is
+not finite, or pass error_if_nonfinite=False to scale the gradients by it anyway.""",
+    )
+
+
+def _pending(ctx: RankContext) -> str:
+    mesh: DeviceMesh = ctx.mesh_1d()
+    param = nn.Parameter(DTensor.from_local(torch.ones(4), mesh))
+    param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    return error_of(lambda: clip_grad_norm_(param, 1.0))
+
+
+def test_pending_sum_is_refused() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_pending),
+        """\
+ValueError: clip_grad_norm_: a gradient of shape (4,) is placed (Partial(sum),): its sum is still
+pending. Clip after backward has reduced it.""",
+    )
+
+
+def test_order_that_is_none_is_refused() -> None:
+    assert_expected_inline(
+        error_of(lambda: clip_grad_norm_([], 1.0, norm_type=0)),
+        """ValueError: clip_grad_norm_: norm_type=0, expected a positive number or float("inf").""",
+    )
