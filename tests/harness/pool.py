@@ -48,7 +48,8 @@ class _Rank:
             return pickle.loads(self.connection.recv_bytes())
         except EOFError:
             self.process.join(timeout=5)
-            return Failure(f"the worker process died with exit code {self.process.exitcode}\n")
+            last_words = self.stacks.read_text()  # of a fatal signal
+            return Failure(f"the worker process died with exit code {self.process.exitcode}\n{last_words}")
 
     def stack_dump(self) -> str:
         """What the rank is doing now, as written by its faulthandler."""

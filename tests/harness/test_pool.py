@@ -36,6 +36,11 @@ def _die_on_rank_0(ctx: RankContext) -> None:
         os._exit(7)
 
 
+def _abort_on_rank_1(ctx: RankContext) -> None:
+    if ctx.rank == 1:
+        os.abort()
+
+
 def _warn(ctx: RankContext) -> None:
     warnings.warn("unexpected", UserWarning, stacklevel=1)
 
@@ -57,6 +62,7 @@ def test_ranks_stay_between_calls() -> None:
     [
         (_raise_on_rank_1, r"(?s)rank 1 of 2.*_raise_on_rank_1.*ValueError: only here.*waiting for the failed ones: 0"),
         (_die_on_rank_0, r"(?s)rank 0 of 2.*died with exit code 7"),
+        (_abort_on_rank_1, r"(?s)rank 1 of 2.*died with exit code -6.*_abort_on_rank_1"),
         (_warn, r"(?s)rank 0, 1 of 2.*UserWarning: unexpected"),
     ],
 )

@@ -87,6 +87,7 @@ def main(rank: int, world_size: int, connection: Connection, store: str, stacks:
     """Entry point of a worker process."""
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+        faulthandler.enable(stacks_file, all_threads=True)
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
