@@ -2,6 +2,8 @@
 
 from fsdp2 import extensions, trace
 from fsdp2.api import (
+    AllGather,
+    Comm,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     ExtensionError,
@@ -9,6 +11,7 @@ from fsdp2.api import (
     Observer,
     OffloadPolicy,
     ParamPlacement,
+    ReduceScatter,
     ScheduleError,
 )
 from fsdp2.clip import clip_grad_norm_
@@ -16,7 +19,9 @@ from fsdp2.fully_shard import fully_shard
 from fsdp2.module import FSDPModule, UnshardHandle
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
+    "Comm",
     "DataParallelMeshDims",
     "ExtensionError",
     "FSDPModule",
@@ -24,6 +29,7 @@ __all__ = [
     "Observer",
     "OffloadPolicy",
     "ParamPlacement",
+    "ReduceScatter",
     "ScheduleError",
     "UnshardHandle",
     "clip_grad_norm_",

@@ -6,6 +6,7 @@ touches a private name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _symmetric_memory
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -178,6 +180,35 @@ def reduce_scatter(
         return _method(group, "reduce_scatter_single", "_reduce_scatter_base")(outputs[0], inputs[0], options)
     coalesced = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
     return coalesced(outputs, inputs, options)
+
+
+def allocate_by_backend(
+    group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Memory that the backend of ``group`` transfers without copies of its own, such as NCCL's registered memory; else
+    ordinary memory. The backend behind a group has no public name."""
+    backend = group._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        return torch.empty(size, dtype=dtype, device=device)
+    return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+
+
+def use_symmetric_memory(group: dist.ProcessGroup, backend: str) -> None:
+    """Allocate symmetric memory by ``backend`` from now on. Its exchange of addresses needs a communicator, which the
+    barrier makes. The whole module is private."""
+    _symmetric_memory.set_backend(cast(Any, backend))
+    dist.barrier(group=group)
+
+
+def allocate_symmetric(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Symmetric memory out of a pool, which spares most of its allocations and exchanges of addresses."""
+    with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+def exchange_addresses(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Tell the ranks of ``group`` where their symmetric ``tensor`` lies; cheap for memory that is known already."""
+    _symmetric_memory.rendezvous(tensor, group.group_name)
 
 
 def _method(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work]:

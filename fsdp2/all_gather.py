@@ -16,7 +16,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.buffers import tensor_on
-from fsdp2.comm import Comm
+from fsdp2.comm import GatherComm
 from fsdp2.layout import Layout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
@@ -134,7 +134,7 @@ class Gather:
         flats: FlatShards,
         gathered: GatheredMemory,
         rank: int,
-        comm: Comm,
+        comm: GatherComm,
         services: Services,
         hooks: GatherHooks | None,
         *,
@@ -154,11 +154,18 @@ class Gather:
             parts = _OwnParts(flats, rank, self._copies_in, {})
             wires = [self._direct(step, parts) for step in directs]
             wires += [self._bucket(bucket, parts) for bucket in plan.buckets]
-            wires = [(output, mine) for output, mine in wires if output.numel()]
-            self._launch = comm.all_gather([output for output, _ in wires], [mine for _, mine in wires])
+            self._wires = [(output, mine) for output, mine in wires if output.numel()]
             self.outputs = {step.index: self._output(step) for step in plan.steps}
         for _, target in sorted(parts.payload_targets.items()):
             self._copies_in.add_target(target)
+        self.carry_by(comm)
+
+    def carry_by(self, comm: GatherComm) -> None:
+        """From the next launch on, ``comm`` carries what is gathered; called on the gather stream."""
+        with ExitStack() as stack:
+            for storage, nbytes in self._allocation:
+                stack.enter_context(_placed(storage, nbytes))
+            self._launch = comm.all_gather([output for output, _ in self._wires], [mine for _, mine in self._wires])
 
     def issue(self) -> PendingGather:
         """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if tensors

@@ -1,25 +1,31 @@
 """What users pass in, implement or catch.
 
-Plain words of the package: policies, errors and the ``Observer`` seam. This room knows no stream, no process group and
-no plan; every other room may import it.
+Plain words of the package: policies, errors, the interfaces of communication of the user's own, and the ``Observer``
+seam. This room knows no stream and no plan, and of process groups only the type; every other room may import it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
+    "Comm",
     "DataParallelMeshDims",
     "ExtensionError",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
     "ParamPlacement",
+    "ReduceScatter",
     "ScheduleError",
 ]
 
@@ -109,6 +115,65 @@ class ParamPlacement:
 
     placement: Shard | None
     mesh: DeviceMesh
+
+
+class Comm(ABC):
+    """Communication of the user's own: where its buffers come from. Subclass :class:`AllGather` or
+    :class:`ReduceScatter`.
+    """
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor of ``size``, ``dtype`` and ``device`` for one message; it need not be initialised.
+
+        It may be the same memory every time: what it held has been copied away before it is written again. Runs on the
+        stream of the message.
+        """
+
+
+class AllGather(Comm):
+    """An all-gather for :meth:`FSDPModule.set_custom_all_gather`.
+
+    Source: the interface of the same name in PyTorch's FSDP2.
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` ``[n]`` of all ranks of ``group`` into ``output_tensor`` ``[W * n]``, in rank order.
+
+        ``output_tensor`` came from ``allocate``; ``input_tensor`` is this rank's slice of it. One call moves all that a
+        unit gathers; several dtypes travel as bytes (``uint8``). With ``async_op`` (on the CPU), may return while the
+        data travels, with a ``Work`` that is waited for where the data is needed. Without (on accelerators), the
+        message is enqueued on the current stream.
+        """
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter for :meth:`FSDPModule.set_custom_reduce_scatter`.
+
+    Source: the interface of the same name in PyTorch's FSDP2.
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` ``[W * n]`` over the ranks of ``group`` by ``op``, which is ``SUM``; rank r gets
+        elements ``[r * n, (r + 1) * n)`` in ``output_tensor`` ``[n]``.
+
+        Both tensors came from ``allocate`` and are of the reduce dtype. ``async_op`` as for an all-gather.
+        """
 
 
 class ScheduleError(RuntimeError):

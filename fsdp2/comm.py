@@ -21,17 +21,15 @@ from fsdp2.streams import Waitable
 Launch = Callable[[], Sequence[Waitable]]
 
 
-class Comm(Protocol):
-    """Collectives over one shard axis.
+class GatherComm(Protocol):
+    """All-gathers over one shard axis.
 
     Attributes:
         direct_min_nbytes: tensors whose shards have at least this many bytes travel without a staging copy; smaller
             ones share a bucket.
-        reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
     """
 
     direct_min_nbytes: int
-    reduces_uneven: bool
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         """What gathers each ``inputs[i]`` ``[n]`` of all ranks into ``outputs[i]`` ``[W * n]``, whenever it is called.
@@ -39,10 +37,27 @@ class Comm(Protocol):
         An input may be this rank's slice of its output. The tensors stay bound; their memory may come and go.
         """
 
+
+class ReduceComm(Protocol):
+    """Reduce-scatters over one shard axis.
+
+    Attributes:
+        direct_min_nbytes: as for a gather.
+        reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
+    """
+
+    direct_min_nbytes: int
+    reduces_uneven: bool
+
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         """Sum ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in ``outputs[i]``
-        ``[n]``. Where ``reduces_uneven``, an input may be shorter, and so is what the last ranks get.
+        ``[n]``. Where ``reduces_uneven``, an input may be shorter, and so is what the last ranks get. May empty the
+        list ``inputs`` once nothing reads them any more.
         """
+
+
+class AxisComm(GatherComm, ReduceComm, Protocol):
+    """Both, as every backend has them."""
 
 
 class CollectiveComm:
@@ -179,7 +194,7 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
     return [values.narrow(0, start, stop - start) for start, stop in itertools.pairwise(bounds)]
 
 
-def comm_for(axis: Axis, device: torch.device) -> Comm:
+def comm_for(axis: Axis, device: torch.device) -> AxisComm:
     """The comm for ``axis``, chosen by the backend that serves ``device``."""
     if axis.group is None or axis.size == 1:
         return LocalComm()

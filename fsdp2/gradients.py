@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api import ExtensionError
+from fsdp2.api import AllGather, ExtensionError, ReduceScatter
 from fsdp2.buffers import alias
-from fsdp2.comm import Comm
-from fsdp2.mesh import ParallelMesh
+from fsdp2.comm import ReduceComm
+from fsdp2.mesh import Axis, ParallelMesh
 from fsdp2.param import ShardedParam
 from fsdp2.plan import compile_reduce
 from fsdp2.precision import divide_factors
-from fsdp2.reduce_scatter import PendingReduce, Reduce, bound_reduce
+from fsdp2.reduce_scatter import AllReduceHook, PendingReduce, Reduce, bound_reduce
 from fsdp2.services import Services
 
 
@@ -38,11 +38,21 @@ class GradientState(Enum):
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What the setters of ``FSDPModule`` configure for one group's gradients."""
+    """What the setters of ``FSDPModule`` configure for one group: its gradients, and what carries its bytes."""
 
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
+    divides_behind_hook: bool = False
+    all_reduce_hook: AllReduceHook | None = None
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    reduce_axis: Axis | None = None
+
+    @property
+    def bound(self) -> tuple[object, ...]:
+        """What is part of a bound reduction."""
+        return (self.gradient_divide_factor, self.divides_behind_hook, self.all_reduce_hook)
 
 
 class _Part(NamedTuple):
@@ -72,12 +82,12 @@ class _Sums(NamedTuple):
 class GroupGradients:
     """Takes gradients off the unsharded parameters, and lands what the reduction makes of them."""
 
-    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: Comm) -> None:
+    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: ReduceComm) -> None:
         self._params = params
         self._mesh = mesh
         self._comm = comm
         self._bound: dict[tuple[int, ...], _BoundReduce] = {}  # by the indices of trainable parameters
-        self._factor: float | None = None  # the divide factor of what is bound
+        self._options = GroupOptions()  # of what is bound
         self._partial: _Sums | None = None
 
     @property
@@ -91,6 +101,11 @@ class GroupGradients:
 
     def unbind(self) -> None:
         """Forget compiled plans: dtypes, layouts or streams have changed."""
+        self._bound.clear()
+
+    def carry_by(self, comm: ReduceComm) -> None:
+        """From the next reduction on, ``comm`` carries it."""
+        self._comm = comm
         self._bound.clear()
 
     def discard_unreduced(self) -> None:
@@ -114,9 +129,10 @@ class GroupGradients:
         """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none."""
         if not trainable:
             return None
-        if options.gradient_divide_factor != self._factor:
-            self._bound.clear()
-            self._factor = options.gradient_divide_factor
+        if options is not self._options:
+            if options.bound != self._options.bound:
+                self._bound.clear()
+            self._options = options
         bound = self._bound.get(trainable) or self._bind(trainable, services)
         self._bound[trainable] = bound
         grads: list[Any] = self._take_parts(bound) if bound.is_wrapped else [self._take(p) for p, _ in bound.parts]
@@ -124,7 +140,7 @@ class GroupGradients:
         partial_, self._partial = self._partial, None
         if not any(present):
             return self._reduce_partial(partial_, options, services)
-        if partial_ is not None and partial_.bound.parts != bound.parts:  # frozen or unfrozen since
+        if partial_ is not None and not _lands_like(partial_.bound, bound):  # frozen, unfrozen or configured since
             self._land(partial_)
             partial_ = None
         self._complete(bound, grads)
@@ -142,9 +158,15 @@ class GroupGradients:
         params = [self._params[index] for index in trainable]
         parts = [_Part(param, name) for param in params for name in param.gradient_parts()]
         inputs = [(i, part.param.reduce_input) for i, part in enumerate(parts)]
-        factors = divide_factors(inputs[0][1].dtypes.reduce, self._mesh.data_parallel_size, self._factor)
+        options, reduce_dtype = self._options, inputs[0][1].dtypes.reduce
+        factors = divide_factors(
+            reduce_dtype,
+            self._mesh.data_parallel_size,
+            options.gradient_divide_factor,
+            behind_hook=options.divides_behind_hook,
+        )
         plan = compile_reduce(inputs, self._comm, factors)
-        reduce = bound_reduce(plan, self._mesh, self._comm, services)
+        reduce = bound_reduce(plan, self._mesh, self._comm, services, options.all_reduce_hook)
         is_wrapped = any(param.is_wrapped for param in params)
         return _BoundReduce(reduce, [parts[step.index] for step in plan.steps], is_wrapped)
 
@@ -199,6 +221,10 @@ class GroupGradients:
             _deposit(_wrapped(landed))
         else:
             _deposit([(param.sharded, shard) for (param, _), shard in landed])
+
+
+def _lands_like(one: _BoundReduce, other: _BoundReduce) -> bool:
+    return one.parts == other.parts and one.reduce.lands_like(other.reduce)
 
 
 def _deposit(shards: list[tuple[nn.Parameter, torch.Tensor]]) -> None:

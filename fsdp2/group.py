@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
 from fsdp2.api import MixedPrecisionPolicy, ScheduleError
 from fsdp2.comm import comm_for
+from fsdp2.custom_comm import gather_comm, reduce_comm
 from fsdp2.extended import ExtendedParams
 from fsdp2.gradients import GroupGradients, GroupOptions
 from fsdp2.mesh import ParallelMesh
@@ -120,6 +122,21 @@ class ParamGroup:
         """Between forward and backward, rest on this smaller mesh when asked to."""
         self._resting_mesh, self._resting = mesh, None
 
+    def configure(self, **changes: object) -> None:
+        """Replace options. What is in flight arrives as it was sent."""
+        before, self.options = self.options, replace(self.options, **changes)  # type: ignore[arg-type]
+        after, mesh = self.options, self.mesh
+        if after.all_gather is not before.all_gather:
+            with torch.inference_mode(False), torch.no_grad(), self._services.streams.on_gather():
+                if isinstance(self._gather, Gather):
+                    self._gather.carry_by(gather_comm(self._comm, mesh, after.all_gather))
+                if self._resting is not None:
+                    self._resting.carry_by(after.all_gather)
+        if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
+            axis = after.reduce_axis or mesh.shard
+            default = self._comm if axis is mesh.shard else comm_for(axis, mesh.device)
+            self.gradients.carry_by(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
+
     @property
     def has_hooks(self) -> bool:
         """Whether all-gather hooks decide what some parameter sends."""
@@ -165,7 +182,8 @@ class ParamGroup:
                 gather = LocalGather(plan, self.shards.flats, self._services.streams)
             else:
                 rank, services = self.mesh.shard.rank, self._services
-                gather = Gather(plan, self.shards.flats, gathered, rank, self._comm, services, self._extended)
+                comm = gather_comm(self._comm, self.mesh, self.options.all_gather)
+                gather = Gather(plan, self.shards.flats, gathered, rank, comm, services, self._extended)
             if self._extended is not None:
                 self._extended.bind_outputs(gather.outputs, first_key)
         self._plan, self._gather = plan, gather
@@ -285,6 +303,7 @@ class ParamGroup:
             with torch.inference_mode(False), torch.no_grad():
                 mesh, services = self._resting_mesh, self._services
                 self._resting = RestingShards(self.params, self._gather, self._extended, mesh, services)
+                self._resting.carry_by(self.options.all_gather)
         self._resting.cut()
         self._bindings.bind(self._resting.parameters)
         self._release()

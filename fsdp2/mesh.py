@@ -7,7 +7,7 @@ replication. This is the only room that knows how process groups follow from a `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -211,3 +211,20 @@ def _mesh_of_ranks(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
         dist.new_group(line.tolist(), use_local_synchronization=True) for line in (ranks[:, column], ranks[row, :])
     ]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+# By the process group of all ranks, so that they go with it, and then by the ranks of the shard axis.
+_separate_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def separate_axis(axis: Axis) -> Axis:
+    """``axis`` with a process group of its own, the same for all axes of the same ranks. Collective at first use."""
+    if axis.group is None or axis.size == 1:
+        return axis
+    ranks = tuple(dist.get_process_group_ranks(axis.group))
+    assert dist.group.WORLD is not None  # the axis has a group
+    made = _separate_groups.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        # Only these ranks take part: other shard groups of an HSDP mesh make their own.
+        made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp2_reduce_scatter")
+    return replace(axis, group=made[ranks])

@@ -14,7 +14,7 @@ from enum import Enum
 
 import torch
 
-from fsdp2.comm import Comm
+from fsdp2.comm import GatherComm, ReduceComm
 from fsdp2.layout import ALIGNMENT_NBYTES, Layout, ShardLayout, pack
 from fsdp2.precision import DivideFactors, ParamDtypes
 
@@ -190,7 +190,9 @@ class ReducePlan:
         return "\n".join([f"reduce-scatter {dtypes}, {divide}", *rows])
 
 
-def compile_gather(inputs: Mapping[int, GatherInput], comm: Comm, *, back_into: GatherPlan | None = None) -> GatherPlan:
+def compile_gather(
+    inputs: Mapping[int, GatherInput], comm: GatherComm, *, back_into: GatherPlan | None = None
+) -> GatherPlan:
     """Place every shard in a flat buffer per dtype, and what is gathered in one storage.
 
     ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: the plan whose gathered tensors were cut
@@ -210,7 +212,7 @@ def compile_gather(inputs: Mapping[int, GatherInput], comm: Comm, *, back_into: 
     return GatherPlan(tuple(steps), shard_numels, shared_nbytes, buckets, staging_nbytes)
 
 
-def compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: Comm, factors: DivideFactors) -> ReducePlan:
+def compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: ReduceComm, factors: DivideFactors) -> ReducePlan:
     """Place the reduced gradients of ``inputs`` (index in the group, parameter) in one flat buffer.
 
     All of them have the same dtypes: ``fully_shard`` has seen to it.
@@ -231,7 +233,7 @@ def compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: Comm, factors:
     return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
 
 
-def _gather_route(item: GatherInput, comm: Comm) -> Route:
+def _gather_route(item: GatherInput, comm: GatherComm) -> Route:
     if not item.layout.is_contiguous:
         return Route.STRIDED
     return Route.DIRECT if _is_large(item.layout, _gathered_dtype(item), comm) else Route.ROWS
@@ -248,14 +250,14 @@ def _unplaced_step(index: int, item: GatherInput, route: Route, *, cast: bool) -
     return GatherStep(index, item.name, route, item.layout, item.dtypes.orig if cast else dtype, dtype, 0, 0)
 
 
-def _reduce_route(item: PlanInput, comm: Comm) -> Route:
+def _reduce_route(item: PlanInput, comm: ReduceComm) -> Route:
     if item.layout.dim != 0:
         return Route.STRIDED
     is_even = item.layout.is_even or comm.reduces_uneven
     return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, comm) else Route.ROWS
 
 
-def _is_large(layout: Layout, dtype: torch.dtype, comm: Comm) -> bool:
+def _is_large(layout: Layout, dtype: torch.dtype, comm: GatherComm | ReduceComm) -> bool:
     return layout.chunk_numel * dtype.itemsize >= max(comm.direct_min_nbytes, 1)
 
 

@@ -34,27 +34,32 @@ def param_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> ParamDtypes
 
 @dataclass(frozen=True)
 class DivideFactors:
-    """Divide by ``before`` ahead of the sum over all ranks and by ``after`` behind it."""
+    """Divide by ``before`` ahead of the sum over all ranks and by ``after`` behind it; ``behind_hook``: also behind the
+    user's all-reduce hook, which sees a sum that is not fully divided then."""
 
     before: float
     after: float
+    behind_hook: bool = False
 
 
-def divide_factors(reduce_dtype: torch.dtype, world_size: int, factor: float | None = None) -> DivideFactors:
+def divide_factors(
+    reduce_dtype: torch.dtype, world_size: int, factor: float | None = None, *, behind_hook: bool = False
+) -> DivideFactors:
     """How to turn a sum over ``world_size`` ranks into ``sum / factor`` (default: the mean) in ``reduce_dtype``.
 
     fp32 and bf16 have range to spare: one division, after the sum, where there is least data. Other dtypes (fp16) may
-    overflow in the sum or underflow before it, so the factor is split in two near its square root.
+    overflow in the sum or underflow before it, so the factor is split in two near its square root; a hook's sums have
+    to fit as well, so the second division comes behind it.
 
     Source: the split of PyTorch's FSDP (Zhao et al., VLDB 2023).
     """
     factor = float(world_size) if factor is None else factor
     if reduce_dtype in (torch.float32, torch.bfloat16, torch.float64):
-        return DivideFactors(1.0, factor)
+        return DivideFactors(1.0, factor, behind_hook)
     before = 1.0
     while factor % before == 0 and factor / before > before:
         before *= 2
-    return DivideFactors(before, factor / before)
+    return DivideFactors(before, factor / before, behind_hook=True)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from fsdp2 import _torch
 from fsdp2.all_gather import pieces
-from fsdp2.comm import Comm, all_reduce
+from fsdp2.comm import ReduceComm, all_reduce
 from fsdp2.layout import Layout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.plan import ReducePlan, Route
 from fsdp2.services import Services
 from fsdp2.streams import Streams, Waitable
+
+
+@dataclass(frozen=True)
+class AllReduceHook:
+    """``run`` is the user's, called on ``stream``, or on that of reductions."""
+
+    run: Callable[[torch.Tensor], object]
+    stream: torch.Stream | None = None
 
 
 class PendingReduce:
@@ -57,8 +66,13 @@ class PendingReduce:
 class Reduce:
     """A reduce plan bound to a comm and streams; memory is allocated per step, and becomes the gradients'."""
 
-    def __init__(self, plan: ReducePlan, mesh: ParallelMesh, comm: Comm, services: Services) -> None:
+    def __init__(
+        self, plan: ReducePlan, mesh: ParallelMesh, comm: ReduceComm, services: Services, hook: AllReduceHook | None
+    ) -> None:
         self.plan = plan
+        self._hook = hook
+        # Between its parts the buffer has gaps, which a hook sees.
+        self._new_buffer = torch.empty if hook is None else torch.zeros
         self._mesh, self._comm = mesh, comm
         self._streams, self._memory = services.streams, services.memory
         self._rows = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.ROWS]
@@ -81,7 +95,7 @@ class Reduce:
         keep = [] if self._mesh.device.type == "cpu" else grads.copy()  # the reduce stream reads them later
         with self._streams.on_reduce():
             self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
-            flat = torch.empty(self.plan.flat_numel, dtype=self.plan.dtypes.reduce, device=self._mesh.device)
+            flat = self._new_buffer(self.plan.flat_numel, dtype=self.plan.dtypes.reduce, device=self._mesh.device)
             calls = self.plan.calls
             outputs = [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
             inputs = self._inputs(grads)
@@ -98,9 +112,15 @@ class Reduce:
                     work.wait()
 
     def average(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Divide the complete sums in place and cast them to the dtype of the sharded gradients."""
-        if self.plan.factors.after != 1.0:
-            _torch.foreach_div(sums, self.plan.factors.after)
+        """Divide the complete sums in place, run the user's hook on them, and cast them to the dtype of the sharded
+        gradients."""
+        factors = self.plan.factors
+        if self._hook is not None and factors.behind_hook:
+            self._run_hook(self._hook, sums)
+        if factors.after != 1.0:
+            _torch.foreach_div(sums, factors.after)
+        if self._hook is not None and not factors.behind_hook:
+            self._run_hook(self._hook, sums)
         dtype = self.plan.dtypes.orig
         return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in sums]
 
@@ -108,6 +128,15 @@ class Reduce:
         """Per step of the plan, this rank's gradient as a view of its buffer."""
         (flat,) = sums
         return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._shard_places]
+
+    def lands_like(self, other: Reduce) -> bool:
+        """Whether the sums of both lie alike, so that they may be added up."""
+        return type(self) is type(other) and self.plan.steps == other.plan.steps
+
+    def _run_hook(self, hook: AllReduceHook, sums: list[torch.Tensor]) -> None:
+        with self._streams.on(hook.stream), torch.no_grad():
+            for tensor in sums:
+                hook.run(tensor)
 
     def _inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         num_shards, dtype = self._mesh.shard.size, self.plan.dtypes.reduce
@@ -139,10 +168,13 @@ class LocalReduce(Reduce):
         return sums
 
 
-def bound_reduce(plan: ReducePlan, mesh: ParallelMesh, comm: Comm, services: Services) -> Reduce:
-    """``plan`` bound to ``comm``, or to nothing where nothing has to move."""
-    is_local = mesh.data_parallel_size == 1 and plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
-    return (LocalReduce if is_local else Reduce)(plan, mesh, comm, services)
+def bound_reduce(
+    plan: ReducePlan, mesh: ParallelMesh, comm: ReduceComm, services: Services, hook: AllReduceHook | None
+) -> Reduce:
+    """``plan`` bound to ``comm``, or to nothing where nothing has to move. A ``hook`` gets all sums in one buffer."""
+    is_uncast = plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
+    is_local = mesh.data_parallel_size == 1 and is_uncast and hook is None
+    return (LocalReduce if is_local else Reduce)(plan, mesh, comm, services, hook)
 
 
 def _pack_uneven_rows(grads: list[torch.Tensor], out: torch.Tensor) -> None:

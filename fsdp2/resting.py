@@ -12,7 +12,9 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.all_gather import Gather, GatherHooks, PendingGather, flat_shards, shard_slice
+from fsdp2.api import AllGather
 from fsdp2.comm import comm_for
+from fsdp2.custom_comm import gather_comm
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import ShardedParam
@@ -37,12 +39,14 @@ class RestingShards:
         mesh: ParallelMesh,
         services: Services,
     ) -> None:
-        comm = comm_for(mesh.shard, mesh.device)
+        self._mesh, self._comm = mesh, comm_for(mesh.shard, mesh.device)
         inputs = {step.index: _resting_input(step, mesh.shard.size) for step in full.plan.steps}
-        plan = compile_gather(inputs, comm, back_into=full.plan)
+        plan = compile_gather(inputs, self._comm, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)
         rank = mesh.shard.rank
-        self._gather = Gather(plan, self._flats, full.gathered, rank, comm, services, hooks, calls_pre_hooks=False)
+        self._gather = Gather(
+            plan, self._flats, full.gathered, rank, self._comm, services, hooks, calls_pre_hooks=False
+        )
         self._streams = services.streams
         self._cut_done: torch.Event | None = None
         self._targets: list[torch.Tensor] = []
@@ -59,6 +63,10 @@ class RestingShards:
                 self.parameters[step.index] = params[step.index].resting_parameter(local, mesh)
         self._nbytes = {dtype: flat.untyped_storage().nbytes() for dtype, flat in self._flats.items()}
         self.release()
+
+    def carry_by(self, all_gather: AllGather | None) -> None:
+        """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
+        self._gather.carry_by(gather_comm(self._comm, self._mesh, all_gather))
 
     def cut(self) -> None:
         """Copy this rank's part out of the unsharded parameters."""

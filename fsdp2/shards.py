@@ -17,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.all_gather import FlatShards, flat_shards
 from fsdp2.api import MixedPrecisionPolicy
 from fsdp2.buffers import alias
-from fsdp2.comm import Comm
+from fsdp2.comm import GatherComm
 from fsdp2.extensions import is_plain
 from fsdp2.layout import contiguous_stride
 from fsdp2.mesh import ParallelMesh
@@ -37,7 +37,7 @@ class GroupShards:
     """
 
     def __init__(
-        self, records: Sequence[ParamRecord], params: Sequence[ShardedParam], mesh: ParallelMesh, comm: Comm
+        self, records: Sequence[ParamRecord], params: Sequence[ShardedParam], mesh: ParallelMesh, comm: GatherComm
     ) -> None:
         self._params, self._mesh, self._comm = params, mesh, comm
         self._place(list(map(_first_shard, records, params)))

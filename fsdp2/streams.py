@@ -9,8 +9,8 @@ Each stream wait below states producer, consumer and reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -31,6 +31,10 @@ class Streams:
 
     def on_reduce(self) -> AbstractContextManager[object]:
         """Run what follows on the stream of gradient reductions."""
+        return nullcontext()
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        """Run what follows on the user's ``stream``, in order with what is on the current one; None is that one."""
         return nullcontext()
 
     def record(self) -> torch.Event | None:
@@ -62,6 +66,17 @@ class AcceleratorStreams(Streams):
 
     def on_reduce(self) -> AbstractContextManager[object]:
         return self._module.stream(self._reduce)
+
+    @contextmanager
+    def on(self, stream: torch.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        current = self._module.current_stream()
+        stream.wait_stream(current)  # user's stream waits for the current one: it reads what that has made
+        with self._module.stream(stream):
+            yield
+        current.wait_stream(stream)  # the current stream waits for the user's: it goes on with the result
 
     def record(self) -> torch.Event | None:
         return self._module.current_stream().record_event()

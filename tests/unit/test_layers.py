@@ -15,7 +15,7 @@ import fsdp2
 LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
     {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule"},  # rules
-    {"streams", "buffers", "comm", "services"},  # devices
+    {"streams", "buffers", "comm", "custom_comm", "services"},  # devices
     {"param", "plan"},  # compiled, plain data
     {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "runtime"},  # effects
     {"hooks", "module", "resolve", "fully_shard"},  # torch.nn surface

@@ -15,22 +15,11 @@ import fsdp2
 # What torch 2.13 has and fsdp2 does not have yet. A name that arrives is taken off this list, or a test fails.
 ARGUMENTS_TO_COME: set[str] = set()
 METHODS_TO_COME = {
-    # collectives of the user's own
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_all_reduce_hook",
-    # where communication buffers live, and what the backend sums
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_symm_mem_for_comm",
-    "set_force_sum_reduction_for_comms",
-    "set_separate_reduce_scatter_group",
-    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_max_input_buffers",  # how many reductions are in flight
     # finer control of a step
     "set_post_optim_event",
     "set_unshard_in_backward",
     "set_reduce_scatter_unused_params",
-    # deprecated by torch in favour of set_gradient_divide_factor
-    "set_reduce_scatter_divide_factor",
 }
 NAMES_TO_COME = {
     "register_fsdp_forward_method",
@@ -78,7 +67,9 @@ def test_public_names() -> None:
     assert_expected_inline(
         "\n".join(sorted(fsdp2.__all__)),
         """\
+AllGather
 CPUOffloadPolicy
+Comm
 DataParallelMeshDims
 ExtensionError
 FSDPModule
@@ -86,6 +77,7 @@ MixedPrecisionPolicy
 Observer
 OffloadPolicy
 ParamPlacement
+ReduceScatter
 ScheduleError
 UnshardHandle
 clip_grad_norm_

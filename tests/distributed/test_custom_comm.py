@@ -1,0 +1,337 @@
+"""Communication of the user's own: memory that is used over and over, failures, and what the setters refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2.runtime import unit_of
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.harness.comms import CountingAllGather, CountingReduceScatter
+from tests.harness.compare import compare_values
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+
+
+def _trained(model: Any, num_steps: int = 3) -> list[Tensor]:
+    """Losses, and the shards of the last parameters and gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for index in range(num_steps):
+        optimizer.zero_grad()
+        seen.append(step(model, index))
+        optimizer.step()
+    seen += [parameter.to_local().clone() for parameter in model.parameters()]
+    return seen + [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+
+def _set_comms(model: Any, gather: Any, reduce: Any) -> None:
+    for module in (*model.blocks, model):
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+
+
+class _OneArena:
+    """All messages of all units lie at the start of one buffer, whatever is in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arena = torch.empty(1 << 16, dtype=torch.uint8)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        (numel,) = size
+        return self._arena[: numel * dtype.itemsize].view(dtype)
+
+
+class _ArenaAllGather(_OneArena, CountingAllGather):
+    pass
+
+
+@distributed(2, 4)
+def test_messages_in_flight_may_lie_in_the_same_memory(ctx: RankContext) -> None:
+    """Prefetch lists put three gathers in flight, which all use one buffer."""
+
+    def prefetching() -> Any:
+        model = sharded(ctx, num_blocks=4)
+        blocks = list(model.blocks)
+        model.set_modules_to_forward_prefetch(blocks[:3])
+        for block, *following in zip(blocks, blocks[1:], blocks[2:], strict=False):
+            block.set_modules_to_forward_prefetch(following)
+        for block, *before in zip(blocks[::-1], blocks[-2::-1], blocks[-3::-1], strict=False):
+            block.set_modules_to_backward_prefetch(before)
+        return model
+
+    expected = _trained(prefetching())
+    model = prefetching()
+    gather = _ArenaAllGather()
+    for module in (*model.blocks, model):
+        module.set_custom_all_gather(gather)
+    compare_values("one buffer for all gathers", _trained(model), expected)
+    assert gather.messages
+
+
+@distributed(2, 4)
+def test_gradients_survive_a_reduce_scatter_that_always_returns_the_same_memory(ctx: RankContext) -> None:
+    """All blocks are alike, so the messages of all of them lie in the same two buffers."""
+    expected = _trained(sharded(ctx))
+    model = sharded(ctx)
+    _set_comms(model, CountingAllGather(persistent=True), CountingReduceScatter(persistent=True))
+    actual = _trained(model)
+    if ctx.world_size == 2:  # else gloo's reduce-scatter and ours sum in different orders
+        compare_values("persistent memory", actual, expected)
+    for found, value in zip(actual, expected, strict=True):
+        assert torch.allclose(found, value, rtol=1e-5, atol=1e-6)
+
+
+@distributed(2)
+def test_memory_kept_from_inference_mode_serves_training(ctx: RankContext) -> None:
+    expected = _trained(sharded(ctx))
+    model = sharded(ctx)
+    _set_comms(model, CountingAllGather(persistent=True), CountingReduceScatter(persistent=True))
+    with torch.inference_mode():
+        model(batch())
+    compare_values("after inference", _trained(model), expected)
+
+
+@distributed(2)
+def test_prefetched_message_that_nobody_reads_is_dropped(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    gather = CountingAllGather(persistent=True)
+    _set_comms(model, gather, CountingReduceScatter())
+    model.blocks[0].unshard(async_op=True)
+    model.blocks[0].reshard()
+    compare_values("after a dropped gather", _trained(model), _trained(sharded(ctx)))
+
+
+class _FailsOnce(CountingAllGather):
+    has_failed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError("the network is gone")
+        return super().__call__(*args, **kwargs)
+
+
+@distributed(2)
+def test_all_gather_that_raises_leaves_the_model_usable(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    _set_comms(model, _FailsOnce(persistent=True), CountingReduceScatter())
+    with pytest.raises(OSError, match="the network is gone"):
+        step(model)
+    compare_values("after a failure", _trained(model), _trained(sharded(ctx)))
+
+
+@distributed(2)
+def test_switching_the_reduction_while_hsdp_accumulates_keeps_every_gradient(ctx: RankContext) -> None:
+    """Sums that wait for the all-reduce lie as the plan says that made them; a custom comm has another plan."""
+
+    def model_and_step(custom: bool) -> list[Tensor]:
+        model = seeded(Uneven)
+        fsdp2.fully_shard(model, mesh=ctx.mesh_2d(1, 2))
+        model.set_requires_all_reduce(False)
+        step(model)
+        if custom:
+            model.set_custom_reduce_scatter(CountingReduceScatter())
+            model.set_all_reduce_hook(lambda reduced: None)
+        model.set_requires_all_reduce(True)
+        step(model)
+        return [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+    for found, value in zip(model_and_step(True), model_and_step(False), strict=True):
+        assert torch.allclose(found, value)
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 7), nn.Linear(7, 5), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@distributed(2)
+def test_hook_gets_one_buffer_with_zeros_where_there_is_no_gradient(ctx: RankContext) -> None:
+    model = seeded(Uneven)
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    seen: list[Tensor] = []
+    model.set_all_reduce_hook(lambda reduced: seen.append(reduced.clone()))
+    step(model)
+    gradients = torch.cat([parameter.grad.to_local().flatten() for parameter in model.parameters()])
+    (flat,) = seen
+    assert flat.dim() == 1
+    assert flat.isfinite().all()
+    assert torch.equal(flat[flat != 0].sort().values, gradients[gradients != 0].sort().values)
+
+
+# What is refused
+
+
+def _refused(ctx: RankContext, name: str, *args: Any, prepare: str = "nothing", **kwargs: Any) -> str:
+    """The error of a setter; the model trains as before."""
+    hsdp = prepare == "hsdp"
+    model = sharded(ctx)
+    if hsdp:
+        model = seeded(Stack)
+        fsdp2.fully_shard(model, mesh=ctx.mesh_2d(2, 1))
+    if prepare == "custom all-gather":
+        model.set_custom_all_gather(CountingAllGather())
+    elif prepare == "custom reduce-scatter":
+        model.set_custom_reduce_scatter(CountingReduceScatter())
+    elif prepare == "process group":
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    unit = unit_of(model)
+    assert unit is not None
+    (group,) = unit.groups
+    options = group.options
+    if prepare == "two groups":  # as parameters on meshes of their own make them
+        unit.groups = (group, group)
+    error = error_of(lambda: getattr(model, name)(*args, **kwargs))
+    unit.groups = (group,)
+    assert group.options == options
+    step(model)
+    return error
+
+
+def _error(name: str, *args: Any, **kwargs: Any) -> str:
+    return same_on_all_ranks(_refused_by_name, name=name, args=args, kwargs=kwargs)
+
+
+def _refused_by_name(ctx: RankContext, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return _refused(ctx, name, *args, **kwargs)
+
+
+def _nothing(reduced: Tensor) -> None:
+    """A hook."""
+
+
+SINGLE = {
+    "set_custom_all_gather": CountingAllGather,
+    "set_custom_reduce_scatter": CountingReduceScatter,
+    "set_all_reduce_hook": lambda: _nothing,
+}
+
+
+def _refused_for_two_groups(ctx: RankContext) -> list[str]:
+    return [_refused(ctx, name, make(), prepare="two groups") for name, make in SINGLE.items()]
+
+
+def test_unit_of_several_groups_takes_no_comm_and_no_hook() -> None:
+    errors = same_on_all_ranks(_refused_for_two_groups)
+    assert [error.partition(":")[2].split(":")[0].strip() for error in errors] == list(SINGLE)
+    assert_expected_inline(
+        errors[0],
+        """\
+ValueError: set_custom_all_gather: this unit has 2 parameter groups, on meshes of their own, and one
+comm would have to serve them all. Call fully_shard on the modules of each mesh separately.""",
+    )
+
+
+def test_comm_that_is_a_function() -> None:
+    assert_expected_inline(
+        _error("set_custom_all_gather", 3),
+        """\
+TypeError: set_custom_all_gather: expected an fsdp2.AllGather, with allocate() and __call__(), got
+3.""",
+    )
+    assert_expected_inline(
+        _error("set_custom_reduce_scatter", None),
+        """\
+TypeError: set_custom_reduce_scatter: expected an fsdp2.ReduceScatter, with allocate() and
+__call__(), got None.""",
+    )
+
+
+def test_hook_that_cannot_be_called() -> None:
+    assert_expected_inline(_error("set_all_reduce_hook", "sum"), """""")
+
+
+def _stream_on_hsdp(ctx: RankContext) -> str:
+    return _refused(ctx, "set_all_reduce_hook", _nothing, stream=torch.Stream(), prepare="hsdp")
+
+
+def test_hook_with_a_stream_on_hsdp() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_stream_on_hsdp),
+        """\
+ValueError: set_all_reduce_hook: this unit is on an HSDP mesh, whose all-reduce has a stream
+already, and the hook runs on it. Leave stream out.""",
+    )
+
+
+def test_memory_of_the_process_group_beside_custom_comms() -> None:
+    setter = "set_allocate_memory_from_process_group_for_comm"
+    assert_expected_inline(
+        _error(setter, True, prepare="custom all-gather"),
+        """\
+ValueError: set_allocate_memory_from_process_group_for_comm: this unit communicates by a
+CountingAllGather already, which allocates its own memory. Choose one of set_custom_all_gather and
+set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm, and
+set_symm_mem_for_comm.""",
+    )
+    assert_expected_inline(_error(setter, False, prepare="custom reduce-scatter"), """""")
+
+
+def test_symmetric_memory_beside_others() -> None:
+    assert_expected_inline(
+        _error("set_symm_mem_for_comm", prepare="custom all-gather"),
+        """\
+ValueError: set_symm_mem_for_comm: this unit communicates by a CountingAllGather already, which
+allocates its own memory. Choose one of set_custom_all_gather and set_custom_reduce_scatter,
+set_allocate_memory_from_process_group_for_comm, and set_symm_mem_for_comm.""",
+    )
+    assert_expected_inline(
+        _error("set_symm_mem_for_comm", prepare="process group"),
+        """\
+ValueError: set_symm_mem_for_comm: this unit communicates by a BackendAllGather already, which
+allocates its own memory. Choose one of set_custom_all_gather and set_custom_reduce_scatter,
+set_allocate_memory_from_process_group_for_comm, and set_symm_mem_for_comm.""",
+    )
+
+
+def test_symmetric_memory_on_the_cpu_or_by_another_backend() -> None:
+    assert_expected_inline(
+        _error("set_symm_mem_for_comm"),
+        """\
+ValueError: set_symm_mem_for_comm: the mesh is on cpu devices, and only CUDA has symmetric memory
+here. Leave the call out on other devices.""",
+    )
+    assert_expected_inline(
+        _error("set_symm_mem_for_comm", "NVSHMEM"),
+        """\
+ValueError: set_symm_mem_for_comm: backend='NVSHMEM', expected 'NCCL', the only one that is
+supported.""",
+    )
+
+
+class _TooSmall(CountingAllGather):
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(7, dtype=torch.float64)
+
+
+def _too_small(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    _set_comms(model, _TooSmall(), CountingReduceScatter())
+    error = error_of(lambda: step(model))
+    model.reset_iter_state()
+    _set_comms(model, CountingAllGather(), CountingReduceScatter())
+    step(model)
+    return error
+
+
+def test_allocate_that_returns_another_tensor() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_too_small),
+        """\
+ValueError: _TooSmall.allocate((2112,), dtype=torch.float32, device='cpu') returned a tensor of
+shape (7,), torch.float64, on cpu, with strides (1,). Return a contiguous tensor of the size, dtype
+and device asked for, for example a slice of a larger buffer.""",
+    )
