@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.comm import PeerComm
+from fsdp2.gradients import GroupOptions
 from fsdp2.runtime import unit_of
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.comms import CountingAllGather, CountingReduceScatter
@@ -201,10 +203,7 @@ def _refused(ctx: RankContext, name: str, *args: Any, prepare: str = "nothing", 
     assert unit is not None
     (group,) = unit.groups
     options = group.options
-    if prepare == "two groups":  # as parameters on meshes of their own make them
-        unit.groups = (group, group)
     error = error_of(lambda: getattr(model, name)(*args, **kwargs))
-    unit.groups = (group,)
     assert group.options == options
     step(model)
     return error
@@ -230,7 +229,19 @@ SINGLE = {
 
 
 def _refused_for_two_groups(ctx: RankContext) -> list[str]:
-    return [_refused(ctx, name, make(), prepare="two groups") for name, make in SINGLE.items()]
+    model = seeded(Stack)
+    shape = ctx.mesh_2d(2, 1)
+
+    def place(param: nn.Parameter) -> fsdp2.ParamPlacement | None:
+        return fsdp2.ParamPlacement(None, shape["shard"]) if param is model.exit.weight else None
+
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d(), shard_placement_fn=place)
+    errors = [error_of(partial(getattr(model, name), make())) for name, make in SINGLE.items()]
+    unit = unit_of(model)
+    assert unit is not None
+    assert [group.options for group in unit.groups] == [GroupOptions(), GroupOptions()]
+    step(model)
+    return errors
 
 
 def test_unit_of_several_groups_takes_no_comm_and_no_hook() -> None:
@@ -275,8 +286,8 @@ def test_hook_with_a_stream_on_hsdp() -> None:
     assert_expected_inline(
         same_on_all_ranks(_stream_on_hsdp),
         """\
-ValueError: set_all_reduce_hook: this unit is on an HSDP mesh, whose all-reduce has a stream
-already, and the hook runs on it. Leave stream out.""",
+ValueError: set_all_reduce_hook: this unit's mesh has a replicate axis (HSDP). Its all-reduce has a
+stream already, and the hook runs on it. Leave stream out.""",
     )
 
 

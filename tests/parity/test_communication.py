@@ -16,6 +16,7 @@ from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.training import Case, Step, Tolerance, one_backward, sgd, shard_units_and_root
+from tests.parity.test_expert_meshes import same_data_for_all, with_torch_mesh_info
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_PRECISION = Tolerance(rtol=5e-2, atol=5e-2)
@@ -325,6 +326,18 @@ def test_memory_from_the_process_group(ctx: RankContext) -> None:
 
     for mesh in _meshes(ctx):
         compare(Case(Uneven, step=step), mesh)
+
+
+@distributed(4)
+def test_units_whose_parameters_have_several_meshes(ctx: RankContext) -> None:
+    def shard(runtime, model: MLP, mesh: DeviceMesh) -> None:
+        with_torch_mesh_info(runtime, model, mesh, kind="hsdp")
+        model.set_separate_reduce_scatter_group()
+        for module in _fsdp_modules(model):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+            module.set_force_sum_reduction_for_comms(True)
+
+    compare(Case(MLP, shard=shard, step=same_data_for_all, longest_axis=4), ctx.mesh_2d(2, 2))
 
 
 @distributed(2)
