@@ -17,6 +17,8 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.training import Case, Step, Tolerance, one_backward, sgd, shard_units_and_root
 from tests.parity.test_expert_meshes import same_data_for_all, with_torch_mesh_info
+from tests.parity.test_model_parallel import case as case_with_model_axes
+from tests.parity.test_model_parallel import shard as shard_tensor_parallel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_PRECISION = Tolerance(rtol=5e-2, atol=5e-2)
@@ -29,6 +31,10 @@ def _fsdp_modules(model: ParityModel) -> list[Any]:
 def _with_comms(runtime, model: ParityModel, mesh: DeviceMesh, comms: dict[str, Any], **kwargs: Any) -> None:
     """Every unit has its own comms; the model keeps them for the step to read."""
     shard_units_and_root(runtime, model, mesh, **kwargs)
+    _set_comms(model, comms)
+
+
+def _set_comms(model: Any, comms: dict[str, Any]) -> None:
     model.comms = []
     for module in _fsdp_modules(model):
         gather, reduce = CountingAllGather(**comms), CountingReduceScatter(**comms)
@@ -326,6 +332,18 @@ def test_memory_from_the_process_group(ctx: RankContext) -> None:
 
     for mesh in _meshes(ctx):
         compare(Case(Uneven, step=step), mesh)
+
+
+@distributed(4)
+def test_communication_of_ones_own_beside_tensor_parallelism(ctx: RankContext) -> None:
+    mesh = ctx.mesh(dp=2, tp=2)
+
+    def shard(runtime, model: MLP, mesh: DeviceMesh) -> None:
+        shard_tensor_parallel(runtime, model, mesh)
+        _set_comms(model, {"persistent": True})
+
+    step = functools.partial(_hooked, scale=0.5, inner=_counting(one_backward))
+    compare(case_with_model_axes(mesh, shard=shard, step=step, unsharded=None), mesh)
 
 
 @distributed(4)
