@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,11 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def dtensor_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """``local`` as a DTensor that is sharded like ``param``, of the same dtype and on the same device."""
+    """``local`` as a DTensor that is sharded like ``param`` and on the same device."""
     like = cast(DTensor, param)
+    if local.dtype is not like.dtype:
+        mesh, placements = like.device_mesh, like.placements
+        return dtensor(local, dtensor_spec(mesh, placements, like.shape, like.stride(), local.dtype))
     made = DTensor.__new__(DTensor, like._local_tensor, like._spec, requires_grad=False)  # its local has no offset
     made._local_tensor = local
     return made
@@ -85,6 +88,35 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """All axes of ``mesh`` as one axis, with a process group of its own, made once per name."""
     return mesh._flatten(name)
+
+
+class GradDtype(NamedTuple):
+    """What a user set as ``grad_dtype`` of a tensor; None allows gradients of any dtype."""
+
+    dtype: torch.dtype | None
+
+
+def own_grad_dtype(tensor: torch.Tensor) -> GradDtype | None:
+    """What the user set as ``grad_dtype`` of a leaf, if anything.
+
+    Only torch 2.15 says whether it was set, privately. Before, a ``grad_dtype`` equal to the tensor's dtype counts as
+    not set. Where torch has no such attribute, nothing is set.
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return None
+    found = tensor.grad_dtype
+    is_set = getattr(tensor, "_has_grad_dtype_override", found is not tensor.dtype)
+    return GradDtype(found) if is_set else None
+
+
+def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Let ``tensor`` have gradients of ``dtype``, or of any with None. A gradient that it has keeps its values. Without
+    effect where torch has no ``grad_dtype``: gradients have the dtype of their tensor then."""
+    if hasattr(torch.Tensor, "grad_dtype") and tensor.grad_dtype is not dtype:
+        grad, tensor.grad = tensor.grad, None
+        tensor.grad_dtype = dtype
+        if grad is not None:
+            tensor.grad = grad if dtype is None else grad.to(dtype)
 
 
 def in_backward() -> bool:

@@ -7,11 +7,12 @@ seam. This room knows no stream and no plan, and of process groups only the type
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -40,9 +41,12 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of the unsharded parameters, hence of the all-gather and of forward and backward compute.
             ``None`` keeps the original dtype. Integer parameters are never cast.
         reduce_dtype: dtype of gradient reduction, and of gradients accumulated without communication. ``None`` means
-            the dtype of the unsharded parameters.
+            the parameter's ``grad_dtype`` if one was set, else the dtype of the unsharded parameter.
         output_dtype: floating-point tensors in the forward's output are cast to it. ``None`` leaves them alone.
         cast_forward_inputs: whether floating-point tensors in the forward's inputs are cast to ``param_dtype``.
+        param_dtype_override_fn: called once per parameter by ``fully_shard``, with the parameter that is to be sharded.
+            Returns that parameter's dtype, which it then keeps unsharded; or ``param_dtype`` or None, for the default.
+            All ranks must return the same.
 
     Source: the same class of PyTorch's FSDP2; module-level mixed precision of Zhao et al., VLDB 2023, section 4.4.
     """
@@ -51,6 +55,14 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+
+    def __repr__(self) -> str:
+        """As torch prints it; the override is left out while it is unset."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.param_dtype_override_fn is None:
+            del values["param_dtype_override_fn"]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 @dataclass(frozen=True)

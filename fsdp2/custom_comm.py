@@ -93,21 +93,30 @@ class CustomReduce:
         self._comm, self._axis, self._device = comm, axis, device
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+        pairs = list(zip(outputs, inputs, strict=True))
+        inputs.clear()
+        messages = []
+        for dtype in dict.fromkeys(output.dtype for output in outputs):
+            alike = [(output, values) for output, values in pairs if output.dtype is dtype]
+            pairs = [(output, values) for output, values in pairs if output.dtype is not dtype]
+            messages.append(self._reduce([output for output, _ in alike], [values for _, values in alike], dtype))
+        return messages
+
+    def _reduce(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], dtype: torch.dtype) -> _Message:
         assert self._axis.group is not None
-        size, sizes, dtype = self._axis.size, [output.numel() for output in outputs], outputs[0].dtype
+        size, sizes = self._axis.size, [output.numel() for output in outputs]
         with torch.inference_mode(False), torch.no_grad():
             sent = _allocated(self._comm, size * sum(sizes), dtype, self._device)
             received = _allocated(self._comm, sum(sizes), dtype, self._device)
             rows = [_rows(values, size, numel) for values, numel in zip(inputs, sizes, strict=True)]
             torch.cat(rows, dim=1, out=sent.view(size, -1))
-            inputs.clear()
             is_async = self._device.type == "cpu"
             op = dist.ReduceOp.SUM
             work = self._comm(
                 output_tensor=received, input_tensor=sent, group=self._axis.group, op=op, async_op=is_async
             )
         arrive = partial(torch.split_with_sizes_copy, received, sizes, out=outputs)
-        return (_Message(work, [sent, received], arrive),)
+        return _Message(work, [sent, received], arrive)
 
 
 def _rows(values: torch.Tensor, count: int, numel: int) -> torch.Tensor:

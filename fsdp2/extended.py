@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.api import ExtensionError, MixedPrecisionPolicy
+from fsdp2.api import ExtensionError
 from fsdp2.comm import exchange
 from fsdp2.extensions import HookContext, Hooks
 from fsdp2.layout import join
@@ -47,7 +47,7 @@ class ExtendedParam:
         releases_outputs: whether the post-hook consumes them.
     """
 
-    def __init__(self, param: ShardedParam, mesh: ParallelMesh, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, param: ShardedParam, mesh: ParallelMesh) -> None:
         self.param = param
         self._local = _torch.local_of(param.sharded)
         self.hooks = Hooks(
@@ -58,7 +58,7 @@ class ExtendedParam:
                 outer_size=torch.Size(param.layout.shape),
                 outer_stride=param.stride,
                 module=param.slots[0].module,
-                policy=policy,
+                policy=param.policy,
                 param_dtype=param.dtypes.param,
                 device=mesh.device,
             ),
@@ -151,7 +151,6 @@ class ExtendedParams:
         self,
         params: Sequence[ShardedParam],
         mesh: ParallelMesh,
-        policy: MixedPrecisionPolicy,
         services: Services,
         earlier: ExtendedParams | None,
     ) -> None:
@@ -171,7 +170,7 @@ class ExtendedParams:
         agreed = earlier._agreement if earlier is not None else None
 
         def bind() -> list[Report]:
-            self._params = [ExtendedParam(param, mesh, policy) for param in params]
+            self._params = [ExtendedParam(param, mesh) for param in params]
             return [param.report() for param in self._params]
 
         # I9

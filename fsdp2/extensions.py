@@ -59,7 +59,7 @@ class AllGatherExtension(Protocol):
             mesh: the 1D mesh that the parameter is sharded over.
             outer_size, outer_stride: of the unsharded parameter.
             module: the module that holds the parameter, the first one if it is tied.
-            mp_policy: as given to ``fully_shard``.
+            mp_policy: as given to ``fully_shard``, but with the ``param_dtype`` of this parameter.
 
         Returns:
             The tensors to gather: plain, contiguous, on the mesh's device, of any dtype and shape, as many on every

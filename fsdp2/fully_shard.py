@@ -153,6 +153,12 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
 def _check_policies(mp_policy: object, offload_policy: object) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"fully_shard: mp_policy must be an fsdp2.MixedPrecisionPolicy, not {described(mp_policy)}.")
+    override = mp_policy.param_dtype_override_fn
+    if override is not None and not callable(override):
+        raise TypeError(
+            "fully_shard: mp_policy.param_dtype_override_fn must be a function from a parameter to a dtype or None, "
+            f"not {described(override)}."
+        )
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"fully_shard: offload_policy must be an fsdp2.OffloadPolicy, not {described(offload_policy)}.")
     if type(offload_policy) is not OffloadPolicy:
@@ -231,7 +237,7 @@ def _commit(
     for item in resolved:
         for record in item.records:
             setattr(record.param, SHARDED_AS, record.name)
-    groups = tuple(ParamGroup(item.records, item.mesh, policy) for item in resolved)
+    groups = tuple(ParamGroup(item.records, item.mesh) for item in resolved)
     for item, group in zip(resolved, groups, strict=True):
         group.rest_on(item.resting)
         for param in group.params:

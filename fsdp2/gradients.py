@@ -21,9 +21,8 @@ from fsdp2.buffers import alias
 from fsdp2.comm import ReduceComm
 from fsdp2.mesh import Axis, ParallelMesh
 from fsdp2.param import ShardedParam
-from fsdp2.plan import compile_reduce
-from fsdp2.precision import divide_factors
-from fsdp2.reduce_scatter import AllReduceHook, PendingReduce, Reduce, bound_reduce
+from fsdp2.plan import compile_reduces
+from fsdp2.reduce_scatter import AllReduceHook, PendingReduce, Reduce, Sums
 from fsdp2.services import Services
 
 
@@ -63,7 +62,7 @@ class _Part(NamedTuple):
 
 
 class _BoundReduce(NamedTuple):
-    """A bound plan, and per step what it reduces. ``is_wrapped``: some unsharded parameter is a tensor subclass, and so
+    """Bound plans, and per step what they reduce. ``is_wrapped``: some unsharded parameter is a tensor subclass, and so
     may be its gradient."""
 
     reduce: Reduce
@@ -75,7 +74,7 @@ class _Sums(NamedTuple):
     """Sums over the shard axis, and which steps of the plan had a gradient."""
 
     bound: _BoundReduce
-    sums: list[torch.Tensor]
+    sums: Sums
     present: list[bool]
 
 
@@ -140,7 +139,7 @@ class GroupGradients:
         partial_, self._partial = self._partial, None
         if not any(present):
             return self._reduce_partial(partial_, options, services)
-        if partial_ is not None and not _lands_like(partial_.bound, bound):  # frozen, unfrozen or configured since
+        if partial_ is not None and not _is_alike(partial_.bound, bound):
             self._land(partial_)
             partial_ = None
         self._complete(bound, grads)
@@ -157,18 +156,20 @@ class GroupGradients:
     def _bind(self, trainable: tuple[int, ...], services: Services) -> _BoundReduce:
         params = [self._params[index] for index in trainable]
         parts = [_Part(param, name) for param in params for name in param.gradient_parts()]
-        inputs = [(i, part.param.reduce_input) for i, part in enumerate(parts)]
-        options, reduce_dtype = self._options, inputs[0][1].dtypes.reduce
-        factors = divide_factors(
-            reduce_dtype,
+        inputs = [part.param.reduce_input for part in parts]
+        options = self._options
+        plans = compile_reduces(
+            inputs,
+            self._comm,
             self._mesh.data_parallel_size,
             options.gradient_divide_factor,
             behind_hook=options.divides_behind_hook,
         )
-        plan = compile_reduce(inputs, self._comm, factors)
-        reduce = bound_reduce(plan, self._mesh, self._comm, services, options.all_reduce_hook)
         is_wrapped = any(param.is_wrapped for param in params)
-        return _BoundReduce(reduce, [parts[step.index] for step in plan.steps], is_wrapped)
+        ordered = [parts[step.index] for plan in plans for step in plan.steps]
+        return _BoundReduce(
+            Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook), ordered, is_wrapped
+        )
 
     def _take_parts(self, bound: _BoundReduce) -> list[torch.Tensor | None]:
         taken = {param: self._take(param) for param in dict.fromkeys(param for param, _ in bound.parts)}
@@ -184,22 +185,26 @@ class GroupGradients:
         return grad
 
     def _complete(self, bound: _BoundReduce, grads: list[torch.Tensor | None]) -> None:
-        """Make ``grads`` one gradient per step, of one dtype. The layout of a reduction is the same on all ranks,
-        whatever autograd did on this one: a parameter without a gradient contributes zeros."""
-        dtypes = {grad.dtype for grad in grads if grad is not None}
-        dtype = dtypes.pop() if len(dtypes) == 1 else bound.reduce.plan.dtypes.reduce  # some accumulated in that dtype
-        for i, grad in enumerate(grads):
-            if grad is None:
-                grads[i] = torch.zeros(bound.parts[i].param.layout.shape, dtype=dtype, device=self._mesh.device)
-            elif type(grad) is not torch.Tensor:
-                _refuse_gradient(bound.parts[i].param, grad)
-            elif grad.dtype is not dtype:
-                grads[i] = grad.to(dtype)
+        """Make ``grads`` one gradient per step, of one dtype per plan. The layout of a reduction is the same on all
+        ranks, whatever autograd did on this one: a parameter without a gradient contributes zeros."""
+        start = 0
+        for plan in bound.reduce.plans:
+            stop = start + len(plan.steps)
+            dtypes = {grad.dtype for grad in grads[start:stop] if grad is not None}
+            dtype = dtypes.pop() if len(dtypes) == 1 else plan.dtypes.reduce  # some accumulated in that dtype
+            for i, grad in enumerate(grads[start:stop], start):
+                if grad is None:
+                    grads[i] = torch.zeros(bound.parts[i].param.layout.shape, dtype=dtype, device=self._mesh.device)
+                elif type(grad) is not torch.Tensor:
+                    _refuse_gradient(bound.parts[i].param, grad)
+                elif grad.dtype is not dtype:
+                    grads[i] = grad.to(dtype)
+            start = stop
 
     def _receive(self, received: _Sums, earlier: _Sums | None, all_reduce: bool) -> None:
         """The sums over the shard axis are complete: keep them, or carry them on."""
         if earlier is not None:
-            _torch.foreach_add(received.sums, earlier.sums)
+            received.bound.reduce.add(received.sums, earlier.sums)
             present = [now or before for now, before in zip(received.present, earlier.present, strict=True)]
             received = received._replace(present=present)
         if self._mesh.replicate.group is not None and not all_reduce:
@@ -211,7 +216,7 @@ class GroupGradients:
         """Sum over the replicate axis, average, and hand over to the sharded parameters."""
         reduce = received.bound.reduce
         reduce.all_reduce(received.sums)
-        shards = reduce.shards(reduce.average(received.sums))
+        shards = reduce.shards(received.sums)
         landed = [
             (part, shard)
             for part, shard, is_present in zip(received.bound.parts, shards, received.present, strict=True)
@@ -223,8 +228,12 @@ class GroupGradients:
             _deposit([(param.sharded, shard) for (param, _), shard in landed])
 
 
-def _lands_like(one: _BoundReduce, other: _BoundReduce) -> bool:
-    return one.parts == other.parts and one.reduce.lands_like(other.reduce)
+def _is_alike(earlier: _BoundReduce, bound: _BoundReduce) -> bool:
+    """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured in between."""
+    if earlier is bound:
+        return True
+    layouts = [[(plan.steps, plan.dtypes, plan.factors.before) for plan in b.reduce.plans] for b in (earlier, bound)]
+    return earlier.parts == bound.parts and layouts[0] == layouts[1]
 
 
 def _deposit(shards: list[tuple[nn.Parameter, torch.Tensor]]) -> None:

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
-from fsdp2.api import MixedPrecisionPolicy, ScheduleError
+from fsdp2.api import ScheduleError
 from fsdp2.comm import comm_for
 from fsdp2.custom_comm import gather_comm, reduce_comm
 from fsdp2.extended import ExtendedParams
 from fsdp2.gradients import GroupGradients, GroupOptions
 from fsdp2.mesh import ParallelMesh
-from fsdp2.param import Bindings, ParamRecord, ShardedParam, set_compute_dtypes
+from fsdp2.param import Bindings, ParamRecord, ShardedParam
 from fsdp2.plan import GatherPlan, Lifetime, compile_gather
 from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.resting import RestingShards
@@ -74,10 +74,9 @@ TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
 class ParamGroup:
     """See the module's text. Created by ``fully_shard`` from resolved records, which sharding cannot fail on."""
 
-    def __init__(self, records: Sequence[ParamRecord], mesh: ParallelMesh, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, records: Sequence[ParamRecord], mesh: ParallelMesh) -> None:
         self.name = ""
         self.mesh = mesh
-        self.policy = policy
         self.options = GroupOptions()
         self.state = GroupState.SHARDED
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
@@ -150,7 +149,7 @@ class ParamGroup:
 
     def _refresh(self) -> None:
         """Take over parameters that the user replaced, moved, cast or materialised since the last call."""
-        if self.shards.refresh(self.policy):
+        if self.shards.refresh():
             self._seen_stamp = None
             self._unbind()
             self._services.streams.gather_after_compute()  # compute has just written the flat shard buffers
@@ -163,7 +162,6 @@ class ParamGroup:
         Raises:
             ExtensionError: hooks are missing, or returned what cannot be gathered; on all ranks alike.
             RuntimeError: a parameter is still on the meta device.
-            ValueError: trainable parameters differ in dtype.
         """
         self.shards.check_ready()
         # These tensors outlive the pass that first needs them.
@@ -192,7 +190,7 @@ class ParamGroup:
 
     def _bind_hooks(self) -> ExtendedParams:
         hooked = [param for index, param in enumerate(self.params) if index not in self.shards.plain]
-        self._extended = ExtendedParams(hooked, self.mesh, self.policy, self._services, self._extended)
+        self._extended = ExtendedParams(hooked, self.mesh, self._services, self._extended)
         return self._extended
 
     @property
@@ -220,6 +218,8 @@ class ParamGroup:
                 if param.unsharded is None:
                     param.unsharded = param.unsharded_parameter(self._gather.outputs[index])
         self._unsharded = [param.unsharded for param in self.params if param.unsharded is not None]
+        for param in self.params:
+            param.follow_compute_dtype()
         self._sync_requires_grad()
 
     # Parameters
@@ -329,18 +329,11 @@ class ParamGroup:
         self._gather.release()
 
     def _sync_requires_grad(self) -> None:
-        """Follow what the user set on the sharded parameters.
-
-        Raises:
-            ValueError: parameters that are trainable now differ in dtype.
-        """
-        self.shards.check_uniform_dtypes()
+        """Follow what the user set on the sharded parameters."""
         self._requires_grad = self.shards.requires_grad()
         for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
             unsharded.requires_grad_(requires_grad)
         self._trainable = tuple(i for i, requires_grad in enumerate(self._requires_grad) if requires_grad)
-        if self._extended is not None:
-            set_compute_dtypes(self.params, self.policy)  # those that are trainable now are reduced together
         self._watch_halfway()
 
     def _watch_halfway(self) -> None:

@@ -7,8 +7,7 @@ one. Rule: the unsharded ``nn.Parameter`` object never changes while its dtype s
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp2 import _torch
+from fsdp2._torch import GradDtype
 from fsdp2.api import ExtensionError, MixedPrecisionPolicy
 from fsdp2.layout import ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.plan import PlanInput
-from fsdp2.precision import ParamDtypes
+from fsdp2.precision import ParamDtypes, param_dtypes
 from fsdp2.specs import ParamSpec, plain_spec
 
 
@@ -36,8 +36,9 @@ class Slot(NamedTuple):
 @dataclass(frozen=True)
 class ParamRecord:
     """One parameter as resolved: nothing here is changed by sharding it. ``name`` is relative to the module given.
-    ``layout``: how what this rank has of it is cut; model axes may have cut it before. ``local``: the shard of a tensor
-    subclass, cut already; None for those that lie in the flat buffer."""
+    ``layout``: how what this rank has of it is cut; model axes may have cut it before. ``policy``: that of this
+    parameter alone. ``local``: the shard of a tensor subclass, cut already; None for those that lie in the flat buffer.
+    ``grad_dtype``: what the user set, if anything."""
 
     name: str
     param: nn.Parameter
@@ -45,7 +46,9 @@ class ParamRecord:
     layout: ShardLayout
     spec: ParamSpec
     dtypes: ParamDtypes
+    policy: MixedPrecisionPolicy
     local: torch.Tensor | None = None
+    grad_dtype: GradDtype | None = None
 
 
 class _OptimizerSteps:
@@ -85,6 +88,8 @@ class ShardedParam:
         sharded: bound between passes; what optimizers and state dicts see.
         unsharded: bound in forward and backward; created at first use, memory owned by the group.
         inner: memory and size of what a post-hook made of it; released with it.
+        policy: the precision policy of this parameter alone.
+        grad_dtype: what the user set as such on the parameter or on the sharded one, if anything; outlives both.
         compute_dtypes: the dtypes that its gradients follow: ``dtypes``, unless hooks made it of another dtype.
         accumulated: gradients in reduce dtype that were not communicated yet, where that differs from compute dtype.
     """
@@ -95,6 +100,8 @@ class ShardedParam:
         self.slots = record.slots
         self.layout = record.layout
         self.dtypes = record.dtypes
+        self.policy = record.policy
+        self.grad_dtype = record.grad_dtype
         self.spec = record.spec
         self.mesh = mesh
         self.stride = contiguous_stride(record.layout.shape)
@@ -146,7 +153,9 @@ class ShardedParam:
 
     def sharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """``local`` as the DTensor parameter that this rank's shard is bound as."""
-        return nn.Parameter(self.spec.sharded.dtensor(local), requires_grad=requires_grad)
+        param = nn.Parameter(self.spec.sharded.dtensor(local), requires_grad=requires_grad)
+        self._keep_grad_dtype(param)
+        return param
 
     def resting_parameter(self, local: torch.Tensor, mesh: ParallelMesh) -> nn.Parameter:
         """``local`` as the DTensor parameter on the post-forward ``mesh``, which has no model axes."""
@@ -156,6 +165,25 @@ class ShardedParam:
     def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
         """``data`` of the unsharded shape as the parameter that compute reads."""
         return nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
+
+    def grad_dtype_of(self, bound: torch.Tensor) -> GradDtype | None:
+        """What was set on ``bound``, else on what it replaces: dtype conversions and loading make tensors without."""
+        return _torch.own_grad_dtype(bound) or self.grad_dtype
+
+    def _keep_grad_dtype(self, param: nn.Parameter) -> None:
+        if self.grad_dtype is not None:
+            _torch.set_grad_dtype(param, self.grad_dtype.dtype)
+
+    def follow_compute_dtype(self) -> None:
+        """Gradients follow the dtype of the unsharded parameter, which hooks choose. With a ``grad_dtype`` of the
+        user's, autograd leaves them as they come where it would else round what the reduction takes: some operations
+        return wider gradients than their parameters."""
+        assert self.unsharded is not None
+        if self.unsharded.dtype.is_floating_point:
+            policy = replace(self.policy, param_dtype=self.unsharded.dtype)
+            self.compute_dtypes = param_dtypes(self.dtypes.orig, policy, self.grad_dtype)
+        if self.grad_dtype is not None and self.compute_dtypes.param is not self.compute_dtypes.reduce:
+            _torch.set_grad_dtype(self.unsharded, None)
 
     def current(self) -> nn.Parameter:
         """The parameter that is bound in the first slot now; users may have replaced ours."""
@@ -173,6 +201,8 @@ class ShardedParam:
     def adopt(self, param: nn.Parameter, dtypes: ParamDtypes) -> None:
         """Manage ``param`` from now on, in all slots."""
         is_alike = dtypes == self.dtypes and type(_torch.local_of(param)) is type(_torch.local_of(self.sharded))
+        self.grad_dtype = self.grad_dtype_of(param)
+        self._keep_grad_dtype(param)
         self.sharded = param
         if not is_alike:
             self.dtypes = self.compute_dtypes = dtypes
@@ -222,36 +252,6 @@ def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int
             f"shape {tuple(local.shape)}; sharding would lose the class. Let its __torch_dispatch__ keep it."
         )
     return local
-
-
-def check_uniform_dtypes(params: Iterable[tuple[str, torch.dtype, bool]]) -> None:
-    """Refuse trainable parameters of different dtypes in one group; ``params`` yields (name, dtype, trainable).
-
-    Raises:
-        ValueError: names the first parameter that differs from the first trainable one.
-    """
-    trainable = [(name, dtype) for name, dtype, requires_grad in params if requires_grad]
-    for name, dtype in trainable:
-        if dtype is not trainable[0][1]:
-            raise ValueError(
-                f"fully_shard: parameter '{name}' is {dtype}, but '{trainable[0][0]}' of the same group is "
-                f"{trainable[0][1]}; the trainable parameters of one group are reduced together in one dtype. "
-                "Convert the module to one dtype, or call fully_shard on the differing submodule first."
-            )
-
-
-def set_compute_dtypes(params: Sequence[ShardedParam], policy: MixedPrecisionPolicy) -> None:
-    """Gradients follow the dtypes of the unsharded parameters, which hooks choose. They are reduced together: in the
-    policy's dtype, or in one that holds them all."""
-    for param in params:
-        if param.unsharded is not None and param.unsharded.dtype.is_floating_point:
-            found = param.unsharded.dtype
-            param.compute_dtypes = ParamDtypes(param.dtypes.orig, found, policy.reduce_dtype or found)
-    trainable = [param for param in params if param.sharded.requires_grad]
-    if trainable:
-        together = functools.reduce(torch.promote_types, [param.compute_dtypes.reduce for param in trainable])
-        for param in trainable:
-            param.compute_dtypes = replace(param.compute_dtypes, reduce=together)
 
 
 def check_device(name: str, found: torch.device, expected: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from fsdp2.comm import GatherComm, ReduceComm
 from fsdp2.layout import ALIGNMENT_NBYTES, Layout, ShardLayout, pack
-from fsdp2.precision import DivideFactors, ParamDtypes
+from fsdp2.precision import DivideFactors, ParamDtypes, divide_factors
 
 
 class Route(Enum):
@@ -168,7 +168,8 @@ class ReduceStep:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """The reduction of a group's gradients, for one set of trainable parameters.
+    """The reduction of a group's gradients, for one set of trainable parameters that have the same dtypes. A group has
+    a plan per combination of dtypes; all of them travel in one launch.
 
     ``calls``: (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct
     tensor.
@@ -186,7 +187,7 @@ class ReducePlan:
             for step in self.steps
         ]
         divide = f"divide by {self.factors.before:g} before, {self.factors.after:g} after"
-        dtypes = f"{_arrow(self.dtypes.param, self.dtypes.reduce)} -> {_name(self.dtypes.orig)}"
+        dtypes = f"{_arrow(self.dtypes.param, self.dtypes.reduce)} -> {_name(self.dtypes.grad)}"
         return "\n".join([f"reduce-scatter {dtypes}, {divide}", *rows])
 
 
@@ -199,7 +200,14 @@ def compile_gather(
     into the shards gathered here, those that rest on the post-forward mesh. They go back to where they came from.
     """
     routes = {index: _gather_route(item, comm) for index, item in inputs.items()}
-    order = sorted(inputs, key=lambda index: (_ROUTES.index(routes[index]), index))
+    dtypes = list(dict.fromkeys(_gathered_dtype(item) for item in inputs.values()))
+
+    def place(index: int) -> tuple[bool, int, int, int]:
+        """Shards that share a bucket touch each other in the flat buffer, whatever other shards have its dtype."""
+        route = routes[index]
+        return route is Route.DIRECT, dtypes.index(_gathered_dtype(inputs[index])), _ROUTES.index(route), index
+
+    order = sorted(inputs, key=place)
     unplaced = [_unplaced_step(index, inputs[index], routes[index], cast=back_into is None) for index in order]
     steps, shard_numels = _place_shards(unplaced)
     if back_into is None:
@@ -212,11 +220,27 @@ def compile_gather(
     return GatherPlan(tuple(steps), shard_numels, shared_nbytes, buckets, staging_nbytes)
 
 
-def compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: ReduceComm, factors: DivideFactors) -> ReducePlan:
-    """Place the reduced gradients of ``inputs`` (index in the group, parameter) in one flat buffer.
+def compile_reduces(
+    inputs: Sequence[PlanInput],
+    comm: ReduceComm,
+    world_size: int,
+    factor: float | None = None,
+    *,
+    behind_hook: bool = False,
+) -> tuple[ReducePlan, ...]:
+    """A plan per combination of dtypes, for gradients that are summed over ``world_size`` ranks and divided by
+    ``factor``, ``behind_hook`` if asked to. Steps carry the position in ``inputs`` as ``index``."""
+    by_dtypes: dict[ParamDtypes, list[tuple[int, PlanInput]]] = {}
+    for index, item in enumerate(inputs):
+        by_dtypes.setdefault(item.dtypes, []).append((index, item))
+    return tuple(
+        _compile_reduce(alike, comm, divide_factors(dtypes.reduce, world_size, factor, behind_hook=behind_hook))
+        for dtypes, alike in by_dtypes.items()
+    )
 
-    All of them have the same dtypes: ``fully_shard`` has seen to it.
-    """
+
+def _compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: ReduceComm, factors: DivideFactors) -> ReducePlan:
+    """Place the reduced gradients of ``inputs``, which have the same dtypes, in one flat buffer."""
     routes = [_reduce_route(item, comm) for _, item in inputs]
     calls = [[i for i, found in enumerate(routes) if found is route] for route in (Route.ROWS, Route.STRIDED)]
     calls = [call for call in calls if call] + [[i] for i, found in enumerate(routes) if found is Route.DIRECT]

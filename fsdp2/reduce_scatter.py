@@ -1,4 +1,4 @@
-"""Run a reduce plan: bind its steps to a comm once, then issue, finish, land.
+"""Run a group's reduce plans: bind their steps to a comm once, then issue, finish, land.
 
 This room sees plans, gradients as tensors, a comm and streams, never parameters or modules. What is in flight is one
 ``PendingReduce``, finished exactly once.
@@ -63,18 +63,15 @@ class PendingReduce:
         self._works, self._then, self._keep = (), None, None
 
 
-class Reduce:
-    """A reduce plan bound to a comm and streams; memory is allocated per step, and becomes the gradients'."""
+class _Part:
+    """One plan of a reduction: what it sends and receives. Memory is allocated per step, and becomes the gradients'."""
 
-    def __init__(
-        self, plan: ReducePlan, mesh: ParallelMesh, comm: ReduceComm, services: Services, hook: AllReduceHook | None
-    ) -> None:
+    def __init__(self, plan: ReducePlan, mesh: ParallelMesh, services: Services, hook: AllReduceHook | None) -> None:
         self.plan = plan
         self._hook = hook
         # Between its parts the buffer has gaps, which a hook sees.
         self._new_buffer = torch.empty if hook is None else torch.zeros
-        self._mesh, self._comm = mesh, comm
-        self._streams, self._memory = services.streams, services.memory
+        self._mesh, self._streams, self._memory = mesh, services.streams, services.memory
         self._rows = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.ROWS]
         self._strided = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.STRIDED]
         self._direct = [i for i, s in enumerate(plan.steps) if s.route is Route.DIRECT]
@@ -85,31 +82,19 @@ class Reduce:
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
         self._shard_places = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
 
-    def issue(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], PendingReduce]:
-        """Start reducing ``grads``, one per step of the plan, in their unsharded shapes.
+    def prepare(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Take ``grads``, one per step, out of the list, so that each is freed when it has been copied or sent.
 
-        Takes the gradients out of the list, so that each is freed when it has been copied or sent. Returns the buffers
-        that receive this rank's sums (one flat buffer ``[flat_numel]`` of reduce dtype), and what is pending.
+        Returns the buffers that receive this rank's sums (one flat buffer ``[flat_numel]`` of reduce dtype), and
+        outputs and inputs for the comm.
         """
-        ready = self._streams.record()
-        keep = [] if self._mesh.device.type == "cpu" else grads.copy()  # the reduce stream reads them later
-        with self._streams.on_reduce():
-            self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
-            flat = self._new_buffer(self.plan.flat_numel, dtype=self.plan.dtypes.reduce, device=self._mesh.device)
-            calls = self.plan.calls
-            outputs = [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
-            inputs = self._inputs(grads)
-            if self.plan.factors.before != 1.0:
-                _torch.foreach_div(inputs, self.plan.factors.before)
-            works = self._streams.issued(self._comm.reduce_scatter(outputs, inputs))
-        return [flat], PendingReduce(works, (keep, inputs), self._streams)
-
-    def all_reduce(self, sums: list[torch.Tensor]) -> None:
-        """Sum over the replicate axis as well."""
-        if self._mesh.replicate.size > 1:
-            for tensor in sums:
-                for work in self._streams.issued(all_reduce(self._mesh.replicate, tensor)):
-                    work.wait()
+        flat = self._new_buffer(self.plan.flat_numel, dtype=self.plan.dtypes.reduce, device=self._mesh.device)
+        calls = self.plan.calls
+        outputs = [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
+        inputs = self._inputs(grads)
+        if self.plan.factors.before != 1.0:
+            _torch.foreach_div(inputs, self.plan.factors.before)
+        return [flat], outputs, inputs
 
     def average(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """Divide the complete sums in place, run the user's hook on them, and cast them to the dtype of the sharded
@@ -121,17 +106,13 @@ class Reduce:
             _torch.foreach_div(sums, factors.after)
         if self._hook is not None and not factors.behind_hook:
             self._run_hook(self._hook, sums)
-        dtype = self.plan.dtypes.orig
+        dtype = self.plan.dtypes.grad
         return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in sums]
 
     def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """Per step of the plan, this rank's gradient as a view of its buffer."""
         (flat,) = sums
         return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._shard_places]
-
-    def lands_like(self, other: Reduce) -> bool:
-        """Whether the sums of both lie alike, so that they may be added up."""
-        return type(self) is type(other) and self.plan.steps == other.plan.steps
 
     def _run_hook(self, hook: AllReduceHook, sums: list[torch.Tensor]) -> None:
         with self._streams.on(hook.stream), torch.no_grad():
@@ -155,26 +136,79 @@ class Reduce:
         return inputs
 
 
-class LocalReduce(Reduce):
+class _LocalPart(_Part):
     """One rank and no cast: the gradients are their own reduction. No buffer, no copy."""
 
-    def issue(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], PendingReduce]:
-        ready = self._streams.record()
-        with self._streams.on_reduce():
-            self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
-        return list(grads), PendingReduce((), list(grads), self._streams)
+    def prepare(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        return grads, [], []
 
     def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         return sums
 
 
-def bound_reduce(
-    plan: ReducePlan, mesh: ParallelMesh, comm: ReduceComm, services: Services, hook: AllReduceHook | None
-) -> Reduce:
-    """``plan`` bound to ``comm``, or to nothing where nothing has to move. A ``hook`` gets all sums in one buffer."""
+def _bound(plan: ReducePlan, mesh: ParallelMesh, services: Services, hook: AllReduceHook | None) -> _Part:
+    """A ``hook`` gets all sums of a plan in one buffer."""
     is_uncast = plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
     is_local = mesh.data_parallel_size == 1 and is_uncast and hook is None
-    return (LocalReduce if is_local else Reduce)(plan, mesh, comm, services, hook)
+    return (_LocalPart if is_local else _Part)(plan, mesh, services, hook)
+
+
+Sums = list[list[torch.Tensor]]  # per plan, the buffers that hold its sums
+
+
+class Reduce:
+    """The plans of a group, one per combination of dtypes, bound to a comm and streams. All travel in one launch."""
+
+    def __init__(
+        self,
+        plans: Sequence[ReducePlan],
+        mesh: ParallelMesh,
+        comm: ReduceComm,
+        services: Services,
+        hook: AllReduceHook | None,
+    ) -> None:
+        self.plans = tuple(plans)
+        self._mesh, self._comm, self._streams = mesh, comm, services.streams
+        self._parts = [_bound(plan, mesh, services, hook) for plan in plans]
+
+    def issue(self, grads: list[torch.Tensor]) -> tuple[Sums, PendingReduce]:
+        """Start reducing ``grads``, one per step of the plans, in their unsharded shapes.
+
+        Takes the gradients out of the list. Returns what receives this rank's sums, and what is pending.
+        """
+        ready = self._streams.record()
+        keep = [] if self._mesh.device.type == "cpu" else grads.copy()  # the reduce stream reads them later
+        sums: Sums = []
+        outputs: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
+        with self._streams.on_reduce():
+            self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
+            for part in self._parts:
+                mine = grads[: len(part.plan.steps)]
+                del grads[: len(mine)]
+                buffers, to, values = part.prepare(mine)
+                sums.append(buffers)
+                outputs += to
+                inputs += values
+            works = self._streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
+        return sums, PendingReduce(works, (keep, inputs), self._streams)
+
+    def add(self, sums: Sums, others: Sums) -> None:
+        """Add ``others`` to ``sums`` in place."""
+        for mine, other in zip(sums, others, strict=True):
+            _torch.foreach_add(mine, other)
+
+    def all_reduce(self, sums: Sums) -> None:
+        """Sum over the replicate axis as well."""
+        if self._mesh.replicate.size > 1:
+            works = [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer)]
+            for work in self._streams.issued(works):
+                work.wait()
+
+    def shards(self, sums: Sums) -> list[torch.Tensor]:
+        """Average the complete sums: per step of the plans, this rank's gradient as a view of its buffer."""
+        pairs = zip(self._parts, sums, strict=True)
+        return [shard for part, mine in pairs for shard in part.shards(part.average(mine))]
 
 
 def _pack_uneven_rows(grads: list[torch.Tensor], out: torch.Tensor) -> None:

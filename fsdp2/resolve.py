@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2 import _torch
 from fsdp2.api import ExtensionError, MixedPrecisionPolicy, ParamPlacement
 from fsdp2.extensions import has_hooks, is_plain
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import ParallelMesh, parallel_mesh, post_forward_mesh
-from fsdp2.param import ParamRecord, Slot, check_uniform_dtypes, subclass_shard
-from fsdp2.precision import param_dtypes
+from fsdp2.param import ParamRecord, Slot, subclass_shard
+from fsdp2.precision import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.schedule import AfterForward
 from fsdp2.specs import local_part, param_spec
 
@@ -64,8 +65,6 @@ def resolve_groups(
     for item in found:
         placement, mesh = _asked_placement(item, meshes, placement_fn)
         members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy))
-    for records in members.values():
-        check_uniform_dtypes((record.name, record.dtypes.orig, record.param.requires_grad) for record in records)
     return [
         ResolvedGroup(mesh, tuple(records), _resting_mesh(reshard_after_forward, mesh))
         for mesh, records in members.items()
@@ -116,14 +115,18 @@ def _resolve(item: Found, parallel: ParallelMesh, placement: Shard | None, polic
     spec = param_spec(name, param, dim, parallel)
     full = local_part(param)
     layout = ShardLayout(tuple(full.shape), dim, parallel.shard.size)
+    own, grad_dtype = own_policy(name, param, policy), _torch.own_grad_dtype(param)
+    check_grad_dtype(name, grad_dtype, own)
     return ParamRecord(
         name=name,
         param=param,
         slots=tuple(item.slots),
         layout=layout,
         spec=spec,
-        dtypes=param_dtypes(param.dtype, policy),
+        dtypes=param_dtypes(param.dtype, own, grad_dtype),
+        policy=own,
         local=_subclass_shard(name, param, full, layout, parallel),
+        grad_dtype=grad_dtype,
     )
 
 

@@ -95,4 +95,4 @@ def _resting_input(step: GatherStep, num_shards: int) -> PlanInput:
         resting = ShardLayout(layout.shape, layout.dim, num_shards)
     else:
         resting = ShardLayout((layout.numel,), 0, num_shards)
-    return PlanInput(step.name, resting, ParamDtypes(step.dtype, step.dtype, step.dtype))
+    return PlanInput(step.name, resting, ParamDtypes(*4 * (step.dtype,)))

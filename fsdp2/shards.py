@@ -15,15 +15,14 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.all_gather import FlatShards, flat_shards
-from fsdp2.api import MixedPrecisionPolicy
 from fsdp2.buffers import alias
 from fsdp2.comm import GatherComm
 from fsdp2.extensions import is_plain
 from fsdp2.layout import contiguous_stride
 from fsdp2.mesh import ParallelMesh
-from fsdp2.param import ParamRecord, ShardedParam, check_device, check_uniform_dtypes, write_stamp
+from fsdp2.param import ParamRecord, ShardedParam, check_device, write_stamp
 from fsdp2.plan import GatherInput, compile_gather
-from fsdp2.precision import param_dtypes
+from fsdp2.precision import check_grad_dtype, param_dtypes
 from fsdp2.specs import local_part
 
 
@@ -49,28 +48,24 @@ class GroupShards:
         """What a plan needs to know of the plain parameters."""
         return {index: self._params[index].plan_input for index in self.plain}
 
-    def refresh(self, policy: MixedPrecisionPolicy) -> bool:
-        """Take over parameters that the user replaced, moved, cast, materialised or gave hooks since the last call.
-        Returns whether there were any.
+    def refresh(self) -> bool:
+        """Take over parameters that the user replaced, moved, cast, materialised or gave hooks or another
+        ``grad_dtype`` since the last call. Returns whether there were any.
 
         Raises:
             TypeError: a parameter is no DTensor any more, or has another shape.
-            ValueError: a parameter is on another device than the mesh, or trainable ones have come to differ in dtype.
+            ValueError: a parameter is on another device than the mesh, or its ``grad_dtype`` leaves its reduction open.
         """
         current = [param.current() for param in self._params]
         if all(map(self._is_in_place, range(len(current)), current)):
             return False
         for param, bound in zip(self._params, current, strict=True):
             check_device(param.full_name, _torch.local_of(bound).device, self._mesh.device)
-        dtypes = [param_dtypes(param.dtype, policy) for param in current]
-        check_uniform_dtypes(
-            (param.full_name, param_dtype.orig, bound.requires_grad)
-            for param, param_dtype, bound in zip(self._params, dtypes, current, strict=True)
-        )
+            check_grad_dtype(param.full_name, param.grad_dtype_of(bound), param.policy)
         self._warn_of_lost_hooks(current)
         locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
-        for param, bound, param_dtype in zip(self._params, current, dtypes, strict=True):
-            param.adopt(bound, param_dtype)
+        for param, bound in zip(self._params, current, strict=True):
+            param.adopt(bound, param_dtypes(bound.dtype, param.policy, param.grad_dtype_of(bound)))
         self._place(locals_)
         for param, local in zip(self._params, self._locals, strict=True):
             _torch.set_local(param.sharded, local)
@@ -85,11 +80,10 @@ class GroupShards:
         return write_stamp(self._versioned)
 
     def check_ready(self) -> None:
-        """Refuse to gather what has no values, or could not be reduced.
+        """Refuse to gather what has no values.
 
         Raises:
             RuntimeError: a parameter is still on the meta device.
-            ValueError: trainable parameters differ in dtype.
         """
         for param in self._params:
             if _torch.local_of(param.sharded).is_meta:
@@ -98,15 +92,6 @@ class GroupShards:
                     "Materialise the model before its first forward: model.to_empty(device=...), then initialise the "
                     "values, for example with reset_parameters() of each module."
                 )
-        self.check_uniform_dtypes()
-
-    def check_uniform_dtypes(self) -> None:
-        """Refuse trainable parameters that differ in dtype: they are reduced together.
-
-        Raises:
-            ValueError: names two of them.
-        """
-        check_uniform_dtypes((p.full_name, p.dtypes.orig, p.sharded.requires_grad) for p in self._params)
 
     def _place(self, shards: list[torch.Tensor]) -> None:
         """Copy plain ``shards`` into new flat buffers; leave those of tensor subclasses as they are."""
@@ -151,7 +136,10 @@ class GroupShards:
 
     def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
         mine, found = self._locals[index], _torch.local_of(bound)
-        if bound is not self._params[index].sharded or is_plain(found) != (index in self.plain):
+        param = self._params[index]
+        if bound is not param.sharded or is_plain(found) != (index in self.plain):
+            return False
+        if param.grad_dtype_of(bound) != param.grad_dtype:
             return False
         if not is_plain(found):
             return found is mine

@@ -102,12 +102,11 @@ def test_world_of_one_trains_as_by_hand(ctx: RankContext, name: str) -> None:
 
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @distributed(4)
-def test_what_arrives_in_another_dtype_than_the_bias_is_reduced_in_one_that_holds_both(
+def test_what_arrives_in_another_dtype_than_the_bias_is_reduced_in_its_own(
     ctx: RankContext, reshard: bool | int
 ) -> None:
     """The unsharded weights are bfloat16, the biases float32."""
-    kwargs: dict[str, Any] = {"reduce_dtype": torch.float32, "reshard_after_forward": reshard}
-    Twins(AliasingHalved, ctx.mesh_1d(), ctx.rank, model=_Cast, **kwargs).train(3)
+    Twins(AliasingHalved, ctx.mesh_1d(), ctx.rank, model=_Cast, reshard_after_forward=reshard).train(3)
 
 
 @distributed(2)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fsdp2
 from fsdp2 import fully_shard
 from tests.distributed.refusals import Case, refused
-from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded
+from tests.distributed.support import Block, Stack, same_on_all_ranks, seeded
 from tests.harness.distributed import RankContext
 
 
@@ -77,13 +77,16 @@ def _distribute(ctx: RankContext) -> Case:
     return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
 
 
-def _mix_dtypes(model: Stack) -> None:
-    model.blocks[1].extra = nn.Parameter(torch.ones(DIM, dtype=torch.bfloat16))
+def _overridden(override: Any) -> fsdp2.MixedPrecisionPolicy:
+    return fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=override)
 
 
-def _freeze_extra(model: Stack) -> dict[str, Any]:
-    model.blocks[1].extra.requires_grad_(False)
-    return {}
+def _allow_any_gradient(model: Stack) -> None:
+    model.blocks[1].linear.weight.grad_dtype = None
+
+
+def _reduce_in_float32(model: Stack) -> dict[str, Any]:
+    return {"mp_policy": fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float32)}
 
 
 def _again(ctx: RankContext) -> Case:
@@ -137,7 +140,10 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "scalar": _changed(_add_scalar, lambda model: {"ignored_params": {model.blocks[1].scale}}),
     "non-contiguous": _changed(_transpose, lambda model: {"ignored_params": {model.blocks[1].linear.weight}}),
     "DTensor": _distribute,
-    "mixed dtypes": _changed(_mix_dtypes, _freeze_extra),
+    "override is no function": _call(mp_policy=_overridden(torch.float32)),
+    "override returns no dtype": _call(mp_policy=_overridden(lambda parameter: "float32")),
+    "override to a third dtype": _call(mp_policy=_overridden(lambda parameter: torch.float16)),
+    "open grad_dtype": _changed(_allow_any_gradient, _reduce_in_float32),
     "again": _again,
     "tied across units": _tied_across_units,
     "ModuleList": _module_list,
@@ -302,13 +308,41 @@ mesh["dp"] and mesh["tp"].""",
     )
 
 
-def test_trainable_parameters_of_two_dtypes() -> None:
+def test_override_is_no_function() -> None:
     assert_expected_inline(
-        refusal("mixed dtypes"),
+        refusal("override is no function"),
         """\
-ValueError: fully_shard: parameter 'blocks.1.extra' is torch.bfloat16, but 'entry.weight' of the
-same group is torch.float32; the trainable parameters of one group are reduced together in one
-dtype. Convert the module to one dtype, or call fully_shard on the differing submodule first.""",
+TypeError: fully_shard: mp_policy.param_dtype_override_fn must be a function from a parameter to a
+dtype or None, not torch.dtype.""",
+    )
+
+
+def test_override_returns_no_dtype() -> None:
+    assert_expected_inline(
+        refusal("override returns no dtype"),
+        """\
+TypeError: fully_shard: param_dtype_override_fn returned 'float32' for parameter 'entry.weight',
+expected torch.float32 to keep its dtype, or torch.bfloat16 or None for the policy's.""",
+    )
+
+
+def test_override_to_a_third_dtype() -> None:
+    assert_expected_inline(
+        refusal("override to a third dtype"),
+        """\
+ValueError: fully_shard: param_dtype_override_fn returned torch.float16 for parameter
+'entry.weight', expected torch.float32 to keep its dtype, or torch.bfloat16 or None for the
+policy's. For a third dtype, call fully_shard on the module that holds it with a policy of its own.""",
+    )
+
+
+def test_grad_dtype_that_leaves_the_reduction_open() -> None:
+    assert_expected_inline(
+        refusal("open grad_dtype"),
+        """\
+ValueError: parameter 'blocks.1.linear.weight' has grad_dtype=None, so its gradient may come in any
+dtype, and nothing says in which one it is reduced. Set reduce_dtype in its MixedPrecisionPolicy, or
+set grad_dtype to a dtype.""",
     )
 
 

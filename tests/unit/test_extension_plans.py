@@ -146,8 +146,8 @@ def test_what_hooks_send_takes_the_routes_of_parameters() -> None:
 all-gather into 5624 bytes
   bias: bucket, float32, 4 x 64 bytes at 0
   weight[1]: bucket, float32, 4 x 256 bytes for a hook, consumed on arrival
-  short[0]: bucket, uint8, 4 x 7 bytes for a hook, kept while unsharded
   columns[0]: strided bucket, float32, 4 x 128 bytes for a hook, kept while unsharded
+  short[0]: bucket, uint8, 4 x 7 bytes for a hook, kept while unsharded
   ragged[0]: strided bucket, uint8, 4 x 7 bytes for a hook, kept while unsharded
   weight[0]: direct, int8, 4 x 2048 bytes for a hook, consumed on arrival
   large[0]: direct, bfloat16, 4 x 1200 bytes for a hook, kept while unsharded""",

@@ -6,32 +6,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fsdp2.param import check_device, check_uniform_dtypes
+from fsdp2.param import check_device
 from tests.harness.messages import error_of
-
-
-def test_trainable_parameters_of_two_dtypes_are_refused_by_name() -> None:
-    params = [("up", torch.float32, True), ("scale", torch.bfloat16, True), ("down", torch.float32, True)]
-    assert_expected_inline(
-        error_of(lambda: check_uniform_dtypes(params)),
-        """\
-ValueError: fully_shard: parameter 'scale' is torch.bfloat16, but 'up' of the same group is
-torch.float32; the trainable parameters of one group are reduced together in one dtype. Convert the
-module to one dtype, or call fully_shard on the differing submodule first.""",
-    )
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        [],
-        [("a", torch.float32, True), ("b", torch.float32, True)],
-        [("a", torch.float32, True), ("frozen", torch.bfloat16, False), ("index", torch.int64, False)],
-        [("frozen", torch.bfloat16, False), ("a", torch.float32, True), ("b", torch.float32, True)],
-    ],
-)
-def test_frozen_parameters_may_have_any_dtype(params: list[tuple[str, torch.dtype, bool]]) -> None:
-    check_uniform_dtypes(params)
 
 
 def test_shard_on_another_device_is_refused_by_name() -> None:

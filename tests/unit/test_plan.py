@@ -9,17 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from fsdp2._torch import GradDtype
 from fsdp2.api import MixedPrecisionPolicy
 from fsdp2.layout import ALIGNMENT_NBYTES, ShardLayout
-from fsdp2.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduce
-from fsdp2.precision import divide_factors, param_dtypes
+from fsdp2.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces
+from fsdp2.precision import param_dtypes
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 WORLD_SIZE = 4
@@ -40,10 +41,11 @@ def _input(
     dim: int = 0,
     num_shards: int = WORLD_SIZE,
     orig: torch.dtype = F32,
+    grad: GradDtype | None = None,
     **policy: Any,
 ) -> PlanInput:
     layout = ShardLayout(shape, dim, num_shards)
-    return PlanInput(name, layout, param_dtypes(orig, MixedPrecisionPolicy(**policy)))
+    return PlanInput(name, layout, param_dtypes(orig, MixedPrecisionPolicy(**policy), grad))
 
 
 def _gather(inputs: Sequence[PlanInput], **preferences: Any) -> GatherPlan:
@@ -51,8 +53,8 @@ def _gather(inputs: Sequence[PlanInput], **preferences: Any) -> GatherPlan:
 
 
 def _reduce(inputs: Sequence[PlanInput], *, factor: float | None = None, **preferences: Any) -> ReducePlan:
-    factors = divide_factors(inputs[0].dtypes.reduce, WORLD_SIZE, factor)
-    return compile_reduce(list(enumerate(inputs)), Preferences(**preferences), factors)  # type: ignore[arg-type]
+    (plan,) = compile_reduces(inputs, Preferences(**preferences), WORLD_SIZE, factor)  # type: ignore[arg-type]
+    return plan
 
 
 # Gathers
@@ -188,6 +190,51 @@ reduce-scatter float32 -> float32, divide by 1 before, 4 after
     )
 
 
+def test_reduce_has_a_plan_per_combination_of_dtypes() -> None:
+    inputs = [
+        _input("norm", (64,)),
+        _input("up", (64, 32), orig=BF16),
+        _input("bias", (64,), orig=BF16),
+        _input("down", (32, 64), orig=BF16, grad=GradDtype(F32)),
+        _input("gate", (64, 8), orig=F16),
+    ]
+    plans = compile_reduces(inputs, Preferences(), WORLD_SIZE)  # type: ignore[arg-type]
+    assert_expected_inline(
+        "\n\n".join(map(str, plans)),
+        """\
+reduce-scatter float32 -> float32, divide by 1 before, 4 after
+  norm: bucket, 4 x 16 elements
+
+reduce-scatter bfloat16 -> bfloat16, divide by 1 before, 4 after
+  bias: bucket, 4 x 16 elements
+  up: direct, 4 x 512 elements
+
+reduce-scatter bfloat16 -> float32 -> float32, divide by 1 before, 4 after
+  down: direct, 4 x 512 elements
+
+reduce-scatter float16 -> float16, divide by 2 before, 2 after
+  gate: bucket, 4 x 128 elements""",
+    )
+    assert [step.index for plan in plans for step in plan.steps] == [0, 2, 1, 3, 4]
+
+
+def test_shards_of_one_bucket_touch_though_others_of_their_dtype_travel_in_another() -> None:
+    inputs = [
+        _input("norm", (8,)),
+        _input("up", (8, 4), param_dtype=BF16),
+        _input("scale", (8,)),
+        _input("down", (3, 8), dim=1, param_dtype=BF16),
+        _input("table", (3, 8), dim=1),
+    ]
+    plan = _gather(inputs)
+    places = [(step.name, step.shard_offset, step.layout.chunk_numel) for step in plan.steps]
+    assert places == [("norm", 0, 2), ("scale", 2, 2), ("table", 4, 6), ("up", 10, 8), ("down", 18, 6)]
+    assert [[step.name for step in bucket.steps] for bucket in plan.buckets] == [
+        ["norm", "scale", "table"],
+        ["up", "down"],
+    ]
+
+
 # What holds for every plan
 
 _POLICIES = [{}, {"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": F32}, {"param_dtype": F16}]
@@ -199,7 +246,8 @@ def _random_inputs(draw: random.Random, *, one_dtype: bool) -> list[PlanInput]:
     for index in range(draw.randint(1, 7)):
         shape = tuple(draw.choice((0, 1, 2, 3, 5, 8, 33, 64)) for _ in range(draw.randint(1, 3)))
         orig = F32 if one_dtype else draw.choice((F32, BF16, torch.int64, torch.uint8))
-        inputs.append(_input(f"p{index}", shape, dim=draw.randrange(len(shape)), orig=orig, **policy))
+        own = policy if one_dtype or draw.random() < 0.7 else {}  # its dtype is kept
+        inputs.append(_input(f"p{index}", shape, dim=draw.randrange(len(shape)), orig=orig, **own))
     return inputs
 
 
@@ -232,8 +280,9 @@ def test_shards_lie_apart_in_their_flat_buffer_bucketed_ones_touch_and_direct_on
         _assert_apart(shards, numels[source])
         direct = [step.shard_offset * source.itemsize for step in steps if step.route is Route.DIRECT]
         assert all(offset_nbytes % ALIGNMENT_NBYTES == 0 for offset_nbytes in direct)
-        for route in (Route.ROWS, Route.STRIDED):
-            bucket = [shard for shard, step in zip(shards, steps, strict=True) if step.route is route]
+        for dtype in {step.dtype for step in steps}:
+            in_bucket = [step.dtype is dtype and step.route is not Route.DIRECT for step in steps]
+            bucket = list(compress(shards, in_bucket))
             assert all(before[1] == after[0] for before, after in pairwise(bucket))
 
 

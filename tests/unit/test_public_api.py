@@ -21,6 +21,8 @@ METHODS_TO_COME = {
     "set_unshard_in_backward",
     "set_reduce_scatter_unused_params",
 }
+# What later versions of torch added behind all other arguments, with these defaults.
+NEWER_ARGUMENTS = {("param_dtype_override_fn", inspect.Parameter.KEYWORD_ONLY, "None")}  # 2.15
 NAMES_TO_COME = {
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -117,10 +119,22 @@ def test_method_takes_the_arguments_of_torch(name: str) -> None:
 @pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
 def test_policy_is_built_and_prints_as_that_of_torch(name: str) -> None:
     ours, other = getattr(fsdp2, name), getattr(theirs, name)
-    assert _arguments(ours) == _arguments(other)
-    assert repr(ours()) == repr(other())
+    expected = _arguments(other)
+    extra = [argument for argument in _arguments(ours) if argument not in expected]
+    assert _arguments(ours) == expected + extra
+    assert set(extra) <= NEWER_ARGUMENTS
+    assert repr(ours()) == repr(other()).replace(", param_dtype_override_fn=None", "")
     assert ours() == ours()
     assert hash(ours()) == hash(ours())
+
+
+def test_policy_prints_its_override_once_there_is_one() -> None:
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=len)  # type: ignore[arg-type]
+    assert_expected_inline(
+        repr(policy),
+        """MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=None, output_dtype=None, cast_forward_inputs=True, param_dtype_override_fn=<built-in function len>)""",  # noqa: E501
+    )
+    assert policy != fsdp2.MixedPrecisionPolicy(torch.bfloat16)
 
 
 def test_policies_are_frozen() -> None:

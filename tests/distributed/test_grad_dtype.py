@@ -1,0 +1,233 @@
+"""``grad_dtype`` of a parameter: the dtype of its sharded gradient, and of its reduction unless the policy says so.
+
+torch reads it from 2.15 on. Expected values are made by hand: every rank's gradient of an unsharded copy, cast, summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.comm import PeerComm
+from tests.distributed.support import seeded
+from tests.harness.distributed import RankContext, distributed
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DIM = 16
+
+
+class _Widened(torch.autograd.Function):
+    """The identity whose gradient comes in fp32, whatever the dtype of its input: fused accumulation does that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.linear = nn.Linear(DIM, DIM, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones(DIM, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.linear(self.norm(x).to(self.linear.weight.dtype)))
+        return hidden.float() * _Widened.apply(self.scale)
+
+
+def _loss(model: nn.Module, rank: int, micro: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * micro + rank)
+    return model(torch.randn(4, DIM, generator=generator)).square().mean()
+
+
+def _expected(ctx: RankContext, model: nn.Module, reduce: dict[str, torch.dtype], micros: int = 1) -> dict[str, Tensor]:
+    """Averages over ranks of ``model``'s gradients, each accumulated and summed in its reduce dtype."""
+    sums: dict[str, Tensor] = {}
+    for micro in range(micros):
+        _loss(model, ctx.rank, micro).backward()
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            grad = param.grad.to(reduce[name])
+            sums[name] = sums[name] + grad if name in sums else grad
+            param.grad = None
+    for grad in sums.values():
+        dist.all_reduce(grad)
+        grad /= ctx.world_size
+    return sums
+
+
+def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> None:
+    for name, param in model.named_parameters():
+        grad = param.grad
+        assert isinstance(grad, DTensor), name
+        assert grad.dtype is dtypes[name], name
+        assert grad.to_local().dtype is dtypes[name], name
+        torch.testing.assert_close(grad.full_tensor(), expected[name].to(dtypes[name]), rtol=0, atol=0, msg=name)
+
+
+def _own(**grad_dtypes: torch.dtype | None) -> Net:
+    """A ``Net`` whose linear weight and scale have these."""
+    model = seeded(Net)
+    for name, dtype in grad_dtypes.items():
+        model.get_parameter({"weight": "linear.weight"}.get(name, name)).grad_dtype = dtype
+    return model
+
+
+IN_FP32 = {"norm.weight": FP32, "norm.bias": FP32, "linear.weight": FP32, "linear.bias": BF16, "scale": BF16}
+
+
+@distributed(2)
+def test_gradient_is_reduced_and_kept_in_grad_dtype(ctx: RankContext) -> None:
+    model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d())
+    _loss(model, ctx.rank).backward()
+    expected = _expected(ctx, seeded(Net), IN_FP32)
+    _assert_gradients(model, expected, IN_FP32)
+    assert not torch.equal(expected["linear.weight"], expected["linear.weight"].to(BF16))  # else nothing is shown
+    assert model.linear.weight.grad_dtype is FP32
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert model.linear.weight.dtype is BF16
+
+
+@distributed(2)
+def test_gradient_narrower_than_its_parameter(ctx: RankContext) -> None:
+    model = seeded(Net)
+    model.norm.weight.grad_dtype = BF16
+    fully_shard(model, mesh=ctx.mesh_1d())
+    _loss(model, ctx.rank).backward()
+    narrow = {**IN_FP32, "norm.weight": BF16, "linear.weight": BF16}
+    _assert_gradients(model, _expected(ctx, seeded(Net), narrow), narrow)
+
+
+@distributed(2)
+def test_reduce_dtype_of_the_policy_comes_before_grad_dtype(ctx: RankContext) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=BF16)
+    model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d(), mp_policy=policy)
+    _loss(model, ctx.rank).backward()
+    _assert_gradients(model, _expected(ctx, seeded(Net), dict.fromkeys(IN_FP32, BF16)), IN_FP32)
+
+
+@pytest.mark.parametrize("grad_dtype", [FP32, None])
+@distributed(2)
+def test_gradient_that_comes_wider_than_its_parameter_is_not_rounded(
+    ctx: RankContext, grad_dtype: torch.dtype | None
+) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=FP32)
+    model = fully_shard(_own(scale=grad_dtype), mesh=ctx.mesh_1d(), mp_policy=policy)
+    _loss(model, ctx.rank).backward()
+    reference = _own(scale=None)  # keeps what autograd computes
+    expected = _expected(ctx, reference, dict.fromkeys(IN_FP32, FP32))
+    _assert_gradients(model, expected, {**IN_FP32, "linear.weight": BF16, "scale": FP32})
+    rounded = _expected(ctx, seeded(Net), dict.fromkeys(IN_FP32, FP32))
+    assert not torch.equal(rounded["scale"], expected["scale"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@distributed(2)
+def test_microbatches_accumulate_in_it_from_the_first_on(ctx: RankContext, world: int) -> None:
+    mesh = ctx.mesh_1d() if world == 2 else ctx.mesh_of_one()
+    model = fully_shard(_own(weight=FP32), mesh=mesh)
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        _loss(model, ctx.rank, micro).backward()
+    found, reference = model.linear.weight.grad, seeded(Net)
+    assert found is not None
+    grads = []
+    for micro in range(3):
+        _loss(reference, ctx.rank, micro).backward()
+        grads.append(reference.linear.weight.grad.float())
+        reference.linear.weight.grad = None
+    total = grads[0] + grads[1] + grads[2]
+    if world == 2:
+        dist.all_reduce(total)
+        total /= 2
+    assert found.dtype is FP32
+    assert torch.equal(found.full_tensor(), total)
+
+
+@distributed(2)
+def test_gradients_of_several_backwards_add_up_in_it(ctx: RankContext) -> None:
+    model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d())
+    totals: dict[str, Tensor] = {}
+    for micro in range(2):
+        _loss(model, ctx.rank, micro).backward()
+        reference = seeded(Net)
+        _loss(reference, ctx.rank, micro).backward()
+        grad = reference.linear.weight.grad.float()
+        dist.all_reduce(grad)
+        totals["weight"] = totals.get("weight", torch.zeros_like(grad)) + grad / 2
+    assert torch.equal(model.linear.weight.grad.full_tensor(), totals["weight"])
+
+
+@distributed(2)
+def test_it_may_be_set_on_the_shards_before_the_first_forward(ctx: RankContext) -> None:
+    model = fully_shard(seeded(Net), mesh=ctx.mesh_1d())
+    model.linear.weight.grad_dtype = FP32
+    _loss(model, ctx.rank).backward()
+    _assert_gradients(model, _expected(ctx, seeded(Net), IN_FP32), IN_FP32)
+
+
+@distributed(2)
+def test_it_survives_conversions_and_loading(ctx: RankContext) -> None:
+    model = seeded(lambda: Net(FP32))
+    model.linear.weight.grad_dtype = torch.float64
+    fully_shard(model, mesh=ctx.mesh_1d())
+    _loss(model, ctx.rank).backward()
+    model.to(BF16)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.norm.float()
+    model.load_state_dict(state, assign=True)
+    model.norm.float()
+    model.zero_grad()
+    _loss(model, ctx.rank).backward()
+    weight = model.linear.weight
+    assert weight.dtype is BF16
+    assert weight.grad_dtype is torch.float64
+    assert weight.grad.dtype is torch.float64
+    assert model.linear.bias.grad.dtype is BF16
+
+
+@distributed(2)
+def test_gradients_of_all_dtypes_travel_in_one_launch(ctx: RankContext) -> None:
+    model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d())
+    launched = []
+    launch = PeerComm.reduce_scatter
+
+    def counting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
+        launched.append(sorted(str(tensor.dtype) for tensor in inputs))
+        return launch(self, outputs, inputs)
+
+    PeerComm.reduce_scatter = counting  # type: ignore[method-assign]
+    try:
+        _loss(model, ctx.rank).backward()
+    finally:
+        PeerComm.reduce_scatter = launch  # type: ignore[method-assign]
+    assert launched == [["torch.bfloat16", "torch.float32", "torch.float32"]]  # the norm's, the weight's
+
+
+@distributed(2)
+def test_override_is_asked_once_for_each_parameter(ctx: RankContext) -> None:
+    model = seeded(Net)
+    model.tied = model.linear.weight
+    given, asked = list(model.parameters()), []
+
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        asked.append(param)
+        return None
+
+    policy = MixedPrecisionPolicy(param_dtype=FP32, param_dtype_override_fn=override)
+    fully_shard(model, mesh=ctx.mesh_1d(), mp_policy=policy)
+    _loss(model, ctx.rank).backward()
+    _loss(model.to(torch.float64), ctx.rank).backward()
+    assert len(asked) == len(given)
+    assert all(any(param is other for other in asked) for param in given)

@@ -1,0 +1,199 @@
+"""Parameters of one unit that differ in dtype, original or unsharded.
+
+torch 2.13 refuses such a unit, so the oracle gets the fp32 parameters in units of their own: the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from tests.harness.compare import compare, compare_losses_with_unsharded
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import ParityModel
+from tests.harness.runtimes import SUBJECT_IS_TORCH, oracle
+from tests.harness.training import Case, Step, Tolerance, one_backward, sgd, snapshot
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BFLOAT16_ARITHMETIC = Tolerance(rtol=5e-2, atol=5e-2)
+
+
+class Scale(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.0, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x.to(self.weight.dtype)
+
+
+class Block(nn.Module):
+    """fp32 norm and scale around weights of ``dtype``. Every module casts what it is given."""
+
+    def __init__(self, dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim, dtype=dtype)
+        self.down = nn.Linear(2 * dim, dim, dtype=dtype, bias=False)
+        self.scale = Scale(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x.to(self.norm.weight.dtype))
+        hidden = self.down(torch.tanh(self.up(hidden.to(self.up.weight.dtype))))
+        return x + self.scale(hidden).to(x.dtype)
+
+
+class Mixed(ParityModel):
+    def __init__(self, dim: int = 16, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.dim = dim
+        self.blocks = nn.ModuleList(Block(dim, dtype) for _ in range(2))
+        self.exit = nn.Linear(dim, 8)
+
+    def batch(self, generator: torch.Generator) -> tuple[Any, ...]:
+        return (torch.randn(3, self.dim, generator=generator),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.exit(x.to(self.exit.weight.dtype))
+
+    def units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+
+def _fp32_modules(block: Block) -> list[nn.Module]:
+    return [block.norm, block.scale]
+
+
+def _shard(runtime, model: Mixed, mesh, **policy: Any) -> None:
+    """``policy`` for all parameters; those in fp32 keep their dtype. The last linear layer has a unit without one."""
+    kept = [p for block in model.blocks for module in _fp32_modules(block) for p in module.parameters()]
+    for block in model.blocks:
+        options = {} if SUBJECT_IS_TORCH or runtime is oracle() else _one_unit(kept, policy)
+        if not options:
+            own = {key: value for key, value in policy.items() if key != "param_dtype"}
+            for module in _fp32_modules(block):
+                runtime.fully_shard(
+                    module, mesh=mesh, shard_placement_fn=_last_dim, mp_policy=runtime.MixedPrecisionPolicy(**own)
+                )
+            options = policy
+        policy_of_block = runtime.MixedPrecisionPolicy(**options)
+        runtime.fully_shard(block, mesh=mesh, shard_placement_fn=_last_dim, mp_policy=policy_of_block)
+    runtime.fully_shard(model, mesh=mesh)
+
+
+def _one_unit(kept: list[nn.Parameter], policy: dict[str, Any]) -> dict[str, Any]:
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        return param.dtype if any(param is other for other in kept) else None
+
+    return {**policy, "param_dtype_override_fn": override}
+
+
+def _last_dim(param: nn.Parameter) -> Shard | None:
+    """Matrices with twice as many columns as rows are cut along those: strided buckets, too."""
+    return Shard(1) if param.dim() == 2 and param.size(1) == 2 * param.size(0) and param.size(1) % 4 == 0 else None
+
+
+def _case(policy: dict[str, Any], model: Any = Mixed, **kwargs: Any) -> Case:
+    shard = functools.partial(_shard, **policy)
+    options = {"optimizer": sgd, "reduce_dtype": BF16, "unsharded": BFLOAT16_ARITHMETIC}
+    return Case(model, shard, **{**options, **kwargs})
+
+
+ALL_IN_FP32 = functools.partial(Mixed, dtype=FP32)
+ALL_IN_FP16 = functools.partial(Mixed, dtype=FP16)
+UNEVEN = functools.partial(Mixed, dim=7)
+
+# Original dtypes differ; or those of unsharded parameters only.
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fp32_norms": (Mixed, {}),
+    "fp32_norms_all_reduced_in_fp32": (Mixed, {"reduce_dtype": FP32}),
+    "fp32_norms_all_reduced_in_bf16": (Mixed, {"reduce_dtype": BF16}),
+    "fp32_norms_beside_fp16": (ALL_IN_FP16, {}),
+    "fp32_norms_uneven": (UNEVEN, {}),
+    "norms_kept_in_fp32": (ALL_IN_FP32, {"param_dtype": BF16}),
+    "norms_kept_in_fp32_all_reduced_in_fp32": (ALL_IN_FP32, {"param_dtype": BF16, "reduce_dtype": FP32}),
+    "norms_kept_in_fp32_beside_fp16": (ALL_IN_FP32, {"param_dtype": FP16}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@distributed(2, 4)
+def test_unit_of_several_dtypes(ctx: RankContext, name: str) -> None:
+    model, policy = CASES[name]
+    compare(_case(policy, model), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("name", ["fp32_norms", "norms_kept_in_fp32_all_reduced_in_fp32"])
+@distributed(2)
+def test_unit_of_several_dtypes_on_a_mesh_of_one_rank(ctx: RankContext, name: str) -> None:
+    model, policy = CASES[name]
+    compare(_case(policy, model), ctx.mesh_of_one())
+    compare(_case(policy, model), ctx.mesh_2d(2, 1))
+
+
+@distributed(2)
+def test_weights_that_travel_without_a_bucket(ctx: RankContext) -> None:
+    compare(_case({}, functools.partial(Mixed, dim=768), num_steps=2), ctx.mesh_1d())
+
+
+def _accumulate(step: Step, model: Mixed, switch: str) -> list[Tensor]:
+    losses = []
+    for micro in range(3):
+        getattr(step.control(model), switch)(micro == 2)
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+        if step.runtime is not None:
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            step.note(f"gradients after {micro}", {n: g if g is None else snapshot(g) for n, g in gradients.items()})
+    return losses
+
+
+@pytest.mark.parametrize("name", ["fp32_norms", "norms_kept_in_fp32_all_reduced_in_fp32"])
+@distributed(2, 4)
+def test_accumulation_without_communication(ctx: RankContext, name: str) -> None:
+    model, policy = CASES[name]
+    step = functools.partial(_accumulate, switch="set_requires_gradient_sync")
+    compare(_case(policy, model, step=step), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("name", ["fp32_norms_uneven", "norms_kept_in_fp32_all_reduced_in_fp32"])
+@distributed(2, 4)
+def test_hsdp_accumulates_partial_sums(ctx: RankContext, name: str) -> None:
+    model, policy = CASES[name]
+    mesh = ctx.mesh_2d(2, ctx.world_size // 2)
+    compare(_case(policy, model, step=functools.partial(_accumulate, switch="set_requires_all_reduce")), mesh)
+    compare(_case(policy, model), mesh)
+
+
+@distributed(2, 4)
+def test_dtypes_freeze_and_thaw_between_steps(ctx: RankContext) -> None:
+    def step(step: Step, model: Mixed) -> list[Tensor]:
+        for block in model.blocks:
+            block.norm.requires_grad_(step.index != 0)
+            block.up.requires_grad_(step.index != 1)
+        return one_backward(step, model)
+
+    compare(_case({}, step=step), ctx.mesh_1d())
+
+
+@distributed(2)
+def test_hsdp_lands_partial_sums_when_one_dtype_is_frozen_meanwhile(ctx: RankContext) -> None:
+    def step(step: Step, model: Mixed) -> list[Tensor]:
+        losses = []
+        for micro in range(2):
+            step.control(model).set_requires_all_reduce(micro == 1)
+            for block in model.blocks:
+                block.norm.requires_grad_(micro == 0)
+            losses.append(step.loss(model, micro))
+            losses[-1].backward()
+        return losses
+
+    for mesh in (ctx.mesh_2d(2, 1), ctx.mesh_2d(1, 2)):  # torch drops what was reduced before
+        compare_losses_with_unsharded(_case({}, step=step), mesh)
