@@ -44,14 +44,17 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def dtensor_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """``local`` as a DTensor that is sharded like ``param`` and on the same device."""
+    """``local`` as a DTensor that is sharded like ``param``, of the same dtype and on the same device."""
     like = cast(DTensor, param)
-    if local.dtype is not like.dtype:
-        mesh, placements = like.device_mesh, like.placements
-        return dtensor(local, dtensor_spec(mesh, placements, like.shape, like.stride(), local.dtype))
     made = DTensor.__new__(DTensor, like._local_tensor, like._spec, requires_grad=False)  # its local has no offset
     made._local_tensor = local
     return made
+
+
+def dtensor_placed_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """The same, but of the dtype of ``local``."""
+    like = cast(DTensor, param)
+    return dtensor(local, dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ parameters); partial (reduced over the shard axis, not over the replicate axis);
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.api import AllGather, ExtensionError, ReduceScatter
@@ -63,11 +64,12 @@ class _Part(NamedTuple):
 
 class _BoundReduce(NamedTuple):
     """Bound plans, and per step what they reduce. ``is_wrapped``: some unsharded parameter is a tensor subclass, and so
-    may be its gradient."""
+    may be its gradient. ``as_gradient``: from a sharded parameter and a shard to what becomes its ``.grad``."""
 
     reduce: Reduce
     parts: list[_Part]
     is_wrapped: bool
+    as_gradient: Callable[[torch.Tensor, torch.Tensor], DTensor]
 
 
 class _Sums(NamedTuple):
@@ -167,9 +169,10 @@ class GroupGradients:
         )
         is_wrapped = any(param.is_wrapped for param in params)
         ordered = [parts[step.index] for plan in plans for step in plan.steps]
-        return _BoundReduce(
-            Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook), ordered, is_wrapped
-        )
+        is_usual = all(plan.dtypes.grad is plan.dtypes.orig for plan in plans)
+        as_gradient = _torch.dtensor_like if is_usual else _torch.dtensor_placed_like
+        reduce = Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook)
+        return _BoundReduce(reduce, ordered, is_wrapped, as_gradient)
 
     def _take_parts(self, bound: _BoundReduce) -> list[torch.Tensor | None]:
         taken = {param: self._take(param) for param in dict.fromkeys(param for param, _ in bound.parts)}
@@ -223,9 +226,9 @@ class GroupGradients:
             if is_present
         ]
         if received.bound.is_wrapped:
-            _deposit(_wrapped(landed))
+            _deposit(_wrapped(landed), received.bound.as_gradient)
         else:
-            _deposit([(param.sharded, shard) for (param, _), shard in landed])
+            _deposit([(param.sharded, shard) for (param, _), shard in landed], received.bound.as_gradient)
 
 
 def _is_alike(earlier: _BoundReduce, bound: _BoundReduce) -> bool:
@@ -236,13 +239,15 @@ def _is_alike(earlier: _BoundReduce, bound: _BoundReduce) -> bool:
     return earlier.parts == bound.parts and layouts[0] == layouts[1]
 
 
-def _deposit(shards: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+def _deposit(
+    shards: list[tuple[nn.Parameter, torch.Tensor]], as_gradient: Callable[[torch.Tensor, torch.Tensor], DTensor]
+) -> None:
     """Set or add to ``.grad`` of the sharded parameters, and run the user's hooks as autograd would."""
     targets, values = [], []
     for sharded, shard in shards:
         grad = sharded.grad
         if grad is None:
-            sharded.grad = _torch.dtensor_like(sharded, shard)
+            sharded.grad = as_gradient(sharded, shard)
         else:
             targets.append(_torch.local_of(grad))
             values.append(shard)

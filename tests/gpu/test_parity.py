@@ -16,7 +16,8 @@ from tests.gpu.support import on_gpus
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, ParityModel, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, shard_units_and_root, train
+from tests.harness.training import Case, Step, sgd, shard_units_and_root, train
+from tests.parity.test_mixed_dtypes import Mixed, shard_and_keep_fp32
 
 
 def _assert_close(case: Case, mesh: DeviceMesh, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -47,6 +48,14 @@ def test_training_in_bf16(ctx: RankContext, reduce_dtype: torch.dtype | None) ->
         shard_units_and_root(runtime, model, mesh, mp_policy=policy)
 
     case = Case(functools.partial(MLP, num_blocks=4, dim=512), shard=shard, num_steps=5)
+    _assert_close(case, ctx.mesh_1d(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("policy", [{}, {"reduce_dtype": torch.float32}])
+@on_gpus
+def test_training_with_several_dtypes_in_one_unit(ctx: RankContext, policy: dict[str, torch.dtype]) -> None:
+    shard = functools.partial(shard_and_keep_fp32, **policy)
+    case = Case(functools.partial(Mixed, dim=512), shard, optimizer=sgd, num_steps=5)
     _assert_close(case, ctx.mesh_1d(), rtol=2e-2, atol=2e-3)
 
 

@@ -71,7 +71,7 @@ def _fp32_modules(block: Block) -> list[nn.Module]:
     return [block.norm, block.scale]
 
 
-def _shard(runtime, model: Mixed, mesh, **policy: Any) -> None:
+def shard_and_keep_fp32(runtime, model: Mixed, mesh, **policy: Any) -> None:
     """``policy`` for all parameters; those in fp32 keep their dtype. The last linear layer has a unit without one."""
     kept = [p for block in model.blocks for module in _fp32_modules(block) for p in module.parameters()]
     for block in model.blocks:
@@ -101,7 +101,7 @@ def _last_dim(param: nn.Parameter) -> Shard | None:
 
 
 def _case(policy: dict[str, Any], model: Any = Mixed, **kwargs: Any) -> Case:
-    shard = functools.partial(_shard, **policy)
+    shard = functools.partial(shard_and_keep_fp32, **policy)
     options = {"optimizer": sgd, "reduce_dtype": BF16, "unsharded": BFLOAT16_ARITHMETIC}
     return Case(model, shard, **{**options, **kwargs})
 
