@@ -19,6 +19,7 @@ from fsdp2.buffers import tensor_on
 from fsdp2.comm import GatherComm
 from fsdp2.layout import Layout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
+from fsdp2.offload import FlatStage
 from fsdp2.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
 from fsdp2.services import Services
 from fsdp2.streams import Streams, Waitable
@@ -27,9 +28,12 @@ Sized = list[tuple[torch.UntypedStorage, int]]
 FlatShards = dict[torch.dtype, torch.Tensor]
 
 
-def flat_shards(plan: GatherPlan, device: torch.device) -> FlatShards:
+def flat_shards(plan: GatherPlan, device: torch.device, *, pin_memory: bool = False) -> FlatShards:
     """Zeroed flat shard buffers ``[numel]`` for ``plan``, one per dtype; padding stays zero for good."""
-    return {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in plan.shard_numels}
+    return {
+        dtype: torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin_memory)
+        for dtype, numel in plan.shard_numels
+    }
 
 
 def shard_slice(flats: FlatShards, step: GatherStep, shape: tuple[int, ...]) -> torch.Tensor:
@@ -100,7 +104,7 @@ class _Allocation:
     """Storages with their sizes, by when they need memory. What lasts is released with the group; the rest passes: it
     is freed on arrival. What tensors travel right into is needed early, at issue; the rest late, at arrival."""
 
-    def __init__(self, plan: GatherPlan, gathered: GatheredMemory, staging: torch.UntypedStorage) -> None:
+    def __init__(self, plan: GatherPlan, gathered: GatheredMemory, staging: Sized) -> None:
         sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
         sizes[gathered.shared] = plan.shared_nbytes
         early = {gathered.of(step) for step in plan.on_route(Route.DIRECT)}
@@ -109,7 +113,7 @@ class _Allocation:
         self.lasting_early = [item for item in lasting if item[0] in early]
         self.lasting_late = [item for item in lasting if item[0] not in early]
         self.passing_early = [(s, nbytes) for s, nbytes in sizes.items() if s in passing & early]
-        self.passing_early.append((staging, plan.staging_nbytes))
+        self.passing_early += staging
         self.passing_late = [(s, nbytes) for s, nbytes in sizes.items() if s in passing - early]
         self.lasting = lasting
         self.passing = [storage for storage, _ in self.passing_early + self.passing_late]
@@ -122,10 +126,12 @@ class Gather:
     """A gather plan bound to a group's flat shards and to the memory that it gathers into.
 
     Every tensor that a step touches is made here, once, on storages whose memory comes and goes. ``calls_pre_hooks``
-    is False where what they once sent is gathered again.
+    is False where what they once sent is gathered again. ``stage`` copies ``flats`` to the device that gathers, if they
+    are not there.
 
     Attributes:
         outputs: by ``index`` of the steps, the tensor ``[*shape]`` that is gathered.
+        stage: as given.
     """
 
     def __init__(
@@ -138,20 +144,23 @@ class Gather:
         services: Services,
         hooks: GatherHooks | None,
         *,
+        stage: FlatStage | None = None,
         calls_pre_hooks: bool = True,
     ) -> None:
         self.plan, self.gathered = plan, gathered
         self._memory, self._streams, self._hooks = services.memory, services.streams, hooks
+        self.stage = stage
         self._staging = torch.UntypedStorage(0, device=gathered.shared.device)
         self._copies_in = Copies()
         self._unpacks: list[Copies | SplitCopy] = []
         self._payloads = hooks.payloads if hooks is not None and calls_pre_hooks else list
-        self._allocation = _Allocation(plan, gathered, self._staging)
+        staged = [] if stage is None else stage.storages
+        self._allocation = _Allocation(plan, gathered, [(self._staging, plan.staging_nbytes), *staged])
         directs = plan.on_route(Route.DIRECT)
         with ExitStack() as stack:
             for storage, nbytes in self._allocation:
                 stack.enter_context(_placed(storage, nbytes))
-            parts = _OwnParts(flats, rank, self._copies_in, {})
+            parts = _OwnParts(flats if stage is None else stage.flats, rank, self._copies_in, {})
             wires = [self._direct(step, parts) for step in directs]
             wires += [self._bucket(bucket, parts) for bucket in plan.buckets]
             self._wires = [(output, mine) for output, mine in wires if output.numel()]
@@ -173,6 +182,8 @@ class Gather:
         with self._streams.on_gather():
             payloads = self._payloads()
             self._allocate(self._allocation.lasting_early, self._allocation.passing_early)
+            if self.stage is not None:
+                self.stage.fetch()
             self._copies_in.run(payloads)
             works = self._streams.issued(self._launch())
             if not works:  # the rest is enqueued in order on the gather stream

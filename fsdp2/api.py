@@ -72,10 +72,17 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards and gradients live on the host. Accepted by name only: ``fully_shard`` refuses it until it is built.
+    """Shards, gradients and so optimizer states live on the host; the optimizer steps there.
+
+    Shards are copied to the device before each all-gather, reduced gradients back to the host during backward. On a CPU
+    mesh all of them are on the host anyway: nothing is copied or pinned.
 
     Attributes:
-        pin_memory: whether host memory is pinned, so that copies overlap with compute.
+        pin_memory: whether shards and gradients take pinned memory, so that copies overlap with compute. It is kept
+            from other programs, so pass False if there is not enough.
+
+    Source: the same class of PyTorch's FSDP2; offloaded optimizer states as in Ren et al., "ZeRO-Offload", USENIX ATC
+    2021.
     """
 
     pin_memory: bool = True

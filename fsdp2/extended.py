@@ -20,6 +20,7 @@ from fsdp2.comm import exchange
 from fsdp2.extensions import HookContext, Hooks
 from fsdp2.layout import join
 from fsdp2.mesh import ParallelMesh
+from fsdp2.offload import Home
 from fsdp2.param import ShardedParam, write_stamp
 from fsdp2.plan import HookInput, Lifetime
 from fsdp2.services import Services
@@ -47,7 +48,7 @@ class ExtendedParam:
         releases_outputs: whether the post-hook consumes them.
     """
 
-    def __init__(self, param: ShardedParam, mesh: ParallelMesh) -> None:
+    def __init__(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> None:
         self.param = param
         self._local = _torch.local_of(param.sharded)
         self.hooks = Hooks(
@@ -61,6 +62,7 @@ class ExtendedParam:
                 policy=param.policy,
                 param_dtype=param.dtypes.param,
                 device=mesh.device,
+                is_staged=home.is_staged,
             ),
         )
         self.metadata: Any = None
@@ -151,6 +153,7 @@ class ExtendedParams:
         self,
         params: Sequence[ShardedParam],
         mesh: ParallelMesh,
+        home: Home,
         services: Services,
         earlier: ExtendedParams | None,
     ) -> None:
@@ -170,7 +173,7 @@ class ExtendedParams:
         agreed = earlier._agreement if earlier is not None else None
 
         def bind() -> list[Report]:
-            self._params = [ExtendedParam(param, mesh) for param in params]
+            self._params = [ExtendedParam(param, mesh, home) for param in params]
             return [param.report() for param in self._params]
 
         # I9

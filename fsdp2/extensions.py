@@ -109,7 +109,8 @@ class MeshAllGatherExtension(Protocol):
 
 @dataclass(frozen=True)
 class HookContext:
-    """What the hooks of one parameter are called with, and the name that errors give it."""
+    """What the hooks of one parameter are called with, and the name that errors give it. ``is_staged``: the shard lives
+    on the host, and pre-hooks get a copy of it on ``device``."""
 
     name: str
     mesh: DeviceMesh
@@ -119,6 +120,7 @@ class HookContext:
     policy: MixedPrecisionPolicy
     param_dtype: torch.dtype
     device: torch.device
+    is_staged: bool = False
 
 
 def has_hooks(local: torch.Tensor) -> bool:
@@ -275,15 +277,28 @@ class Hooks:
         signature = inspect.signature(pre)
         context = self._context
         arguments = (context.mesh, context.outer_size, context.outer_stride, context.module, context.policy)
-        if len(signature.parameters) == 1:
-            return partial(pre, context.mesh)
-        if len(signature.parameters) == len(arguments):
-            return partial(pre, *arguments)
-        raise self.error(
-            _PRE,
-            f"has the signature {signature}, expected (self, mesh) or (self, mesh, outer_size, outer_stride, "
-            "module, mp_policy)",
-        )
+        if len(signature.parameters) not in (1, len(arguments)):
+            raise self.error(
+                _PRE,
+                f"has the signature {signature}, expected (self, mesh) or (self, mesh, outer_size, outer_stride, "
+                "module, mp_policy)",
+            )
+        given = arguments[: len(signature.parameters)]
+        local, method = getattr(pre, "__self__", None), getattr(pre, "__func__", None)
+        if context.is_staged and method is not None and isinstance(local, torch.Tensor):
+            return lambda: method(self._on_device(local), *given)
+        return partial(pre, *given)
+
+    def _on_device(self, local: torch.Tensor) -> torch.Tensor:
+        """A copy of the shard on the device that gathers, enqueued on the current stream."""
+        with torch.inference_mode(False):  # inside, subclasses are asked for another operation than _to_copy
+            moved = local.to(self._context.device, non_blocking=True, copy=True)
+        if type(moved) is not type(local):
+            raise TypeError(
+                f"to() made {_described(moved)} of the offloaded shard, expected a {self._class}: let "
+                "__torch_dispatch__ keep the class for _to_copy"
+            )
+        return moved
 
 
 def _payload(kinds: Sequence[_Kind]) -> str:

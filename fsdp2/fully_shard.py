@@ -18,6 +18,7 @@ from fsdp2.group import ParamGroup
 from fsdp2.hooks import ModuleHooks
 from fsdp2.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.module import FSDPModule
+from fsdp2.offload import Home, home_for
 from fsdp2.param import Slot
 from fsdp2.resolve import (
     SHARDED_AS,
@@ -94,7 +95,8 @@ def fully_shard(
             :class:`ParamPlacement` to shard over other ranks (experts), or None. Parameters that are sharded over the
             same ranks travel together.
         mp_policy: dtypes of compute, reduction and output.
-        offload_policy: only the default, which keeps everything on the mesh's device, is supported so far.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so optimizer states on the host; the default
+            keeps them on the mesh's device.
         ignored_params: parameters to leave as they are: neither sharded, moved nor reduced.
         dp_mesh_dims: ``mesh`` has all axes of the model, every parameter is a DTensor on it, and these of its axes are
             data-parallel. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
@@ -107,7 +109,6 @@ def fully_shard(
         ValueError: the mesh, a placement, a dtype or a parameter cannot be sharded as asked; ``module`` was given to
             ``fully_shard`` before. Nothing has changed then.
         ExtensionError: a parameter is of a tensor subclass that cannot be cut into shards.
-        NotImplementedError: CPU offload.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
@@ -117,9 +118,10 @@ def fully_shard(
     parallel = parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims))
     found, managed = _collect(roots, ignored)
     check_reshard_after_forward(reshard_after_forward, parallel)
-    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, reshard_after_forward)
+    home = home_for(offload_policy, parallel.device)
+    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
     after_forward = resolve_after_forward(reshard_after_forward, resolved)
-    _commit(roots, managed, resolved, parallel, mp_policy, after_forward)
+    _commit(roots, managed, resolved, parallel, mp_policy, home, after_forward)
     return module  # type: ignore[return-value]
 
 
@@ -161,11 +163,6 @@ def _check_policies(mp_policy: object, offload_policy: object) -> None:
         )
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"fully_shard: offload_policy must be an fsdp2.OffloadPolicy, not {described(offload_policy)}.")
-    if type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(
-            f"fully_shard: offload_policy={offload_policy!r}: offloading to the host is not built yet. "
-            "Leave offload_policy out."
-        )
 
 
 def _checked_dims(dims: object) -> DataParallelMeshDims | None:
@@ -227,6 +224,7 @@ def _commit(
     resolved: list[ResolvedGroup],
     parallel: ParallelMesh,
     policy: MixedPrecisionPolicy,
+    home: Home,
     after_forward: AfterForward | None,
 ) -> None:
     for module in managed:
@@ -237,7 +235,7 @@ def _commit(
     for item in resolved:
         for record in item.records:
             setattr(record.param, SHARDED_AS, record.name)
-    groups = tuple(ParamGroup(item.records, item.mesh) for item in resolved)
+    groups = tuple(ParamGroup(item.records, item.mesh, home) for item in resolved)
     for item, group in zip(resolved, groups, strict=True):
         group.rest_on(item.resting)
         for param in group.params:

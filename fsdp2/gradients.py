@@ -21,6 +21,7 @@ from fsdp2.api import AllGather, ExtensionError, ReduceScatter
 from fsdp2.buffers import alias
 from fsdp2.comm import ReduceComm
 from fsdp2.mesh import Axis, ParallelMesh
+from fsdp2.offload import Home, HostCopies
 from fsdp2.param import ShardedParam
 from fsdp2.plan import compile_reduces
 from fsdp2.reduce_scatter import AllReduceHook, PendingReduce, Reduce, Sums
@@ -80,16 +81,31 @@ class _Sums(NamedTuple):
     present: list[bool]
 
 
+class Landing(NamedTuple):
+    """Averaged gradients on their way to the host."""
+
+    copies: list[HostCopies]
+    hand_over: Callable[[], None]
+
+    def finish(self) -> None:
+        """Have the CPU wait for the values, and set or add to ``.grad``."""
+        for copies in self.copies:
+            copies.wait()
+        self.hand_over()
+
+
 class GroupGradients:
     """Takes gradients off the unsharded parameters, and lands what the reduction makes of them."""
 
-    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: ReduceComm) -> None:
+    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: ReduceComm, home: Home) -> None:
         self._params = params
+        self._home = home
         self._mesh = mesh
         self._comm = comm
         self._bound: dict[tuple[int, ...], _BoundReduce] = {}  # by the indices of trainable parameters
         self._options = GroupOptions()  # of what is bound
         self._partial: _Sums | None = None
+        self._landings: list[Landing] = []
 
     @property
     def state(self) -> GradientState:
@@ -108,6 +124,11 @@ class GroupGradients:
         """From the next reduction on, ``comm`` carries it."""
         self._comm = comm
         self._bound.clear()
+
+    def take_landings(self) -> list[Landing]:
+        """What was reduced and copied to the host since the last call, for the caller to finish or to drop."""
+        landings, self._landings = self._landings, []
+        return landings
 
     def discard_unreduced(self) -> None:
         """Drop what is not in the shards' ``.grad`` yet."""
@@ -216,19 +237,30 @@ class GroupGradients:
             self._land(received)
 
     def _land(self, received: _Sums) -> None:
-        """Sum over the replicate axis, average, and hand over to the sharded parameters."""
+        """Sum over the replicate axis, average, and hand over to the sharded parameters. If those live on the host,
+        the CPU does so when it has waited for the copies."""
         reduce = received.bound.reduce
         reduce.all_reduce(received.sums)
-        shards = reduce.shards(received.sums)
-        landed = [
-            (part, shard)
-            for part, shard, is_present in zip(received.bound.parts, shards, received.present, strict=True)
-            if is_present
-        ]
-        if received.bound.is_wrapped:
-            _deposit(_wrapped(landed), received.bound.as_gradient)
-        else:
-            _deposit([(param.sharded, shard) for (param, _), shard in landed], received.bound.as_gradient)
+        averaged = received._replace(sums=reduce.average(received.sums))
+        if not self._home.is_staged:
+            _hand_over(averaged)
+            return
+        copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in averaged.sums]
+        on_host = averaged._replace(sums=[copy.tensors for copy in copies])  # nothing keeps the memory on the device
+        self._landings.append(Landing(copies, partial(_hand_over, on_host)))
+
+
+def _hand_over(averaged: _Sums) -> None:
+    shards = averaged.bound.reduce.shards(averaged.sums)
+    landed = [
+        (part, shard)
+        for part, shard, is_present in zip(averaged.bound.parts, shards, averaged.present, strict=True)
+        if is_present
+    ]
+    if averaged.bound.is_wrapped:
+        _deposit(_wrapped(landed), averaged.bound.as_gradient)
+    else:
+        _deposit([(param.sharded, shard) for (param, _), shard in landed], averaged.bound.as_gradient)
 
 
 def _is_alike(earlier: _BoundReduce, bound: _BoundReduce) -> bool:

@@ -24,6 +24,7 @@ from fsdp2.custom_comm import gather_comm, reduce_comm
 from fsdp2.extended import ExtendedParams
 from fsdp2.gradients import GroupGradients, GroupOptions
 from fsdp2.mesh import ParallelMesh
+from fsdp2.offload import FlatStage, Home
 from fsdp2.param import Bindings, ParamRecord, ShardedParam
 from fsdp2.plan import GatherPlan, Lifetime, compile_gather
 from fsdp2.reduce_scatter import PendingReduce
@@ -74,9 +75,9 @@ TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
 class ParamGroup:
     """See the module's text. Created by ``fully_shard`` from resolved records, which sharding cannot fail on."""
 
-    def __init__(self, records: Sequence[ParamRecord], mesh: ParallelMesh) -> None:
+    def __init__(self, records: Sequence[ParamRecord], mesh: ParallelMesh, home: Home) -> None:
         self.name = ""
-        self.mesh = mesh
+        self.mesh, self.home = mesh, home
         self.options = GroupOptions()
         self.state = GroupState.SHARDED
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
@@ -85,7 +86,7 @@ class ParamGroup:
         self._halfway: RemovableHandle | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
         self._comm = comm_for(mesh.shard, mesh.device)
-        self.gradients = GroupGradients(self.params, mesh, self._comm)
+        self.gradients = GroupGradients(self.params, mesh, self._comm, home)
         self._bindings = Bindings(self.params)
         self._gathered: GatheredMemory | None = None
         self._regions: object = None
@@ -96,7 +97,7 @@ class ParamGroup:
         self._services = services_for(mesh.device)
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self._seen_stamp: list[int] | None = None
-        self.shards = GroupShards(records, self.params, mesh, self._comm)
+        self.shards = GroupShards(records, self.params, home, self._comm)
         self._unbind()
         self._bindings.bind(self.shards.sharded)
 
@@ -173,7 +174,10 @@ class ParamGroup:
             else:
                 self._extended = None
             plan = compile_gather(inputs, self._comm)
-            is_in_place = self._extended is None and is_local(plan, self.mesh)
+            stage = None
+            if self.home.is_staged:
+                stage = FlatStage(self.shards.flats, self.mesh.device, self._services.streams)
+            is_in_place = self._extended is None and stage is None and is_local(plan, self.mesh)
             gathered = self._gathered_memory(plan, self.shards.flats if is_in_place else {})
             gather: Gather | LocalGather
             if is_in_place:
@@ -181,7 +185,8 @@ class ParamGroup:
             else:
                 rank, services = self.mesh.shard.rank, self._services
                 comm = gather_comm(self._comm, self.mesh, self.options.all_gather)
-                gather = Gather(plan, self.shards.flats, gathered, rank, comm, services, self._extended)
+                flats, extended = self.shards.flats, self._extended
+                gather = Gather(plan, flats, gathered, rank, comm, services, extended, stage=stage)
             if self._extended is not None:
                 self._extended.bind_outputs(gather.outputs, first_key)
         self._plan, self._gather = plan, gather
@@ -190,7 +195,7 @@ class ParamGroup:
 
     def _bind_hooks(self) -> ExtendedParams:
         hooked = [param for index, param in enumerate(self.params) if index not in self.shards.plain]
-        self._extended = ExtendedParams(hooked, self.mesh, self._services, self._extended)
+        self._extended = ExtendedParams(hooked, self.mesh, self.home, self._services, self._extended)
         return self._extended
 
     @property
@@ -270,6 +275,11 @@ class ParamGroup:
         if self.state is GroupState.SHARDED or self._seen_stamp is None:
             return False
         return self._seen_stamp != self.shards.write_stamp() or self._requires_grad != self.shards.requires_grad()
+
+    def wait_for_reads(self) -> None:
+        """Have the CPU wait until no copy to the device reads the shards any more."""
+        if isinstance(self._gather, Gather) and self._gather.stage is not None:
+            self._gather.stage.wait()
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""

@@ -21,6 +21,7 @@ from fsdp2._torch import GradDtype
 from fsdp2.api import ExtensionError, MixedPrecisionPolicy
 from fsdp2.layout import ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
+from fsdp2.offload import Home
 from fsdp2.plan import PlanInput
 from fsdp2.precision import ParamDtypes, param_dtypes
 from fsdp2.specs import ParamSpec, plain_spec
@@ -254,17 +255,45 @@ def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int
     return local
 
 
-def check_device(name: str, found: torch.device, expected: torch.device) -> None:
-    """Refuse a shard that is neither on the mesh's device nor on the meta device.
+def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:
+    """The shard ``local`` of a tensor subclass in pinned memory, if ``home`` asks for that. A plain tensor with hooks
+    of its own stays as it is, since a copy would lose them.
+
+    Raises:
+        ExtensionError: pinning takes an operation that is missing, or returns another class.
+    """
+    if not home.pin_memory or local.is_meta or type(local) in (torch.Tensor, nn.Parameter):
+        return local
+    cls = type(local).__name__
+    advice = "Let its __torch_dispatch__ support is_pinned and _pin_memory, or pass CPUOffloadPolicy(pin_memory=False)."
+    try:
+        copy = local.pin_memory()
+    except Exception as error:
+        problem = f"raised {type(error).__name__}: {error}\n"
+        raise ExtensionError(f"parameter '{name}': pin_memory() of a {cls} {problem}{advice}") from error
+    if type(copy) is not type(local):
+        raise ExtensionError(f"parameter '{name}': pin_memory() of a {cls} returned a {type(copy).__name__}. {advice}")
+    return copy
+
+
+def check_device(name: str, found: torch.device, home: Home) -> None:
+    """Refuse a shard that is neither where the shards of its group live nor on the meta device.
 
     Raises:
         ValueError: names the parameter and both devices.
     """
-    if found != expected and found.type != "meta":
+    if found == home.device or found.type == "meta":
+        return
+    if home.is_staged:
         raise ValueError(
-            f"parameter '{name}' is on {found}, but its mesh is on {expected}. "
-            f"Move the model with model.to('{expected}'), or load a state dict from that device."
+            f"parameter '{name}' is on {found}, but its shards are offloaded to the host. "
+            "Materialise the model with model.to_empty(device='cpu'), move it with model.to('cpu'), or load a state "
+            "dict from the CPU."
         )
+    raise ValueError(
+        f"parameter '{name}' is on {found}, but its mesh is on {home.device}. "
+        f"Move the model with model.to('{home.device}'), or load a state dict from that device."
+    )
 
 
 class Bindings:

@@ -168,7 +168,7 @@ class Reduce:
         hook: AllReduceHook | None,
     ) -> None:
         self.plans = tuple(plans)
-        self._mesh, self._comm, self._streams = mesh, comm, services.streams
+        self._mesh, self._comm, self.streams = mesh, comm, services.streams
         self._parts = [_bound(plan, mesh, services, hook) for plan in plans]
 
     def issue(self, grads: list[torch.Tensor]) -> tuple[Sums, PendingReduce]:
@@ -176,13 +176,13 @@ class Reduce:
 
         Takes the gradients out of the list. Returns what receives this rank's sums, and what is pending.
         """
-        ready = self._streams.record()
+        ready = self.streams.record()
         keep = [] if self._mesh.device.type == "cpu" else grads.copy()  # the reduce stream reads them later
         sums: Sums = []
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
-        with self._streams.on_reduce():
-            self._streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
+        with self.streams.on_reduce():
+            self.streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
             for part in self._parts:
                 mine = grads[: len(part.plan.steps)]
                 del grads[: len(mine)]
@@ -190,8 +190,8 @@ class Reduce:
                 sums.append(buffers)
                 outputs += to
                 inputs += values
-            works = self._streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
-        return sums, PendingReduce(works, (keep, inputs), self._streams)
+            works = self.streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
+        return sums, PendingReduce(works, (keep, inputs), self.streams)
 
     def add(self, sums: Sums, others: Sums) -> None:
         """Add ``others`` to ``sums`` in place."""
@@ -202,13 +202,16 @@ class Reduce:
         """Sum over the replicate axis as well."""
         if self._mesh.replicate.size > 1:
             works = [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer)]
-            for work in self._streams.issued(works):
+            for work in self.streams.issued(works):
                 work.wait()
 
-    def shards(self, sums: Sums) -> list[torch.Tensor]:
-        """Average the complete sums: per step of the plans, this rank's gradient as a view of its buffer."""
-        pairs = zip(self._parts, sums, strict=True)
-        return [shard for part, mine in pairs for shard in part.shards(part.average(mine))]
+    def average(self, sums: Sums) -> Sums:
+        """Average the complete sums, in place where they are not cast."""
+        return [part.average(mine) for part, mine in zip(self._parts, sums, strict=True)]
+
+    def shards(self, averaged: Sums) -> list[torch.Tensor]:
+        """Per step of the plans, this rank's gradient as a view of its buffer."""
+        return [shard for part, mine in zip(self._parts, averaged, strict=True) for shard in part.shards(mine)]
 
 
 def _pack_uneven_rows(grads: list[torch.Tensor], out: torch.Tensor) -> None:

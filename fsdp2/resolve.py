@@ -22,7 +22,8 @@ from fsdp2.api import ExtensionError, MixedPrecisionPolicy, ParamPlacement
 from fsdp2.extensions import has_hooks, is_plain
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import ParallelMesh, parallel_mesh, post_forward_mesh
-from fsdp2.param import ParamRecord, Slot, subclass_shard
+from fsdp2.offload import Home
+from fsdp2.param import ParamRecord, Slot, pinned, subclass_shard
 from fsdp2.precision import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.schedule import AfterForward
 from fsdp2.specs import local_part, param_spec
@@ -57,6 +58,7 @@ def resolve_groups(
     parallel: ParallelMesh,
     placement_fn: ShardPlacementFn | None,
     policy: MixedPrecisionPolicy,
+    home: Home,
     reshard_after_forward: bool | int | None,
 ) -> list[ResolvedGroup]:
     """A group per set of ranks, in the order in which the parameters lead to them."""
@@ -64,7 +66,7 @@ def resolve_groups(
     members: dict[ParallelMesh, list[ParamRecord]] = {}
     for item in found:
         placement, mesh = _asked_placement(item, meshes, placement_fn)
-        members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy))
+        members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy, home))
     return [
         ResolvedGroup(mesh, tuple(records), _resting_mesh(reshard_after_forward, mesh))
         for mesh, records in members.items()
@@ -108,7 +110,9 @@ def _asked_placement(
     return placement, meshes.default if mesh is None else meshes.read(item.name, mesh)
 
 
-def _resolve(item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy) -> ParamRecord:
+def _resolve(
+    item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
+) -> ParamRecord:
     name, param = item.name, item.param
     _check_param(name, param, parallel)
     dim = _resolve_dim(name, param, placement)
@@ -125,7 +129,7 @@ def _resolve(item: Found, parallel: ParallelMesh, placement: Shard | None, polic
         spec=spec,
         dtypes=param_dtypes(param.dtype, own, grad_dtype),
         policy=own,
-        local=_subclass_shard(name, param, full, layout, parallel),
+        local=_subclass_shard(name, param, full, layout, parallel.shard.rank, home),
         grad_dtype=grad_dtype,
     )
 
@@ -161,7 +165,7 @@ def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh) -> None
 
 
 def _subclass_shard(
-    name: str, param: nn.Parameter, full: torch.Tensor, layout: ShardLayout, parallel: ParallelMesh
+    name: str, param: nn.Parameter, full: torch.Tensor, layout: ShardLayout, rank: int, home: Home
 ) -> torch.Tensor | None:
     if not isinstance(param, DTensor) and has_hooks(param) and not has_hooks(full):
         raise ExtensionError(
@@ -172,7 +176,7 @@ def _subclass_shard(
     if is_plain(full):
         return None
     with torch.no_grad():
-        return subclass_shard(name, full, layout, parallel.shard.rank, parallel.device)
+        return pinned(name, subclass_shard(name, full, layout, rank, home.device), home)
 
 
 def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int:

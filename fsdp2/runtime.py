@@ -149,6 +149,7 @@ class RootContext:
         self.schedule: Schedule
         self.root = root
         self.units = [unit for _, unit in named]
+        self._offloaded = [group for unit in self.units for group in unit.groups if group.home.is_staged]
         self.services: Services = services_for(root.mesh.device)
         self.observers: list[Observer] = []
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
@@ -272,6 +273,7 @@ class RootContext:
         self._do([(action, unit.index)])
         if action is Action.RESHARD:
             self._flush()
+            self._wait_for_reads()
 
     def abandon(self) -> None:
         """Back to rest after an exception: nothing in flight, shards bound. What has not landed is dropped: the user
@@ -279,6 +281,8 @@ class RootContext:
         for reduction in self._pending:
             reduction.drop()
         self._pending = []
+        for group in self._offloaded:
+            group.gradients.take_landings()
         self.schedule.reset()
         for unit in self.units:
             unit.missing_modules.clear()
@@ -364,6 +368,15 @@ class RootContext:
                 group.note_writes()
         self.services.memory.keep_freed(for_reuse=False)
         self._flush()
+        if self._offloaded and not self.schedule.in_backward:  # I12
+            self._wait_for_reads()
+            offloaded = reversed(self._offloaded)  # about the order in which backward ran
+            for landing in [landing for group in offloaded for landing in group.gradients.take_landings()]:
+                landing.finish()
+
+    def _wait_for_reads(self) -> None:
+        for group in self._offloaded:
+            group.wait_for_reads()
 
     def _flush(self) -> None:
         with self.services.streams.on_gather():

@@ -19,8 +19,8 @@ from fsdp2.buffers import alias
 from fsdp2.comm import GatherComm
 from fsdp2.extensions import is_plain
 from fsdp2.layout import contiguous_stride
-from fsdp2.mesh import ParallelMesh
-from fsdp2.param import ParamRecord, ShardedParam, check_device, write_stamp
+from fsdp2.offload import Home
+from fsdp2.param import ParamRecord, ShardedParam, check_device, pinned, write_stamp
 from fsdp2.plan import GatherInput, compile_gather
 from fsdp2.precision import check_grad_dtype, param_dtypes
 from fsdp2.specs import local_part
@@ -36,9 +36,9 @@ class GroupShards:
     """
 
     def __init__(
-        self, records: Sequence[ParamRecord], params: Sequence[ShardedParam], mesh: ParallelMesh, comm: GatherComm
+        self, records: Sequence[ParamRecord], params: Sequence[ShardedParam], home: Home, comm: GatherComm
     ) -> None:
-        self._params, self._mesh, self._comm = params, mesh, comm
+        self._params, self._home, self._comm = params, home, comm
         self._place(list(map(_first_shard, records, params)))
         for param, local in zip(params, self._locals, strict=True):
             param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
@@ -54,13 +54,13 @@ class GroupShards:
 
         Raises:
             TypeError: a parameter is no DTensor any more, or has another shape.
-            ValueError: a parameter is on another device than the mesh, or its ``grad_dtype`` leaves its reduction open.
+            ValueError: a parameter is not where shards live, or its ``grad_dtype`` leaves its reduction open.
         """
         current = [param.current() for param in self._params]
         if all(map(self._is_in_place, range(len(current)), current)):
             return False
         for param, bound in zip(self._params, current, strict=True):
-            check_device(param.full_name, _torch.local_of(bound).device, self._mesh.device)
+            check_device(param.full_name, _torch.local_of(bound).device, self._home)
             check_grad_dtype(param.full_name, param.grad_dtype_of(bound), param.policy)
         self._warn_of_lost_hooks(current)
         locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
@@ -98,7 +98,8 @@ class GroupShards:
         self.plain = [index for index, shard in enumerate(shards) if is_plain(shard)]
         plan = compile_gather(self.plain_inputs(), self._comm)
         all_meta = all(shard.is_meta for shard in shards)
-        self.flats: FlatShards = flat_shards(plan, torch.device("meta") if all_meta else self._mesh.device)
+        device, pin_memory = self._home.device, self._home.pin_memory and not all_meta
+        self.flats: FlatShards = flat_shards(plan, torch.device("meta") if all_meta else device, pin_memory=pin_memory)
         self._locals = shards.copy()
         with torch.inference_mode(False), torch.no_grad():
             for step in plan.steps:
@@ -116,13 +117,17 @@ class GroupShards:
 
     def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """``local`` to be placed anew. If it was given hooks where it lay in the flat buffer, the object stays, with
-        memory of its own."""
+        memory of its own.
+
+        Raises:
+            ExtensionError: it cannot be pinned.
+        """
         if is_plain(local):
             return local.detach()
         if local is self._locals[index] and index in self.plain and not local.is_meta:
             with torch.no_grad():
                 local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
-        return local
+        return pinned(self._params[index].full_name, local, self._home)
 
     def _warn_of_lost_hooks(self, current: Sequence[torch.Tensor]) -> None:
         for index, bound in enumerate(current):

@@ -1,8 +1,8 @@
 """One face for CUDA streams and for the CPU, where collectives run on threads of the process group.
 
 On an accelerator, gathers and reductions are enqueued on streams of their own, and "wait" makes the compute stream
-wait: the CPU never blocks. On the CPU, a collective returns a ``Work``, and "wait" blocks this thread until it is done;
-there are no streams, and every event is ``None``.
+wait: the CPU never blocks, but for copies from and to the host (I12). On the CPU, a collective returns a ``Work``, and
+"wait" blocks this thread until it is done; there are no streams, and every event is ``None``.
 
 Each stream wait below states producer, consumer and reason.
 """
@@ -44,6 +44,9 @@ class Streams:
     def wait_here(self, event: torch.Event | None) -> None:
         """The current stream waits for ``event``."""
 
+    def wait_on_cpu(self, event: torch.Event | None) -> None:
+        """The CPU waits for ``event``: it is to read what was copied to the host, or write what was copied from it."""
+
     def gather_after_compute(self) -> None:
         """Gather stream waits for compute: it has written the shards, or other things that hooks read."""
 
@@ -84,6 +87,10 @@ class AcceleratorStreams(Streams):
     def wait_here(self, event: torch.Event | None) -> None:
         if event is not None:
             self._module.current_stream().wait_event(event)
+
+    def wait_on_cpu(self, event: torch.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
 
     def gather_after_compute(self) -> None:
         self._gather.wait_stream(self._module.current_stream())

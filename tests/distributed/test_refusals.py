@@ -129,7 +129,6 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "policy of torch": _call(mp_policy=theirs.MixedPrecisionPolicy()),
     "dtype as policy": _call(mp_policy=torch.bfloat16),
     "offload policy type": _call(offload_policy=True),
-    "cpu offload": _call(offload_policy=fsdp2.CPUOffloadPolicy()),
     "ignored list": _call(ignored_params=[]),
     "reshard type": _call(reshard_after_forward="always"),
     "reshard float": _call(reshard_after_forward=2.0),
@@ -207,15 +206,6 @@ def test_offload_policy_of_the_wrong_type() -> None:
     assert_expected_inline(
         refusal("offload policy type"),
         """TypeError: fully_shard: offload_policy must be an fsdp2.OffloadPolicy, not builtins.bool.""",
-    )
-
-
-def test_offload_to_the_host() -> None:
-    assert_expected_inline(
-        refusal("cpu offload"),
-        """\
-NotImplementedError: fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True): offloading to
-the host is not built yet. Leave offload_policy out.""",
     )
 
 

@@ -15,7 +15,7 @@ import fsdp2
 LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
     {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule"},  # rules
-    {"streams", "buffers", "comm", "custom_comm", "services"},  # devices
+    {"offload", "streams", "buffers", "comm", "custom_comm", "services"},  # devices
     {"param", "plan"},  # compiled, plain data
     {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "runtime"},  # effects
     {"hooks", "module", "resolve", "fully_shard"},  # torch.nn surface
@@ -42,7 +42,7 @@ TREES = {
 # "rules: no stream, no process group"; of all rules, only the mesh knows groups. Others name types: of a mesh, of a
 # placement, of what users implement.
 WITHOUT_TORCH = {"layout", "schedule"}
-WITHOUT_DISTRIBUTED = (LAYERS[1] - {"mesh", "specs", "extensions"}) | {"streams", "buffers", "plan"}
+WITHOUT_DISTRIBUTED = (LAYERS[1] - {"mesh", "specs", "extensions"}) | {"streams", "buffers", "offload", "plan"}
 
 
 def _imported_names(room: str) -> set[str]:

@@ -6,13 +6,14 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from fsdp2.offload import Home
 from fsdp2.param import check_device
 from tests.harness.messages import error_of
 
 
 def test_shard_on_another_device_is_refused_by_name() -> None:
     assert_expected_inline(
-        error_of(lambda: check_device("blocks.0.weight", torch.device("cpu"), torch.device("cuda", 1))),
+        error_of(lambda: check_device("blocks.0.weight", torch.device("cpu"), Home(torch.device("cuda", 1)))),
         """\
 ValueError: parameter 'blocks.0.weight' is on cpu, but its mesh is on cuda:1. Move the model with
 model.to('cuda:1'), or load a state dict from that device.""",
@@ -21,9 +22,9 @@ model.to('cuda:1'), or load a state dict from that device.""",
 
 def test_shard_on_another_device_of_the_same_type_is_refused() -> None:
     with pytest.raises(ValueError, match="is on cuda:0, but its mesh is on cuda:1"):
-        check_device("weight", torch.device("cuda", 0), torch.device("cuda", 1))
+        check_device("weight", torch.device("cuda", 0), Home(torch.device("cuda", 1)))
 
 
 def test_shard_on_the_meshs_device_is_accepted() -> None:
-    check_device("weight", torch.device("cpu"), torch.device("cpu"))
-    check_device("weight", torch.device("cuda", 1), torch.device("cuda", 1))
+    check_device("weight", torch.device("cpu"), Home(torch.device("cpu")))
+    check_device("weight", torch.device("cuda", 1), Home(torch.device("cuda", 1)))

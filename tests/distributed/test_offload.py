@@ -1,0 +1,282 @@
+"""What offloading to the host changes beside where things live: when gradients are there, what is copied, and errors.
+
+The copies are made for real on the CPU, by ``StagedOffloadPolicy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2._torch import leaves
+from fsdp2.offload import StagedOffloadPolicy
+from fsdp2.tensors import (
+    BFloat16AllGatherTensor,
+    Float8AllGatherTensor,
+    Float8Scaling,
+    Int8AllGatherTensor,
+    NF4Tensor,
+    TwoTensor,
+    wrap_parameters,
+)
+from tests.distributed.extension_support import UNEVEN, Twins, sgd
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.extensions import Halved, KeptAliasing, KeptHalved, Packed4, Ragged, Scaled, count, recorded
+from tests.harness.messages import error_of
+
+STAGED = StagedOffloadPolicy()
+
+
+# When
+
+
+@distributed(2)
+def test_gradients_are_handed_over_when_backward_ends(ctx: RankContext) -> None:
+    """Until then, their values are on their way. Hooks on them find all of backward behind them."""
+    model = sharded(ctx, offload_policy=STAGED)
+    parameters = list(model.parameters())
+    seen: list[str] = []
+
+    def landed(parameter: Tensor) -> None:
+        seen.append("gradient")
+        assert parameter.grad is not None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(landed)
+    x = batch().requires_grad_()
+    x.register_hook(lambda _: seen.append(f"inputs, {sum(p.grad is not None for p in parameters)} there"))
+    model(x).square().mean().backward()
+    assert seen == ["inputs, 0 there", *["gradient"] * len(parameters)]
+    reference = seeded(Stack)
+    step(reference)
+    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)  # type: ignore[union-attr]
+
+
+def _evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(batch())
+
+
+PASSES: dict[str, Callable[[Any], Any]] = {
+    "step": step,
+    "evaluation": _evaluate,
+    "unshard": lambda model: [model.unshard(), *(block.unshard() for block in model.blocks)],
+    "unshard async": lambda model: [block.unshard(async_op=True) for block in model.blocks],
+}
+
+
+@pytest.mark.parametrize("kept", [None, False, 2])
+@pytest.mark.parametrize("name", list(PASSES))
+@distributed(4)
+def test_forward_after_the_shards_were_written_uses_them(ctx: RankContext, name: str, kept: bool | int | None) -> None:
+    model, reference = sharded(ctx, reshard_after_forward=kept, offload_policy=STAGED), seeded(Stack)
+    shards = list(model.parameters())
+    PASSES[name](model)
+    with torch.no_grad():
+        for parameter in (*shards, *reference.parameters()):
+            parameter.add_(1.0)
+    assert torch.allclose(model(batch()), reference(batch()), atol=1e-5)
+
+
+# What
+
+
+@distributed(2)
+def test_on_one_rank_unsharded_parameters_are_copies_that_are_freed(ctx: RankContext) -> None:
+    model = seeded(Stack)
+    fully_shard(model, mesh=ctx.mesh_of_one(), offload_policy=STAGED)
+    shard = model.entry.weight.to_local()
+    model.unshard()
+    unsharded = model.entry.weight
+    assert unsharded.data_ptr() != shard.data_ptr()
+    assert torch.equal(unsharded, shard)
+    model.reshard()
+    assert unsharded.untyped_storage().nbytes() == 0
+    assert shard.untyped_storage().nbytes() > 0
+
+
+@distributed(2)
+def test_policy_on_a_cpu_mesh_copies_nothing(ctx: RankContext) -> None:
+    model = seeded(Stack)
+    fully_shard(model, mesh=ctx.mesh_of_one(), offload_policy=CPUOffloadPolicy())
+    shard = model.entry.weight.to_local()
+    model.unshard()
+    assert model.entry.weight.data_ptr() == shard.data_ptr()
+    assert not shard.is_pinned()
+
+
+@distributed(2)
+def test_units_may_be_offloaded_one_by_one(ctx: RankContext) -> None:
+    model = seeded(Stack)
+    for index, block in enumerate(model.blocks):
+        fully_shard(block, mesh=ctx.mesh_1d(), **({"offload_policy": STAGED} if index % 2 else {}))
+    fully_shard(model, mesh=ctx.mesh_1d())
+    _assert_steps_are_right(model, list(model.parameters()))
+
+
+# Exceptions
+
+
+def _assert_steps_are_right(model: Any, parameters: list[nn.Parameter]) -> None:
+    """``parameters``: the sharded ones, which need not be bound after an exception."""
+    for seed in (1, 2):
+        reference = seeded(Stack)
+        assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
+        for parameter, expected in zip(parameters, reference.parameters(), strict=True):
+            assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)  # type: ignore[union-attr]
+        model.zero_grad()
+
+
+class _InjectedError(Exception):
+    pass
+
+
+def _raise(*_: Any) -> None:
+    raise _InjectedError
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("warm", [True, False])
+@distributed(2)
+def test_gradients_on_their_way_are_dropped_when_backward_raises(ctx: RankContext, warm: bool, reset: bool) -> None:
+    """The units behind the fault have been reduced by then."""
+
+    class Faulty(Stack):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](self.entry(x))
+            if self.fails:
+                x.register_hook(_raise)
+            return self.exit(self.blocks[2](self.blocks[1](x)))
+
+    model = shard(ctx, seeded(Faulty), offload_policy=STAGED)
+    parameters = list(model.parameters())
+    if warm:
+        step(model)
+        model.zero_grad()
+    model.fails = True
+    with pytest.raises(_InjectedError):
+        step(model, seed=5)
+    model.fails = False
+    if reset:
+        model.reset_iter_state()
+        assert all(parameter.grad is None for parameter in parameters)
+    _assert_steps_are_right(model, parameters)
+
+
+@distributed(2)
+def test_gradients_on_their_way_are_dropped_when_a_hook_on_a_gradient_raises(ctx: RankContext) -> None:
+    model = sharded(ctx, offload_policy=STAGED)
+    parameters = list(model.parameters())
+    handle = model.exit.weight.register_post_accumulate_grad_hook(_raise)
+    with pytest.raises(_InjectedError):
+        step(model, seed=5)
+    handle.remove()
+    model.zero_grad()
+    _assert_steps_are_right(model, parameters)
+
+
+# Tensor subclasses
+
+
+@pytest.mark.parametrize("make", [Halved, Scaled, Packed4, Ragged, KeptAliasing])
+@distributed(2)
+def test_hooks_send_what_they_make_of_a_copy_of_the_shard(ctx: RankContext, make: Any) -> None:
+    twins = Twins(make, ctx.mesh_1d(), ctx.rank, dim=UNEVEN, offload_policy=STAGED)
+    shards = [parameter._local_tensor for parameter in twins.parameters.values()]
+    with recorded() as calls:
+        twins.train(3)
+    copies = [call.on for call in calls if call.hook == "pre"]
+    assert copies
+    assert all(type(copy) is make and all(copy is not shard for shard in shards) for copy in copies)
+
+
+@pytest.mark.parametrize("reshard", [False, 2])
+@distributed(4)
+def test_hooks_under_reshard_after_forward(ctx: RankContext, reshard: bool | int) -> None:
+    Twins(Scaled, ctx.mesh_1d(), ctx.rank, offload_policy=STAGED, reshard_after_forward=reshard).train(3)
+
+
+@distributed(4)
+def test_hooks_on_hsdp(ctx: RankContext) -> None:
+    Twins(Halved, ctx.mesh_2d(2, 2), ctx.rank, offload_policy=STAGED, optimizer=sgd).train(3)
+
+
+@distributed(2)
+def test_payload_that_is_kept_is_made_anew_only_when_the_shard_was_written(ctx: RankContext) -> None:
+    twins = Twins(KeptHalved, ctx.mesh_1d(), ctx.rank, offload_policy=STAGED)
+    num_wrapped = sum(type(parameter.to_local()) is KeptHalved for parameter in twins.parameters.values())
+    with recorded() as calls:
+        for _ in range(3):
+            twins.backward()
+        assert count(calls, "pre") == num_wrapped
+        twins.step()
+        twins.backward()
+        assert count(calls, "pre") == 2 * num_wrapped
+    twins.step()
+
+
+FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bfloat16": BFloat16AllGatherTensor,
+    "int8": Int8AllGatherTensor,
+    "float8": lambda weight: Float8AllGatherTensor(weight, scaling=Float8Scaling.PER_ROW),
+    "float8 per tensor": Float8AllGatherTensor,
+    "nf4": lambda weight: NF4Tensor.quantise(weight, block_size=16),
+    "two": lambda weight: TwoTensor(weight, weight.clone()),
+}
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+@distributed(2)
+def test_wire_formats_compute_the_same_offloaded(ctx: RankContext, name: str) -> None:
+    found = []
+    for policy in ({"offload_policy": STAGED}, {}):
+        model = seeded(Stack)
+        for parameter in model.parameters():
+            parameter.requires_grad_(name != "nf4" or parameter.dim() == 1)
+        wrap_parameters(model, FORMATS[name], select=lambda _, p: p.dim() > 1 or name == "two")
+        shard(ctx, model, **policy)
+        parameters = list(model.parameters())
+        losses = [step(model, seed) for seed in (1, 2)]
+        found.append((losses, [None if p.grad is None else p.grad.to_local() for p in parameters]))
+    (losses, gradients), (expected_losses, expected) = found
+    assert losses == expected_losses
+    assert [grad is None for grad in gradients] == [grad is None for grad in expected]
+    for grad, other in zip(gradients, expected, strict=True):
+        if grad is not None:
+            assert all(torch.equal(a, b) for a, b in zip(leaves(grad), leaves(other), strict=True))
+
+
+class _Unmovable(Halved):
+    """Copies of it are plain tensors."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return made.plain if func is torch.ops.aten._to_copy.default else made
+
+
+def _use_unmovable(ctx: RankContext) -> str:
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(_Unmovable(torch.randn(4, 4)))
+    fully_shard(model, mesh=ctx.mesh_1d(), offload_policy=STAGED)
+    return error_of(lambda: model(torch.ones(1, 4)))
+
+
+def test_subclass_that_is_lost_on_its_way_to_the_device_is_refused() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_use_unmovable),
+        """\
+ExtensionError: parameter 'weight': _Unmovable.fsdp_pre_all_gather raised TypeError: to() made a
+Tensor of shape (2, 4) of the offloaded shard, expected a _Unmovable: let __torch_dispatch__ keep
+the class for _to_copy.""",
+    )

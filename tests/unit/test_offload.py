@@ -1,0 +1,237 @@
+"""Where shards live, and the two stages: what is copied when, whose memory that takes, and who waits. No device needed.
+
+Streams are stand-ins that note what they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
+from fsdp2.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.comm import LocalComm
+from fsdp2.gradients import Landing
+from fsdp2.layout import ShardLayout
+from fsdp2.offload import HOST, FlatStage, Home, HostCopies, StagedOffloadPolicy, home_for
+from fsdp2.param import check_device, pinned
+from fsdp2.plan import PlanInput, compile_gather
+from fsdp2.precision import param_dtypes
+from fsdp2.services import services_for
+from fsdp2.streams import AcceleratorStreams, Streams
+from tests.harness.extensions import Halved
+from tests.harness.messages import error_of
+
+CUDA = torch.device("cuda", 1)
+F32, BF16 = torch.float32, torch.bfloat16
+STAGED = Home(HOST, is_staged=True)
+PINNED = Home(HOST, is_staged=True, pin_memory=True)
+
+
+# Where
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "home"),
+    [
+        (OffloadPolicy(), HOST, Home(HOST)),
+        (OffloadPolicy(), CUDA, Home(CUDA)),
+        (CPUOffloadPolicy(), CUDA, PINNED),
+        (CPUOffloadPolicy(pin_memory=False), CUDA, STAGED),
+        (CPUOffloadPolicy(), HOST, Home(HOST)),  # the shards are there already
+        (StagedOffloadPolicy(), HOST, STAGED),  # nothing to pin memory for
+        (StagedOffloadPolicy(), CUDA, PINNED),
+    ],
+)
+def test_home_of_the_shards(policy: OffloadPolicy, device: torch.device, home: Home) -> None:
+    assert home_for(policy, device) == home
+
+
+def test_shard_on_the_device_is_refused_where_shards_are_offloaded() -> None:
+    assert_expected_inline(
+        error_of(lambda: check_device("blocks.0.weight", CUDA, PINNED)),
+        """\
+ValueError: parameter 'blocks.0.weight' is on cuda:1, but its shards are offloaded to the host.
+Materialise the model with model.to_empty(device='cpu'), move it with model.to('cpu'), or load a
+state dict from the CPU.""",
+    )
+    check_device("weight", HOST, PINNED)
+    check_device("weight", torch.device("meta"), PINNED)
+
+
+# To the device
+
+
+class NotedStreams(Streams):
+    """Numbers its events, and notes them and what the CPU waits for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def record(self) -> Any:
+        self.log.append(f"record {len(self.log)}")
+        return len(self.log) - 1
+
+    def wait_on_cpu(self, event: Any) -> None:
+        self.log.append("no wait" if event is None else f"CPU waits for {event}")
+
+
+def _staged_gather() -> tuple[Gather, FlatShards, NotedStreams]:
+    """Of a parameter that is cast, one that is not, and one of another dtype, on one rank."""
+    cast, kept = MixedPrecisionPolicy(param_dtype=BF16), MixedPrecisionPolicy()
+    inputs = {
+        index: PlanInput(f"p{index}", ShardLayout(shape, 0, 1), param_dtypes(dtype, policy))
+        for index, (shape, dtype, policy) in enumerate([((3, 4), F32, cast), ((5,), F32, kept), ((2, 2), BF16, kept)])
+    }
+    comm, streams = LocalComm(), NotedStreams()
+    plan = compile_gather(inputs, comm)
+    flats = flat_shards(plan, HOST)
+    for flat in flats.values():
+        flat.copy_(torch.arange(flat.numel()))
+    stage = FlatStage(flats, HOST, streams)
+    memory = GatheredMemory(plan, HOST)
+    return Gather(plan, flats, memory, 0, comm, services_for(HOST), None, stage=stage), flats, streams
+
+
+def _nbytes(gather: Gather) -> list[int]:
+    assert gather.stage is not None
+    return [storage.nbytes() for storage, _ in gather.stage.storages]
+
+
+def test_gather_reads_copies_of_what_the_shards_hold_at_issue() -> None:
+    gather, flats, _ = _staged_gather()
+    for _ in range(2):
+        shards = {step.index: shard_slice(flats, step, step.layout.shape) for step in gather.plan.steps}
+        expected = {index: shard.to(gather.outputs[index].dtype, copy=True) for index, shard in shards.items()}
+        pending = gather.issue()
+        for flat in flats.values():
+            flat.add_(1.0)
+        pending.wait()
+        assert all(torch.equal(gather.outputs[index], shard) for index, shard in expected.items())
+        gather.release()
+
+
+def test_copies_take_memory_from_issue_to_arrival_only() -> None:
+    gather, flats, _ = _staged_gather()
+    assert _nbytes(gather) == [0, 0]
+    pending = gather.issue()
+    assert gather.outputs[0].untyped_storage().nbytes() > 0
+    pending.wait()
+    assert _nbytes(gather) == [0, 0]
+    assert all(flat.untyped_storage().nbytes() >= flat.nbytes for flat in flats.values())
+    assert [nbytes for _, nbytes in gather.stage.storages] == [flat.nbytes for flat in flats.values()]  # type: ignore[union-attr]
+
+
+def test_dropped_gather_frees_the_copies() -> None:
+    gather, _, _ = _staged_gather()
+    gather.issue().drop()
+    assert _nbytes(gather) == [0, 0]
+
+
+def test_cpu_waits_once_for_the_last_copies_from_the_shards() -> None:
+    gather, _, streams = _staged_gather()
+    assert gather.stage is not None
+    gather.stage.wait()
+    for _ in range(2):
+        gather.issue().wait()
+        gather.release()
+    gather.stage.wait()
+    gather.stage.wait()
+    assert streams.log == ["no wait", "record 1", "record 2", "CPU waits for 2", "no wait"]
+
+
+# To the host
+
+
+def test_values_are_handed_over_when_the_cpu_has_waited_for_them() -> None:
+    streams, source = NotedStreams(), torch.arange(6.0).view(2, 3)
+    copies = HostCopies([source, source[0]], STAGED, streams)
+    landing = Landing([copies], lambda: streams.log.append("hand over"))
+    assert streams.log == ["record 0"]
+    landing.finish()
+    assert streams.log == ["record 0", "CPU waits for 0", "hand over"]
+    source.zero_()
+    assert torch.equal(copies.tensors[0], torch.arange(6.0).view(2, 3))
+    assert torch.equal(copies.tensors[1], torch.arange(3.0))
+
+
+class _Event:
+    num_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def test_cpu_waits_for_events_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        def Stream(self, **_: Any) -> None:  # noqa: N802  # torch's name
+            """No stream is used."""
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
+    streams, event = AcceleratorStreams(CUDA), _Event()
+    streams.wait_on_cpu(None)
+    streams.wait_on_cpu(event)  # type: ignore[arg-type]
+    assert event.num_waits == 1
+
+
+# Tensor subclasses in pinned memory. Here is none, so copies stand in for it.
+
+
+class _Pinned(Halved):
+    """Notes that it was pinned."""
+
+    is_pinned_copy = False
+
+    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
+        copy = type(self)(self.plain.clone())
+        copy.is_pinned_copy = True
+        return copy
+
+
+class _LosesItsClass(Halved):
+    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
+        return self.plain.clone()
+
+
+class _RaisesWhenPinned(Halved):
+    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
+        raise NotImplementedError("aten._pin_memory.default")
+
+
+def test_shard_of_a_subclass_is_pinned_where_that_is_asked_for() -> None:
+    shard = _Pinned(torch.ones(2))
+    found = pinned("weight", shard, PINNED)
+    assert isinstance(found, _Pinned)
+    assert found.is_pinned_copy
+    assert pinned("weight", shard, STAGED) is shard
+
+
+def test_tensor_with_hooks_of_its_own_is_not_copied() -> None:
+    shard = torch.ones(2)
+    assert pinned("weight", shard, PINNED) is shard
+
+
+@pytest.mark.parametrize("make", [_LosesItsClass, _RaisesWhenPinned])
+def test_subclass_that_cannot_be_pinned_is_refused(make: Any) -> None:
+    text = error_of(lambda: pinned("blocks.0.weight", make(torch.ones(2)), PINNED))
+    if make is _LosesItsClass:
+        assert_expected_inline(
+            text,
+            """\
+ExtensionError: parameter 'blocks.0.weight': pin_memory() of a _LosesItsClass returned a Tensor. Let
+its __torch_dispatch__ support is_pinned and _pin_memory, or pass
+CPUOffloadPolicy(pin_memory=False).""",
+        )
+    else:
+        assert_expected_inline(
+            text,
+            """\
+ExtensionError: parameter 'blocks.0.weight': pin_memory() of a _RaisesWhenPinned raised
+NotImplementedError: aten._pin_memory.default
+Let its __torch_dispatch__ support is_pinned and _pin_memory, or pass
+CPUOffloadPolicy(pin_memory=False).""",
+        )
