@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,9 +58,17 @@ def dtensor_placed_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
     return dtensor(local, dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype))
 
 
+_get_local = attrgetter("_local_tensor")
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's local tensor itself; ``to_local()`` returns a new, differentiable view."""
     return cast(DTensor, tensor)._local_tensor
+
+
+def have_locals(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the local tensors of ``tensors``, the very objects; once per gather, so without Python."""
+    return all(map(is_, map(_get_local, tensors), locals_))
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

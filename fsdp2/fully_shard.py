@@ -19,9 +19,8 @@ from fsdp2.hooks import ModuleHooks
 from fsdp2.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.module import FSDPModule
 from fsdp2.offload import Home, home_for
-from fsdp2.param import Slot
+from fsdp2.param import SHARDED_AS, Slot
 from fsdp2.resolve import (
-    SHARDED_AS,
     Found,
     ResolvedGroup,
     ShardPlacementFn,
@@ -116,12 +115,13 @@ def fully_shard(
     _check_policies(mp_policy, offload_policy)
     ignored = _checked_ignored(ignored_params)
     parallel = parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims))
-    found, managed = _collect(roots, ignored)
+    found, managed, left_alone = _collect(roots, ignored)
     check_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
     resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
     after_forward = resolve_after_forward(reshard_after_forward, resolved)
-    _commit(roots, managed, resolved, parallel, mp_policy, home, after_forward)
+    unit = _commit(roots, managed, resolved, parallel, mp_policy, home, after_forward)
+    unit.left_alone.update(left_alone)
     return module  # type: ignore[return-value]
 
 
@@ -185,20 +185,25 @@ def _checked_ignored(ignored_params: object) -> set[nn.Parameter]:
     return set(ignored_params)
 
 
-def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[list[Found], list[nn.Module]]:
-    """The parameters to manage with all their slots, and the modules that they and their buffers are in."""
+def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:
+    """The parameters to manage with all their slots, the modules that they and their buffers are in, and the slots of
+    ignored ones."""
     found: dict[nn.Parameter, Found] = {}
     managed: dict[nn.Module, None] = {}
+    left_alone: list[Slot] = []
     for i, root in enumerate(roots):
         for prefix, module in _named_modules_outside_units(root, "" if len(roots) == 1 else f"[{i}]."):
             managed[module] = None
             for name, param in _torch.parameters_dict(module).items():
-                if param is None or param in ignored:
+                if param is None:
+                    continue
+                if param in ignored:
+                    left_alone.append(Slot(module, name))
                     continue
                 item = found.setdefault(param, Found(f"{prefix}{name}", param))
                 if (slot := Slot(module, name)) not in item.slots:
                     item.slots.append(slot)
-    return list(found.values()), list(managed)
+    return list(found.values()), list(managed), left_alone
 
 
 def _named_modules_outside_units(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -226,7 +231,7 @@ def _commit(
     policy: MixedPrecisionPolicy,
     home: Home,
     after_forward: AfterForward | None,
-) -> None:
+) -> Unit:
     for module in managed:
         buffers = _torch.buffers_dict(module)
         for name, buffer in buffers.items():
@@ -244,6 +249,7 @@ def _commit(
     unit.hooks = ModuleHooks(unit)
     for root in roots:
         root.__class__ = _sharded_class(type(root))
+    return unit
 
 
 _sharded_classes: dict[type, type] = {}

@@ -19,13 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
 from fsdp2.api import ScheduleError
+from fsdp2.bindings import Bindings
 from fsdp2.comm import comm_for
 from fsdp2.custom_comm import gather_comm, reduce_comm
 from fsdp2.extended import ExtendedParams
 from fsdp2.gradients import GroupGradients, GroupOptions
 from fsdp2.mesh import ParallelMesh
 from fsdp2.offload import FlatStage, Home
-from fsdp2.param import Bindings, ParamRecord, ShardedParam
+from fsdp2.param import ParamRecord, ShardedParam
 from fsdp2.plan import GatherPlan, Lifetime, compile_gather
 from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.resting import RestingShards
@@ -157,6 +158,14 @@ class ParamGroup:
             self._bindings.bind(self.shards.sharded)
         self.is_stale = False
 
+    def _rebind(self, forms: Sequence[nn.Parameter]) -> None:
+        if not self._bindings.rebind(forms):
+            self.is_stale = True  # the user has put something else there: it is taken over before the next gather
+
+    def _is_intact(self) -> bool:
+        """Whether nobody has replaced parameters, or what they are made of, since they were bound."""
+        return self._bindings.are_intact() and self.shards.are_in_place()
+
     def _bind_plans(self) -> Gather | LocalGather:
         """Compile and bind the gather.
 
@@ -235,7 +244,7 @@ class ParamGroup:
         if self.state is before:
             return False
         try:
-            if self.is_stale:
+            if self.is_stale or (before is GroupState.SHARDED and not self._is_intact()):
                 self._refresh()
             gather = self._gather
             if gather is None or not self._unsharded:  # hooks that failed may have been mended
@@ -263,7 +272,7 @@ class ParamGroup:
         except BaseException:
             self.state = before
             raise
-        self._bindings.bind(self._unsharded)
+        self._rebind(self._unsharded)
 
     def note_writes(self) -> None:
         """What has been gathered up to here, or rests on a smaller mesh, is outdated once the shards are written."""
@@ -271,10 +280,14 @@ class ParamGroup:
             self._seen_stamp = self.shards.write_stamp()
 
     def is_outdated(self) -> bool:
-        """Whether the shards were written (by an optimizer), or frozen, since ``note_writes``."""
+        """Whether the shards were written (by an optimizer), frozen or replaced since ``note_writes``."""
         if self.state is GroupState.SHARDED or self._seen_stamp is None:
             return False
-        return self._seen_stamp != self.shards.write_stamp() or self._requires_grad != self.shards.requires_grad()
+        return (
+            self._seen_stamp != self.shards.write_stamp()
+            or self._requires_grad != self.shards.requires_grad()
+            or not self._is_intact()
+        )
 
     def wait_for_reads(self) -> None:
         """Have the CPU wait until no copy to the device reads the shards any more."""
@@ -293,7 +306,7 @@ class ParamGroup:
             return
         if before is GroupState.UNSHARDING:
             self._drop_gather()
-        self._bindings.bind(self.shards.sharded)
+        self._rebind(self.shards.sharded)
         if before is GroupState.SHARDED_POST_FORWARD:
             assert self._resting is not None
             self._resting.release()
@@ -315,7 +328,7 @@ class ParamGroup:
                 self._resting = RestingShards(self.params, self._gather, self._extended, mesh, services)
                 self._resting.carry_by(self.options.all_gather)
         self._resting.cut()
-        self._bindings.bind(self._resting.parameters)
+        self._rebind(self._resting.parameters)
         self._release()
 
     def _finish_gather(self) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp2 import _torch
@@ -25,6 +27,10 @@ from fsdp2.offload import Home
 from fsdp2.plan import PlanInput
 from fsdp2.precision import ParamDtypes, param_dtypes
 from fsdp2.specs import ParamSpec, plain_spec
+
+# Set on the original parameter once it has been sharded, to recognise a tie that crosses units, and on the sharded
+# one, to recognise an inner module that comes after an outer one.
+SHARDED_AS = "_fsdp2_sharded_as"
 
 
 class Slot(NamedTuple):
@@ -187,17 +193,47 @@ class ShardedParam:
             _torch.set_grad_dtype(self.unsharded, None)
 
     def current(self) -> nn.Parameter:
-        """The parameter that is bound in the first slot now; users may have replaced ours."""
-        module, name = self.slots[0]
-        bound = getattr(module, name, None)
-        shape = self.spec.sharded.shape
-        if not isinstance(bound, DTensor) or tuple(bound.shape) != shape:
-            found = "nothing" if bound is None else f"{type(bound).__name__} of shape {tuple(bound.shape)}"
-            raise TypeError(
-                f"parameter '{self.full_name}': expected a DTensor of shape {shape} on the mesh given to "
-                f"fully_shard, found {found}. Load a state dict of DTensors, or load before fully_shard."
+        """The parameter that is bound now; users may have replaced ours, in one slot or in all.
+
+        Raises:
+            TypeError: it is gone, or cannot take the place of ours.
+        """
+        found = [getattr(module, name, None) for module, name in self.slots]
+        bound = next((each for each in found if each is not self.sharded), self.sharded)
+        if not self._may_take_over(bound):
+            raise TypeError(self._why_not(bound))
+        return cast(nn.Parameter, bound)
+
+    def _may_take_over(self, bound: object) -> bool:
+        spec = self.spec.sharded
+        return (
+            isinstance(bound, DTensor)
+            and isinstance(bound, nn.Parameter)
+            and tuple(bound.shape) == spec.shape
+            and bound.placements == spec.placements
+            and bound.device_mesh == spec.mesh
+            and tuple(_torch.local_of(bound).shape) == self.shard_shape
+        )
+
+    def _why_not(self, bound: object) -> str:
+        text = f"parameter '{self.full_name}': "
+        if bound is None:
+            return text + (
+                "it was removed after fully_shard. Put it back; to leave it out, freeze it with requires_grad_(False), "
+                "or change the module before fully_shard."
             )
-        return bound  # type: ignore[return-value]
+        spec = self.spec.sharded
+        text += f"expected a parameter that is a {_described_dtensor(spec.shape, spec.placements, spec.mesh)}, found "
+        text += f"{_described(bound)}. "
+        if isinstance(bound, torch.Tensor) and not isinstance(bound, nn.Parameter):
+            return text + (
+                "Parametrize modules before fully_shard; assign nn.Parameters only, and give none else to "
+                "torch.func.functional_call, sharded like those that were there."
+            )
+        return text + (
+            f"Assign nn.Parameter(distribute_tensor(value, mesh, {spec.placements})) instead, with that mesh; a state "
+            "dict that is loaded with assign=True must hold such DTensors."
+        )
 
     def adopt(self, param: nn.Parameter, dtypes: ParamDtypes) -> None:
         """Manage ``param`` from now on, in all slots."""
@@ -205,6 +241,7 @@ class ShardedParam:
         self.grad_dtype = self.grad_dtype_of(param)
         self._keep_grad_dtype(param)
         self.sharded = param
+        setattr(param, SHARDED_AS, self.name)
         if not is_alike:
             self.dtypes = self.compute_dtypes = dtypes
             self.forget_unsharded()
@@ -296,22 +333,16 @@ def check_device(name: str, found: torch.device, home: Home) -> None:
     )
 
 
-class Bindings:
-    """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible."""
+def _described(found: object) -> str:
+    if not isinstance(found, torch.Tensor):
+        return f"a {type(found).__name__}"
+    shape, kind = tuple(found.shape), "" if isinstance(found, nn.Parameter) else " that is no parameter"
+    if not isinstance(found, DTensor):
+        return f"a plain {type(found).__name__} of shape {shape}{kind}"
+    local = tuple(_torch.local_of(found).shape)
+    own = _described_dtensor(shape, found.placements, found.device_mesh)
+    return f"a {own}, with a shard of shape {local} here{kind and ','}{kind}"
 
-    def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self._plain: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
-        self._custom: list[tuple[nn.Module, str, int]] = []
-        for index, param in enumerate(params):
-            for module, name in param.slots:
-                if _torch.sets_attributes_plainly(module):
-                    self._plain.append((_torch.parameters_dict(module), name, index))
-                else:
-                    self._custom.append((module, name, index))
 
-    def bind(self, forms: Sequence[nn.Parameter]) -> None:
-        """Bind ``forms[i]`` in the slots of parameter i."""
-        for parameters, name, index in self._plain:
-            parameters[name] = forms[index]
-        for module, name, index in self._custom:
-            setattr(module, name, forms[index])
+def _described_dtensor(shape: tuple[int, ...], placements: Sequence[Placement], mesh: DeviceMesh) -> str:
+    return f"DTensor of shape {shape} with placements {tuple(placements)} on {mesh}"

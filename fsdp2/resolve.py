@@ -23,16 +23,12 @@ from fsdp2.extensions import has_hooks, is_plain
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import ParallelMesh, parallel_mesh, post_forward_mesh
 from fsdp2.offload import Home
-from fsdp2.param import ParamRecord, Slot, pinned, subclass_shard
+from fsdp2.param import SHARDED_AS, ParamRecord, Slot, pinned, subclass_shard
 from fsdp2.precision import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.schedule import AfterForward
 from fsdp2.specs import local_part, param_spec
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ParamPlacement | None]
-
-# Set on the original parameter once it has been sharded, to recognise a tie that crosses units, and on the sharded
-# one, to recognise an inner module that comes after an outer one.
-SHARDED_AS = "_fsdp2_sharded_as"
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,8 @@ def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh) -> None
     if isinstance(param, DTensor) and sharded_as is not None:
         raise ValueError(
             f"fully_shard: parameter '{name}' was sharded before, by a call on a module around this one. "
-            "Call fully_shard on inner modules first."
+            "Call fully_shard on inner modules first; to add modules later, give it the new ones only, or list this "
+            "parameter in ignored_params."
         )
     if isinstance(param, DTensor) and param.device_mesh.device_type != parallel.device.type:
         raise ValueError(

@@ -17,8 +17,10 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api import MixedPrecisionPolicy, Observer, ScheduleError
+from fsdp2.changes import change_count, note_change, warn_of_unsharded
 from fsdp2.group import GroupState, ParamGroup
 from fsdp2.mesh import ParallelMesh
+from fsdp2.param import Slot
 from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 from fsdp2.services import Services, services_for
@@ -41,6 +43,7 @@ class Unit:
         resting_meshes: per group, where it rests for an int ``reshard_after_forward``; else None.
         auto_reshard: whether the user left ``reshard_after_forward`` open, so that being the root decides.
         missing_modules: of several modules, those whose forward has not run in this pass.
+        left_alone: where parameters stay plain, because the user asked for it or has been warned.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.missing_modules: set[nn.Module] = set()
+        self.left_alone: set[Slot] = set()
         self.hooks: UnitHooks | None = None
         self.name = type(modules[0]).__name__
         self.index = 0
         self._context: RootContext | None = None
         for module in modules:
             module.__dict__[_UNIT_ATTRIBUTE] = self
+        note_change()
 
     @property
     def context(self) -> RootContext:
@@ -76,10 +81,11 @@ class Unit:
         return self._context
 
     def leave(self) -> None:
-        """Another root takes over. A module does not run inside its own child: if a forward of the present root is
-        under way, it has raised."""
+        """Another root takes over, or none: the unit was taken out of the tree. A module does not run inside its own
+        child: if a forward of the present root is under way, it has raised."""
         if self._context is not None and self._context.schedule.forward_root is not None:
             self._context.abandon()
+        self._context = None
 
     def reshard(self) -> None:
         """The user asks for it."""
@@ -121,6 +127,7 @@ class Unit:
         """Parameters may have been replaced: look at them again before their next use."""
         for group in self.groups:
             group.is_stale = True
+        note_change()
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -142,14 +149,10 @@ class RootContext:
     """See the module's text."""
 
     def __init__(self, root: Unit) -> None:
-        found = {unit: name for module in root.modules for name, unit in units_under(module)}
-        named = [(name, unit) for unit, name in found.items()]
-        for _, unit in named:
-            unit.leave()
-        self.schedule: Schedule
+        self.schedule = Schedule(())
         self.root = root
-        self.units = [unit for _, unit in named]
-        self._offloaded = [group for unit in self.units for group in unit.groups if group.home.is_staged]
+        self.units: list[Unit] = []
+        self._offloaded: list[ParamGroup] = []
         self.services: Services = services_for(root.mesh.device)
         self.observers: list[Observer] = []
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
@@ -164,9 +167,30 @@ class RootContext:
             Action.REDUCE: self._reduce,
             Action.LAND: self._land,
         }
-        for index, (name, unit) in enumerate(named):
+        note_change()  # for roots around this one, which have not seen its units yet
+        self._collect()
+
+    def _collect(self) -> None:
+        """Take in the units of the tree as it is now; between passes only. Their order is recorded anew if they are
+        others than before."""
+        found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
+        before, self.units = self.units, list(found)
+        self._seen_changes = change_count()
+        if self.units != before:
+            for unit in dict.fromkeys([*before, *self.units]):
+                if (unit._context is self) is not (unit in found):
+                    unit.leave()
+        for index, (unit, name) in enumerate(found.items()):
             unit.join(self, index, name)
-        self.schedule = Schedule([self._rules_of(unit) for unit in self.units])
+        if self.units != before:
+            is_last_backward = self.schedule.is_last_backward
+            self.schedule = Schedule([self._rules_of(unit) for unit in self.units])
+            self.schedule.is_last_backward = is_last_backward
+            self.observe_transitions()
+            self._offloaded = [group for unit in self.units for group in unit.groups if group.home.is_staged]
+        params = [param for unit in self.units for group in unit.groups for param in group.params]
+        known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
+        self.root.left_alone.update(warn_of_unsharded(self.root.modules, known))
 
     # Configuration
 
@@ -213,13 +237,15 @@ class RootContext:
 
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute. Returns the phase it is in now."""
-        schedule = self.schedule
         in_backward = _torch.in_backward()
-        if schedule.forward_root is None and not in_backward:
+        if self.schedule.forward_root is None and not in_backward:
+            if self._seen_changes != change_count():
+                self._collect()
             self.services.streams.gather_after_compute()
         self._note("pre_forward", unit)
         if not in_backward:
             unit.reshard_outdated()
+        schedule = self.schedule
         actions = schedule.pre_forward(unit.index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
         if in_backward:
             self._do(actions)  # its own backward prefetches

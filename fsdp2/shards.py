@@ -72,6 +72,10 @@ class GroupShards:
         self._note()
         return True
 
+    def are_in_place(self) -> bool:
+        """Whether the parameters are still made of what was noted; ``torch.utils.swap_tensors`` exchanges that."""
+        return _torch.have_locals(self.sharded, self._noted)
+
     def requires_grad(self) -> list[bool]:
         return [param.requires_grad for param in self.sharded]
 
@@ -113,6 +117,7 @@ class GroupShards:
 
     def _note(self) -> None:
         self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
+        self._noted = [_torch.local_of(sharded) for sharded in self.sharded]
         self._versioned = [tensor for param in self._params for tensor in param.versioned()]
 
     def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:

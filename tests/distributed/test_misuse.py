@@ -85,9 +85,10 @@ def test_parameter_replaced_by_a_plain_one() -> None:
     assert_expected_inline(
         same_on_all_ranks(_replaced, change="plain"),
         """\
-TypeError: parameter 'blocks.1.linear.weight': expected a DTensor of shape (32, 32) on the mesh
-given to fully_shard, found Parameter of shape (32, 32). Load a state dict of DTensors, or load
-before fully_shard.""",
+TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DTensor of shape (32,
+32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
+Parameter of shape (32, 32). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
+instead, with that mesh; a state dict that is loaded with assign=True must hold such DTensors.""",
     )
 
 
@@ -95,9 +96,11 @@ def test_parameter_replaced_by_one_of_another_shape() -> None:
     assert_expected_inline(
         same_on_all_ranks(_replaced, change="shape"),
         """\
-TypeError: parameter 'blocks.1.linear.weight': expected a DTensor of shape (32, 32) on the mesh
-given to fully_shard, found DTensor of shape (4, 32). Load a state dict of DTensors, or load before
-fully_shard.""",
+TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DTensor of shape (32,
+32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
+shape (4, 32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
+shard of shape (2, 32) here. Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
+instead, with that mesh; a state dict that is loaded with assign=True must hold such DTensors.""",
     )
 
 
@@ -126,9 +129,10 @@ def test_plain_tensor_of_a_state_dict_assigned_to_a_parameter() -> None:
     assert_expected_inline(
         same_on_all_ranks(_state_dict, change="plain"),
         """\
-TypeError: parameter 'blocks.1.linear.weight': expected a DTensor of shape (32, 32) on the mesh
-given to fully_shard, found Parameter of shape (32, 32). Load a state dict of DTensors, or load
-before fully_shard.""",
+TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DTensor of shape (32,
+32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
+Parameter of shape (32, 32). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
+instead, with that mesh; a state dict that is loaded with assign=True must hold such DTensors.""",
     )
 
 
@@ -262,5 +266,6 @@ def test_inner_module_after_the_outer_one() -> None:
         same_on_all_ranks(_inner_module_after_the_outer_one),
         """\
 ValueError: fully_shard: parameter 'linear.weight' was sharded before, by a call on a module around
-this one. Call fully_shard on inner modules first.""",
+this one. Call fully_shard on inner modules first; to add modules later, give it the new ones only,
+or list this parameter in ignored_params.""",
     )

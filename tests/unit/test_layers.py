@@ -16,7 +16,7 @@ LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
     {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule"},  # rules
     {"offload", "streams", "buffers", "comm", "custom_comm", "services"},  # devices
-    {"param", "plan"},  # compiled, plain data
+    {"param", "plan", "changes", "bindings"},  # compiled, plain data
     {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "runtime"},  # effects
     {"hooks", "module", "resolve", "fully_shard"},  # torch.nn surface
     {"trace", "clip", "tensors", "testing"},  # companions
