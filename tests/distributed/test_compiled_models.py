@@ -1,0 +1,156 @@
+"""Whole models compiled: graphs break at the units, hooks of all units run, nothing compiles after the warm-up."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import fully_shard, trace
+from tests.distributed.compile_support import (
+    BACKEND,
+    Unrolled,
+    assert_alike,
+    breaks,
+    num_graphs,
+    start_compiling,
+    train,
+)
+from tests.distributed.support import batch, seeded, shard
+from tests.harness.distributed import RankContext, distributed
+
+# Before the first block, a block (all share one graph), after the last; for training and for evaluation.
+NUM_GRAPHS = 3 * 2
+
+
+def _compile(model: Any, way: str, **options: Any) -> Any:
+    if way == "torch.compile(model)":
+        return torch.compile(model, backend=BACKEND, **options)
+    model.compile(backend=BACKEND, **options)
+    return model
+
+
+WAYS = ["torch.compile(model)", "model.compile()"]
+
+
+@pytest.mark.parametrize(("way", "kept"), [(WAYS[0], None), (WAYS[1], False), (WAYS[1], True)])
+@distributed(2)
+def test_graphs_break_at_the_units_and_nowhere_else(ctx: RankContext, way: str, kept: bool | None) -> None:
+    start_compiling()
+    model = shard(ctx, seeded(Unrolled), reshard_after_forward=kept)
+    outputs = train(model, _compile(model, way))
+    assert num_graphs() == NUM_GRAPHS
+    assert breaks() == ["Skip calling `torch.compiler.disable()`d function"]
+    assert_alike(outputs, train(shard(ctx, seeded(Unrolled), reshard_after_forward=kept)))
+
+
+@distributed(2)
+def test_compiled_model_trains_like_the_compiled_unsharded_one(ctx: RankContext) -> None:
+    start_compiling()
+    model, reference = shard(ctx, seeded(Unrolled)), seeded(Unrolled)
+    assert_alike(train(model, _compile(model, WAYS[0])), train(reference, _compile(reference, WAYS[0])))
+
+
+@distributed(4)
+def test_compiled_model_that_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
+    start_compiling()
+    model = shard(ctx, seeded(Unrolled), reshard_after_forward=2)
+    outputs = train(model, _compile(model, WAYS[0]))
+    assert num_graphs() == NUM_GRAPHS
+    assert_alike(outputs, train(shard(ctx, seeded(Unrolled), reshard_after_forward=2)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@distributed(2)
+def test_compiled_model_does_the_same_as_the_eager_one(ctx: RankContext, way: str) -> None:
+    """Events and actions of all units, so no unit is inlined without its hooks."""
+    start_compiling()
+    traces = []
+    for is_compiled in (True, False):
+        model = shard(ctx, seeded(Unrolled))
+        called = _compile(model, way) if is_compiled else model
+        with trace.record(model) as recorded:
+            for index in range(3):
+                called(batch(index)).sum().backward()
+        traces.append(str(recorded))
+    assert traces[0] == traces[1]
+    assert "pre_forward second" in traces[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@distributed(2)
+def test_model_that_ran_compiled_before_it_was_sharded(ctx: RankContext, way: str) -> None:
+    """The graphs of the plain model must not be used any more: they have no hooks."""
+    start_compiling()
+    model, reference = seeded(Unrolled), seeded(Unrolled)
+    called = _compile(model, way)
+    assert torch.allclose(called(batch()), reference(batch()), atol=1e-6)
+    assert num_graphs() == 1
+    shard(ctx, model)
+    assert_alike(train(model, called), train(reference))
+    assert num_graphs() == 1 + NUM_GRAPHS
+
+
+@distributed(2)
+def test_one_unit_compiles_to_one_graph(ctx: RankContext) -> None:
+    start_compiling()
+    model = fully_shard(seeded(Unrolled), mesh=ctx.mesh_1d())
+    outputs = train(model, torch.compile(model, backend=BACKEND, fullgraph=True))
+    assert num_graphs() == 2
+    assert_alike(outputs, train(seeded(Unrolled)))
+
+
+class _Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.model(2 * x))
+
+
+@distributed(2)
+def test_plain_module_around_the_root_is_compiled_too(ctx: RankContext) -> None:
+    start_compiling()
+    model = shard(ctx, seeded(Unrolled))
+    outputs = train(model, torch.compile(_Around(model), backend=BACKEND))
+    assert num_graphs() == NUM_GRAPHS + 2 * 2
+    reference = seeded(Unrolled)
+    assert_alike(outputs, train(reference, _Around(reference)))
+
+
+@distributed(2)
+def test_compiling_says_nothing(ctx: RankContext) -> None:
+    """Neither warnings, which are errors here, nor messages of the compiler's loggers."""
+    start_compiling()
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._functorch", "fsdp2")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    model = shard(ctx, seeded(Unrolled))
+    for block in model.blocks:
+        block.compile(backend=BACKEND)
+    train(model, torch.compile(model, backend=BACKEND))
+    for logger in loggers:
+        logger.removeHandler(handler)
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("what", ["blocks", "model"])
+@distributed(2, timeout_s=240)
+def test_inductor_computes_the_same(ctx: RankContext, what: str) -> None:
+    """With the default backend, which generates code, for both ways to compile."""
+    start_compiling()
+    model = shard(ctx, seeded(Unrolled))
+    called = torch.compile(model) if what == "model" else model
+    if what == "blocks":
+        for block in model.blocks:
+            block.compile()
+    outputs = train(model, called)
+    assert num_graphs() == (NUM_GRAPHS if what == "model" else 2)
+    assert_alike(outputs, train(shard(ctx, seeded(Unrolled))))
