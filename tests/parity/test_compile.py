@@ -27,16 +27,16 @@ def _shard_and_compile(what: str, **kwargs: Any) -> Any:
     return shard
 
 
-def _accumulate_and_evaluate(step: Step, model: MLP) -> list[Tensor]:
-    losses = []
+def _evaluate_and_accumulate(step: Step, model: MLP) -> list[Tensor]:
+    """Evaluates first: torch's root computes once more with what an evaluation gathered before the optimizer's step."""
+    model.eval()
+    with torch.no_grad():
+        losses = [step.loss(model, 2)]
+    model.train()
     for micro in range(2):
         step.control(model).set_requires_gradient_sync(micro == 1)
         losses.append(step.loss(model, micro))
         losses[-1].backward()
-    model.eval()
-    with torch.no_grad():
-        losses.append(step.loss(model, 2))
-    model.train()
     return losses
 
 
@@ -47,4 +47,4 @@ def test_compiled_training_is_that_of_torch(ctx: RankContext, what: str, kept: b
     # the compiler looks at .grad of every tensor it meets
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     shard = _shard_and_compile(what, reshard_after_forward=kept)
-    compare(Case(MLP, shard=shard, step=_accumulate_and_evaluate), ctx.mesh_1d())
+    compare(Case(MLP, shard=shard, step=_evaluate_and_accumulate), ctx.mesh_1d())
