@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.comm import PeerComm
@@ -231,3 +232,39 @@ def test_override_is_asked_once_for_each_parameter(ctx: RankContext) -> None:
     _loss(model.to(torch.float64), ctx.rank).backward()
     assert len(asked) == len(given)
     assert all(any(param is other for other in asked) for param in given)
+
+
+class TensorParallel(nn.Module):
+    """fp32 around a norm in float64; the linear layers are cut over the model axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM, dtype=torch.float64)
+        self.up = nn.Linear(DIM, 2 * DIM)
+        self.down = nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x.double()).float())))
+
+
+@distributed(4)
+def test_parameter_of_a_tensor_parallel_module(ctx: RankContext) -> None:
+    mesh = ctx.mesh(dp=2, tp=2)
+
+    def trained(grad_dtype: torch.dtype | None) -> nn.Module:
+        model = seeded(TensorParallel)
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if grad_dtype is not None:
+            model.up.weight.grad_dtype = grad_dtype
+        fully_shard(model, mesh=mesh["dp"])
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            _loss(model, mesh.get_local_rank("dp"), micro).backward()
+        return model
+
+    own, usual = trained(torch.float64), trained(None)
+    for (name, param), other in zip(own.named_parameters(), usual.parameters(), strict=True):
+        assert param.grad.dtype is (torch.float64 if name == "up.weight" else param.dtype), name
+        assert param.grad.placements == other.grad.placements, name
+        assert param.grad.to_local().abs().max() > 0
+        torch.testing.assert_close(param.grad.to_local().to(other.dtype), other.grad.to_local(), rtol=1e-5, atol=1e-6)
