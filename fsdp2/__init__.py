@@ -16,7 +16,8 @@ from fsdp2.api import (
 )
 from fsdp2.clip import clip_grad_norm_
 from fsdp2.fully_shard import fully_shard
-from fsdp2.module import FSDPModule, UnshardHandle
+from fsdp2.hooks import register_fsdp_forward_method
+from fsdp2.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 
 __all__ = [
     "AllGather",
@@ -25,6 +26,7 @@ __all__ = [
     "DataParallelMeshDims",
     "ExtensionError",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
@@ -35,5 +37,7 @@ __all__ = [
     "clip_grad_norm_",
     "extensions",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     "trace",
 ]

@@ -185,14 +185,18 @@ class Gather:
             if self.stage is not None:
                 self.stage.fetch()
             self._copies_in.run(payloads)
-            works = self._streams.issued(self._launch())
+            works = self._streams.gathers_issued(self._launch())
             if not works:  # the rest is enqueued in order on the gather stream
                 self.arrive()
             done = self._streams.record()
         return PendingGather(works, self if works else None, done, self._streams)
 
-    def release(self) -> None:
-        """Free the unsharded tensors when the compute enqueued so far has read them."""
+    def release(self, *, keeps_memory: bool = False) -> None:
+        """Free the unsharded tensors when the compute enqueued so far has read them, or have the next gather write them
+        then."""
+        if keeps_memory:
+            self._memory.keep()
+            return
         self._memory.release(self._allocation.lasting)
         if self._hooks is not None:
             self._memory.release(self._hooks.storages)
@@ -320,7 +324,7 @@ class LocalGather:
     def issue(self) -> PendingGather:
         return PendingGather((), None, None, self._streams)
 
-    def release(self) -> None:
+    def release(self, *, keeps_memory: bool = False) -> None:
         """Nothing was allocated."""
 
 

@@ -99,13 +99,15 @@ class Memory:
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device, self._streams = device, streams
         self._pool = BlockPool() if device.type == "cpu" else None
-        self._releasing: list[tuple[torch.Event | None, torch.UntypedStorage]] = []
+        self._releasing: list[tuple[torch.Event | None, torch.UntypedStorage | None]] = []
 
     def allocate(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-        """Give each of ``storages`` memory of its size in bytes; called on the gather stream."""
+        """Give each of ``storages`` that has none memory of its size in bytes; called on the gather stream."""
         if self._pool is None:
             self.flush()
         for storage, nbytes in storages:
+            if storage.nbytes() == nbytes:  # its memory was kept
+                continue
             if self._pool is not None and nbytes >= self._pool.MIN_NBYTES:
                 self._pool.fill(storage, nbytes)
             else:
@@ -134,6 +136,11 @@ class Memory:
             else:
                 self._pool.drain(storage)
 
+    def keep(self) -> None:
+        """The same for storages that are not emptied: the next gather writes them."""
+        if self._pool is None:
+            self._releasing.append((self._streams.record(), None))
+
     def keep_freed(self, *, for_reuse: bool) -> None:
         """Whether what is released from here on is likely to be allocated again soon."""
         if self._pool is not None:
@@ -147,5 +154,6 @@ class Memory:
         """
         for event, storage in self._releasing:
             self._streams.wait_here(event)
-            storage.resize_(0)
+            if storage is not None:
+                storage.resize_(0)
         self._releasing.clear()

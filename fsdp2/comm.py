@@ -194,13 +194,14 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
     return [values.narrow(0, start, stop - start) for start, stop in itertools.pairwise(bounds)]
 
 
-def comm_for(axis: Axis, device: torch.device) -> AxisComm:
-    """The comm for ``axis``, chosen by the backend that serves ``device``."""
+def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> AxisComm:
+    """The comm for ``axis``, chosen by the backend that serves ``device``. ``is_async``: on an accelerator, too, the
+    collectives run beside the stream that issues them."""
     if axis.group is None or axis.size == 1:
         return LocalComm()
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
         return PeerComm(axis.group)
-    return CollectiveComm(axis.group, on_stream=device.type != "cpu")
+    return CollectiveComm(axis.group, on_stream=device.type != "cpu" and not is_async)
 
 
 def exchange(axis: Axis, value: object) -> list[Any]:

@@ -41,7 +41,6 @@ class GradientState(Enum):
 class GroupOptions:
     """What the setters of ``FSDPModule`` configure for one group: its gradients, and what carries its bytes."""
 
-    requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
     divides_behind_hook: bool = False
@@ -147,8 +146,11 @@ class GroupGradients:
             if grad is not None:
                 _accumulate(param, grad.to(param.compute_dtypes.reduce))
 
-    def reduce(self, trainable: tuple[int, ...], options: GroupOptions, services: Services) -> PendingReduce | None:
-        """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none."""
+    def reduce(
+        self, trainable: tuple[int, ...], options: GroupOptions, services: Services, *, with_unused: bool
+    ) -> PendingReduce | None:
+        """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none.
+        ``with_unused``: a parameter without a gradient has one of zeros."""
         if not trainable:
             return None
         if options is not self._options:
@@ -158,22 +160,22 @@ class GroupGradients:
         bound = self._bound.get(trainable) or self._bind(trainable, services)
         self._bound[trainable] = bound
         grads: list[Any] = self._take_parts(bound) if bound.is_wrapped else [self._take(p) for p, _ in bound.parts]
-        present = [grad is not None for grad in grads]
-        partial_, self._partial = self._partial, None
+        present = [with_unused or grad is not None for grad in grads]
         if not any(present):
-            return self._reduce_partial(partial_, options, services)
-        if partial_ is not None and not _is_alike(partial_.bound, bound):
-            self._land(partial_)
-            partial_ = None
+            return self.reduce_partial(options, services)
+        earlier, self._partial = self._partial, None
+        if earlier is not None and not _is_alike(earlier.bound, bound):
+            self._land(earlier)
+            earlier = None
         self._complete(bound, grads)
         sums, pending = bound.reduce.issue(grads)
-        return pending.then(partial(self._receive, _Sums(bound, sums, present), partial_, options.requires_all_reduce))
+        return pending.then(partial(self._receive, _Sums(bound, sums, present), earlier, options.requires_all_reduce))
 
-    def _reduce_partial(self, earlier: _Sums | None, options: GroupOptions, services: Services) -> PendingReduce | None:
-        """No gradient now, but sums of earlier backwards that may still have to cross the replicate axis."""
-        if earlier is None or not options.requires_all_reduce:
-            self._partial = earlier
+    def reduce_partial(self, options: GroupOptions, services: Services) -> PendingReduce | None:
+        """Carry sums over the shard axis, if there are any, on over the replicate axis, unless they have to wait."""
+        if self._partial is None or not options.requires_all_reduce:
             return None
+        earlier, self._partial = self._partial, None
         return PendingReduce((), None, services.streams).then(partial(self._land, earlier))
 
     def _bind(self, trainable: tuple[int, ...], services: Services) -> _BoundReduce:

@@ -30,7 +30,7 @@ from fsdp2.param import ParamRecord, ShardedParam
 from fsdp2.plan import GatherPlan, Lifetime, compile_gather
 from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.resting import RestingShards
-from fsdp2.services import services_for
+from fsdp2.services import compute_stream_services, services_for
 from fsdp2.shards import GroupShards
 
 
@@ -80,6 +80,7 @@ class ParamGroup:
         self.name = ""
         self.mesh, self.home = mesh, home
         self.options = GroupOptions()
+        self.keeps_storage = False  # resharding leaves the memory of the unsharded parameters where it is
         self.state = GroupState.SHARDED
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
         self.story: Callable[[], str] = lambda: "none"  # the root's recent events, for error messages
@@ -137,6 +138,20 @@ class ParamGroup:
             axis = after.reduce_axis or mesh.shard
             default = self._comm if axis is mesh.shard else comm_for(axis, mesh.device)
             self.gradients.carry_by(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
+
+    def gather_on_compute_stream(self, enabled: bool) -> None:
+        """Whether to gather without a stream for gathers; on the CPU there is none anyway."""
+        device = self.mesh.device
+        services = compute_stream_services(device) if enabled else services_for(device)
+        if services is self._services:
+            return
+        self.reshard()
+        if self._gather is not None:
+            self._gather.release()  # what was kept, too: memory belongs to the stream it was allocated on
+        self._services.flush()
+        self._services = services
+        self._comm = comm_for(self.mesh.shard, device, is_async=services.streams.gathers_are_async)
+        self._unbind()
 
     @property
     def has_hooks(self) -> bool:
@@ -349,7 +364,7 @@ class ParamGroup:
 
     def _release(self) -> None:
         assert self._gather is not None
-        self._gather.release()
+        self._gather.release(keeps_memory=self.keeps_storage)
 
     def _sync_requires_grad(self) -> None:
         """Follow what the user set on the sharded parameters."""
@@ -393,17 +408,22 @@ class ParamGroup:
 
     # Gradients
 
-    def reduce(self) -> PendingReduce | None:
-        """Start reducing what this and earlier backwards left, or keep it where the user asked for no communication.
+    def keep_gradients(self) -> None:
+        """Keep what this backward left on this rank."""
+        if self._unsharded:
+            self.gradients.keep_unreduced()
 
-        Returns None if nothing was started.
-        """
+    def reduce(self, *, with_unused: bool) -> PendingReduce | None:
+        """Start reducing what this and earlier backwards left; None if that is nothing. ``with_unused``: parameters
+        without a gradient are reduced, too."""
         if not self._unsharded:
             return None
-        if not self.options.requires_gradient_sync:
-            self.gradients.keep_unreduced()
-            return None
-        return self.gradients.reduce(self._trainable, self.options, self._services)
+        return self.gradients.reduce(self._trainable, self.options, self._services, with_unused=with_unused)
+
+    def reduce_partial(self) -> PendingReduce | None:
+        """Start summing over the replicate axis what backwards have summed over the shard axis only; None if there is
+        nothing, or if the user wants that to stay."""
+        return self.gradients.reduce_partial(self.options, self._services)
 
 
 def _report_halfway(group: weakref.ref[ParamGroup], _: torch.Tensor) -> None:

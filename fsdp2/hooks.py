@@ -5,6 +5,9 @@ Hooks are kept out of compiled graphs (``torch.compiler.disable``): a compiled b
 
 from __future__ import annotations
 
+import difflib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.group import GroupState
 from fsdp2.nested import find_tensors, map_tensors
 from fsdp2.precision import cast_floating
-from fsdp2.runtime import Unit
+from fsdp2.runtime import Unit, unit_of
 from fsdp2.schedule import Phase
 
 
@@ -42,6 +45,7 @@ class ModuleHooks:
         self._input_dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
+        self._runs_method = False  # a registered method of the unit is running
         pre_forward = torch.compiler.disable(self.pre_forward)
         post_forward = torch.compiler.disable(self.post_forward)
         self._pre_backward = torch.compiler.disable(self._on_output_gradient)
@@ -52,12 +56,15 @@ class ModuleHooks:
             _install_state_dict_hooks(module, unit)
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self._runs_method:
+            return self._resume(args, kwargs)
         unit = self._unit
         context = unit.context
         context.recover(unit)
-        recomputes = _torch.in_backward()  # then each of several modules is a forward of its own
-        is_first = recomputes or not unit.missing_modules
-        if is_first and not recomputes and len(unit.modules) > 1:
+        # Outside of its root's forward, or in a backward, each of several modules is a forward of its own.
+        is_whole = len(unit.modules) == 1 or context.schedule.forward_root is None or _torch.in_backward()
+        is_first = is_whole or not unit.missing_modules
+        if is_first and not is_whole:
             unit.missing_modules = set(unit.modules)
         if self._moves_inputs and context.schedule.forward_root is None:
             device = unit.mesh.device
@@ -71,10 +78,12 @@ class ModuleHooks:
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
+        if self._runs_method:
+            return self._handed_out(output)
         if unit.missing_modules and not _torch.in_backward():
             unit.missing_modules.discard(module)
             if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
-                return self._cast_output(output)
+                return self._handed_out(output)
         return self.end_forward(output)
 
     def end_forward(self, output: Any) -> Any:
@@ -86,6 +95,43 @@ class ModuleHooks:
         if context.schedule.forward_root == unit.index:
             output = self._end_incomplete(output)
         context.post_forward(unit)
+        return self._handed_out(output)
+
+    def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` of ``module``, run like its forward; what it calls of the same unit belongs to it."""
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running():
+                args, kwargs = self._resume(args, kwargs)
+                return self._handed_out(method(*args, **kwargs))
+            args, kwargs = self.pre_forward(module, args, kwargs)
+            self._runs_method = True
+            try:
+                output = method(*args, **kwargs)
+            except BaseException:
+                self._unit.context.forget_forward(self._unit)
+                raise
+            finally:
+                self._runs_method = False
+            return self.post_forward(module, args, output)
+
+        setattr(run, _IS_FORWARD_METHOD, True)
+        return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
+
+    def _is_running(self) -> bool:
+        """Whether a method is called from inside the unit's own forward, or from another method."""
+        unit = self._unit
+        if self._runs_method or len(unit.modules) > 1:
+            return self._runs_method
+        return unit.context.schedule.phases[unit.index] in (Phase.FORWARD, Phase.RECOMPUTE)
+
+    def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._unit.context.resume_forward(self._unit)
+        return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
+
+    def _handed_out(self, output: Any) -> Any:
+        """``output`` for the unit's caller: its gradients lead to the unit's backward."""
         if torch.is_grad_enabled():
             for tensor in find_tensors(output, []):
                 if tensor.requires_grad:
@@ -115,6 +161,42 @@ class ModuleHooks:
             return args, kwargs
         marked = iter(_PostBackward.apply(self._unit, *tensors))
         return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))
+
+
+_IS_FORWARD_METHOD = "_fsdp2_forward_method"
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat the method ``method_name`` of ``module`` like its ``forward``: parameters are unsharded before it runs, and
+    what happens after forward happens after it.
+
+    What the method calls of the same unit, ``forward`` included, belongs to it: the unit stays unsharded until the
+    outermost call returns. Nothing happens if ``module`` is not sharded, or if the method is registered already.
+
+    Raises:
+        ValueError: ``module`` has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        found = "no such attribute" if method is None else f"a {type(method).__name__}"
+        near = difflib.get_close_matches(method_name, _method_names(module))
+        hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+        raise ValueError(
+            f"register_fsdp_forward_method: expected a method '{method_name}' of {type(module).__name__}, "
+            f"found {found}.{hint}"
+        )
+    if not hasattr(method, _IS_FORWARD_METHOD):
+        assert isinstance(unit.hooks, ModuleHooks)
+        setattr(module, method_name, unit.hooks.forward_method(module, method))
+
+
+def _method_names(module: nn.Module) -> list[str]:
+    """The methods that the module's own classes define."""
+    inherited = set(dir(nn.Module))
+    return [name for name in dir(type(module)) if name not in inherited and callable(getattr(type(module), name, None))]
 
 
 def _install_state_dict_hooks(module: nn.Module, unit: Unit) -> None:

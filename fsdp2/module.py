@@ -1,23 +1,25 @@
 """``FSDPModule``: what a sharded module can do beyond its own class, and ``UnshardHandle``.
 
-Each setter is one line on ``_configure``. Methods act on the module's own unit unless they take ``recurse``.
+A setter changes options of groups, rules of units, or what their root holds. Methods act on the module's own unit
+unless they take ``recurse``.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import nn
 
-from fsdp2.api import AllGather, ReduceScatter
+from fsdp2 import _torch
+from fsdp2.api import AllGather, ReduceScatter, ScheduleError
 from fsdp2.custom_comm import BackendAllGather, BackendMemory, BackendReduceScatter, SymmetricMemory
 from fsdp2.group import ParamGroup
 from fsdp2.mesh import separate_axis
 from fsdp2.reduce_scatter import AllReduceHook
-from fsdp2.runtime import Unit, unit_of, units_under
+from fsdp2.runtime import RootContext, Unit, unit_of, units_under
 from fsdp2.schedule import AfterForward
 
 
@@ -33,6 +35,30 @@ class UnshardHandle:
         for group in groups:
             group.wait_if_unsharding()
             group.note_writes()
+
+
+class GradientReductionHandle:
+    """A pending :meth:`FSDPModule.finalize_backward`."""
+
+    def __init__(self, context: RootContext) -> None:
+        self._context: RootContext | None = context
+        self._num_resets = context.num_resets
+
+    def wait(self) -> None:
+        """The gradients are in ``.grad`` of the shards; the current stream may read them. Later calls do nothing.
+
+        Raises:
+            ScheduleError: the root was reset meanwhile, and the gradients are lost.
+        """
+        if self._context is None:
+            return
+        if self._context.num_resets != self._num_resets:
+            raise ScheduleError(
+                f"wait() on the gradients of {self._context.root.name}: the model was reset since finalize_backward, "
+                "and they are lost. Run the iteration again."
+            )
+        self._context.land()
+        self._context = None
 
 
 class FSDPModule:
@@ -77,15 +103,76 @@ class FSDPModule:
         self._unit().context.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one over the forwards recorded so far; the order of those forwards,
-        which backward prefetch follows, is kept until then."""
+        """Whether the next backward is the last one over the forwards recorded so far. Call it on the root.
+
+        The last backward waits for the reductions in flight. The order of those forwards, which backward prefetch
+        follows, is kept until then.
+        """
         self._unit().context.schedule.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether the end of backward is left to :meth:`finalize_backward`, however many backwards come before it;
+        :meth:`set_is_last_backward` then means nothing. Call it on the root.
+
+        For schedules in which reducing gradients is a step of its own: switch :meth:`set_requires_gradient_sync` off
+        for the backwards and on again before finalizing.
+
+        Raises:
+            ScheduleError: the module is no root; a backward is running, or waits to be finalized.
+        """
+        self._check_root("set_manual_backward_finalization")
+        context = self._unit().context
+        schedule = context.schedule
+        if enabled == schedule.finalizes_by_hand:
+            return
+        if schedule.awaits_finalization or context.is_reducing or _torch.in_backward():
+            found = "a backward is running" if _torch.in_backward() else "a backward waits to be finalized"
+            raise ScheduleError(
+                f"set_manual_backward_finalization({enabled}): {found}. Call it before backward, or after "
+                "finalize_backward() or reset_iter_state()."
+            )
+        schedule.finalizes_by_hand = enabled
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards that have run since the last call: reduce what they have left, reshard, and wait for the
+        gradients. Call it on the root, after :meth:`set_manual_backward_finalization`.
+
+        Units whose :meth:`set_requires_gradient_sync` or :meth:`set_reshard_after_backward` is off at this moment keep
+        their gradients or parameters. With ``async_op``, returns a handle at once; wait for it before the next forward.
+        Nothing happens if no backward has run.
+
+        Raises:
+            ScheduleError: the module is no root; manual finalization is off; a backward is running; an earlier handle
+                was not waited for.
+        """
+        self._check_root("finalize_backward")
+        context = self._unit().context
+        problem = None
+        if not context.schedule.finalizes_by_hand:
+            problem = "backward is finalized when it ends. Call set_manual_backward_finalization(True) before it"
+        elif _torch.in_backward():
+            problem = "a backward is running. Call it when backward() has returned"
+        elif context.is_reducing:
+            problem = "the handle of the last call was not waited for. Call its wait() first"
+        if problem is not None:
+            raise ScheduleError(f"finalize_backward on {type(self).__name__}: {problem}.")
+        context.finalize_backward()
+        handle = GradientReductionHandle(context)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. Without, they accumulate unsharded, in reduce dtype, on each rank."""
-        self._configure(
-            recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync
-        )
+        self._configure(recurse, requires_all_reduce=requires_gradient_sync)
+        self._set_rules(recurse, reduces=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the replicate axis, too (HSDP). Without, sums over the shard axis accumulate
@@ -240,8 +327,62 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward. Without, the next forward needs no all-gather: memory for
         communication between microbatches whose parameters do not change."""
+        self._set_rules(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether parameters are gathered for backward. Switch it off where no backward reads them, as of an embedding;
+        not recursive."""
+        self._set_rules(False, unshard_in_backward=unshard_in_backward)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether trainable parameters without a gradient are reduced as zeros, so that ranks whose backwards reach
+        other parameters reduce the same. ``.grad`` of the shards is then never ``None``.
+
+        Under a root where it is on for some unit, reductions start in the reverse order of units, whatever the order of
+        backward: gradients of a rank that skips a unit wait for the end of its backward.
+        """
+        self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be in flight at a time; 1 by default. Each holds the gradients that it reads. More
+        help where reductions take longer than the compute beside them. Of different numbers under one root, the largest
+        counts, from the next backward on.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is no int.
+            ValueError: it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"set_reduce_scatter_max_input_buffers: expected an int, got a {type(max_input_buffers).__name__}."
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers: expected at least 1, got {max_input_buffers}.")
         for unit in self._units(recurse):
-            unit.configure(reshard_after_backward=reshard_after_backward)
+            unit.max_reductions = max_input_buffers
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether resharding leaves the memory of unsharded parameters allocated, so that they stay where they are, for
+        CUDA graphs for example. Takes effect at the next reshard."""
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                group.keeps_storage = keep
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next forward's gathers wait for ``event``, recorded after the optimizer's step, instead of all that
+        the current stream was given before that forward. For one forward; call it on the root.
+
+        On the CPU nothing is asynchronous in that way, and ``event`` is not looked at.
+        """
+        self._unit().context.post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether memory for unsharded parameters is allocated, and filled with this rank's part, on the stream of the
+        caller, so that no memory belongs to a stream for gathers. Casts and copies around the collective then do not
+        overlap with compute; the collective itself does where it is prefetched. Recursive. Reshards. On the CPU, which
+        has no streams, nothing changes."""
+        for unit in self._units(True):
+            unit.gather_on_compute_stream(async_op)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's forward, start gathering ``modules`` instead of the one that followed in the last forward.
@@ -250,13 +391,13 @@ class FSDPModule:
         """
         unit = self._unit()
         unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
-        unit.update_prefetch()
+        unit.update_rules()
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's backward, start gathering ``modules`` instead of the one whose forward ran before."""
         unit = self._unit()
         unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
-        unit.update_prefetch()
+        unit.update_rules()
 
     def _configure(self, recurse: bool, **changes: Any) -> None:
         for unit in self._units(recurse):
@@ -285,6 +426,17 @@ class FSDPModule:
                 )
         return groups
 
+    def _set_rules(self, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse):
+            unit.configure(**changes)
+
+    def _check_root(self, caller: str) -> None:
+        unit = self._unit()
+        if not unit.is_root:
+            raise ScheduleError(
+                f"{caller} on '{unit.name}', which is no root. Call it on the {unit.context.root_class} around it."
+            )
+
     def _units(self, recurse: bool) -> list[Unit]:
         if not recurse:
             return [self._unit()]
@@ -307,6 +459,18 @@ def _check_comm(caller: str, comm: object, expected: str) -> None:
     """Whatever has the two methods will do: comms may be subclasses of torch's own interface."""
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"{caller}: expected an fsdp2.{expected}, with allocate() and __call__(), got {comm!r}.")
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Have several roots, such as the stages of a pipeline, share the streams of their communication and the memory
+    behind them. Here all roots on one device do so from the start: this checks its argument, and changes nothing.
+
+    Raises:
+        ValueError: ``modules`` has something that is not sharded, or are on several devices.
+    """
+    devices = dict.fromkeys(str(unit.mesh.device) for unit in _units_of(modules, "share_comm_ctx"))
+    if len(devices) > 1:
+        raise ValueError(f"share_comm_ctx: expected modules on one device, got modules on {' and '.join(devices)}.")
 
 
 def _units_of(modules: list[FSDPModule], caller: str) -> list[Unit]:

@@ -39,7 +39,8 @@ class RestingShards:
         mesh: ParallelMesh,
         services: Services,
     ) -> None:
-        self._mesh, self._comm = mesh, comm_for(mesh.shard, mesh.device)
+        self._mesh = mesh
+        self._comm = comm_for(mesh.shard, mesh.device, is_async=services.streams.gathers_are_async)
         inputs = {step.index: _resting_input(step, mesh.shard.size) for step in full.plan.steps}
         plan = compile_gather(inputs, self._comm, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)

@@ -21,9 +21,9 @@ from fsdp2.changes import change_count, note_change, warn_of_unsharded
 from fsdp2.group import GroupState, ParamGroup
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import Slot
-from fsdp2.reduce_scatter import PendingReduce
+from fsdp2.reductions import Reductions
 from fsdp2.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
-from fsdp2.services import Services, services_for
+from fsdp2.services import compute_stream_services, services_for
 
 _UNIT_ATTRIBUTE = "_fsdp2_unit"
 _STORY_LENGTH = 12
@@ -42,6 +42,7 @@ class Unit:
         modules: the module given, or the modules given together.
         resting_meshes: per group, where it rests for an int ``reshard_after_forward``; else None.
         auto_reshard: whether the user left ``reshard_after_forward`` open, so that being the root decides.
+        max_reductions: how many reductions the user lets be in flight; the largest number of all units counts.
         missing_modules: of several modules, those whose forward has not run in this pass.
         left_alone: where parameters stay plain, because the user asked for it or has been warned.
     """
@@ -59,7 +60,8 @@ class Unit:
         self.mesh = mesh
         self.policy = policy
         self.auto_reshard = after_forward is None
-        self.rules = UnitRules(after_forward=after_forward or AfterForward.RESHARD)
+        self.rules = UnitRules(after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1)
+        self.max_reductions = 1
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.missing_modules: set[nn.Module] = set()
@@ -80,6 +82,11 @@ class Unit:
             assert self._context is not None
         return self._context
 
+    @property
+    def finalizes_by_hand(self) -> bool:
+        """Whether, as a root, it leaves the end of backward to the user."""
+        return self._context is not None and self._context.root is self and self._context.schedule.finalizes_by_hand
+
     def leave(self) -> None:
         """Another root takes over, or none: the unit was taken out of the tree. A module does not run inside its own
         child: if a forward of the present root is under way, it has raised."""
@@ -94,11 +101,16 @@ class Unit:
 
     def unshard(self) -> None:
         """The user asks for it; returns before the data has arrived."""
-        self.context.services.streams.gather_after_compute()
+        self.context.order_gathers()
         self.reshard_outdated()
         self.context.perform(Action.UNSHARD, self)
         for group in self.groups:
             group.note_writes()
+
+    def gather_on_compute_stream(self, enabled: bool) -> None:
+        """The user asks for it."""
+        for group in self.groups:
+            group.gather_on_compute_stream(enabled)
 
     def reshard_outdated(self) -> None:
         """Have parameters gathered again whose shards were written since."""
@@ -115,13 +127,17 @@ class Unit:
     def configure(self, **changes: object) -> None:
         """Replace rules of the schedule."""
         self.rules = replace(self.rules, **changes)  # type: ignore[arg-type]
+        self.update_rules()
+
+    def update_rules(self) -> None:
+        """Carry rules and prefetch lists over to the schedule."""
         if self._context is not None:
             self._context.update_rules(self)
 
-    def update_prefetch(self) -> None:
-        """Carry the prefetch lists over to the schedule."""
-        if self._context is not None:
-            self._context.update_rules(self)
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the root, as far as forwards have shown so far."""
+        return self._context is None or self._context.root is self
 
     def mark_stale(self) -> None:
         """Parameters may have been replaced: look at them again before their next use."""
@@ -153,11 +169,15 @@ class RootContext:
         self.root = root
         self.units: list[Unit] = []
         self._offloaded: list[ParamGroup] = []
-        self.services: Services = services_for(root.mesh.device)
+        self.services = services_for(root.mesh.device)
         self.observers: list[Observer] = []
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
-        self._pending: list[PendingReduce] = []
+        self.post_optim_event: torch.Event | None = None
+        self.reductions = Reductions()
+        self.is_reducing = False  # finalize_backward has started to, and nobody has waited so far
+        self.num_resets = 0
         self._has_gathered = False
+        self._has_reduced = False
         self._perform: dict[Action, Callable[[Unit], None]] = {
             Action.UNSHARD: self._unshard,
             Action.PREFETCH: self._unshard,
@@ -165,6 +185,7 @@ class RootContext:
             Action.RESHARD: self._reshard,
             Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
             Action.REDUCE: self._reduce,
+            Action.KEEP: self._keep,
             Action.LAND: self._land,
         }
         note_change()  # for roots around this one, which have not seen its units yet
@@ -174,6 +195,13 @@ class RootContext:
         """Take in the units of the tree as it is now; between passes only. Their order is recorded anew if they are
         others than before."""
         found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
+        for unit, name in found.items():
+            if unit is not self.root and unit.finalizes_by_hand:
+                raise ScheduleError(
+                    f"set_manual_backward_finalization was called on '{name}', which is no root: {self.root_class} "
+                    "runs around it. Call it on the root instead, after set_manual_backward_finalization(False) on "
+                    f"'{name}'."
+                )
         before, self.units = self.units, list(found)
         self._seen_changes = change_count()
         if self.units != before:
@@ -183,9 +211,8 @@ class RootContext:
         for index, (unit, name) in enumerate(found.items()):
             unit.join(self, index, name)
         if self.units != before:
-            is_last_backward = self.schedule.is_last_backward
-            self.schedule = Schedule([self._rules_of(unit) for unit in self.units])
-            self.schedule.is_last_backward = is_last_backward
+            earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
+            self.schedule.take_over(earlier)
             self.observe_transitions()
             self._offloaded = [group for unit in self.units for group in unit.groups if group.home.is_staged]
         params = [param for unit in self.units for group in unit.groups for param in group.params]
@@ -219,16 +246,22 @@ class RootContext:
         """``unit``'s forward begins. If that shows that the last pass raised, return to rest first.
 
         Raises:
-            ScheduleError: one of several modules of a unit runs, but no module around them.
+            ScheduleError: one of several modules of a unit runs, but no module around them ever has; or gradients that
+                ``finalize_backward`` has started to reduce are not waited for.
         """
         schedule = self.schedule
         if _torch.in_backward():
             return
-        if len(unit.modules) > 1 and schedule.forward_root is None:
+        if len(unit.modules) > 1 and unit is self.root:
             names = ", ".join(type(module).__name__ for module in unit.modules)
             raise ScheduleError(
                 f"fully_shard([{names}]) has no root: several modules were sharded as one unit, and one of them ran on "
-                "its own. Call fully_shard on the module that contains them, too, and run that."
+                "its own. Call fully_shard on the module that contains them, too, and run that first."
+            )
+        if schedule.forward_root is None and self.is_reducing:
+            raise ScheduleError(
+                f"forward of {unit.name}: the handle of finalize_backward(async_op=True) was not waited for. Call its "
+                "wait() first."
             )
         if schedule.in_backward:
             self.reset()
@@ -241,7 +274,8 @@ class RootContext:
         if self.schedule.forward_root is None and not in_backward:
             if self._seen_changes != change_count():
                 self._collect()
-            self.services.streams.gather_after_compute()
+            self.order_gathers()
+            self.post_optim_event = None
         self._note("pre_forward", unit)
         if not in_backward:
             unit.reshard_outdated()
@@ -254,9 +288,13 @@ class RootContext:
         return schedule.phases[unit.index]
 
     def resume_forward(self, unit: Unit) -> Phase:
-        """A further one of ``unit``'s modules is about to compute; the user may have resharded since the last."""
+        """``unit``'s forward goes on, in a further module or method; the user may have resharded meanwhile."""
         self._do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
         return self.schedule.phases[unit.index]
+
+    def forget_forward(self, unit: Unit) -> None:
+        """``unit``'s forward has raised: the next one is not part of it."""
+        self.schedule.phases[unit.index] = Phase.IDLE
 
     def post_forward(self, unit: Unit) -> None:
         self._note("post_forward", unit)
@@ -267,6 +305,7 @@ class RootContext:
     def pre_backward(self, unit: Unit) -> None:
         if not self.schedule.in_backward:
             _torch.at_end_of_backward(self.end_backward)
+            self.reductions.max_in_flight = max(each.max_reductions for each in self.units)
             if any(group.has_hooks for each in self.units for group in each.groups):
                 self.services.streams.gather_after_compute()  # pre-hooks may read what was written since forward began
         elif self.schedule.phases[unit.index] is Phase.BACKWARD:
@@ -279,12 +318,19 @@ class RootContext:
         self._do(self.schedule.post_backward(unit.index))
 
     def on_halfway(self) -> None:
-        """Half of a unit's gradients are there, and the reduction before it has had that time to travel.
+        """Half of a unit's gradients are there, and the oldest reduction in flight has had that time to travel.
 
         It lands now: what it reads is freed before the other half needs memory. Measured with 2 ranks
         (benchmarks/gloo_step.py, peak_memory.py): 2% more time, 6 to 9% less memory at the peak.
         """
-        self._land(self.root)
+        self.reductions.make_room()
+
+    def order_gathers(self) -> None:
+        """What is gathered from here on reads what the optimizer has written: the user may have said when that was."""
+        if self.post_optim_event is None:
+            self.services.streams.gather_after_compute()
+        else:
+            self.services.streams.gather_after(self.post_optim_event)
 
     def end_backward(self) -> None:
         self._note("end_backward", self.root)
@@ -292,6 +338,22 @@ class RootContext:
             unit.missing_modules.clear()
         self._do(self.schedule.end_backward())
         self._end_pass()
+
+    def finalize_backward(self) -> None:
+        """Start reducing what backwards have left, as the user asks for."""
+        self._note("finalize_backward()", self.root)
+        self._do(self.schedule.finalize())
+        for unit in reversed(self.units):
+            for group in unit.groups:
+                self.reductions.start_partial(group)
+        self.is_reducing = True
+        self._flush()
+
+    def land(self) -> None:
+        """The gradients that ``finalize_backward`` has started to reduce are there."""
+        self._do(((Action.LAND, self.root.index),))
+        self._finish_landings()
+        self.is_reducing = False
 
     def perform(self, action: Action, unit: Unit) -> None:
         """The user asks for ``action``."""
@@ -304,9 +366,9 @@ class RootContext:
     def abandon(self) -> None:
         """Back to rest after an exception: nothing in flight, shards bound. What has not landed is dropped: the user
         may have zeroed the gradients since."""
-        for reduction in self._pending:
-            reduction.drop()
-        self._pending = []
+        self.reductions.drop()
+        self.is_reducing = False
+        self.num_resets += 1
         for group in self._offloaded:
             group.gradients.take_landings()
         self.schedule.reset()
@@ -322,6 +384,11 @@ class RootContext:
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.discard_unreduced()
+
+    @property
+    def root_class(self) -> str:
+        """The class of the root's module, as the user knows it."""
+        return type(self.root.modules[0]).__name__
 
     def story(self) -> str:
         """The last events, oldest first."""
@@ -347,12 +414,13 @@ class RootContext:
         for action, index in actions:
             unit = self.units[index]
             before = [group.state for group in unit.groups]
-            pending = len(self._pending)
+            pending = len(self.reductions)
+            self._has_reduced = False
             self._perform[action](unit)
             sizes = [group.unsharded_nbytes for group in unit.groups]
             changed = [n for n, old, group in zip(sizes, before, unit.groups, strict=True) if old is not group.state]
             if action is Action.REDUCE:
-                changed = [0] if self._pending else []
+                changed = [0] if self._has_reduced else []
             elif action is Action.LAND:
                 changed = [0] * pending
             if changed:
@@ -376,17 +444,15 @@ class RootContext:
             group.reshard_post_forward()
 
     def _reduce(self, unit: Unit) -> None:
-        """One reduction at a time is in flight: what it reads is what overlapping it with compute costs."""
         for group in unit.groups:
-            self._land(unit)
-            pending = group.reduce()
-            if pending is not None:
-                self._pending.append(pending)
+            self._has_reduced |= self.reductions.start(group, with_unused=unit.rules.reduces_unused)
+
+    def _keep(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.keep_gradients()
 
     def _land(self, _: Unit) -> None:
-        pending, self._pending = self._pending, []
-        for reduction in pending:
-            reduction.finish()
+        self.reductions.land()
 
     def _end_pass(self) -> None:
         for unit in self.units:
@@ -394,7 +460,12 @@ class RootContext:
                 group.note_writes()
         self.services.memory.keep_freed(for_reuse=False)
         self._flush()
-        if self._offloaded and not self.schedule.in_backward:  # I12
+        if not self.schedule.in_backward:  # I12
+            self._finish_landings()
+
+    def _finish_landings(self) -> None:
+        """What was offloaded is in the memory of the host."""
+        if self._offloaded:
             self._wait_for_reads()
             offloaded = reversed(self._offloaded)  # about the order in which backward ran
             for landing in [landing for group in offloaded for landing in group.gradients.take_landings()]:
@@ -405,8 +476,8 @@ class RootContext:
             group.wait_for_reads()
 
     def _flush(self) -> None:
-        with self.services.streams.on_gather():
-            self.services.memory.flush()
+        for services in {self.services, compute_stream_services(self.root.mesh.device)}:
+            services.flush()
 
     def _note(self, event: str, unit: Unit) -> None:
         self._story.append((event, unit.name))

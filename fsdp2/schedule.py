@@ -7,6 +7,8 @@ Units are numbered. Each method stands for one event and returns the actions to 
 * The order of a pass is recorded as it runs. A forward prefetches along the order of the forward before it, a backward
   along its own forward in reverse. A wrong prediction costs memory until the end of the pass, never correctness.
 * A forward inside a backward (activation checkpointing) gathers what it needs and decides nothing else.
+* Each unit's backward reduces it, in whatever order autograd takes. Where units without a gradient are reduced, too,
+  that order may differ between ranks: reductions then start in the order of the units, last one first.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class Action(Enum):
     RESHARD = "reshard"  # back to the shards
     RESHARD_POST_FORWARD = "reshard_post_forward"  # back to shards on the smaller mesh
     REDUCE = "reduce"  # start reducing the gradients that the backward left
+    KEEP = "keep"  # or keep them on this rank
     LAND = "land"  # every started reduction has arrived in its gradients
 
 
@@ -60,7 +63,11 @@ class UnitRules:
     """What the user configured for one unit. ``None`` prefetches along the recorded order."""
 
     after_forward: AfterForward = AfterForward.RESHARD
+    keeps_alone: bool = False  # after a forward that no other surrounds: other modules of the unit run soon
+    unshard_in_backward: bool = True
     reshard_after_backward: bool = True
+    reduces: bool = True
+    reduces_unused: bool = False
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
 
@@ -81,6 +88,8 @@ class Schedule:
         self.phases = [Phase.IDLE] * len(self.rules)
         self.forward_root: int | None = None  # the unit whose forward is the whole pass
         self.is_last_backward = True
+        self.finalizes_by_hand = False
+        self.awaits_finalization = False
         self._in_backward = False
         self._last_order: list[int] = []  # pre-forward order of the last complete forward
         self._order: list[int] = []  # pre-forward order of the running forward
@@ -89,6 +98,15 @@ class Schedule:
         self._records_uses = False
         self._uses: list[int] = []  # post-forward order of every forward since the last backward
         self._use_positions: list[list[int]] = [[] for _ in self.rules]
+        self._next_in_order = -1  # all units behind this one may reduce whenever their backward has run
+        self._owed: set[int] = set()  # units that backwards have left to be reduced
+
+    def take_over(self, earlier: Schedule) -> None:
+        """Go on with the settings of a schedule of other units; what those owe, all of these may owe."""
+        self.is_last_backward = earlier.is_last_backward
+        self.finalizes_by_hand = earlier.finalizes_by_hand
+        self.awaits_finalization = earlier.awaits_finalization
+        self._owed = set(range(len(self.rules))) if earlier._owed else set()
 
     @property
     def in_backward(self) -> bool:
@@ -130,41 +148,67 @@ class Schedule:
             self._use_positions[unit].append(len(self._uses))
             self._uses.append(unit)
         actions = []
-        if (reshard := _AFTER_FORWARD.get(self.rules[unit].after_forward)) is not None:
+        rules, is_root = self.rules[unit], unit == self.forward_root
+        reshard = _AFTER_FORWARD.get(rules.after_forward)
+        if reshard is not None and not (is_root and rules.keeps_alone):
             actions.append((reshard, unit))
-        if unit == self.forward_root:
+        if is_root:
             actions += self._end_forward()
         return actions
 
     def pre_backward(self, unit: int) -> Actions:
-        self._in_backward = True
+        if not self._in_backward:
+            self._in_backward = True
+            in_order = any(rules.reduces_unused for rules in self.rules)
+            self._next_in_order = len(self.rules) - 1 if in_order else -1
         if self.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
             return ()
         self.phases[unit] = Phase.BACKWARD
         self._prefetched.discard(unit)
-        actions = [(Action.UNSHARD, unit), (Action.WAIT, unit)]
+        needed = self.rules[unit].unshard_in_backward
+        actions = [(Action.UNSHARD, unit), (Action.WAIT, unit)] if needed else []
         return actions + [(Action.PREFETCH, target) for target in self._next_in_backward(unit)]
 
     def post_backward(self, unit: int) -> Actions:
         self.phases[unit] = Phase.REDUCED
-        if self.rules[unit].reshard_after_backward:
-            return (Action.RESHARD, unit), (Action.REDUCE, unit)
-        return ((Action.REDUCE, unit),)
+        if unit > self._next_in_order:
+            return (*self._reshard_after_backward(unit), self._reduce(unit))
+        actions = self._reshard_after_backward(unit)
+        while (after := self._next_in_order) >= 0 and self._has_all_gradients(after):
+            actions.append(self._reduce(after))
+            self._next_in_order -= 1
+        return actions
 
     def end_backward(self) -> Actions:
         """Units whose inputs needed no gradient, or that took no part, have had no ``post_backward``: run it now."""
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.phases))):
-            if self.phases[unit] is not Phase.REDUCED:
-                actions += self.post_backward(unit)
+            is_open = self.phases[unit] is not Phase.REDUCED
+            if is_open:
+                actions += self._reshard_after_backward(unit)
+            if is_open or unit <= self._next_in_order:
+                actions.append(self._keep(unit) if self.finalizes_by_hand else self._reduce(unit))
         unused, self._prefetched = self._prefetched, set()
         actions += [(Action.RESHARD, unit) for unit in sorted(unused) if self.rules[unit].reshard_after_backward]
         self.phases = [Phase.IDLE] * len(self.phases)
         self._in_backward = False
         self.forward_root = None
-        if self.is_last_backward:
+        self._next_in_order = -1
+        self.awaits_finalization = self.finalizes_by_hand
+        if self.is_last_backward and not self.finalizes_by_hand:
             self._forget_uses()
-        actions.append((Action.LAND, 0))
+            actions.append((Action.LAND, 0))
+        return actions
+
+    def finalize(self) -> Actions:
+        """The user says that no backward follows: reduce what the backwards have left. Landing is another matter."""
+        actions: list[tuple[Action, int]] = []
+        for unit in reversed(range(len(self.phases))):
+            actions += self._reshard_after_backward(unit)
+            if unit in self._owed:
+                actions.append(self._reduce(unit))
+        self.awaits_finalization = False
+        self._forget_uses()
         return actions
 
     def reset(self) -> None:
@@ -172,8 +216,30 @@ class Schedule:
         self.phases = [Phase.IDLE] * len(self.phases)
         self._in_backward = False
         self.forward_root = None
+        self._next_in_order = -1
+        self.awaits_finalization = False
         self._prefetched.clear()
         self._forget_uses()
+
+    def _reshard_after_backward(self, unit: int) -> list[tuple[Action, int]]:
+        return [(Action.RESHARD, unit)] if self.rules[unit].reshard_after_backward else []
+
+    def _reduce(self, unit: int) -> tuple[Action, int]:
+        if not self.rules[unit].reduces:
+            return self._keep(unit)
+        self._owed.discard(unit)
+        return Action.REDUCE, unit
+
+    def _keep(self, unit: int) -> tuple[Action, int]:
+        self._owed.add(unit)
+        return Action.KEEP, unit
+
+    def _has_all_gradients(self, unit: int) -> bool:
+        """Whether no backward of ``unit`` follows, as far as its uses were recorded; no rank can know that if several
+        backwards precede one finalization."""
+        if self.finalizes_by_hand or self._use_positions[unit]:
+            return False
+        return self.phases[unit] is Phase.REDUCED
 
     def _start_forward(self, unit: int, grad_enabled: bool) -> None:
         self.forward_root = unit
@@ -210,6 +276,7 @@ class Schedule:
         targets = explicit
         if targets is None:
             targets = tuple(self._uses[position - 1 : position]) if position > 0 else ()
+        targets = tuple(target for target in targets if self.rules[target].unshard_in_backward)
         self._prefetched.update(target for target in targets if self.phases[target] is Phase.REDUCED)
         return targets
 

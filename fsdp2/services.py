@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from fsdp2.buffers import Memory
-from fsdp2.streams import Streams, streams_for
+from fsdp2.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,26 @@ class Services:
     streams: Streams
     memory: Memory
 
+    def flush(self) -> None:
+        """Give back what was released."""
+        with self.streams.on_gather():
+            self.memory.flush()
+
 
 @cache
 def services_for(device: torch.device) -> Services:
     """The services on ``device``; the same for all models of the process, so that their gathers queue behind each
     other and freed memory serves any of them."""
     streams = streams_for(device)
+    return Services(streams, Memory(device, streams))
+
+
+@cache
+def compute_stream_services(device: torch.device) -> Services:
+    """Those of groups that gather on the compute stream: memory belongs to a stream, so theirs is apart. On the CPU,
+    which has no streams, the same as all others use."""
+    shared = services_for(device)
+    if not isinstance(shared.streams, AcceleratorStreams):
+        return shared
+    streams = ComputeStreamGathers(shared.streams)
     return Services(streams, Memory(device, streams))

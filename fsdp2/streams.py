@@ -23,7 +23,13 @@ class Waitable(Protocol):
 
 
 class Streams:
-    """The CPU: no streams. Also the interface that :class:`AcceleratorStreams` fills in."""
+    """The CPU: no streams. Also the interface that :class:`AcceleratorStreams` fills in.
+
+    Attributes:
+        gathers_are_async: whether the backend is to run all-gathers beside the stream that issues them.
+    """
+
+    gathers_are_async = True
 
     def on_gather(self) -> AbstractContextManager[object]:
         """Run what follows on the stream of all-gathers."""
@@ -50,14 +56,23 @@ class Streams:
     def gather_after_compute(self) -> None:
         """Gather stream waits for compute: it has written the shards, or other things that hooks read."""
 
+    def gather_after(self, event: torch.Event) -> None:
+        """Gather stream waits for ``event``: it marks when the shards were written."""
+
     def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
         """Collectives were issued on the current stream; returns those the CPU still has to wait for."""
         return works
+
+    def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        """The same for all-gathers: what is returned is waited for where the data is needed."""
+        return self.issued(works)
 
 
 class AcceleratorStreams(Streams):
     """CUDA and devices like it. One gather stream and one reduce stream for the whole model, both of high priority, so
     that the small copies around a collective are not queued behind large compute kernels."""
+
+    gathers_are_async = False
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -95,10 +110,32 @@ class AcceleratorStreams(Streams):
     def gather_after_compute(self) -> None:
         self._gather.wait_stream(self._module.current_stream())
 
+    def gather_after(self, event: torch.Event) -> None:
+        self._gather.wait_event(event)
+
     def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
         for work in works:
             work.wait()  # current stream waits for the backend's own stream; the CPU goes on
         return ()
+
+
+class ComputeStreamGathers(AcceleratorStreams):
+    """Gathers without a stream of their own: memory is allocated and filled on the stream that computes, the backend
+    runs the collective beside it, and the compute stream waits for that where the data is needed."""
+
+    gathers_are_async = True
+
+    def __init__(self, shared: AcceleratorStreams) -> None:
+        self._module, self._gather, self._reduce = shared._module, shared._gather, shared._reduce
+
+    def on_gather(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def gather_after_compute(self) -> None:
+        """Nothing to wait for: it is the compute stream that gathers."""
+
+    def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        return works
 
 
 def streams_for(device: torch.device) -> Streams:

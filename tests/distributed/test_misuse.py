@@ -217,7 +217,7 @@ def test_one_of_several_modules_of_a_unit_run_without_a_root() -> None:
         """\
 ScheduleError: fully_shard([FSDPBlock, FSDPBlock, FSDPBlock]) has no root: several modules were
 sharded as one unit, and one of them ran on its own. Call fully_shard on the module that contains
-them, too, and run that.""",
+them, too, and run that first.""",
     )
 
 

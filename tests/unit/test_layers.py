@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule"},  # rules
     {"offload", "streams", "buffers", "comm", "custom_comm", "services"},  # devices
     {"param", "plan", "changes", "bindings"},  # compiled, plain data
-    {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "runtime"},  # effects
+    {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "reductions", "runtime"},
     {"hooks", "module", "resolve", "fully_shard"},  # torch.nn surface
     {"trace", "clip", "tensors", "testing"},  # companions
     {"__init__"},

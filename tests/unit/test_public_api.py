@@ -14,19 +14,10 @@ import fsdp2
 
 # What torch 2.13 has and fsdp2 does not have yet. A name that arrives is taken off this list, or a test fails.
 ARGUMENTS_TO_COME: set[str] = set()
-METHODS_TO_COME = {
-    "set_reduce_scatter_max_input_buffers",  # how many reductions are in flight
-    # finer control of a step
-    "set_post_optim_event",
-    "set_unshard_in_backward",
-    "set_reduce_scatter_unused_params",
-}
+METHODS_TO_COME: set[str] = set()
 # What later versions of torch added behind all other arguments, with these defaults.
 NEWER_ARGUMENTS = {("param_dtype_override_fn", inspect.Parameter.KEYWORD_ONLY, "None")}  # 2.15
-NAMES_TO_COME = {
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-}
+NAMES_TO_COME: set[str] = set()
 # FullyShardedDataParallel, the wrapper class that fully_shard replaced, and what belongs to it.
 NAMES_OF_THE_WRAPPER_CLASS = {
     "BackwardPrefetch",
@@ -75,6 +66,7 @@ Comm
 DataParallelMeshDims
 ExtensionError
 FSDPModule
+GradientReductionHandle
 MixedPrecisionPolicy
 Observer
 OffloadPolicy
@@ -85,6 +77,8 @@ UnshardHandle
 clip_grad_norm_
 extensions
 fully_shard
+register_fsdp_forward_method
+share_comm_ctx
 trace""",
     )
 
@@ -114,6 +108,11 @@ def test_methods_are_those_of_torch_but_for_the_listed_ones() -> None:
 @pytest.mark.parametrize("name", SHARED_METHODS)
 def test_method_takes_the_arguments_of_torch(name: str) -> None:
     assert _arguments(getattr(fsdp2.FSDPModule, name)) == _arguments(getattr(theirs.FSDPModule, name))
+
+
+@pytest.mark.parametrize("name", ["register_fsdp_forward_method", "share_comm_ctx"])
+def test_function_takes_the_arguments_of_torch(name: str) -> None:
+    assert _arguments(getattr(fsdp2, name)) == _arguments(getattr(theirs, name))
 
 
 @pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])

@@ -5,201 +5,161 @@ A step is written as plain lists of unit numbers. Unit 0 is the root; its forwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fsdp2.schedule import Action, Actions, AfterForward, Pass, Schedule, UnitRules
-
-
-def _schedule(num_units: int = 4, **rules: UnitRules) -> Schedule:
-    """``unit2=UnitRules(...)`` replaces the default rules of unit 2."""
-    root = UnitRules(after_forward=AfterForward.KEEP)
-    return Schedule([rules.get(f"unit{i}", root if i == 0 else UnitRules()) for i in range(num_units)])
-
-
-def _prefetches(actions: Actions) -> list[int]:
-    return [unit for action, unit in actions if action is Action.PREFETCH]
-
-
-def _reshards(actions: Actions) -> list[int]:
-    return [unit for action, unit in actions if action is Action.RESHARD]
-
-
-def _pre_forward(schedule: Schedule, unit: int, grad_enabled: bool = True) -> list[int]:
-    return _prefetches(schedule.pre_forward(unit, in_backward=False, grad_enabled=grad_enabled))
-
-
-def _forward(schedule: Schedule, order: Sequence[int], grad_enabled: bool = True) -> dict[int, list[int]]:
-    """One complete forward. Returns what the last use of each unit prefetched."""
-    prefetched = {0: _pre_forward(schedule, 0, grad_enabled)}
-    for unit in order:
-        prefetched[unit] = _pre_forward(schedule, unit, grad_enabled)
-        schedule.post_forward(unit)
-    schedule.post_forward(0)
-    return prefetched
-
-
-def _backward(schedule: Schedule, order: Sequence[int], *, with_root: bool = True) -> dict[int, list[int]]:
-    """One complete backward over ``order``. Returns what the last use of each unit prefetched."""
-    prefetched = {0: _prefetches(schedule.pre_backward(0))} if with_root else {}
-    for unit in order:
-        prefetched[unit] = _prefetches(schedule.pre_backward(unit))
-        schedule.post_backward(unit)
-    schedule.end_backward()
-    return prefetched
-
+from tests.unit.schedule_support import backward, forward, pre_forward, prefetches, reshards, schedule_of
 
 # Forward
 
 
 def test_first_forward_prefetches_nothing() -> None:
-    assert _forward(_schedule(), [1, 2, 3]) == {0: [], 1: [], 2: [], 3: []}
+    assert forward(schedule_of(), [1, 2, 3]) == {0: [], 1: [], 2: [], 3: []}
 
 
 def test_second_forward_prefetches_along_the_order_of_the_first() -> None:
-    schedule = _schedule()
-    _forward(schedule, [2, 1, 3])
-    assert _forward(schedule, [2, 1, 3]) == {0: [2], 2: [1], 1: [3], 3: []}
+    schedule = schedule_of()
+    forward(schedule, [2, 1, 3])
+    assert forward(schedule, [2, 1, 3]) == {0: [2], 2: [1], 1: [3], 3: []}
 
 
 def test_forward_without_grad_records_the_order_for_the_next_forward() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3], grad_enabled=False)
-    assert _forward(schedule, [1, 2, 3], grad_enabled=False) == {0: [1], 1: [2], 2: [3], 3: []}
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3], grad_enabled=False)
+    assert forward(schedule, [1, 2, 3], grad_enabled=False) == {0: [1], 1: [2], 2: [3], 3: []}
 
 
 def test_unit_used_twice_prefetches_what_followed_that_use() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 1, 3])
-    _pre_forward(schedule, 0)
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 1, 3])
+    pre_forward(schedule, 0)
     found = []
     for unit in (1, 2, 1, 3):
-        found.append(_pre_forward(schedule, unit))
+        found.append(pre_forward(schedule, unit))
         schedule.post_forward(unit)
     assert found == [[2], [1], [3], []]
 
 
 def test_forward_that_skips_a_unit_goes_on_predicting_behind_the_gap() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    assert _forward(schedule, [2, 3]) == {0: [1], 2: [3], 3: []}
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    assert forward(schedule, [2, 3]) == {0: [1], 2: [3], 3: []}
 
 
 def test_unit_that_the_recorded_order_lacks_predicts_nothing() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 3])
-    assert _forward(schedule, [1, 2, 3]) == {0: [1], 1: [3], 2: [], 3: []}
+    schedule = schedule_of()
+    forward(schedule, [1, 3])
+    assert forward(schedule, [1, 2, 3]) == {0: [1], 1: [3], 2: [], 3: []}
 
 
 def test_new_order_is_followed_from_the_next_forward_on() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    _forward(schedule, [3, 2, 1])
-    assert _forward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    forward(schedule, [3, 2, 1])
+    assert forward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
 
 
 def test_wrong_prediction_is_freed_at_the_end_of_the_forward_and_not_before() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    _pre_forward(schedule, 0)
-    assert _pre_forward(schedule, 1) == [2]
-    assert _reshards(schedule.post_forward(1)) == [1]
-    _pre_forward(schedule, 3)
-    assert _reshards(schedule.post_forward(3)) == [3]
-    assert _reshards(schedule.post_forward(0)) == [2]
-    _pre_forward(schedule, 0)
-    assert _reshards(schedule.post_forward(0)) == [1]  # what this forward predicted; 2 is forgotten
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    pre_forward(schedule, 0)
+    assert pre_forward(schedule, 1) == [2]
+    assert reshards(schedule.post_forward(1)) == [1]
+    pre_forward(schedule, 3)
+    assert reshards(schedule.post_forward(3)) == [3]
+    assert reshards(schedule.post_forward(0)) == [2]
+    pre_forward(schedule, 0)
+    assert reshards(schedule.post_forward(0)) == [1]  # what this forward predicted; 2 is forgotten
 
 
 def test_right_predictions_are_not_freed_a_second_time() -> None:
-    schedule = _schedule(unit1=UnitRules(after_forward=AfterForward.KEEP))
-    _forward(schedule, [1, 2])
-    _pre_forward(schedule, 0)
+    schedule = schedule_of(unit1=UnitRules(after_forward=AfterForward.KEEP))
+    forward(schedule, [1, 2])
+    pre_forward(schedule, 0)
     for unit in (1, 2):
-        _pre_forward(schedule, unit)
+        pre_forward(schedule, unit)
         schedule.post_forward(unit)
-    assert _reshards(schedule.post_forward(0)) == []
+    assert reshards(schedule.post_forward(0)) == []
 
 
 def test_explicit_forward_prefetch_replaces_the_prediction() -> None:
-    schedule = _schedule(unit1=UnitRules(forward_prefetch=(2, 3)), unit2=UnitRules(forward_prefetch=()))
-    first = _forward(schedule, [1, 2, 3])
+    schedule = schedule_of(unit1=UnitRules(forward_prefetch=(2, 3)), unit2=UnitRules(forward_prefetch=()))
+    first = forward(schedule, [1, 2, 3])
     assert first == {0: [], 1: [2, 3], 2: [], 3: []}
-    assert _forward(schedule, [1, 2, 3]) == {0: [1], 1: [2, 3], 2: [], 3: []}
+    assert forward(schedule, [1, 2, 3]) == {0: [1], 1: [2, 3], 2: [], 3: []}
 
 
 def test_explicit_prefetch_that_was_not_used_is_freed_at_the_end_of_the_forward() -> None:
-    schedule = _schedule(unit1=UnitRules(forward_prefetch=(2, 3)))
-    _pre_forward(schedule, 0)
+    schedule = schedule_of(unit1=UnitRules(forward_prefetch=(2, 3)))
+    pre_forward(schedule, 0)
     for unit in (1, 3):
-        _pre_forward(schedule, unit)
+        pre_forward(schedule, unit)
         schedule.post_forward(unit)
-    assert _reshards(schedule.post_forward(0)) == [2]
+    assert reshards(schedule.post_forward(0)) == [2]
 
 
 def test_prefetching_a_unit_that_is_in_its_forward_does_not_free_it() -> None:
-    schedule = _schedule(unit1=UnitRules(forward_prefetch=(0,)))
-    _pre_forward(schedule, 0)
-    _pre_forward(schedule, 1)
+    schedule = schedule_of(unit1=UnitRules(forward_prefetch=(0,)))
+    pre_forward(schedule, 0)
+    pre_forward(schedule, 1)
     schedule.post_forward(1)
-    assert _reshards(schedule.post_forward(0)) == []
+    assert reshards(schedule.post_forward(0)) == []
 
 
 # Backward
 
 
 def test_backward_prefetches_along_the_forward_in_reverse() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    assert _backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    assert backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
 
 
 def test_backward_of_a_unit_used_twice_prefetches_what_ran_before_each_use() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 1, 3])
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 1, 3])
     schedule.pre_backward(0)
     found = []
     for unit in (3, 1, 2, 1):
-        found.append(_prefetches(schedule.pre_backward(unit)))
+        found.append(prefetches(schedule.pre_backward(unit)))
         schedule.post_backward(unit)
     assert found == [[1], [2], [1], []]
 
 
 def test_explicit_backward_prefetch_replaces_the_prediction() -> None:
-    schedule = _schedule(unit3=UnitRules(backward_prefetch=(2, 1)), unit2=UnitRules(backward_prefetch=()))
-    _forward(schedule, [1, 2, 3])
-    assert _backward(schedule, [3, 2, 1]) == {0: [3], 3: [2, 1], 2: [], 1: []}
+    schedule = schedule_of(unit3=UnitRules(backward_prefetch=(2, 1)), unit2=UnitRules(backward_prefetch=()))
+    forward(schedule, [1, 2, 3])
+    assert backward(schedule, [3, 2, 1]) == {0: [3], 3: [2, 1], 2: [], 1: []}
 
 
 def test_forward_without_grad_is_no_part_of_the_backward() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    _forward(schedule, [3, 1], grad_enabled=False)
-    assert _backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    forward(schedule, [3, 1], grad_enabled=False)
+    assert backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
 
 
 def test_uses_are_forgotten_at_the_end_of_the_last_backward() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    _backward(schedule, [3, 2, 1])
-    assert _backward(schedule, [3, 2, 1]) == {0: [], 3: [], 2: [], 1: []}
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    backward(schedule, [3, 2, 1])
+    assert backward(schedule, [3, 2, 1]) == {0: [], 3: [], 2: [], 1: []}
 
 
 def test_uses_stay_while_more_backwards_are_to_come() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2])
-    _forward(schedule, [3])
+    schedule = schedule_of()
+    forward(schedule, [1, 2])
+    forward(schedule, [3])
     schedule.is_last_backward = False
-    _backward(schedule, [3])
-    assert _backward(schedule, [2, 1]) == {0: [2], 2: [1], 1: []}
+    backward(schedule, [3])
+    assert backward(schedule, [2, 1]) == {0: [2], 2: [1], 1: []}
     schedule.is_last_backward = True
-    _backward(schedule, [])
-    assert _backward(schedule, [2, 1]) == {0: [], 2: [], 1: []}
+    backward(schedule, [])
+    assert backward(schedule, [2, 1]) == {0: [], 2: [], 1: []}
 
 
 def test_wrong_prediction_in_backward_is_freed_at_its_end() -> None:
     """Unit 1 runs before and after unit 2, the first time detached: unit 2 predicts a backward that never comes."""
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 1])
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 1])
     actions = [*schedule.pre_backward(0)]
     for unit in (1, 2):
         actions += schedule.pre_backward(unit)
@@ -219,8 +179,8 @@ def test_wrong_prediction_in_backward_is_freed_at_its_end() -> None:
 
 
 def test_units_without_a_post_backward_are_resharded_and_reduced_at_the_end_innermost_first() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
     for unit in (0, 3, 2, 1):
         schedule.pre_backward(unit)
     schedule.post_backward(3)
@@ -236,8 +196,8 @@ def test_units_without_a_post_backward_are_resharded_and_reduced_at_the_end_inne
 
 def test_units_that_took_no_part_in_the_backward_are_reduced_too() -> None:
     """Other ranks may have used them, and all ranks issue the same collectives."""
-    schedule = _schedule()
-    _forward(schedule, [1])
+    schedule = schedule_of()
+    forward(schedule, [1])
     schedule.pre_backward(0)
     schedule.pre_backward(1)
     schedule.post_backward(1)
@@ -245,8 +205,8 @@ def test_units_that_took_no_part_in_the_backward_are_reduced_too() -> None:
 
 
 def test_the_end_lands_once_and_last_and_returns_to_idle() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
     schedule.pre_backward(0)
     assert schedule.in_backward
     actions = [action for action, _ in schedule.end_backward()]
@@ -265,10 +225,10 @@ def _recompute(schedule: Schedule, unit: int) -> Actions:
 
 def test_recompute_around_a_unit_belongs_to_its_own_backward() -> None:
     """checkpoint(unit): the output's hook has announced the backward before the forward runs again."""
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
     schedule.pre_backward(0)
-    assert _prefetches(schedule.pre_backward(3)) == [2]
+    assert prefetches(schedule.pre_backward(3)) == [2]
     assert _recompute(schedule, 3) == [(Action.UNSHARD, 3), (Action.WAIT, 3)]
     assert schedule.post_forward(3) == ()
     assert schedule.post_backward(3) == ((Action.RESHARD, 3), (Action.REDUCE, 3))
@@ -276,8 +236,8 @@ def test_recompute_around_a_unit_belongs_to_its_own_backward() -> None:
 
 def test_recompute_inside_a_unit_gathers_and_does_not_reshard_before_the_backward_that_follows() -> None:
     """A checkpoint over units 2 and 3 inside unit 1: they run forward again in its backward, then backward."""
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
     schedule.pre_backward(0)
     schedule.pre_backward(1)
     for unit in (2, 3):
@@ -285,62 +245,62 @@ def test_recompute_inside_a_unit_gathers_and_does_not_reshard_before_the_backwar
         assert schedule.running is Pass.RECOMPUTE
         assert schedule.post_forward(unit) == ()
         assert schedule.running is Pass.BACKWARD
-    assert _prefetches(schedule.pre_backward(3)) == [2]
-    assert _reshards(schedule.post_backward(3)) == [3]
+    assert prefetches(schedule.pre_backward(3)) == [2]
+    assert reshards(schedule.post_backward(3)) == [3]
 
 
 def test_recompute_leaves_the_recorded_orders_alone() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
     schedule.pre_backward(0)
     for unit in (3, 2, 1):
         _recompute(schedule, unit)
         schedule.post_forward(unit)
-        assert _prefetches(schedule.pre_backward(unit)) == ([unit - 1] if unit > 1 else [])
+        assert prefetches(schedule.pre_backward(unit)) == ([unit - 1] if unit > 1 else [])
         schedule.post_backward(unit)
     schedule.end_backward()
-    assert _forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
+    assert forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
 
 
 # Exceptions
 
 
 def test_forward_that_raised_is_forgotten_by_the_next_forward_of_its_root() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    _backward(schedule, [3, 2, 1])
-    _pre_forward(schedule, 0)
-    _pre_forward(schedule, 1)  # raises here
-    assert _forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
-    assert _backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    backward(schedule, [3, 2, 1])
+    pre_forward(schedule, 0)
+    pre_forward(schedule, 1)  # raises here
+    assert forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
+    assert backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
 
 
 def test_backward_that_raised_is_forgotten_by_the_next_forward() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
     schedule.pre_backward(0)
     schedule.pre_backward(3)  # raises here
-    assert _forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
+    assert forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
     assert not schedule.in_backward
-    assert _backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
+    assert backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
 
 
 def test_reset_returns_to_idle_and_keeps_the_order_of_the_last_complete_forward() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    _pre_forward(schedule, 0)
-    _pre_forward(schedule, 3)
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    pre_forward(schedule, 0)
+    pre_forward(schedule, 3)
     schedule.reset()
     assert schedule.running is Pass.IDLE
     assert schedule.forward_root is None
-    assert _forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
+    assert forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
 
 
 def test_predictions_of_a_forward_that_raised_do_not_reach_the_next_one() -> None:
-    schedule = _schedule()
-    _forward(schedule, [1, 2, 3])
-    _pre_forward(schedule, 0)
-    _pre_forward(schedule, 2)  # predicts 3, then raises
+    schedule = schedule_of()
+    forward(schedule, [1, 2, 3])
+    pre_forward(schedule, 0)
+    pre_forward(schedule, 2)  # predicts 3, then raises
     schedule.reset()
-    _pre_forward(schedule, 0)  # predicts 1
-    assert _reshards(schedule.post_forward(0)) == [1]
+    pre_forward(schedule, 0)  # predicts 1
+    assert reshards(schedule.post_forward(0)) == [1]

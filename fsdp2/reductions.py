@@ -1,0 +1,58 @@
+"""The reductions of one root that have started and not landed, oldest first.
+
+How many may be in flight is the user's choice between memory and overlap: each holds the gradients that it reads. The
+gradients of one group land in the order in which they were reduced.
+"""
+
+from __future__ import annotations
+
+from fsdp2.group import ParamGroup
+from fsdp2.reduce_scatter import PendingReduce
+
+
+class Reductions:
+    """See the module's text.
+
+    Attributes:
+        max_in_flight: how many reductions may be in flight, counting the one that starts.
+    """
+
+    def __init__(self) -> None:
+        self.max_in_flight = 1
+        self._pending: list[tuple[ParamGroup, PendingReduce]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def start(self, group: ParamGroup, *, with_unused: bool) -> bool:
+        """Start reducing ``group``, when there is room. Returns whether anything was started."""
+        self.make_room(group)
+        return self._add(group, group.reduce(with_unused=with_unused))
+
+    def start_partial(self, group: ParamGroup) -> None:
+        """Carry on what ``group`` has reduced over the shard axis only."""
+        if group.mesh.replicate.size > 1:
+            self.make_room(group)
+            self._add(group, group.reduce_partial())
+
+    def make_room(self, group: ParamGroup | None = None) -> None:
+        """Land the oldest until one more may start, and until none of ``group`` is in flight."""
+        while len(self._pending) >= self.max_in_flight or any(other is group for other, _ in self._pending):
+            self._pending.pop(0)[1].finish()
+
+    def land(self) -> None:
+        """Land everything."""
+        pending, self._pending = self._pending, []  # should landing raise, the rest is not landed later, by surprise
+        for _, reduction in pending:
+            reduction.finish()
+
+    def drop(self) -> None:
+        """Wait for everything, and land nothing."""
+        pending, self._pending = self._pending, []
+        for _, reduction in pending:
+            reduction.drop()
+
+    def _add(self, group: ParamGroup, reduction: PendingReduce | None) -> bool:
+        if reduction is not None:
+            self._pending.append((group, reduction))
+        return reduction is not None
