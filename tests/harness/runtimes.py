@@ -26,6 +26,8 @@ class Runtime:
     OffloadPolicy: Callable[..., Any]
     CPUOffloadPolicy: Callable[..., Any]
     DataParallelMeshDims: Callable[..., Any]
+    register_fsdp_forward_method: Callable[..., Any]
+    share_comm_ctx: Callable[..., Any]
 
 
 SUBJECT_IS_TORCH = os.environ.get("FSDP2_TEST_SUBJECT") == "torch"
