@@ -1,0 +1,256 @@
+"""Methods other than ``forward`` as entry points, and modules of one unit called on their own (chunked loss)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.harness.compare import compare, compare_losses_with_unsharded
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import DIM, Block, ParityModel
+from tests.harness.runtimes import Runtime, beyond_torch
+from tests.harness.training import Case, Step, shard_units_and_root
+
+
+class _Coder(ParityModel):
+    """An autoencoder whose halves are methods, as in image models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.exit = nn.Linear(DIM, DIM)
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.blocks[0](self.entry(x * scale))
+
+    def decode(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.exit(self.blocks[1](x))}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return self.decode(self.encode(x))
+
+    def units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+
+METHODS = ("encode", "decode")
+
+
+def _shard_with_methods(runtime: Runtime, model: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
+    for name in METHODS:
+        runtime.register_fsdp_forward_method(model, name)  # not sharded yet: nothing happens
+    shard_units_and_root(runtime, model, mesh, **kwargs)
+    for name in METHODS:
+        runtime.register_fsdp_forward_method(model, name)
+
+
+def _methods_only(step: Step, model: _Coder) -> list[Tensor]:
+    (x,) = batch = step.batch(model)
+    latent = model.encode(x, scale=0.5)
+    loss = model.loss(model.decode(latent), batch)
+    loss.backward()
+    return [latent, loss]
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2, 4)
+def test_training_through_methods_alone(ctx: RankContext, reshard: bool | None) -> None:
+    shard = functools.partial(_shard_with_methods, reshard_after_forward=reshard)
+    compare(Case(_Coder, shard, _methods_only), ctx.mesh_1d())
+
+
+def _one_method(step: Step, model: _Coder) -> list[Tensor]:
+    (x,) = step.batch(model)
+    loss = model.loss(model.encode(x), (x,))
+    loss.backward()
+    return [loss]
+
+
+@distributed(2)
+def test_a_method_may_be_all_that_runs(ctx: RankContext) -> None:
+    compare(Case(_Coder, _shard_with_methods, _one_method), ctx.mesh_1d())
+
+
+def _evaluate(step: Step, model: _Coder) -> list[Tensor]:
+    (x,) = step.batch(model)
+    with torch.no_grad():
+        latent = model.encode(x)
+    return [latent, *_methods_only(step, model)]
+
+
+@distributed(2)
+def test_method_without_grad(ctx: RankContext) -> None:
+    compare(Case(_Coder, _shard_with_methods, _evaluate), ctx.mesh_1d())
+
+
+class _Inner(ParityModel):
+    """A registered method of an inner unit, called from the root's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coder = _Coder()
+        self.exit = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.exit(self.coder.decode(self.coder.encode(x))["y"])
+
+    def units(self) -> list[nn.Module]:
+        return [*self.coder.blocks, self.coder]
+
+
+def _shard_inner(runtime: Runtime, model: Any, mesh: DeviceMesh) -> None:
+    shard_units_and_root(runtime, model, mesh)
+    for name in METHODS:
+        runtime.register_fsdp_forward_method(model.coder, name)
+
+
+@distributed(2, 4)
+def test_methods_of_an_inner_unit_called_from_the_forward_of_the_root(ctx: RankContext) -> None:
+    compare(Case(_Inner, _shard_inner), ctx.mesh_1d())
+
+
+@beyond_torch("it reshards when the inner call returns, so that the rest of forward meets shards")
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_forward_may_call_registered_methods_of_its_own_module(ctx: RankContext, reshard: bool | None) -> None:
+    shard = functools.partial(_shard_with_methods, reshard_after_forward=reshard)
+    compare_losses_with_unsharded(Case(_Coder, shard), ctx.mesh_1d())
+
+
+class _Recurrent(_Coder):
+    """A method that calls ``forward`` of its own module, and goes on with the module's parameters."""
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        for _ in range(2):
+            x = self(x * scale)["y"]
+        return self.exit(x)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.blocks[1](self.blocks[0](self.entry(x)))}
+
+
+@beyond_torch("it reshards when the inner call returns, so that the rest of the method meets shards")
+@pytest.mark.parametrize("reshard", [True, None])
+@distributed(2, 4)
+def test_method_may_call_forward_of_its_own_module(ctx: RankContext, reshard: bool | None) -> None:
+    shard = functools.partial(_shard_with_methods, reshard_after_forward=reshard)
+    compare_losses_with_unsharded(Case(_Recurrent, shard, _one_method), ctx.mesh_1d())
+
+
+# Modules of one unit that are called on their own
+
+
+class _Chunked(ParityModel):
+    """``forward`` ends with the norm; the head is called per chunk by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, 8)
+
+    def batch(self, generator: torch.Generator) -> tuple[Any, ...]:
+        return (torch.randn(6, DIM, generator=generator),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+
+def _shard_norm_and_head(runtime: Runtime, model: _Chunked, mesh: DeviceMesh, **kwargs: Any) -> None:
+    runtime.fully_shard([model.norm, model.head], mesh=mesh, **kwargs)
+    shard_units_and_root(runtime, model, mesh, **kwargs)
+
+
+NUM_CHUNKS = 3
+
+
+def _chunk_by_chunk(step: Step, model: _Chunked) -> list[Tensor]:
+    """Backward through the head per chunk, then through the rest."""
+    hidden = model(*step.batch(model))
+    detached = hidden.detach().requires_grad_()
+    losses = []
+    step.control(model).set_is_last_backward(False)
+    for chunk in detached.chunk(NUM_CHUNKS):
+        losses.append(model.head(chunk).square().mean())
+        losses[-1].backward()
+    step.control(model).set_is_last_backward(True)
+    hidden.backward(detached.grad)
+    return losses
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2, 4)
+def test_head_called_per_chunk_with_its_own_backward(ctx: RankContext, reshard: bool | None) -> None:
+    shard = functools.partial(_shard_norm_and_head, reshard_after_forward=reshard)
+    compare(Case(_Chunked, shard, _chunk_by_chunk), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_head_called_per_chunk_that_reduces_once(ctx: RankContext) -> None:
+    def step(step: Step, model: _Chunked) -> list[Tensor]:
+        hidden = model(*step.batch(model))
+        detached = hidden.detach().requires_grad_()
+        losses = []
+        step.control(model).set_is_last_backward(False)
+        step.control(model).set_requires_gradient_sync(False)
+        for chunk in detached.chunk(NUM_CHUNKS):
+            losses.append(model.head(chunk).square().mean())
+            losses[-1].backward()
+        step.control(model).set_is_last_backward(True)
+        step.control(model).set_requires_gradient_sync(True)
+        hidden.backward(detached.grad)
+        return losses
+
+    compare(Case(_Chunked, _shard_norm_and_head, step), ctx.mesh_1d())
+
+
+def _all_chunks_at_once(step: Step, model: _Chunked) -> list[Tensor]:
+    hidden = model(*step.batch(model))
+    loss = torch.stack([model.head(chunk).square().mean() for chunk in hidden.chunk(NUM_CHUNKS)]).sum()
+    loss.backward()
+    return [loss]
+
+
+@beyond_torch("the first chunk's backward frees the parameters that the next one reads")
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2, 4)
+def test_chunks_in_one_backward(ctx: RankContext, reshard: bool | None) -> None:
+    shard = functools.partial(_shard_norm_and_head, reshard_after_forward=reshard)
+    compare_losses_with_unsharded(Case(_Chunked, shard, _all_chunks_at_once), ctx.mesh_1d())
+
+
+class _ChunkedInside(_Chunked):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        return torch.cat([self.head(chunk) for chunk in hidden.chunk(NUM_CHUNKS)])
+
+
+@beyond_torch("the first chunk's backward frees the parameters that the next one reads")
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2, 4)
+def test_chunks_inside_the_forward_of_the_root(ctx: RankContext, reshard: bool | None) -> None:
+    shard = functools.partial(_shard_norm_and_head, reshard_after_forward=reshard)
+    compare_losses_with_unsharded(Case(_ChunkedInside, shard), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_head_called_without_grad_between_steps(ctx: RankContext) -> None:
+    def step(step: Step, model: _Chunked) -> list[Tensor]:
+        with torch.no_grad():
+            evaluated = model.head(model(*step.batch(model, 1)))
+        return [evaluated, *_chunk_by_chunk(step, model)]
+
+    compare(Case(_Chunked, _shard_norm_and_head, step), ctx.mesh_1d())
