@@ -99,25 +99,32 @@ class ModuleHooks:
 
     def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method`` of ``module``, run like its forward; what it calls of the same unit belongs to it."""
+        pre_forward, post_forward = torch.compiler.disable(self.pre_forward), torch.compiler.disable(self.post_forward)
+        resume, handed_out = torch.compiler.disable(self._resume), torch.compiler.disable(self._handed_out)
+        forget_forward = torch.compiler.disable(self._forget_forward)
+        is_running = torch.compiler.disable(self._is_running)
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._is_running():
-                args, kwargs = self._resume(args, kwargs)
-                return self._handed_out(method(*args, **kwargs))
-            args, kwargs = self.pre_forward(module, args, kwargs)
+            if is_running():
+                args, kwargs = resume(args, kwargs)
+                return handed_out(method(*args, **kwargs))
+            args, kwargs = pre_forward(module, args, kwargs)
             self._runs_method = True
             try:
                 output = method(*args, **kwargs)
             except BaseException:
-                self._unit.context.forget_forward(self._unit)
+                forget_forward()
                 raise
             finally:
                 self._runs_method = False
-            return self.post_forward(module, args, output)
+            return post_forward(module, args, output)
 
         setattr(run, _IS_FORWARD_METHOD, True)
         return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
+
+    def _forget_forward(self) -> None:
+        self._unit.context.forget_forward(self._unit)
 
     def _is_running(self) -> bool:
         """Whether a method is called from inside the unit's own forward, or from another method."""

@@ -340,6 +340,9 @@ class FSDPModule:
 
         Under a root where it is on for some unit, reductions start in the reverse order of units, whatever the order of
         backward: gradients of a rank that skips a unit wait for the end of its backward.
+
+        Backwards may skip whole units, too, if they gather the same on all ranks: with ``reshard_after_forward=False``
+        they gather nothing.
         """
         self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
 

@@ -211,7 +211,8 @@ def _other_units_on_each_rank(step: Step, model: _Dropped) -> list[Tensor]:
     losses = []
     for micro in range(2):
         step.control(model).set_requires_gradient_sync(micro == 1)
-        losses.append(step.loss(model, micro, dropped=((step.index + step.rank + micro) % 3,)))
+        first = (step.index + step.rank + micro) % 3
+        losses.append(step.loss(model, micro, dropped=(first, (first + 1) % 3)))
         losses[-1].backward()
     _zeros_for_unused(step, model)
     return losses
@@ -225,14 +226,16 @@ def test_ranks_that_use_other_units(ctx: RankContext, num_buffers: int) -> None:
         _with_unused(model)
         model.set_reduce_scatter_max_input_buffers(num_buffers)  # type: ignore[operator]
 
-    case = Case(_Dropped, functools.partial(_shard_and, configure), _other_units_on_each_rank)
+    shard = functools.partial(_shard_and, configure, reshard_after_forward=False)  # backwards must gather the same
+    case = Case(_Dropped, shard, _other_units_on_each_rank)
     compare_losses_with_unsharded(case, ctx.mesh_1d())
 
 
 @beyond_torch("it reduces whole units in the order of each rank's own backward, so that other units meet")
 @distributed(4)
 def test_ranks_that_use_other_units_on_hsdp(ctx: RankContext) -> None:
-    case = Case(_Dropped, functools.partial(_shard_and, _with_unused), _other_units_on_each_rank)
+    shard = functools.partial(_shard_and, _with_unused, reshard_after_forward=False)
+    case = Case(_Dropped, shard, _other_units_on_each_rank)
     compare_losses_with_unsharded(case, ctx.mesh_2d(2, 2))
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fsdp2.buffers import Memory
-from fsdp2.services import services_for
-from fsdp2.streams import AcceleratorStreams, Streams, streams_for
+from fsdp2.services import compute_stream_services, services_for
+from fsdp2.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
 
 ACCELERATOR = torch.device("meta")  # anything but the CPU: storages in these tests are the CPU's all the same
 
@@ -117,6 +117,17 @@ def test_a_release_is_carried_out_once(memory: Memory, streams: RecordingStreams
     assert len(streams.log) == 2
 
 
+def test_memory_that_is_kept_is_written_behind_the_compute_that_read_it(
+    memory: Memory, streams: RecordingStreams
+) -> None:
+    storage = _allocated(memory, streams, "a", 64)
+    place = storage.data_ptr()
+    memory.keep()
+    memory.allocate([(storage, 64)])
+    assert streams.log == ["record 1", "wait 1: a 64"]
+    assert (storage.nbytes(), storage.data_ptr()) == (64, place)
+
+
 def test_on_the_cpu_a_release_frees_at_once_and_records_nothing(streams: RecordingStreams) -> None:
     memory = Memory(torch.device("cpu"), streams)
     storage = _allocated(memory, streams, "a", 64)
@@ -207,6 +218,70 @@ def test_gather_stream_waits_for_compute_before_a_pass(device_module: FakeDevice
         gather = str(device_module.current_stream())
     streams.gather_after_compute()
     assert device_module.log == [f"{gather} waits for compute"]
+
+
+def test_gather_stream_waits_for_the_event_that_the_user_gave_and_for_nothing_else(
+    device_module: FakeDeviceModule,
+) -> None:
+    streams = AcceleratorStreams(torch.device("cuda", 0))
+    with streams.on_gather():
+        gather = str(device_module.current_stream())
+    streams.gather_after("the optimizer's event")  # type: ignore[arg-type]
+    assert device_module.log == [f"{gather} waits for the optimizer's event"]
+
+
+def test_without_a_gather_stream_gathers_run_where_compute_does(device_module: FakeDeviceModule) -> None:
+    shared = AcceleratorStreams(torch.device("cuda", 0))
+    streams = ComputeStreamGathers(shared)
+    with streams.on_gather():
+        assert str(device_module.current_stream()) == "compute"
+    streams.gather_after_compute()
+    assert device_module.log == []
+    with shared.on_reduce():
+        reduce = str(device_module.current_stream())
+    with streams.on_reduce():
+        assert str(device_module.current_stream()) == reduce
+    assert len(device_module.priorities) == 2  # it made no stream of its own
+
+
+def test_without_a_gather_stream_gathers_are_awaited_where_their_data_is_needed(
+    device_module: FakeDeviceModule,
+) -> None:
+    streams = ComputeStreamGathers(AcceleratorStreams(torch.device("cuda", 0)))
+    gathers, reductions = [_Work()], [_Work()]
+    assert list(streams.gathers_issued(gathers)) == gathers
+    assert gathers[0].num_waits == 0
+    assert list(streams.issued(reductions)) == []
+    assert reductions[0].num_waits == 1
+
+
+def test_with_a_gather_stream_that_stream_awaits_gathers(device_module: FakeDeviceModule) -> None:
+    works = [_Work()]
+    assert list(AcceleratorStreams(torch.device("cuda", 0)).gathers_issued(works)) == []
+    assert works[0].num_waits == 1
+
+
+def test_memory_of_gathers_without_a_stream_is_apart(device_module: FakeDeviceModule) -> None:
+    device = torch.device("meta")
+    try:
+        shared, apart = services_for(device), compute_stream_services(device)
+        assert apart.memory is not shared.memory
+        assert apart is compute_stream_services(device)
+        storage = torch.UntypedStorage(0)
+        apart.memory.allocate([(storage, 64)])
+        apart.memory.release([(storage, 64)])
+        shared.flush()
+        assert storage.nbytes() == 64
+        apart.flush()
+        assert storage.nbytes() == 0
+    finally:
+        services_for.cache_clear()
+        compute_stream_services.cache_clear()
+
+
+def test_on_the_cpu_gathers_without_a_stream_are_those_with_one() -> None:
+    device = torch.device("cpu")
+    assert compute_stream_services(device) is services_for(device)
 
 
 class _Work:

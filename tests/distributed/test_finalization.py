@@ -1,0 +1,314 @@
+"""Backwards that the user finalizes: what happens when, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from fsdp2 import FSDPModule, GradientReductionHandle, fully_shard, trace
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+
+
+def _by_hand(ctx: RankContext, num_blocks: int = 2, **kwargs: Any) -> Any:
+    model = sharded(ctx, num_blocks=num_blocks, **kwargs)
+    model.set_manual_backward_finalization(True)
+    return model
+
+
+def _assert_gradients_are_those_of(model: Any, seeds: tuple[int, ...], num_blocks: int = 2) -> None:
+    reference = seeded(lambda: Stack(num_blocks))
+    for seed in seeds:
+        step(reference, seed)
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+
+
+def _unreduced_twice(ctx: RankContext) -> str:
+    model = _by_hand(ctx, num_blocks=1)
+    step(model)
+    model.finalize_backward()
+    model.zero_grad()
+    with trace.record(model) as recorded:
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        step(model, 1)
+        step(model, 2)
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+    _assert_gradients_are_those_of(model, (1, 2), num_blocks=1)
+    return str(recorded)
+
+
+def test_reducing_is_an_action_of_its_own() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_unreduced_twice),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+post_forward (root)
+pre_backward (root)
+    prefetch blocks.0  4224 bytes
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+end_backward (root)
+pre_forward (root)
+pre_forward blocks.0
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+post_forward (root)
+pre_backward (root)
+    prefetch blocks.0  4224 bytes
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+end_backward (root)
+finalize_backward() (root)
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def _reduced_in_backward(ctx: RankContext) -> str:
+    model = _by_hand(ctx, num_blocks=1)
+    with trace.record(model) as recorded:
+        step(model)
+        model.finalize_backward()
+    _assert_gradients_are_those_of(model, (0,), num_blocks=1)
+    return "\n".join(recorded.actions()[-6:])
+
+
+def test_backward_with_sync_reduces_at_once_what_it_can() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_reduced_in_backward),
+        """\
+wait blocks.0
+reshard blocks.0
+reduce blocks.0
+reshard (root)
+reduce (root)
+land (root)""",
+    )
+
+
+@distributed(2)
+def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext) -> None:
+    model = _by_hand(ctx)
+    step(model)
+    handle = model.finalize_backward(async_op=True)
+    assert isinstance(handle, GradientReductionHandle)
+    handle.wait()
+    _assert_gradients_are_those_of(model, (0,))
+    handle.wait()
+    step(model, 1)
+    assert model.finalize_backward() is None
+    _assert_gradients_are_those_of(model, (0, 1))
+
+
+@distributed(2)
+def test_finalization_without_a_backward_does_nothing(ctx: RankContext) -> None:
+    model = _by_hand(ctx)
+    assert model.finalize_backward() is None
+    handle = model.finalize_backward(async_op=True)
+    handle.wait()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(batch())
+    model.finalize_backward()
+    model.finalize_backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("with_unused", [False, True])
+@distributed(2)
+def test_backward_that_reaches_no_sharded_parameter(ctx: RankContext, with_unused: bool) -> None:
+    model = _by_hand(ctx)
+    model.set_reduce_scatter_unused_params(with_unused)
+    with torch.no_grad():
+        y = model(batch())
+    y.requires_grad_().square().sum().backward()
+    model.finalize_backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@distributed(2)
+def test_switched_off_again_backward_ends_by_itself(ctx: RankContext) -> None:
+    model = _by_hand(ctx)
+    step(model)
+    model.finalize_backward()
+    model.set_manual_backward_finalization(False)
+    step(model, 1)
+    _assert_gradients_are_those_of(model, (0, 1))
+
+
+@distributed(2)
+def test_unused_parameters_of_several_backwards_are_reduced_once(ctx: RankContext) -> None:
+    """The ranks' backwards reach different units in each of two backwards."""
+    model = _by_hand(ctx, reshard_after_forward=False)
+    model.set_reduce_scatter_unused_params(True)
+    outputs: list[Tensor] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: outputs.append(output))
+    for seed in range(2):
+        outputs.clear()
+        model(batch(seed))
+        outputs[(ctx.rank + seed) % 2].square().mean().backward()
+    model.finalize_backward()
+    reference = seeded(lambda: Stack(2))
+    for seed in range(2):
+        hidden = reference.blocks[0](reference.entry(batch(seed)))
+        (hidden.square().mean() / 2).backward(retain_graph=True)  # one of the two ranks
+        (reference.blocks[1](hidden).square().mean() / 2).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
+        assert torch.allclose(parameter.grad.full_tensor(), grad, atol=1e-6), name
+
+
+# What is refused
+
+
+def _errors_about_roots(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    step(model)
+    block = model.blocks[0]
+    return "\n".join(
+        [
+            error_of(lambda: block.set_manual_backward_finalization(True)),
+            error_of(block.finalize_backward),
+            error_of(model.finalize_backward),
+        ]
+    )
+
+
+def test_finalization_is_for_roots_that_asked_for_it() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_errors_about_roots),
+        """\
+ScheduleError: set_manual_backward_finalization on 'blocks.0', which is no root. Call it on the
+FSDPStack around it.
+ScheduleError: finalize_backward on 'blocks.0', which is no root. Call it on the FSDPStack around
+it.
+ScheduleError: finalize_backward on FSDPStack: backward is finalized when it ends. Call
+set_manual_backward_finalization(True) before it.""",
+    )
+
+
+def _inner_unit_that_asked_first(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    model.blocks[0].set_manual_backward_finalization(True)
+    error = error_of(lambda: model(batch()))
+    model.blocks[0].set_manual_backward_finalization(False)
+    step(model)
+    reference = seeded(Stack)
+    step(reference)
+    assert torch.allclose(model.entry.weight.grad.full_tensor(), reference.entry.weight.grad, atol=1e-6)
+    return error
+
+
+def test_finalization_of_a_unit_that_turns_out_to_be_no_root() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_inner_unit_that_asked_first),
+        """\
+ScheduleError: set_manual_backward_finalization was called on 'blocks.0', which is no root:
+FSDPStack runs around it. Call it on the root instead, after set_manual_backward_finalization(False)
+on 'blocks.0'.""",
+    )
+
+
+def _errors_about_time(ctx: RankContext) -> str:
+    model = _by_hand(ctx)
+    errors = []
+
+    def in_backward(_: Any) -> None:
+        errors.append(error_of(model.finalize_backward))
+        errors.append(error_of(lambda: model.set_manual_backward_finalization(False)))
+
+    y = model(batch())
+    y.register_hook(in_backward)
+    y.square().mean().backward()
+    errors.append(error_of(lambda: model.set_manual_backward_finalization(False)))
+    handle = model.finalize_backward(async_op=True)
+    errors.append(error_of(model.finalize_backward))
+    errors.append(error_of(lambda: model(batch())))
+    handle.wait()
+    _assert_gradients_are_those_of(model, (0,))
+    return "\n".join(errors)
+
+
+def test_finalization_at_the_wrong_time() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_errors_about_time),
+        """\
+ScheduleError: finalize_backward on FSDPStack: a backward is running. Call it when backward() has
+returned.
+ScheduleError: set_manual_backward_finalization(False): a backward is running. Call it before
+backward, or after finalize_backward() or reset_iter_state().
+ScheduleError: set_manual_backward_finalization(False): a backward waits to be finalized. Call it
+before backward, or after finalize_backward() or reset_iter_state().
+ScheduleError: finalize_backward on FSDPStack: the handle of the last call was not waited for. Call
+its wait() first.
+ScheduleError: forward of (root): the handle of finalize_backward(async_op=True) was not waited for.
+Call its wait() first.""",
+    )
+
+
+def _reset(ctx: RankContext) -> str:
+    model = _by_hand(ctx)
+    step(model)
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    error = error_of(handle.wait)
+    assert error_of(handle.wait) == error
+    model.zero_grad()
+    step(model, 1)
+    model.finalize_backward()
+    _assert_gradients_are_those_of(model, (1,))
+    return error
+
+
+def test_handle_of_a_model_that_was_reset() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_reset),
+        """\
+ScheduleError: wait() on the gradients of (root): the model was reset since finalize_backward, and
+they are lost. Run the iteration again.""",
+    )
+
+
+@distributed(2)
+def test_two_roots_are_finalized_independently(ctx: RankContext) -> None:
+    first, second = _by_hand(ctx), _by_hand(ctx)
+    step(first)
+    handle = first.finalize_backward(async_op=True)
+    step(second, 1)
+    second.finalize_backward()
+    handle.wait()
+    _assert_gradients_are_those_of(first, (0,))
+    _assert_gradients_are_those_of(second, (1,))
+
+
+@distributed(2)
+def test_model_of_one_unit(ctx: RankContext) -> None:
+    model = fully_shard(seeded(lambda: Stack(1)), mesh=ctx.mesh_1d())
+    assert isinstance(model, FSDPModule)
+    model.set_manual_backward_finalization(True)
+    step(model)  # type: ignore[arg-type]
+    assert all(parameter.grad is None for parameter in model.parameters())  # type: ignore[attr-defined]
+    model.finalize_backward()
+    _assert_gradients_are_those_of(model, (0,), num_blocks=1)

@@ -1,0 +1,393 @@
+"""What the setters that control a step do beyond its numbers: memory, what is in flight, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx, trace
+from fsdp2.runtime import unit_of
+from tests.distributed.support import BLOCK_NBYTES, Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+
+# Reductions in flight
+
+
+def _landed_when_backward_reaches(ctx: RankContext, num_buffers: int | None) -> list[str]:
+    """At the start of each block's backward, the blocks whose gradients have landed."""
+    model = sharded(ctx, num_blocks=5)
+    if num_buffers is not None:
+        model.set_reduce_scatter_max_input_buffers(num_buffers)
+    found = []
+
+    class Watch(fsdp2.Observer):
+        def on_event(self, event: str, unit: str) -> None:
+            if event == "pre_backward" or event == "end_backward":
+                landed = [str(i) for i, block in enumerate(model.blocks) if block.linear.weight.grad is not None]
+                found.append(f"{event} {unit}: {' '.join(landed) or 'none'}")
+
+    with trace.observe(model, Watch()):
+        step(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return found
+
+
+def test_one_reduction_is_in_flight_unless_told_otherwise() -> None:
+    assert_expected_inline(
+        "\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=None)),
+        """\
+pre_backward (root): none
+pre_backward blocks.4: none
+pre_backward blocks.3: none
+pre_backward blocks.2: 4
+pre_backward blocks.1: 3 4
+pre_backward blocks.0: 2 3 4
+end_backward (root): 1 2 3 4""",
+    )
+
+
+def test_three_reductions_in_flight() -> None:
+    assert_expected_inline(
+        "\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=3)),
+        """\
+pre_backward (root): none
+pre_backward blocks.4: none
+pre_backward blocks.3: none
+pre_backward blocks.2: none
+pre_backward blocks.1: none
+pre_backward blocks.0: 4
+end_backward (root): 3 4""",
+    )
+
+
+def _errors_of_max_input_buffers(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    setter = model.set_reduce_scatter_max_input_buffers
+    return "\n".join(error_of(partial(setter, value)) for value in (True, 2.0, 0))
+
+
+def test_number_of_reductions_that_is_none() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_errors_of_max_input_buffers),
+        """\
+TypeError: set_reduce_scatter_max_input_buffers: expected an int, got a bool.
+TypeError: set_reduce_scatter_max_input_buffers: expected an int, got a float.
+ValueError: set_reduce_scatter_max_input_buffers: expected at least 1, got 0.""",
+    )
+
+
+def _not_last(ctx: RankContext) -> str:
+    model = sharded(ctx, num_blocks=1)
+    model.set_is_last_backward(False)
+    with trace.record(model) as recorded:
+        step(model)
+        model.set_is_last_backward(True)
+        step(model)
+    return "\n".join(action for action in recorded.actions() if action.split()[0] in ("reduce", "land"))
+
+
+def test_backward_that_is_not_the_last_does_not_wait_for_its_reductions() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_not_last),
+        """\
+reduce blocks.0
+reduce (root)
+reduce blocks.0
+reduce (root)
+land (root)""",
+    )
+
+
+# Unsharding in backward
+
+
+def _not_unsharded(ctx: RankContext) -> str:
+    model = sharded(ctx, num_blocks=2)
+    model.blocks[0].set_unshard_in_backward(False)
+    y = model(batch())
+    with trace.record(model) as recorded:
+        error = error_of(y.square().mean().backward)  # what backward does read is not there
+    model.reset_iter_state()
+    return str(recorded) + "\n" + error
+
+
+def test_unit_is_not_gathered_for_backward_though_backward_reads_it() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_not_unsharded),
+        """\
+pre_backward (root)
+    prefetch blocks.1  4224 bytes
+pre_backward blocks.1
+    wait blocks.1  4224 bytes
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+RuntimeError: setStorage: sizes [32, 32], strides [32, 1], storage offset 0, and itemsize 4
+requiring a storage size of 4096 are out of bounds for storage of size 0""",
+    )
+
+
+# Memory that is kept
+
+
+def _unsharded_places(model: Any) -> list[int]:
+    places: list[int] = []
+    hooks = [
+        block.linear.register_forward_pre_hook(lambda module, args: places.append(module.weight.data_ptr()))
+        for block in model.blocks
+    ]
+    step(model)
+    for hook in hooks:
+        hook.remove()
+    return places
+
+
+@pytest.mark.parametrize("dim", [32, 1024])  # 4 MiB is beyond what the pool of freed memory takes
+@distributed(2)
+def test_kept_memory_stays_where_it_is(ctx: RankContext, dim: int) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(dim, dim)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x.repeat(1, dim // x.size(1)))
+            return x
+
+    model, reference = seeded(Model), seeded(Model)
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh_1d())
+    fully_shard(model, mesh=ctx.mesh_1d())
+    model.set_keep_unsharded_storage(True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    found = []
+    for _ in range(3):
+        found.append(_unsharded_places(model))
+        step(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found == [found[0]] * 3
+    assert len(set(found[0])) == 3
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(parameter.full_tensor(), expected, atol=1e-5), name
+
+
+def _allocated(model: Any) -> list[int]:
+    sizes = []
+    for block in model.blocks:
+        unit = unit_of(block)
+        assert unit is not None
+        (group,) = unit.groups
+        (param, *_) = group.params
+        assert param.unsharded is not None
+        sizes.append(param.unsharded.untyped_storage().nbytes())
+    return sizes
+
+
+@distributed(2)
+def test_memory_is_freed_at_the_next_reshard_once_it_need_not_be_kept(ctx: RankContext) -> None:
+    model = sharded(ctx, num_blocks=2)
+    model.blocks[0].set_keep_unsharded_storage(True)
+    step(model)
+    assert _allocated(model) == [BLOCK_NBYTES, 0]
+    model.set_keep_unsharded_storage(True, recurse=False)
+    step(model)
+    assert _allocated(model) == [BLOCK_NBYTES, 0]
+    model.set_keep_unsharded_storage(False)
+    step(model)
+    assert _allocated(model) == [0, 0]
+
+
+@distributed(4)
+def test_kept_memory_with_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
+    model = sharded(ctx, num_blocks=2, reshard_after_forward=2)
+    model.set_keep_unsharded_storage(True)
+    reference = seeded(lambda: Stack(2))
+    first = _unsharded_places(model)
+    step(reference)
+    assert _unsharded_places(model) == first
+    step(reference)
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+
+
+# Registered methods
+
+
+class _WithMethods(Stack):
+    label = "no method"
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Half of the forward."""
+        return self.blocks[0](self.entry(x))
+
+    def failing(self, x: Tensor) -> Tensor:
+        self.encode(x)
+        raise ArithmeticError("as planned")
+
+
+def _sharded_with_methods(ctx: RankContext) -> Any:
+    model = seeded(_WithMethods)
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh_1d())
+    return fully_shard(model, mesh=ctx.mesh_1d())
+
+
+def _trace_of_a_method(ctx: RankContext) -> str:
+    model = _sharded_with_methods(ctx)
+    for _ in range(2):  # the second call changes nothing
+        register_fsdp_forward_method(model, "encode")
+    assert model.encode.__doc__ == "Half of the forward."
+    with trace.record(model) as recorded:
+        model.encode(batch()).square().mean().backward()
+    return str(recorded)
+
+
+def test_registered_method_runs_like_a_forward() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_trace_of_a_method),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+pre_forward blocks.0
+    unshard blocks.0  4224 bytes
+    wait blocks.0  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+post_forward (root)
+pre_backward blocks.0
+    unshard blocks.0  4224 bytes
+    wait blocks.0  4224 bytes
+pre_backward (root)
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+@distributed(2)
+def test_method_of_a_module_that_is_not_sharded_stays_as_it_is(ctx: RankContext) -> None:
+    model = _WithMethods()
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model, "no such method")
+    assert "encode" not in vars(model)
+
+
+@distributed(2)
+def test_model_recovers_from_a_registered_method_that_raised(ctx: RankContext) -> None:
+    model = _sharded_with_methods(ctx)
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model, "failing")
+    reference = seeded(_WithMethods)
+    expected = reference.encode(batch())
+    for entry in (model.encode, model, model.encode):
+        with pytest.raises(ArithmeticError):
+            model.failing(batch())
+        if entry is model:
+            step(model)
+            step(reference)
+        else:
+            assert torch.allclose(entry(batch()), expected, atol=1e-6)
+    model.reshard()  # a root keeps its parameters after forward
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-6), name
+
+
+@pytest.mark.parametrize("order", ["compiled first", "registered first", "called by a compiled module"])
+@distributed(2)
+def test_registered_method_and_compilation(ctx: RankContext, order: str) -> None:
+    model = _sharded_with_methods(ctx)
+
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model.encode(x * 2) * 3
+
+    encode: Any
+    if order == "compiled first":
+        model.encode = torch.compile(model.encode, backend="aot_eager")
+        register_fsdp_forward_method(model, "encode")
+        encode = model.encode
+    else:
+        register_fsdp_forward_method(model, "encode")
+        called = order == "called by a compiled module"
+        encode = torch.compile(Caller() if called else model.encode, backend="aot_eager")
+    reference = seeded(_WithMethods)
+    warnings.filterwarnings("ignore", message=".*is not a leaf Tensor.*")  # the compiler looks at .grad of inputs
+    for seed in range(3):
+        x = batch(seed)
+        expected = reference.encode(x * 2) * 3 if order.startswith("called") else reference.encode(x)
+        actual = encode(x)
+        assert torch.allclose(actual, expected, atol=1e-5)
+        actual.square().mean().backward()
+        expected.square().mean().backward()
+    used = [(p, r) for p, r in zip(model.parameters(), reference.parameters(), strict=True) if r.grad is not None]
+    assert used
+    for parameter, other in used:
+        assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-4)
+
+
+def _errors_of_methods(ctx: RankContext) -> str:
+    model = _sharded_with_methods(ctx)
+    names = ("encod", "label", "xyz")
+    return "\n".join(error_of(partial(register_fsdp_forward_method, model, name)) for name in names)
+
+
+def test_method_that_does_not_exist() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_errors_of_methods),
+        """\
+ValueError: register_fsdp_forward_method: expected a method 'encod' of FSDP_WithMethods, found no
+such attribute. Did you mean 'encode'?
+ValueError: register_fsdp_forward_method: expected a method 'label' of FSDP_WithMethods, found a
+str.
+ValueError: register_fsdp_forward_method: expected a method 'xyz' of FSDP_WithMethods, found no such
+attribute.""",
+    )
+
+
+# Shared streams
+
+
+def _share(ctx: RankContext) -> str:
+    first, second = sharded(ctx), sharded(ctx)
+    services = {id(unit_of(module).context.services) for module in (first, second)}  # type: ignore[union-attr]
+    assert len(services) == 1
+    share_comm_ctx([])
+    share_comm_ctx([first, second])
+    assert all(isinstance(module, FSDPModule) for module in (first, second))
+    return error_of(lambda: share_comm_ctx([first, first.entry]))
+
+
+def test_roots_share_streams_from_the_start() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_share),
+        """ValueError: share_comm_ctx: expected modules that fully_shard was called on, got a Linear.""",
+    )
