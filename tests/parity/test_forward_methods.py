@@ -115,7 +115,6 @@ def test_methods_of_an_inner_unit_called_from_the_forward_of_the_root(ctx: RankC
     compare(Case(_Inner, _shard_inner), ctx.mesh_1d())
 
 
-@beyond_torch("it reshards when the inner call returns, so that the rest of forward meets shards")
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2)
 def test_forward_may_call_registered_methods_of_its_own_module(ctx: RankContext, reshard: bool | None) -> None:
@@ -135,11 +134,15 @@ class _Recurrent(_Coder):
         return {"y": self.blocks[1](self.blocks[0](self.entry(x)))}
 
 
-@beyond_torch("it reshards when the inner call returns, so that the rest of the method meets shards")
-@pytest.mark.parametrize("reshard", [True, None])
 @distributed(2, 4)
-def test_method_may_call_forward_of_its_own_module(ctx: RankContext, reshard: bool | None) -> None:
-    shard = functools.partial(_shard_with_methods, reshard_after_forward=reshard)
+def test_method_may_call_forward_of_its_own_module(ctx: RankContext) -> None:
+    compare_losses_with_unsharded(Case(_Recurrent, _shard_with_methods, _one_method), ctx.mesh_1d())
+
+
+@beyond_torch("it reshards when the inner call returns, so that the rest of the method meets shards")
+@distributed(2, 4)
+def test_method_may_call_forward_of_its_own_module_that_reshards(ctx: RankContext) -> None:
+    shard = functools.partial(_shard_with_methods, reshard_after_forward=True)
     compare_losses_with_unsharded(Case(_Recurrent, shard, _one_method), ctx.mesh_1d())
 
 
@@ -224,7 +227,6 @@ def _all_chunks_at_once(step: Step, model: _Chunked) -> list[Tensor]:
     return [loss]
 
 
-@beyond_torch("the first chunk's backward frees the parameters that the next one reads")
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2, 4)
 def test_chunks_in_one_backward(ctx: RankContext, reshard: bool | None) -> None:
@@ -238,7 +240,6 @@ class _ChunkedInside(_Chunked):
         return torch.cat([self.head(chunk) for chunk in hidden.chunk(NUM_CHUNKS)])
 
 
-@beyond_torch("the first chunk's backward frees the parameters that the next one reads")
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2, 4)
 def test_chunks_inside_the_forward_of_the_root(ctx: RankContext, reshard: bool | None) -> None:
