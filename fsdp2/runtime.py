@@ -445,6 +445,7 @@ class RootContext:
 
     def _reduce(self, unit: Unit) -> None:
         for group in unit.groups:
+            group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
             self._has_reduced |= self.reductions.start(group, with_unused=unit.rules.reduces_unused)
 
     def _keep(self, unit: Unit) -> None:
