@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block, ParityModel, Transformer
 from tests.harness.training import Case, Step, sgd, shard_units_and_root
+from tests.parity.setups import hybrid_mesh
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32, shard_with_policy
 
 REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
@@ -141,3 +145,69 @@ def test_recomputation_and_gradient_accumulation(ctx: RankContext, reentrant: bo
         return losses
 
     compare(Case(functools.partial(_around, reentrant), step=step), ctx.mesh_1d())
+
+
+# What is recomputed with, and what is not recomputed
+
+
+def _dropping_out(build: Callable[[bool], MLP], reentrant: bool) -> MLP:
+    model = build(reentrant)
+    for block in model.blocks:
+        block.down = nn.Sequential(nn.Dropout(0.5), block.down)
+    return model
+
+
+@REENTRANT
+@pytest.mark.parametrize("build", [_inside, _around])
+@distributed(2, 4)
+def test_recomputation_drops_the_same_elements(ctx: RankContext, build, reentrant: bool) -> None:
+    """The generator's state is put back: else the gradients would not be those of the loss."""
+    compare(Case(functools.partial(_dropping_out, build, reentrant)), ctx.mesh_1d())
+
+
+def _saves_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_matmul = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective(function: Any, *args: Any) -> Any:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _saves_matmuls)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+class SelectiveInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _selective(super().forward, x)
+
+
+class SelectiveAround(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = _selective(block, x)
+        return self.exit(x)
+
+
+def _selective_inside() -> MLP:
+    model = MLP()
+    for block in model.blocks:
+        block.__class__ = SelectiveInside
+    return model
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("build", [_selective_inside, SelectiveAround])
+@distributed(2, 4)
+def test_selective_checkpointing(ctx: RankContext, build, reshard: bool | int) -> None:
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
+    compare(Case(build, shard=shard), ctx.mesh_1d())
+
+
+@REENTRANT
+@pytest.mark.parametrize("reshard", [True, 2])
+@distributed(4)
+def test_recomputation_on_other_meshes(ctx: RankContext, reshard: bool | int, reentrant: bool) -> None:
+    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
+    mesh = hybrid_mesh(ctx) if reshard is True else ctx.mesh_1d()
+    for build in (_around, _inside):
+        compare(Case(functools.partial(build, reentrant), shard=shard), mesh)
