@@ -29,6 +29,9 @@ EXPECTED_WARNINGS = (
     r".*`torch\.distributed\..*` is deprecated.*",
     # Random initialisation of DTensors on CPU: each rank draws for its own shard, which is all that the tests need.
     r".*DTensor random operators may not have complete support on cpu.*",
+    # set_model_state_dict, when it fills a model on the meta device
+    r"`_get_pg_default_device` will be deprecated.*",
+    r"Multiple backends are registered with this ProcessGroup.*",
     # gloo's tensors in torch.distributed.checkpoint's planner
     r".*torch\.distributed\.distributed_c10d.*_all_gather_base.*",
 )

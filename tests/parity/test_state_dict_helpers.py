@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -132,11 +131,8 @@ def test_whole_states_are_those_of_the_unsharded_model(ctx: RankContext) -> None
 
 # Rank 0 has a checkpoint, the others have nothing. ``set_state_dict`` would take that for "optimizer only" on them.
 def _load_model_from_rank_0(ctx: RankContext, model: Any, state: Any) -> None:
-    with warnings.catch_warnings():
-        for message in ("`_get_pg_default_device` will be deprecated", "Multiple backends are registered"):
-            warnings.filterwarnings("ignore", message=message)  # of torch's own calls, for a model on meta
-        given = copy.deepcopy(state) if ctx.rank == 0 else {}  # it is written to
-        set_model_state_dict(model, given, options=copy.copy(FROM_RANK_0))
+    given = copy.deepcopy(state) if ctx.rank == 0 else {}  # it is written to
+    set_model_state_dict(model, given, options=copy.copy(FROM_RANK_0))
 
 
 def _load_optimizer_from_rank_0(ctx: RankContext, model: Any, optimizer: Any, state: Any) -> None:
