@@ -10,10 +10,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
+from fsdp2.tensors import NF4Tensor
 from tests.distributed.extension_support import UNEVEN, Twins, adam, batch, built, loss_of, sgd, sharded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import ON_LONGER_AXES, plain
@@ -134,6 +140,25 @@ def test_checkpoint_is_loaded_on_another_number_of_ranks(name: str, savers: int,
         for key, value in saved[0].items():
             exact = {"rtol": 0.0, "atol": 0.0} if "before" in key else ON_LONGER_AXES
             torch.testing.assert_close(found[key], value, **exact)
+
+
+@distributed(2, 4)
+def test_packed_weights_are_loaded_from_rank_0_dequantised(ctx: RankContext) -> None:
+    """torch broadcasts into plain tensors; shards quantise what they receive, to the codes that it came from."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 10, bias=False)
+    packed = NF4Tensor.quantise(linear.weight.detach() * (torch.arange(10).unsqueeze(1) + 1))
+    linear.weight = nn.Parameter(NF4Tensor.quantise(torch.randn(10, 64)), requires_grad=False)
+    fully_shard(linear, mesh=ctx.mesh_1d())
+    given = {"weight": packed.dequantise()} if ctx.rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(linear, given, options=options)
+    local = linear.weight.to_local()
+    assert type(local) is NF4Tensor
+    rows = torch.chunk(torch.arange(10), ctx.world_size)[ctx.rank]
+    assert torch.equal(local.dequantise(), packed.dequantise()[rows])
+    x = torch.randn(3, 64)
+    assert torch.equal(linear(x), x @ packed.dequantise().T)
 
 
 # Other shards
