@@ -1,7 +1,7 @@
 """Ways to shard a model that a feature must compose with, and what the tests of those features share.
 
 A ``Setup`` is a model, the mesh it lies on and how it is sharded. Tests take them by name from ``SETUPS``; another kind
-of model, one with tensor-parallel parameters for example, is one more entry.
+of model is one more entry.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import Runtime
 from tests.harness.training import Step, one_backward, shard_units_and_root, snapshot
+from tests.parity.test_model_parallel import shard as tensor_parallel_and_sharded
 
 ShardModel = Callable[[Runtime, Any, DeviceMesh], Any]
 
@@ -33,6 +34,11 @@ def flat_mesh(ctx: RankContext) -> DeviceMesh:
 def hybrid_mesh(ctx: RankContext) -> DeviceMesh:
     """Two replicas; on 2 ranks nothing is left to shard over."""
     return ctx.mesh_2d(2, ctx.world_size // 2)
+
+
+def model_parallel_mesh(ctx: RankContext) -> DeviceMesh:
+    """Tensor parallelism of two ranks, and FSDP over the rest. Ranks of one model must draw the same data."""
+    return ctx.mesh(dp=ctx.world_size // 2, tp=2)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ SETUPS = {
     "resting": Setup(MLP, shard=_resting_on_two_ranks),
     "kept": Setup(MLP, shard=_always_unsharded),
     "tied": Setup(functools.partial(Transformer, tied=True)),
+    "tp": Setup(MLP, model_parallel_mesh, tensor_parallel_and_sharded),
 }
 
 

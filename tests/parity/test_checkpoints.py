@@ -79,6 +79,8 @@ ELSEWHERE = {
     "from HSDP onto FSDP of the same ranks": ("hsdp", 4, "uneven", 4),
     "onto a smaller mesh between passes": ("kept", 2, "resting", 4),
     "from a smaller mesh between passes": ("resting", 4, "kept", 4),
+    "onto tensor parallelism": ("kept", 2, "tp", 4),
+    "from tensor parallelism": ("tp", 4, "kept", 2),
 }
 
 

@@ -25,7 +25,8 @@ from tests.harness.compare import compare, compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven, freeze
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, adamw, one_backward, sgd, shard_units_and_root, snapshot
+from tests.harness.training import Case, Step, adamw, one_backward, sgd, shard_units_and_root
+from tests.parity.setups import recorded
 
 MODELS = [MLP, Uneven, functools.partial(Transformer, tied=True), SharedModules, Buffers]
 
@@ -46,20 +47,11 @@ def _train(ctx: RankContext, runtime: Runtime, model: ParityModel, optimizer: An
     return losses
 
 
-def _record(state: Any) -> Any:
-    """``state`` with tensors replaced by copies that can be compared."""
-    if isinstance(state, dict):
-        return {key: _record(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [_record(value) for value in state]
-    return snapshot(state, with_full=True) if isinstance(state, Tensor) else state
-
-
 @pytest.mark.parametrize("build", MODELS)
 @distributed(2, 4)
 def test_state_dict_has_the_keys_layouts_and_values_of_torch(ctx: RankContext, build) -> None:
     theirs, ours = (_sharded(runtime, build, ctx) for runtime in (oracle(), subject()))
-    compare_values("state_dict", _record(ours.state_dict()), _record(theirs.state_dict()))
+    compare_values("state_dict", recorded(ours.state_dict()), recorded(theirs.state_dict()))
 
 
 @distributed(2, 4)
@@ -70,14 +62,14 @@ def test_state_dict_after_a_forward_holds_shards(ctx: RankContext) -> None:
         for guard in (torch.no_grad, torch.enable_grad):
             with guard():
                 Step(0, ctx.rank, runtime).loss(model)
-            records.append(_record(model.state_dict()))
+            records.append(recorded(model.state_dict()))
     compare_values("state_dict", records[2:], records[:2])
 
 
 @distributed(2, 4)
 def test_state_dict_of_a_unit_is_that_of_the_submodule(ctx: RankContext) -> None:
     theirs, ours = (_sharded(runtime, MLP, ctx) for runtime in (oracle(), subject()))
-    compare_values("unit", _record(ours.blocks[1].state_dict()), _record(theirs.blocks[1].state_dict()))
+    compare_values("unit", recorded(ours.blocks[1].state_dict()), recorded(theirs.blocks[1].state_dict()))
 
 
 def _load_other_weights(model: ParityModel, assign: bool) -> None:
@@ -130,8 +122,8 @@ def test_weights_of_an_unsharded_model_load_and_full_weights_come_back(ctx: Rank
     for runtime in (oracle(), subject()):
         model = _sharded(runtime, Transformer, ctx)
         set_model_state_dict(model, copy.deepcopy(whole), options=options)
-        records.append(_record(model.state_dict()))
-        compare_values("full", _record(get_model_state_dict(model, options=options)), _record(whole))
+        records.append(recorded(model.state_dict()))
+        compare_values("full", recorded(get_model_state_dict(model, options=options)), recorded(whole))
     compare_values("sharded", records[1], records[0])
 
 
@@ -241,7 +233,7 @@ def test_optimizer_state_dict_is_that_of_torch_and_resumes(ctx: RankContext, opt
         resumed.load_state_dict(saved[0])
         second.load_state_dict(saved[1])
         compare_values("resumed losses", _train(ctx, runtime, resumed, second, range(2, 4)), expected)
-        records.append(_record([saved[1], expected]))
+        records.append(recorded([saved[1], expected]))
     if ctx.world_size == 2:  # bit for bit
         compare_values("optimizer", records[1], records[0])
 
@@ -264,7 +256,7 @@ def test_distributed_checkpoint_travels_between_the_runtimes(
     dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
     set_state_dict(other, other_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     after = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
-    compare_values("loaded", _record(after), _record(states))
+    compare_values("loaded", recorded(after), recorded(states))
     expected = _train(ctx, saver, model, optimizer, range(2, 4))
     actual = _train(ctx, loader, other, other_optimizer, range(2, 4))
     if ctx.world_size == 2:
@@ -279,7 +271,7 @@ def test_frozen_parameters_are_saved_and_stay_frozen(ctx: RankContext) -> None:
         return model
 
     theirs, ours = (_sharded(runtime, build, ctx) for runtime in (oracle(), subject()))
-    compare_values("state_dict", _record(ours.state_dict()), _record(theirs.state_dict()))
+    compare_values("state_dict", recorded(ours.state_dict()), recorded(theirs.state_dict()))
     frozen = [[name for name, p in model.named_parameters() if not p.requires_grad] for model in (theirs, ours)]
     assert frozen[0] == frozen[1]
     assert len(frozen[0]) == 5
