@@ -1,8 +1,8 @@
 """A parameter group: the parameters that are unsharded, resharded and reduced together.
 
 It owns what changes over a step: which form of its parameters is bound, what is in flight, and the gradients that are
-not reduced yet. It decides nothing about *when*; ``runtime`` performs the schedule's actions on it. The state machine
-is ``TRANSITIONS``: a pair that is not in it is refused, and nothing changes.
+not reduced yet. It decides nothing about *when*; the schedule's actions are performed on it. Which action is possible
+when, ``states`` says: any other is refused, and nothing changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 
 import torch
@@ -32,45 +31,7 @@ from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.resting import RestingShards
 from fsdp2.services import compute_stream_services, services_for
 from fsdp2.shards import GroupShards
-
-
-class GroupState(Enum):
-    """Which form of the parameters is bound, and whether another is on its way."""
-
-    __hash__ = object.__hash__  # Enum's own is Python; transitions are looked up in the hot path
-
-    SHARDED = "SHARDED"
-    UNSHARDING = "UNSHARDING"
-    UNSHARDED = "UNSHARDED"
-    SHARDED_POST_FORWARD = "SHARDED_POST_FORWARD"
-
-
-class GroupEvent(Enum):
-    __hash__ = object.__hash__
-
-    UNSHARD = "unshard"
-    WAIT = "wait"
-    RESHARD = "reshard"
-    RESHARD_POST_FORWARD = "reshard to the post-forward mesh"
-
-
-_S, _E = GroupState, GroupEvent
-# (state, event) -> state. A pair that maps to its own state does nothing; a missing pair is a ScheduleError.
-TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
-    (_S.SHARDED, _E.UNSHARD): _S.UNSHARDING,
-    (_S.SHARDED, _E.RESHARD): _S.SHARDED,
-    (_S.SHARDED, _E.RESHARD_POST_FORWARD): _S.SHARDED,  # the user resharded inside the forward
-    (_S.UNSHARDING, _E.UNSHARD): _S.UNSHARDING,
-    (_S.UNSHARDING, _E.WAIT): _S.UNSHARDED,
-    (_S.UNSHARDING, _E.RESHARD): _S.SHARDED,  # prefetched and not used
-    (_S.UNSHARDED, _E.UNSHARD): _S.UNSHARDED,
-    (_S.UNSHARDED, _E.WAIT): _S.UNSHARDED,
-    (_S.UNSHARDED, _E.RESHARD): _S.SHARDED,
-    (_S.UNSHARDED, _E.RESHARD_POST_FORWARD): _S.SHARDED_POST_FORWARD,
-    (_S.SHARDED_POST_FORWARD, _E.UNSHARD): _S.UNSHARDING,
-    (_S.SHARDED_POST_FORWARD, _E.RESHARD): _S.SHARDED,
-    (_S.SHARDED_POST_FORWARD, _E.RESHARD_POST_FORWARD): _S.SHARDED_POST_FORWARD,
-}
+from fsdp2.states import TRANSITIONS, GroupEvent, GroupState
 
 
 class ParamGroup:

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.group import GroupState
 from fsdp2.nested import find_tensors, map_tensors
 from fsdp2.precision import cast_floating
 from fsdp2.runtime import Unit, unit_of
 from fsdp2.schedule import Phase
+from fsdp2.states import GroupState
 
 
 class _PostBackward(torch.autograd.Function):

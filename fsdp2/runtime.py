@@ -1,14 +1,13 @@
-"""Performs the schedule's actions, and owns all that is in flight.
+"""From events to the schedule, and from its answer to the performer.
 
-``Unit`` is one ``fully_shard`` call. ``RootContext`` is what the units under one root share: schedule, streams, memory,
-pending reductions, observers, and the story of recent events. The first unit whose forward runs becomes the root; if a
-module around it runs later, that one takes over. Hooks report events here; nothing else does.
+``Unit`` is one ``fully_shard`` call. ``RootContext`` is what the units under one root share: the schedule, what
+performs its actions, and the way back to rest after an exception. The first unit whose forward runs becomes the root;
+if a module around it runs later, that one takes over. Hooks report events here; nothing else does.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,17 +15,15 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api import MixedPrecisionPolicy, Observer, ScheduleError
+from fsdp2.api import MixedPrecisionPolicy, ScheduleError
 from fsdp2.changes import change_count, note_change, warn_of_unsharded
-from fsdp2.group import GroupState, ParamGroup
+from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import Slot
-from fsdp2.reductions import Reductions
-from fsdp2.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
-from fsdp2.services import compute_stream_services, services_for
+from fsdp2.performer import Performer
+from fsdp2.schedule import Action, AfterForward, Phase, Schedule, UnitRules
 
 _UNIT_ATTRIBUTE = "_fsdp2_unit"
-_STORY_LENGTH = 12
 
 
 class UnitHooks(Protocol):
@@ -122,7 +119,7 @@ class Unit:
         """Work in ``context`` from now on, under ``name``, the module's name from its root."""
         self._context, self.index, self.name = context, index, name or "(root)"
         for group in self.groups:
-            group.attach(name, context.story, context.on_halfway)
+            group.attach(name, context.performer.story, context.on_halfway)
 
     def configure(self, **changes: object) -> None:
         """Replace rules of the schedule."""
@@ -168,26 +165,10 @@ class RootContext:
         self.schedule = Schedule(())
         self.root = root
         self.units: list[Unit] = []
-        self._offloaded: list[ParamGroup] = []
-        self.services = services_for(root.mesh.device)
-        self.observers: list[Observer] = []
-        self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
+        self.performer = Performer(root.mesh.device)
         self.post_optim_event: torch.Event | None = None
-        self.reductions = Reductions()
         self.is_reducing = False  # finalize_backward has started to, and nobody has waited so far
         self.num_resets = 0
-        self._has_gathered = False
-        self._has_reduced = False
-        self._perform: dict[Action, Callable[[Unit], None]] = {
-            Action.UNSHARD: self._unshard,
-            Action.PREFETCH: self._unshard,
-            Action.WAIT: self._wait,
-            Action.RESHARD: self._reshard,
-            Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
-            Action.REDUCE: self._reduce,
-            Action.KEEP: self._keep,
-            Action.LAND: self._land,
-        }
         note_change()  # for roots around this one, which have not seen its units yet
         self._collect()
 
@@ -213,8 +194,7 @@ class RootContext:
         if self.units != before:
             earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
             self.schedule.take_over(earlier)
-            self.observe_transitions()
-            self._offloaded = [group for unit in self.units for group in unit.groups if group.home.is_staged]
+            self.performer.take(self.units)
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         self.root.left_alone.update(warn_of_unsharded(self.root.modules, known))
@@ -276,20 +256,20 @@ class RootContext:
                 self._collect()
             self.order_gathers()
             self.post_optim_event = None
-        self._note("pre_forward", unit)
+        self.performer.note("pre_forward", unit)
         if not in_backward:
             unit.reshard_outdated()
         schedule = self.schedule
         actions = schedule.pre_forward(unit.index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
         if in_backward:
-            self._do(actions)  # its own backward prefetches
+            self.performer.do(actions)  # its own backward prefetches
         else:
-            self._start(actions)
+            self.performer.start(actions)
         return schedule.phases[unit.index]
 
     def resume_forward(self, unit: Unit) -> Phase:
         """``unit``'s forward goes on, in a further module or method; the user may have resharded meanwhile."""
-        self._do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
+        self.performer.do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
         return self.schedule.phases[unit.index]
 
     def forget_forward(self, unit: Unit) -> None:
@@ -297,25 +277,26 @@ class RootContext:
         self.schedule.phases[unit.index] = Phase.IDLE
 
     def post_forward(self, unit: Unit) -> None:
-        self._note("post_forward", unit)
-        self._do(self.schedule.post_forward(unit.index))
+        self.performer.note("post_forward", unit)
+        self.performer.do(self.schedule.post_forward(unit.index))
         if self.schedule.forward_root is None:
             self._end_pass()
 
     def pre_backward(self, unit: Unit) -> None:
         if not self.schedule.in_backward:
             _torch.at_end_of_backward(self.end_backward)
-            self.reductions.max_in_flight = max(each.max_reductions for each in self.units)
+            self.performer.reductions.max_in_flight = max(each.max_reductions for each in self.units)
             if any(group.has_hooks for each in self.units for group in each.groups):
-                self.services.streams.gather_after_compute()  # pre-hooks may read what was written since forward began
+                # Pre-hooks may read what was written since forward began.
+                self.performer.services.streams.gather_after_compute()
         elif self.schedule.phases[unit.index] is Phase.BACKWARD:
             return
-        self._note("pre_backward", unit)
-        self._start(self.schedule.pre_backward(unit.index))
+        self.performer.note("pre_backward", unit)
+        self.performer.start(self.schedule.pre_backward(unit.index))
 
     def post_backward(self, unit: Unit) -> None:
-        self._note("post_backward", unit)
-        self._do(self.schedule.post_backward(unit.index))
+        self.performer.note("post_backward", unit)
+        self.performer.do(self.schedule.post_backward(unit.index))
 
     def on_halfway(self) -> None:
         """Half of a unit's gradients are there, and the oldest reduction in flight has had that time to travel.
@@ -323,54 +304,52 @@ class RootContext:
         It lands now: what it reads is freed before the other half needs memory. Measured with 2 ranks
         (benchmarks/gloo_step.py, peak_memory.py): 2% more time, 6 to 9% less memory at the peak.
         """
-        self.reductions.make_room()
+        self.performer.reductions.make_room()
 
     def order_gathers(self) -> None:
         """What is gathered from here on reads what the optimizer has written: the user may have said when that was."""
         if self.post_optim_event is None:
-            self.services.streams.gather_after_compute()
+            self.performer.services.streams.gather_after_compute()
         else:
-            self.services.streams.gather_after(self.post_optim_event)
+            self.performer.services.streams.gather_after(self.post_optim_event)
 
     def end_backward(self) -> None:
-        self._note("end_backward", self.root)
+        self.performer.note("end_backward", self.root)
         for unit in self.units:
             unit.missing_modules.clear()
-        self._do(self.schedule.end_backward())
+        self.performer.do(self.schedule.end_backward())
         self._end_pass()
 
     def finalize_backward(self) -> None:
         """Start reducing what backwards have left, as the user asks for."""
-        self._note("finalize_backward()", self.root)
-        self._do(self.schedule.finalize())
+        self.performer.note("finalize_backward()", self.root)
+        self.performer.do(self.schedule.finalize())
         for unit in reversed(self.units):
             for group in unit.groups:
-                self.reductions.start_partial(group)
+                self.performer.reductions.start_partial(group)
         self.is_reducing = True
-        self._flush()
+        self.performer.flush()
 
     def land(self) -> None:
         """The gradients that ``finalize_backward`` has started to reduce are there."""
-        self._do(((Action.LAND, self.root.index),))
-        self._finish_landings()
+        self.performer.do(((Action.LAND, self.root.index),))
+        self.performer.finish_landings()
         self.is_reducing = False
 
     def perform(self, action: Action, unit: Unit) -> None:
         """The user asks for ``action``."""
-        self._note(f"{action.value}()", unit)
-        self._do([(action, unit.index)])
+        self.performer.note(f"{action.value}()", unit)
+        self.performer.do([(action, unit.index)])
         if action is Action.RESHARD:
-            self._flush()
-            self._wait_for_reads()
+            self.performer.flush()
+            self.performer.wait_for_reads()
 
     def abandon(self) -> None:
         """Back to rest after an exception: nothing in flight, shards bound. What has not landed is dropped: the user
         may have zeroed the gradients since."""
-        self.reductions.drop()
+        self.performer.drop()
         self.is_reducing = False
         self.num_resets += 1
-        for group in self._offloaded:
-            group.gradients.take_landings()
         self.schedule.reset()
         for unit in self.units:
             unit.missing_modules.clear()
@@ -390,110 +369,11 @@ class RootContext:
         """The class of the root's module, as the user knows it."""
         return type(self.root.modules[0]).__name__
 
-    def story(self) -> str:
-        """The last events, oldest first."""
-        return ", ".join(f"{event} {unit}" for event, unit in self._story) or "none"
-
-    # Actions
-
-    def _start(self, actions: Actions) -> None:
-        """A unit is about to compute. If nothing is gathered meanwhile, the pass is unlikely to gather any more."""
-        self._has_gathered = False
-        self._do(actions)
-        self.services.memory.keep_freed(for_reuse=self._has_gathered)
-
-    def _do(self, actions: Actions) -> None:
-        if self.observers:
-            self._do_observed(actions)
-            return
-        units, perform = self.units, self._perform
-        for action, index in actions:
-            perform[action](units[index])
-
-    def _do_observed(self, actions: Actions) -> None:
-        for action, index in actions:
-            unit = self.units[index]
-            before = [group.state for group in unit.groups]
-            pending = len(self.reductions)
-            self._has_reduced = False
-            self._perform[action](unit)
-            sizes = [group.unsharded_nbytes for group in unit.groups]
-            changed = [n for n, old, group in zip(sizes, before, unit.groups, strict=True) if old is not group.state]
-            if action is Action.REDUCE:
-                changed = [0] if self._has_reduced else []
-            elif action is Action.LAND:
-                changed = [0] * pending
-            if changed:
-                for observer in self.observers:
-                    observer.on_action(action.value, unit.name, sum(changed))
-
-    def _unshard(self, unit: Unit) -> None:
-        for group in unit.groups:
-            self._has_gathered |= group.unshard()
-
-    def _wait(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.wait()
-
-    def _reshard(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.reshard()
-
-    def _reshard_post_forward(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.reshard_post_forward()
-
-    def _reduce(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
-            self._has_reduced |= self.reductions.start(group, with_unused=unit.rules.reduces_unused)
-
-    def _keep(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.keep_gradients()
-
-    def _land(self, _: Unit) -> None:
-        self.reductions.land()
-
     def _end_pass(self) -> None:
         for unit in self.units:
             for group in unit.groups:
                 group.note_writes()
-        self.services.memory.keep_freed(for_reuse=False)
-        self._flush()
+        self.performer.services.memory.keep_freed(for_reuse=False)
+        self.performer.flush()
         if not self.schedule.in_backward:  # I12
-            self._finish_landings()
-
-    def _finish_landings(self) -> None:
-        """What was offloaded is in the memory of the host."""
-        if self._offloaded:
-            self._wait_for_reads()
-            offloaded = reversed(self._offloaded)  # about the order in which backward ran
-            for landing in [landing for group in offloaded for landing in group.gradients.take_landings()]:
-                landing.finish()
-
-    def _wait_for_reads(self) -> None:
-        for group in self._offloaded:
-            group.wait_for_reads()
-
-    def _flush(self) -> None:
-        for services in {self.services, compute_stream_services(self.root.mesh.device)}:
-            services.flush()
-
-    def _note(self, event: str, unit: Unit) -> None:
-        self._story.append((event, unit.name))
-        for observer in self.observers:
-            observer.on_event(event, unit.name)
-
-    def observe_transitions(self) -> None:
-        """Report the groups' transitions to the observers; groups carry no callback while nobody watches."""
-        for unit in self.units:
-            for group in unit.groups:
-                group.on_transition = self._transition_reporter(unit) if self.observers else None
-
-    def _transition_reporter(self, unit: Unit) -> Callable[[GroupState, GroupState], None]:
-        def report(before: GroupState, after: GroupState) -> None:
-            for observer in self.observers:
-                observer.on_transition(unit.name, before.value, after.value)
-
-        return report
+            self.performer.finish_landings()

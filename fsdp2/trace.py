@@ -71,14 +71,14 @@ def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
             f"fsdp2.trace: this {type(module).__name__} was not given to fully_shard. "
             "Pass the root of the sharded model."
         )
-    context = unit.context
-    context.observers.append(observer)
-    context.observe_transitions()
+    performer = unit.context.performer
+    performer.observers.append(observer)
+    performer.observe_transitions()
     try:
         yield
     finally:
-        context.observers.remove(observer)
-        context.observe_transitions()
+        performer.observers.remove(observer)
+        performer.observe_transitions()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 import fsdp2.gradients
 import fsdp2.schedule
-from fsdp2.group import TRANSITIONS, GroupEvent, GroupState
+from fsdp2.states import TRANSITIONS, GroupEvent, GroupState
 from tests.docs.markdown import ROOT, read
 from tests.unit.test_layers import LAYERS, ROOMS
 

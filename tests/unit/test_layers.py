@@ -14,11 +14,12 @@ import fsdp2
 
 LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
-    {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule"},  # rules
+    {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule", "states"},  # rules
     {"offload", "streams", "buffers", "comm", "custom_comm", "services"},  # devices
     {"param", "plan", "changes", "bindings"},  # compiled, plain data
-    {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group", "reductions", "runtime"},
-    {"hooks", "module", "resolve", "fully_shard"},  # torch.nn surface
+    {"all_gather", "reduce_scatter", "extended", "shards", "gradients", "resting", "group"}  # effects, on one group
+    | {"reductions", "performer", "runtime"},  # and on all groups of a root
+    {"hooks", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
     {"trace", "clip", "tensors", "testing"},  # companions
     {"__init__"},
 ]

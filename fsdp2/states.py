@@ -1,0 +1,47 @@
+"""The states of a parameter group, and which event leads from one to another: the table, as data.
+
+``group`` refuses a pair that is not in ``TRANSITIONS``; a test drives every cell.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class GroupState(Enum):
+    """Which form of the parameters is bound, and whether another is on its way."""
+
+    __hash__ = object.__hash__  # Enum's own is Python; transitions are looked up in the hot path
+
+    SHARDED = "SHARDED"
+    UNSHARDING = "UNSHARDING"
+    UNSHARDED = "UNSHARDED"
+    SHARDED_POST_FORWARD = "SHARDED_POST_FORWARD"
+
+
+class GroupEvent(Enum):
+    __hash__ = object.__hash__
+
+    UNSHARD = "unshard"
+    WAIT = "wait"
+    RESHARD = "reshard"
+    RESHARD_POST_FORWARD = "reshard to the post-forward mesh"
+
+
+_S, _E = GroupState, GroupEvent
+# (state, event) -> state. A pair that maps to its own state does nothing; a missing pair is a ScheduleError.
+TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
+    (_S.SHARDED, _E.UNSHARD): _S.UNSHARDING,
+    (_S.SHARDED, _E.RESHARD): _S.SHARDED,
+    (_S.SHARDED, _E.RESHARD_POST_FORWARD): _S.SHARDED,  # the user resharded inside the forward
+    (_S.UNSHARDING, _E.UNSHARD): _S.UNSHARDING,
+    (_S.UNSHARDING, _E.WAIT): _S.UNSHARDED,
+    (_S.UNSHARDING, _E.RESHARD): _S.SHARDED,  # prefetched and not used
+    (_S.UNSHARDED, _E.UNSHARD): _S.UNSHARDED,
+    (_S.UNSHARDED, _E.WAIT): _S.UNSHARDED,
+    (_S.UNSHARDED, _E.RESHARD): _S.SHARDED,
+    (_S.UNSHARDED, _E.RESHARD_POST_FORWARD): _S.SHARDED_POST_FORWARD,
+    (_S.SHARDED_POST_FORWARD, _E.UNSHARD): _S.UNSHARDING,
+    (_S.SHARDED_POST_FORWARD, _E.RESHARD): _S.SHARDED,
+    (_S.SHARDED_POST_FORWARD, _E.RESHARD_POST_FORWARD): _S.SHARDED_POST_FORWARD,
+}
