@@ -5,6 +5,7 @@ Convention: a ``python`` block is code that runs; a ``text`` block right behind 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +67,16 @@ def read(path: Path) -> Page:
                 section = heading[2] if len(heading[1]) == 2 else section
     assert not fence, f"{path.name}: the block that starts at line {start} has no end"
     return Page(tuple(blocks), tuple(headings), tuple(prose))
+
+
+def table(path: Path, title: str) -> list[tuple[str, ...]]:
+    """The rows of the tables under the heading ``title``, up to the next heading, without the tables' own headings."""
+    lines = path.read_text().splitlines()
+    start = next(index for index, line in enumerate(lines) if (found := _HEADING.match(line)) and found[2] == title)
+    body = list(itertools.takewhile(lambda line: not _HEADING.match(line), lines[start + 1 :]))
+    dividers = {index for index, line in enumerate(body) if re.fullmatch(r"[|\- ]*---[|\- ]*", line)}
+    rows = [line for index, line in enumerate(body) if line.startswith("|") and not {index, index + 1} & dividers]
+    return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in rows]
 
 
 def anchor(title: str) -> str:
