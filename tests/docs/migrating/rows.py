@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
@@ -162,12 +163,10 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
 
 def raises(error: type[BaseException], call: Callable[[], Any]) -> BaseException:
     """What ``call`` raises, which is an ``error`` and no subclass."""
-    try:
+    with pytest.raises(error) as raised:
         call()
-    except BaseException as raised:
-        assert type(raised) is error, f"{type(raised).__name__}: {raised}"
-        return raised
-    raise AssertionError(f"nothing was raised, expected {error.__name__}")
+    assert raised.type is error, raised.type
+    return raised.value
 
 
 # What the runtime did
