@@ -1,9 +1,10 @@
-"""The migration page lists everything that torch's FSDP2 has and fsdp2 does not, and nothing else."""
+"""The migration page has a row for everything public in torch's FSDP2, and fsdp2 has it."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,33 +12,60 @@ import torch.distributed.fsdp as theirs
 from torch.distributed.fsdp import _fully_shard  # without the wrapper class and its like
 
 import fsdp2
-from tests.docs.markdown import ROOT
+from tests.docs.markdown import ROOT, table
 
-TEXT = (ROOT / "docs" / "migrating.md").read_text()
+PAGE = ROOT / "docs" / "migrating.md"
 
 pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason=f"the page was made for torch 2.13, not {torch.__version__}"
 )
 
 
+def _listed(title: str, pattern: str) -> set[str]:
+    """What ``pattern`` finds in the first cells under ``title``."""
+    return {name for cells in table(PAGE, title) for name in re.findall(pattern, cells[0])}
+
+
 def _methods(cls: type) -> set[str]:
     return {name for name, _ in inspect.getmembers(cls, callable) if not name.startswith("_")}
 
 
-def _not_there_yet() -> set[str]:
-    (body,) = re.findall(r"^### Not there yet\n(.*?)^## ", TEXT, re.DOTALL | re.MULTILINE)
-    return set(re.findall(r"`(\w+)`", body))
+def _arguments(package: object) -> set[str]:
+    return set(inspect.signature(package.fully_shard).parameters)  # type: ignore[attr-defined]
 
 
-def test_every_missing_method_is_listed_and_no_other() -> None:
-    listed = {name for name in _not_there_yet() if name.startswith("set_")} - {"set_gradient_divide_factor"}
-    assert listed == _methods(theirs.FSDPModule) - _methods(fsdp2.FSDPModule)
+def _policy_fields(package: object) -> set[str]:
+    policies = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims")
+    return {f"{policy}.{field.name}" for policy in policies for field in fields(getattr(package, policy))}
 
 
-def test_every_missing_argument_is_listed() -> None:
-    arguments = [set(inspect.signature(package.fully_shard).parameters) for package in (theirs, fsdp2)]
-    assert arguments[0] - arguments[1] <= _not_there_yet()
+def test_every_name_has_a_row_and_is_there() -> None:
+    listed = _listed("Names", r"`([A-Za-z]\w*)`")
+    assert listed == set(_fully_shard.__all__) | {"AllGather", "ReduceScatter"}
+    assert listed <= set(fsdp2.__all__)
 
 
-def test_every_missing_name_of_fsdp2_is_listed() -> None:
-    assert set(_fully_shard.__all__) - set(fsdp2.__all__) <= _not_there_yet()
+def test_every_argument_and_field_has_a_row_and_is_there() -> None:
+    listed = _listed("Arguments", r"`([\w.]+)`")
+    assert listed == _arguments(theirs) | _policy_fields(theirs)
+    assert listed <= _arguments(fsdp2) | _policy_fields(fsdp2)
+
+
+def test_every_method_has_a_row_and_is_there() -> None:
+    listed = _listed("Methods of `FSDPModule`", r"`([a-z]\w*)\(")
+    assert listed == _methods(theirs.FSDPModule)
+    assert listed <= _methods(fsdp2.FSDPModule)
+
+
+def test_every_argument_of_a_method_is_taken() -> None:
+    for name in _methods(theirs.FSDPModule):
+        expected, found = (inspect.signature(getattr(package.FSDPModule, name)) for package in (theirs, fsdp2))
+        assert list(expected.parameters) == list(found.parameters), name
+        defaults = [[p.default for p in signature.parameters.values()] for signature in (expected, found)]
+        assert defaults[0] == defaults[1], name
+
+
+def test_additions_of_later_versions_are_there() -> None:
+    listed = _listed("What torch 2.15 adds", r"`([a-z]\w*)\(")
+    assert listed == {"set_manual_backward_finalization", "finalize_backward", "set_keep_unsharded_storage"}
+    assert listed <= _methods(fsdp2.FSDPModule)

@@ -236,13 +236,16 @@ def mp_policy(ctx: RankContext) -> None:
 
 
 def _same_with(ctx: RankContext, **fields: Any) -> torch.dtype:
-    """Trains the same under a policy with ``fields``; the dtype of outputs."""
+    """One unit trains the same under a policy with ``fields``; the dtype of outputs."""
 
     def program(package: Any) -> Any:
-        wrapped = wrap(package, ctx.mesh_1d(), mp_policy=package.MixedPrecisionPolicy(**fields))
-        return wrapped(batch(ctx)).dtype, train(ctx, wrapped)
+        wrapped = package.fully_shard(model(), mesh=ctx.mesh_1d(), mp_policy=package.MixedPrecisionPolicy(**fields))
+        dtypes: list[torch.dtype] = []
+        wrapped.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+        return train(ctx, wrapped), dtypes
 
-    return same(program)[0]
+    dtype: torch.dtype = same(program)[1][-1]
+    return dtype
 
 
 @ARGUMENTS("`MixedPrecisionPolicy.param_dtype`")
@@ -257,7 +260,7 @@ def reduce_dtype(ctx: RankContext) -> None:
 
 @ARGUMENTS("`MixedPrecisionPolicy.output_dtype`")
 def output_dtype(ctx: RankContext) -> None:
-    assert _same_with(ctx, param_dtype=torch.float32, output_dtype=torch.float64) is torch.float64
+    assert _same_with(ctx, output_dtype=torch.float64) is torch.float64
 
 
 @ARGUMENTS("`MixedPrecisionPolicy.cast_forward_inputs`")
