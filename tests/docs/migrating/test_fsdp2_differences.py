@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2.offload import StagedOffloadPolicy
 from fsdp2.tensors import TwoTensor, wrap_parameters
 from tests.docs.migrating.rows import Rows, backward, batch, close, forward, gradients, model, raises, wrap
 from tests.harness import extensions
@@ -355,3 +356,127 @@ def ran_alone_first(ctx: RankContext) -> None:
 
     raises(RuntimeError, lambda: run(theirs))
     assert run(fsdp2).isfinite()
+
+
+@ROWS("`CPUOffloadPolicy()` on a CPU mesh")
+def offload_on_cpu(ctx: RankContext) -> None:
+    def run(package: Any) -> Tensor:
+        return backward(ctx, wrap(package, ctx.mesh_1d(), offload_policy=package.CPUOffloadPolicy()))
+
+    assert run(fsdp2).isfinite()
+    if not torch.accelerator.is_available():
+        raises(RuntimeError, lambda: run(theirs))
+
+
+@ROWS("offloaded gradients in `.grad`, and hooks on them")
+def offloaded_gradients(ctx: RankContext) -> None:
+    """``StagedOffloadPolicy`` makes the copies that an accelerator would need."""
+
+    def there_at_inputs(package: Any, policy: Any) -> int:
+        wrapped: Any = wrap(package, ctx.mesh_1d(), offload_policy=policy)
+        shards, there = list(wrapped.blocks.parameters()), []
+        x = batch(ctx).requires_grad_()
+        x.register_hook(lambda _: there.append(sum(shard.grad is not None for shard in shards)))
+        wrapped(x).square().mean().backward()
+        assert all(shard.grad is not None for shard in shards)
+        return there[0]
+
+    assert there_at_inputs(fsdp2, StagedOffloadPolicy()) == 0
+    assert there_at_inputs(theirs, theirs.CPUOffloadPolicy(pin_memory=False)) > 0
+
+
+class _CallsForward(nn.Linear):
+    def more(self, x: Tensor) -> Tensor:
+        return self(x) + x @ self.weight
+
+
+@ROWS("a registered forward method that calls `forward` of its own module, with `reshard_after_forward=True`")
+def method_that_calls_forward(ctx: RankContext) -> None:
+    def run(package: Any) -> Tensor:
+        torch.manual_seed(0)
+        layer = package.fully_shard(_CallsForward(16, 16), mesh=ctx.mesh_1d(), reshard_after_forward=True)
+        package.register_fsdp_forward_method(layer, "more")
+        output: Tensor = layer.more(batch(ctx))
+        return output.detach()
+
+    torch.manual_seed(0)
+    expected = _CallsForward(16, 16).more(batch(ctx)).detach()
+    close(run(fsdp2), expected)
+    raises(RuntimeError, lambda: run(theirs))
+
+
+class _SkipsOnRank0(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index == 0 or dist.get_rank() > 0 else x
+        return self.exit(self.entry(x))
+
+
+@ROWS("`set_reduce_scatter_unused_params` where a rank's backward skips whole units")
+def skipped_units(ctx: RankContext) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        return _SkipsOnRank0(3)
+
+    wrapped = wrap(fsdp2, ctx.mesh_1d(), build(), reshard_after_forward=False)
+    wrapped.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    for block in wrapped.blocks:  # gathers are collective as well
+        block.unshard()
+    reference = build()
+    for module in (wrapped, reference):
+        backward(ctx, module)
+    for name, found in gradients(wrapped).items():
+        parameter = reference.get_parameter(name)
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(expected)
+        close(found, expected / ctx.world_size)
+
+
+@ROWS("`share_comm_ctx` and a last backward per stage")
+def last_backward_per_stage(ctx: RankContext) -> None:
+    def run(package: Any) -> list[Tensor]:
+        stages: list[Any] = [wrap(package, ctx.mesh_1d()) for _ in range(2)]
+        package.share_comm_ctx(stages)
+        losses = [forward(ctx, stage) for stage in stages]
+        for stage, loss in zip(reversed(stages), reversed(losses), strict=True):
+            stage.set_is_last_backward(True)
+            loss.backward()
+        return losses
+
+    assert len(run(fsdp2)) == 2
+    raises(IndexError, lambda: run(theirs))
+
+
+@ROWS("`set_reduce_scatter_max_input_buffers` after the first forward")
+def reductions_in_flight(ctx: RankContext) -> None:
+    def landed_before_the_last_block(num: int) -> int:
+        wrapped: Any = wrap(fsdp2, ctx.mesh_1d(), model(5))
+        backward(ctx, wrapped)
+        wrapped.zero_grad()
+        wrapped.set_reduce_scatter_max_input_buffers(num)
+        landed = []
+
+        class Watch(fsdp2.Observer):
+            def on_event(self, event: str, unit: str) -> None:
+                if (event, unit) == ("pre_backward", "blocks.0"):
+                    landed.append(sum(block.up.weight.grad is not None for block in wrapped.blocks))
+
+        with fsdp2.trace.observe(wrapped, Watch()):
+            backward(ctx, wrapped)
+        return landed[0]
+
+    assert [landed_before_the_last_block(num) for num in (1, 3)] == [3, 1]
+
+
+@ROWS("finalizing partial sums on HSDP (torch 2.15's `finalize_backward`)")
+def finalized_partial_sums(ctx: RankContext) -> None:
+    mesh = ctx.mesh_2d(2, 1)
+    wrapped: Any = wrap(fsdp2, mesh)
+    wrapped.set_manual_backward_finalization(True)
+    wrapped.set_requires_all_reduce(False)
+    backward(ctx, wrapped)
+    wrapped.set_requires_all_reduce(True)
+    wrapped.finalize_backward()
+    plain = wrap(fsdp2, mesh)
+    backward(ctx, plain)
+    close(gradients(wrapped), gradients(plain))
