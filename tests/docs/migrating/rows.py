@@ -65,7 +65,7 @@ def model(num_blocks: int = 2) -> MLP:
     return MLP(num_blocks)
 
 
-def wrap(package: Any, mesh: DeviceMesh, whole: MLP | None = None, **options: Any) -> MLP:
+def wrap(package: Any, mesh: DeviceMesh | None, whole: MLP | None = None, **options: Any) -> Any:
     """A model whose blocks, then itself, were given to ``package.fully_shard``."""
     whole = whole or model()
     for block in whole.blocks:

@@ -339,7 +339,7 @@ def optim_state_dict(ctx: RankContext) -> None:
     found: Any = get_optimizer_state_dict(new, new_adamw, options=WHOLE)["state"]
     assert found.keys() == names
     for name, gradient in gradients(new).items():
-        close(found[name]["exp_avg"], 0.1 * gradient)  # type: ignore[operator]
+        close(found[name]["exp_avg"], 0.1 * gradient)
 
 
 @ROWS("`apply_activation_checkpointing(model, ...)`")

@@ -1,4 +1,4 @@
-"""Every public method of torch's ``FSDPModule``, and what torch 2.15 adds, does here what the page says."""
+"""Every public method of torch's ``FSDPModule`` does here what the page says."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from tests.docs.migrating.rows import (
     Rows,
     actions,
     backward,
-    batch,
     forward,
     gathers,
     gradients,
-    model,
-    parameters,
     raises,
     same,
     same_training,
@@ -32,7 +29,6 @@ from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, Branches
 
 METHODS = Rows("Methods of `FSDPModule`")
-LATER = Rows("What torch 2.15 adds")
 
 
 @pytest.mark.parametrize("cell", METHODS)
@@ -40,14 +36,8 @@ def test_method(cell: str) -> None:
     METHODS.run(cell)
 
 
-@pytest.mark.parametrize("cell", LATER)
-def test_addition(cell: str) -> None:
-    LATER.run(cell)
-
-
-@pytest.mark.parametrize("rows", [METHODS, LATER], ids=lambda rows: rows.title)
-def test_every_row_is_tried(rows: Rows) -> None:
-    rows.check()
+def test_every_row_is_tried() -> None:
+    METHODS.check()
 
 
 def _same_after(
@@ -168,7 +158,13 @@ def set_reshard_after_forward(ctx: RankContext) -> None:
 
 @METHODS("`set_reshard_after_backward(bool, recurse)`")
 def set_reshard_after_backward(ctx: RankContext) -> None:
-    _same_after(ctx, lambda module: module.set_reshard_after_backward(False))
+    def kept_between_micro_batches(ctx: RankContext, module: Any, index: int) -> Tensor:
+        module.set_reshard_after_backward(False)
+        backward(ctx, module, 10 * index)
+        module.set_reshard_after_backward(True)
+        return backward(ctx, module, 10 * index + 1)
+
+    _same_after(ctx, lambda module: None, step=kept_between_micro_batches)
     wrapped = _wrapped(ctx)
     wrapped.set_reshard_after_backward(False)
     backward(ctx, wrapped)
@@ -309,7 +305,7 @@ def set_force_sum_reduction_for_comms(ctx: RankContext) -> None:
 class _Sometimes(Branches):
     """Rank 0 skips the last block."""
 
-    def forward(self, x: Tensor, active: tuple[int, ...] = (0, 1, 2)) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, active: tuple[int, ...] = (0, 1, 2)) -> Tensor:
         return super().forward(x, active[: 2 + dist.get_rank()])
 
 
@@ -341,8 +337,8 @@ def set_reduce_scatter_max_input_buffers(ctx: RankContext) -> None:
     _same_after(ctx, lambda module: module.set_reduce_scatter_max_input_buffers(3))
     for package in (fsdp2, torch.distributed.fsdp):
         wrapped: Any = wrap(package, ctx.mesh_1d())
-        raises(ValueError, lambda wrapped=wrapped: wrapped.set_reduce_scatter_max_input_buffers(0))  # type: ignore[misc]
-        raises(TypeError, lambda wrapped=wrapped: wrapped.set_reduce_scatter_max_input_buffers(True))  # type: ignore[misc]
+        raises(ValueError, lambda wrapped=wrapped: wrapped.set_reduce_scatter_max_input_buffers(0))
+        raises(TypeError, lambda wrapped=wrapped: wrapped.set_reduce_scatter_max_input_buffers(True))
 
 
 @METHODS("`set_separate_reduce_scatter_group(bool, recurse)`")
@@ -357,7 +353,7 @@ def set_unshard_in_backward(ctx: RankContext) -> None:
         whole = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 4))
         package.fully_shard(whole[0], mesh=ctx.mesh_1d())
         package.fully_shard(whole, mesh=ctx.mesh_1d())
-        whole[0].set_unshard_in_backward(False)  # type: ignore[operator]
+        whole[0].set_unshard_in_backward(False)
         return whole
 
     tokens = torch.arange(4) + ctx.rank
@@ -380,8 +376,8 @@ def set_allocate_memory_from_process_group_for_comm(ctx: RankContext) -> None:
     wrapped.set_allocate_memory_from_process_group_for_comm(True)
     plain = wrap(fsdp2, ctx.mesh_1d())
     torch.testing.assert_close(train(ctx, wrapped), train(ctx, plain), rtol=0, atol=0)
-    plain.set_custom_all_gather(PlainAllGather())  # type: ignore[operator]
-    raises(ValueError, lambda: plain.set_allocate_memory_from_process_group_for_comm(True))  # type: ignore[operator]
+    plain.set_custom_all_gather(PlainAllGather())
+    raises(ValueError, lambda: plain.set_allocate_memory_from_process_group_for_comm(True))
 
 
 @METHODS("`set_symm_mem_for_comm(backend)`")
@@ -395,60 +391,3 @@ def set_symm_mem_for_comm(ctx: RankContext) -> None:
 @METHODS("`_set_unshard_async_op(bool)`")
 def set_unshard_async_op(ctx: RankContext) -> None:
     _same_after(ctx, lambda module: module._set_unshard_async_op(True))
-
-
-# What torch 2.15 adds: not installed, so only ours runs
-
-
-@LATER("`set_manual_backward_finalization(bool)`, `finalize_backward(async_op)`")
-def manual_finalization(ctx: RankContext) -> None:
-    wrapped, plain = (wrap(fsdp2, ctx.mesh_1d()) for _ in range(2))
-    by_hand: Any = wrapped
-    by_hand.set_manual_backward_finalization(True)
-    for micro in range(2):
-        backward(ctx, by_hand, micro)
-        backward(ctx, plain, micro)
-    by_hand.finalize_backward(async_op=True).wait()
-    torch.testing.assert_close(gradients(by_hand), gradients(plain))
-
-
-@LATER("`set_keep_unsharded_storage(bool, recurse)`")
-def set_keep_unsharded_storage(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
-    wrapped.set_keep_unsharded_storage(True)
-    places = []
-    for _ in range(2):
-        wrapped.unshard()
-        weight = wrapped.entry.weight
-        places.append(weight.data_ptr())
-        wrapped.reshard()
-        assert weight.untyped_storage().nbytes() > 0
-    assert places[0] == places[1]
-
-
-@LATER("`MixedPrecisionPolicy.param_dtype_override_fn`")
-def param_dtype_override_fn(ctx: RankContext) -> None:
-    whole = model()
-
-    def keep_biases(parameter: nn.Parameter) -> torch.dtype | None:
-        return torch.float32 if parameter.dim() == 1 else None
-
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=keep_biases)  # type: ignore[call-arg]
-    block: Any = fsdp2.fully_shard(whole.blocks[0], mesh=ctx.mesh_1d(), mp_policy=policy)
-    block.unshard()
-    assert {name: parameter.dtype for name, parameter in block.up.named_parameters()} == {
-        "weight": torch.bfloat16,
-        "bias": torch.float32,
-    }
-
-
-@LATER("`grad_dtype` of a parameter")
-def grad_dtype(ctx: RankContext) -> None:
-    whole = model()
-    whole.exit.weight.grad_dtype = torch.bfloat16
-    wrapped = wrap(fsdp2, ctx.mesh_1d(), whole)
-    wrapped(batch(ctx)).square().mean().backward()
-    found = {name: gradient.dtype for name, gradient in gradients(wrapped).items() if gradient is not None}
-    assert found["exit.weight"] is torch.bfloat16
-    assert found["exit.bias"] is torch.float32
-    assert parameters(wrapped)["exit.weight"].dtype is torch.float32

@@ -55,7 +55,7 @@ def fsdp_module(ctx: RankContext) -> None:
 def unshard_handle(ctx: RankContext) -> None:
     def program(package: Any) -> Any:
         wrapped = wrap(package, ctx.mesh_1d())
-        handle = wrapped.unshard(async_op=True)  # type: ignore[operator]
+        handle = wrapped.unshard(async_op=True)
         assert isinstance(handle, package.UnshardHandle)
         handle.wait()
         return {name: parameter.detach().clone() for name, parameter in wrapped.entry.named_parameters()}
@@ -109,7 +109,7 @@ def _same_on_full_mesh(ctx: RankContext, mesh: DeviceMesh, **dims: Any) -> None:
         wrapped(placed).square().mean().backward()
         weight = wrapped.entry.weight
         assert isinstance(weight.grad, torch.distributed.tensor.DTensor)
-        return [str(weight.placements), weight.grad.to_local(), weight.to_local().detach()]  # type: ignore[attr-defined]
+        return [str(weight.placements), weight.grad.to_local(), weight.to_local().detach()]
 
     same(program)
 
@@ -171,7 +171,7 @@ def comm_interfaces(ctx: RankContext) -> None:
 
     def program(package: Any) -> Any:
         wrapped, comm = wrap(package, ctx.mesh_1d()), PlainAllGather()
-        wrapped.set_custom_all_gather(comm)  # type: ignore[operator]
+        wrapped.set_custom_all_gather(comm)
         return train(ctx, wrapped), comm.num_calls > 0
 
     same(program)
@@ -199,7 +199,7 @@ def module(ctx: RankContext) -> None:
 def mesh(ctx: RankContext) -> None:
     same_training(ctx, lambda package: wrap(package, ctx.mesh_2d(1, 2)))
     same_training(ctx, lambda package: wrap(package, ctx.mesh_2d(2, 1)))
-    same_training(ctx, lambda package: wrap(package, None))  # type: ignore[arg-type]
+    same_training(ctx, lambda package: wrap(package, None))
 
 
 @ARGUMENTS("`reshard_after_forward`")
@@ -212,7 +212,7 @@ def reshard_after_forward(ctx: RankContext) -> None:
         return between, train(ctx, wrapped)
 
     for value in (None, True, False, 2):
-        same(lambda package, value=value: program(package, value))  # type: ignore[misc]
+        same(lambda package, value=value: program(package, value))
 
 
 @ARGUMENTS("`shard_placement_fn`")
@@ -223,7 +223,7 @@ def shard_placement_fn(ctx: RankContext) -> None:
     same_training(ctx, lambda package: wrap(package, ctx.mesh_1d(), shard_placement_fn=last_dim))
     uneven = nn.Linear(7, 3)
     fsdp2.fully_shard(uneven, mesh=ctx.mesh_1d(), shard_placement_fn=last_dim)
-    assert uneven.weight.to_local().shape == (3, 4 if ctx.rank == 0 else 3)  # type: ignore[operator]
+    assert uneven.weight.to_local().shape == (3, 4 if ctx.rank == 0 else 3)
 
 
 @ARGUMENTS("`mp_policy`")
@@ -287,7 +287,7 @@ def pin_memory(ctx: RankContext) -> None:
     same_training(ctx, wrapped)
     pinned = wrap(fsdp2, ctx.mesh_1d(), offload_policy=fsdp2.CPUOffloadPolicy())  # nothing to pin for on the CPU
     backward(ctx, pinned)
-    assert not any(parameter.to_local().is_pinned() for parameter in pinned.parameters())  # type: ignore[operator]
+    assert not any(parameter.to_local().is_pinned() for parameter in pinned.parameters())
 
 
 @ARGUMENTS("`ignored_params`")
@@ -309,7 +309,7 @@ def dp_mesh_dims(ctx: RankContext) -> None:
 def dims_shard(ctx: RankContext) -> None:
     mesh = ctx.mesh(outer=2, inner=2)
     wrapped = _on_full_mesh(fsdp2, mesh, fsdp2.DataParallelMeshDims(shard=("outer", "inner")))
-    assert wrapped.entry.weight.to_local().shape == (4, 16)  # type: ignore[operator]
+    assert wrapped.entry.weight.to_local().shape == (4, 16)
     _same_on_full_mesh(ctx, mesh, shard="inner")
 
 
@@ -318,4 +318,4 @@ def dims_replicate(ctx: RankContext) -> None:
     mesh = ctx.mesh(outer=2, inner=2)
     _same_on_full_mesh(ctx, mesh, shard="inner", replicate="outer")
     whole = _on_full_mesh(fsdp2, mesh, fsdp2.DataParallelMeshDims(replicate="outer"))
-    assert whole.entry.weight.to_local().shape == (16, 16)  # type: ignore[operator]
+    assert whole.entry.weight.to_local().shape == (16, 16)
