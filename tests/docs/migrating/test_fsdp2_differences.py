@@ -123,6 +123,41 @@ def written_shards(ctx: RankContext) -> None:
     assert not bool((second_output(theirs) == 0).all())
 
 
+@ROWS("parameters kept by `set_reshard_after_backward(False)`, optimizer stepping in backward")
+def optimizer_in_backward(ctx: RankContext) -> None:
+    def second_loss(package: Any) -> Tensor:
+        wrapped: Any = wrap(package, ctx.mesh_1d())
+        wrapped.set_reshard_after_backward(False)
+
+        def step(shard: Tensor) -> None:
+            with torch.no_grad():
+                shard.zero_()
+
+        for shard in wrapped.parameters():
+            shard.register_post_accumulate_grad_hook(step)
+        backward(ctx, wrapped)
+        return forward(ctx, wrapped).detach()
+
+    assert second_loss(fsdp2) == 0
+    assert second_loss(theirs) > 0
+
+
+@ROWS("casting the model after its first forward")
+def casting(ctx: RankContext) -> None:
+    def run(package: Any) -> torch.dtype:
+        wrapped = wrap(package, ctx.mesh_1d())
+        backward(ctx, wrapped)
+        wrapped.zero_grad()
+        wrapped.to(torch.float64)
+        wrapped(batch(ctx).double()).square().mean().backward()
+        dtype: torch.dtype = wrapped.exit.weight.grad.dtype
+        return dtype
+
+    assert run(fsdp2) is torch.float64
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        run(theirs)
+
+
 class _UsedTwice(MLP):
     """One block, run twice, both times under reentrant checkpointing."""
 
