@@ -97,7 +97,7 @@ class Case:
     shard: Callable[[Runtime, Any, DeviceMesh], Any] = shard_units_and_root
     step: Callable[[Step, Any], list[Tensor]] = one_backward
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
-    num_steps: int = 3
+    num_steps: int = 2
     set_to_none: bool = True
     clip_norm: float | None = None
     gather_full: bool = False  # full_tensor() of the last parameters too; on 4 ranks that is most of a run's time

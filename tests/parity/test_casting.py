@@ -66,7 +66,7 @@ def test_cast_before_the_first_step(ctx: RankContext, cast: str) -> None:
 @beyond_torch("gathers into memory of the dtype before, and raises")
 @pytest.mark.parametrize("evaluates", [False, True], ids=["after a step", "after an evaluation"])
 @pytest.mark.parametrize("cast", list(CASTS))
-@distributed(2, 4)
+@distributed(2)
 def test_cast_in_the_middle_of_training(ctx: RankContext, cast: str, evaluates: bool) -> None:
     step = _cast_at(1, CASTS[cast], evaluates)
     compare_losses_with_unsharded(Case(AnyDtype, step=step, optimizer=STATELESS, unsharded=ANY_DTYPE), ctx.mesh_1d())
@@ -85,7 +85,7 @@ def test_cast_to_double_and_back_between_steps(ctx: RankContext, setup: str) -> 
     compare(Case(where.build, where.shard, step=step), where.mesh(ctx))
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_move_to_the_device_that_it_is_on_changes_nothing(ctx: RankContext) -> None:
     def step(step: Step, model: Any) -> list[Tensor]:
         before = list(model.parameters())
@@ -97,7 +97,7 @@ def test_move_to_the_device_that_it_is_on_changes_nothing(ctx: RankContext) -> N
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])
-@distributed(2, 4)
+@distributed(2)
 def test_freezing_and_thawing_with_ignored_parameters(ctx: RankContext, mesh: str) -> None:
     def shard(runtime: Runtime, model: MLP, mesh: Any) -> None:
         freeze(model, "blocks.1.down", "exit.bias")

@@ -125,7 +125,7 @@ def test_checkpoint_is_as_large_as_what_it_holds(ctx: RankContext, tmp_path: Pat
 
 
 @setups("uneven", "tied")
-@distributed(2, 4)
+@distributed(2)
 def test_shards_of_each_rank_are_saved_and_loaded_by_torch_save(ctx: RankContext, setup: str, tmp_path: Path) -> None:
     model, optimizer = _trained(ctx, setup)
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -142,7 +142,7 @@ def test_shards_of_each_rank_are_saved_and_loaded_by_torch_save(ctx: RankContext
 
 
 @setups("uneven", "kept")
-@distributed(2, 4)
+@distributed(2)
 def test_checkpoint_loaded_into_the_shards_in_place_is_computed_with(
     ctx: RankContext, setup: str, tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ def test_gradients_are_clipped_as_torch_clips_them(ctx: RankContext, setup: str)
 
 
 @setups("fsdp", "hsdp")
-@distributed(2, 4)
+@distributed(2)
 def test_norm_and_clipping_in_two_calls(ctx: RankContext, setup: str) -> None:
     """``get_total_norm`` and ``clip_grads_with_norm_``, as pipelines use them to sum over their stages."""
     where = SETUPS[setup]
@@ -95,7 +95,7 @@ def test_norm_and_clipping_in_two_calls(ctx: RankContext, setup: str) -> None:
 
 
 @setups("uneven", "hsdp")
-@distributed(2, 4)
+@distributed(2)
 def test_a_gradient_that_is_not_finite_in_one_shard_is_refused_on_all_ranks(ctx: RankContext, setup: str) -> None:
     model = _model_with_gradients(SETUPS[setup], subject(), ctx)
     grad = model.exit.weight.grad  # 7 rows: each shard has some
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_not_finite_in_one_shard_is_refused_on_all_ranks(ctx:
     assert nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor().isnan()
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_clipping_by_value(ctx: RankContext) -> None:
     clipped = []
     for runtime in (oracle(), subject()):
@@ -139,7 +139,7 @@ def _total_norm_of_both_kinds(parameters: list[nn.Parameter]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_ignored_parameters_are_clipped_in_a_call_of_their_own(ctx: RankContext) -> None:
     clipped, refusals = [], []
     for runtime in (oracle(), subject()):

@@ -87,7 +87,7 @@ def _clips(ctx: RankContext, shard: Callable[..., None], order: float, make: Any
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shard", [_plain, _hsdp, _tensor_parallel, _experts, _ignored])
-@distributed(2, 4)
+@distributed(4)
 def test_norm_is_that_of_the_unsharded_model(ctx: RankContext, shard: Callable[..., None], order: float) -> None:
     _clips(ctx, shard, order)
 

@@ -78,12 +78,12 @@ def test_custom_collectives_carry_every_message(ctx: RankContext, model, comms: 
 
 
 @pytest.mark.parametrize("reshard", [False, 2])
-@distributed(2, 4)
+@distributed(2)
 def test_custom_collectives_under_reshard_after_forward(ctx: RankContext, reshard: bool | int) -> None:
     compare(_case(MLP, {"persistent": True}, reshard_after_forward=reshard), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_custom_collectives_on_hsdp_and_on_one_rank(ctx: RankContext) -> None:
     compare(_case(MLP), ctx.mesh_2d(2, ctx.world_size // 2) if ctx.world_size == 4 else ctx.mesh_2d(1, 2))
 
@@ -96,7 +96,7 @@ def test_custom_collectives_on_hsdp_and_on_one_rank(ctx: RankContext) -> None:
     compare(Case(MLP, functools.partial(_with_comms, comms={}), step), ctx.mesh_of_one())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_custom_collectives_in_mixed_precision(ctx: RankContext) -> None:
     def shard(runtime, model: ParityModel, mesh: DeviceMesh) -> None:
         policy = runtime.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
@@ -117,7 +117,7 @@ class _TwoDtypes(MLP):
         return super().forward(x * self.scale.float().mean())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_several_dtypes_travel_as_bytes(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         losses = one_backward(step, model)
@@ -138,7 +138,7 @@ def _accumulate(step: Step, model: ParityModel, setter: str) -> list[Tensor]:
     return losses
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_custom_collectives_with_accumulation(ctx: RankContext) -> None:
     sync = functools.partial(_accumulate, setter="set_requires_gradient_sync")
     compare(_case(MLP, {"persistent": True}, step=sync), ctx.mesh_1d())
@@ -148,7 +148,7 @@ def test_custom_collectives_with_accumulation(ctx: RankContext) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@distributed(2, 4)
+@distributed(2)
 def test_custom_collectives_set_between_forward_and_backward(ctx: RankContext, reshard: bool) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         loss = step.loss(model)
@@ -218,7 +218,7 @@ def _meshes(ctx: RankContext) -> list[DeviceMesh]:
 
 
 @pytest.mark.parametrize("force_sum", [False, True])
-@distributed(2, 4)
+@distributed(2)
 def test_hook_sees_the_average_or_the_sum(ctx: RankContext, force_sum: bool) -> None:
     shard = functools.partial(_shard, force_sum=force_sum)
     for mesh in _meshes(ctx):
@@ -239,21 +239,21 @@ def test_hook_on_a_mesh_of_one_rank(ctx: RankContext, force_sum: bool) -> None:
     [{"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": FP32}, {"param_dtype": FP16}],
     ids=["bf16", "bf16_reduced_in_fp32", "fp16"],
 )
-@distributed(2, 4)
+@distributed(2)
 def test_hook_sees_reduce_dtype(ctx: RankContext, policy: dict[str, Any], force_sum: bool) -> None:
     shard = functools.partial(_shard, force_sum=force_sum, policy=policy)
     step = functools.partial(_hooked, scale=0.5)
     compare(Case(MLP, shard, step, sgd, reduce_dtype=policy["param_dtype"], unsharded=None), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_divide_factor_comes_behind_the_hook_with_sums_only(ctx: RankContext) -> None:
     shard = functools.partial(_shard, force_sum=True, factor=3.0)
     for mesh in _meshes(ctx)[:: 2 if ctx.world_size == 2 else 1]:  # torch divides twice where the shard axis is 1
         compare(Case(MLP, shard, functools.partial(_hooked, scale=2.0), unsharded=None), mesh)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_divide_factor_comes_ahead_of_the_hook(ctx: RankContext) -> None:
     """gloo has no multiplication ahead of the sum, so the factor is the one that torch averages with."""
     shard = functools.partial(_shard, factor=float(ctx.world_size))
@@ -261,7 +261,7 @@ def test_divide_factor_comes_ahead_of_the_hook(ctx: RankContext) -> None:
 
 
 @pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
-@distributed(2, 4)
+@distributed(2)
 def test_hook_is_called_when_gradients_are_complete(ctx: RankContext, setter: str) -> None:
     inner = functools.partial(_accumulate, setter=setter)
     for mesh in _meshes(ctx):
@@ -282,7 +282,7 @@ def test_hook_that_is_taken_away_is_not_called(ctx: RankContext) -> None:
 
 
 @pytest.mark.parametrize("enable", [True, False])
-@distributed(2, 4)
+@distributed(2)
 def test_force_sum_changes_no_result(ctx: RankContext, enable: bool) -> None:
     for mesh in _meshes(ctx):
         compare(Case(MLP, functools.partial(_shard, force_sum=enable)), mesh)
@@ -295,7 +295,7 @@ def test_force_sum_changes_no_result(ctx: RankContext, enable: bool) -> None:
 
 
 @pytest.mark.parametrize("recurse", [True, False])
-@distributed(2, 4)
+@distributed(2)
 def test_separate_reduce_scatter_group(ctx: RankContext, recurse: bool) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         step.control(model).set_separate_reduce_scatter_group(step.index != 1, recurse=recurse)
@@ -305,7 +305,7 @@ def test_separate_reduce_scatter_group(ctx: RankContext, recurse: bool) -> None:
         compare(Case(MLP, step=step, num_steps=4), mesh)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_separate_reduce_scatter_group_carries_the_reductions(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         step.control(model).set_separate_reduce_scatter_group(step.index != 1)
@@ -323,7 +323,7 @@ def test_separate_reduce_scatter_group_carries_the_reductions(ctx: RankContext) 
         compare(Case(MLP, functools.partial(_with_comms, comms={}), step), mesh)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_memory_from_the_process_group(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         for unit in _fsdp_modules(model):

@@ -110,7 +110,7 @@ def _shard_inner(runtime: Runtime, model: Any, mesh: DeviceMesh) -> None:
         runtime.register_fsdp_forward_method(model.coder, name)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_methods_of_an_inner_unit_called_from_the_forward_of_the_root(ctx: RankContext) -> None:
     compare(Case(_Inner, _shard_inner), ctx.mesh_1d())
 
@@ -134,13 +134,13 @@ class _Recurrent(_Coder):
         return {"y": self.blocks[1](self.blocks[0](self.entry(x)))}
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_method_may_call_forward_of_its_own_module(ctx: RankContext) -> None:
     compare_losses_with_unsharded(Case(_Recurrent, _shard_with_methods, _one_method), ctx.mesh_1d())
 
 
 @beyond_torch("it reshards when the inner call returns, so that the rest of the method meets shards")
-@distributed(2, 4)
+@distributed(2)
 def test_method_may_call_forward_of_its_own_module_that_reshards(ctx: RankContext) -> None:
     shard = functools.partial(_shard_with_methods, reshard_after_forward=True)
     compare_losses_with_unsharded(Case(_Recurrent, shard, _one_method), ctx.mesh_1d())
@@ -195,13 +195,13 @@ def _chunk_by_chunk(step: Step, model: _Chunked) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2, 4)
+@distributed(2)
 def test_head_called_per_chunk_with_its_own_backward(ctx: RankContext, reshard: bool | None) -> None:
     shard = functools.partial(_shard_norm_and_head, reshard_after_forward=reshard)
     compare(Case(_Chunked, shard, _chunk_by_chunk), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_head_called_per_chunk_that_reduces_once(ctx: RankContext) -> None:
     def step(step: Step, model: _Chunked) -> list[Tensor]:
         hidden = model(*step.batch(model))
@@ -228,7 +228,7 @@ def _all_chunks_at_once(step: Step, model: _Chunked) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2, 4)
+@distributed(2)
 def test_chunks_in_one_backward(ctx: RankContext, reshard: bool | None) -> None:
     shard = functools.partial(_shard_norm_and_head, reshard_after_forward=reshard)
     compare_losses_with_unsharded(Case(_Chunked, shard, _all_chunks_at_once), ctx.mesh_1d())
@@ -241,13 +241,13 @@ class _ChunkedInside(_Chunked):
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2, 4)
+@distributed(2)
 def test_chunks_inside_the_forward_of_the_root(ctx: RankContext, reshard: bool | None) -> None:
     shard = functools.partial(_shard_norm_and_head, reshard_after_forward=reshard)
     compare_losses_with_unsharded(Case(_ChunkedInside, shard), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_head_called_without_grad_between_steps(ctx: RankContext) -> None:
     def step(step: Step, model: _Chunked) -> list[Tensor]:
         with torch.no_grad():

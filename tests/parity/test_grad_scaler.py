@@ -81,7 +81,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ctx: RankContext, setup: str
         compare_values("against torch", found, _train(ctx, oracle(), SETUPS[setup], sharded, where))
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_gradients_are_unscaled_before_they_are_clipped(ctx: RankContext) -> None:
     found = _train(ctx, subject(), SETUPS["uneven"], False, "shard", clip=True)
     _check_skips(found)

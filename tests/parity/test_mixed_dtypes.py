@@ -156,7 +156,7 @@ def _accumulate(step: Step, model: Mixed, switch: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["fp32_norms", "norms_kept_in_fp32_all_reduced_in_fp32"])
-@distributed(2, 4)
+@distributed(2)
 def test_accumulation_without_communication(ctx: RankContext, name: str) -> None:
     model, policy = CASES[name]
     step = functools.partial(_accumulate, switch="set_requires_gradient_sync")
@@ -164,7 +164,7 @@ def test_accumulation_without_communication(ctx: RankContext, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["fp32_norms_uneven", "norms_kept_in_fp32_all_reduced_in_fp32"])
-@distributed(2, 4)
+@distributed(2)
 def test_hsdp_accumulates_partial_sums(ctx: RankContext, name: str) -> None:
     model, policy = CASES[name]
     mesh = ctx.mesh_2d(2, ctx.world_size // 2)
@@ -172,7 +172,7 @@ def test_hsdp_accumulates_partial_sums(ctx: RankContext, name: str) -> None:
     compare(_case(policy, model), mesh)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_dtypes_freeze_and_thaw_between_steps(ctx: RankContext) -> None:
     def step(step: Step, model: Mixed) -> list[Tensor]:
         for block in model.blocks:

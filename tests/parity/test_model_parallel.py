@@ -61,7 +61,7 @@ def one_backward(step: Step, model: ParityModel) -> list[Tensor]:
 
 def case(mesh: DeviceMesh, axes: tuple[str, ...] = ("dp",), **kwargs: Any) -> Case:
     step = with_data_of(axes, mesh, kwargs.pop("step", one_backward))
-    return replace(Case(MLP, shard=shard, step=step, gather_full=True), **kwargs)
+    return replace(Case(MLP, shard=shard, step=step), **kwargs)
 
 
 MESHES = {2: [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], 4: [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}]}
@@ -79,7 +79,7 @@ def test_tensor_parallel_on_two_ranks(ctx: RankContext, sizes: dict[str, int]) -
 @distributed(4)
 def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: dict[str, int], reshard: bool) -> None:
     mesh = ctx.mesh(**sizes)
-    compare(case(mesh, shard=functools.partial(shard, reshard_after_forward=reshard)), mesh)
+    compare(case(mesh, shard=functools.partial(shard, reshard_after_forward=reshard), gather_full=True), mesh)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ class Odd(MLP):
 @distributed(4)
 def test_tensor_parallel_with_uneven_shards(ctx: RankContext) -> None:
     mesh = ctx.mesh(dp=2, tp=2)
-    compare(case(mesh, model=Odd, gather_full=False, unsharded=None), mesh)
+    compare(case(mesh, model=Odd, unsharded=None), mesh)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
@@ -234,7 +234,16 @@ def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, A
     mesh = ctx.mesh(**sizes)
     axes = tuple(name for name in sizes if name != "tp")
     flattened = [mesh[names].size() for names in dims.values() if isinstance(names, tuple)]
-    compare(case(mesh, axes, shard=functools.partial(full_mesh, **dims), longest_axis=max([2, *flattened])), mesh)
+    compare(
+        case(
+            mesh,
+            axes,
+            model=functools.partial(MLP, num_blocks=1),  # DTensor takes long to dispatch
+            shard=functools.partial(full_mesh, **dims),
+            longest_axis=max([2, *flattened]),
+        ),
+        mesh,
+    )
 
 
 @pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 2], ids=str)
@@ -294,7 +303,7 @@ def hooked(runtime: Runtime, model: MLP, mesh: DeviceMesh, make: Any, **kwargs: 
 @distributed(4)
 def test_hooks_decide_what_travels_under_tensor_parallelism(ctx: RankContext) -> None:
     mesh = ctx.mesh(dp=2, tp=2)
-    compare(case(mesh, shard=functools.partial(hooked, make=Sent), gather_full=False), mesh)
+    compare(case(mesh, shard=functools.partial(hooked, make=Sent)), mesh)
 
 
 @beyond_torch("has no such subclasses")
@@ -302,7 +311,7 @@ def test_hooks_decide_what_travels_under_tensor_parallelism(ctx: RankContext) ->
 def test_hooks_with_tensor_parallelism_rest_on_a_smaller_mesh(ctx: RankContext) -> None:
     mesh = ctx.mesh(dp=4, tp=2)
     compare(
-        case(mesh, shard=functools.partial(hooked, make=Sent, reshard_after_forward=2), gather_full=False),
+        case(mesh, shard=functools.partial(hooked, make=Sent, reshard_after_forward=2)),
         mesh,
-        oracle_case=case(mesh, shard=functools.partial(hooked, make=Sent), gather_full=False),
+        oracle_case=case(mesh, shard=functools.partial(hooked, make=Sent)),
     )

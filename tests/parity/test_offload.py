@@ -48,7 +48,7 @@ def test_training(ctx: RankContext, model) -> None:
 
 
 @pytest.mark.parametrize("model", [MLP, Uneven])
-@distributed(2, 4)
+@distributed(2)
 def test_offloading_changes_no_bit(ctx: RankContext, model) -> None:
     offloaded, kept = (train(Case(model, shard), ctx.mesh_1d(), subject()) for shard in _WAYS)
     for actual, expected in zip(offloaded, kept, strict=True):
@@ -60,7 +60,7 @@ def test_offloading_changes_no_bit(ctx: RankContext, model) -> None:
 _WAYS = (shard_offloaded, shard_units_and_root)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_one_rank_on_its_own(ctx: RankContext) -> None:
     compare(Case(Transformer, shard=shard_offloaded), ctx.mesh_of_one())
 
@@ -90,7 +90,7 @@ def test_reshard_after_forward(ctx: RankContext, model, reshard: bool | int) -> 
 
 
 @pytest.mark.parametrize("reduce_dtype", [FP32, None])
-@distributed(2, 4)
+@distributed(2)
 def test_mixed_precision(ctx: RankContext, reduce_dtype: torch.dtype | None) -> None:
     def shard(runtime: Runtime, model: ParityModel, mesh: Any) -> None:
         policy = runtime.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
@@ -101,7 +101,7 @@ def test_mixed_precision(ctx: RankContext, reduce_dtype: torch.dtype | None) -> 
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])
-@distributed(2, 4)
+@distributed(2)
 def test_clipped_gradients(ctx: RankContext, clip_norm: float) -> None:
     compare(Case(Transformer, shard=shard_offloaded, clip_norm=clip_norm), ctx.mesh_1d())
 
@@ -136,7 +136,7 @@ def test_accumulation(ctx: RankContext, sync: str, set_to_none: bool) -> None:
     compare(Case(MLP, shard=shard_offloaded, step=step, set_to_none=set_to_none), ctx.mesh_2d(2, 2))
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_parameters_frozen_and_thawed_between_steps(ctx: RankContext) -> None:
     def step(step: Step, model: MLP) -> list[Tensor]:
         for parameter in model.blocks[1].parameters():
@@ -147,7 +147,7 @@ def test_parameters_frozen_and_thawed_between_steps(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard_offloaded, step=step, num_steps=4), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_frozen_parameters_get_no_gradient(ctx: RankContext) -> None:
     def model() -> MLP:
         model = MLP()
@@ -157,7 +157,7 @@ def test_frozen_parameters_get_no_gradient(ctx: RankContext) -> None:
     compare(Case(model, shard=shard_offloaded), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_units_and_parameters_that_a_step_does_not_use(ctx: RankContext) -> None:
     def some_units(step: Step, model: Branches) -> list[Tensor]:
         loss = step.loss(model, active=[(0, 1, 2), (0, 2), (1,), (2, 0)][step.index])
@@ -204,7 +204,7 @@ def test_optimizer_in_hooks_on_gradients(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("passes", [0, 1])
-@distributed(2, 4)
+@distributed(2)
 def test_load_state_dict(ctx: RankContext, passes: int, assign: bool) -> None:
     def shard(runtime: Runtime, model: ParityModel, mesh: Any) -> None:
         shard_offloaded(runtime, model, mesh)
@@ -223,7 +223,7 @@ def test_load_state_dict(ctx: RankContext, passes: int, assign: bool) -> None:
 
 
 @pytest.mark.parametrize("model", [MLP, Uneven, tied])
-@distributed(2, 4)
+@distributed(2)
 def test_meta_model_is_materialised_on_the_host(ctx: RankContext, model) -> None:
     def shard(runtime: Runtime, model: ParityModel, mesh: Any) -> None:
         source = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -283,7 +283,7 @@ def test_distributed_checkpoint_travels_between_offloaded_and_not(
     compare_values("losses", _continue(ctx, other, other_optimizer, range(2, 5)), expected)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_full_state_dict_is_that_of_a_model_that_is_not_offloaded(ctx: RankContext) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     offloaded, kept = (get_state_dict(*_trained(ctx, shard, 0, 2), options=options) for shard in _WAYS)
@@ -294,7 +294,7 @@ def test_full_state_dict_is_that_of_a_model_that_is_not_offloaded(ctx: RankConte
 
 
 @pytest.mark.parametrize("model", [Uneven, Transformer])
-@distributed(2, 4)
+@distributed(2)
 def test_policy_on_a_cpu_mesh_trains_as_torchs(ctx: RankContext, model) -> None:
     def shard(runtime: Runtime, model: ParityModel, mesh: Any) -> None:
         shard_units_and_root(runtime, model, mesh, offload_policy=runtime.CPUOffloadPolicy(pin_memory=False))

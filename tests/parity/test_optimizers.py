@@ -51,7 +51,7 @@ def test_fused_optimizer_trains(ctx: RankContext, name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
-@distributed(2, 4)
+@distributed(2)
 def test_gradients_that_are_zeroed_in_place_on_hsdp(ctx: RankContext, options: dict[str, bool]) -> None:
     case = Case(MLP, optimizer=_optimizer("AdamW", **options), set_to_none=False)
     compare(case, hybrid_mesh(ctx))
@@ -78,7 +78,7 @@ def test_optimizer_that_has_no_rule_for_dtensors_is_refused_as_under_torch(ctx: 
     assert messages[0] == messages[1]
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_learning_rate_schedule(ctx: RankContext) -> None:
     def scheduled(parameters: Any) -> Optimizer:
         optimizer = adamw(parameters)
@@ -91,7 +91,7 @@ def test_learning_rate_schedule(ctx: RankContext) -> None:
     compare(Case(MLP, optimizer=scheduled, num_steps=5), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_parameter_groups_with_options_of_their_own(ctx: RankContext) -> None:
     def two_groups(parameters: Any) -> Optimizer:
         parameters = list(parameters)
@@ -137,7 +137,7 @@ def _trained_as_usual(setup: Setup, ctx: RankContext) -> Any:
 
 
 @setups("uneven", "hsdp", "resting", "kept", "tied")
-@distributed(2, 4)
+@distributed(2)
 def test_optimizer_that_steps_in_backward(ctx: RankContext, setup: str) -> None:
     where = SETUPS[setup]
     found = _trained_in_backward(where, subject(), ctx, keep=False)
@@ -148,7 +148,7 @@ def test_optimizer_that_steps_in_backward(ctx: RankContext, setup: str) -> None:
 
 @beyond_torch("computes with the parameters that were gathered before the optimizer wrote the shards")
 @setups("uneven", "kept", "resting")
-@distributed(2, 4)
+@distributed(2)
 def test_optimizer_that_steps_in_backward_outdates_parameters_kept_after_it(ctx: RankContext, setup: str) -> None:
     found = _trained_in_backward(SETUPS[setup], subject(), ctx, keep=True)
     compare_values("against stepping after backward", found, _trained_as_usual(SETUPS[setup], ctx))

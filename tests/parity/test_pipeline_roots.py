@@ -132,7 +132,7 @@ def test_stages_that_reduce_in_their_last_backward(ctx: RankContext, order, resh
     compare(Case(_Pipeline, shard, lambda step, model: _actions(step, model, order)), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_stages_that_reduce_in_every_backward(ctx: RankContext) -> None:
     def step(step: Step, model: _Pipeline) -> list[Tensor]:
         run = _Run(step, model)
@@ -168,7 +168,7 @@ def _finalized(step: Step, model: _Pipeline, *, async_op: bool, sync: bool, orde
 @pytest.mark.parametrize("order", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("sync", [False, True])
-@distributed(2, 4)
+@distributed(2)
 def test_stages_whose_backwards_are_finalized(ctx: RankContext, order, async_op: bool, sync: bool) -> None:
     def step(step: Step, model: _Pipeline) -> list[Tensor]:
         return _finalized(step, model, async_op=async_op, sync=sync, order=order)
@@ -177,7 +177,7 @@ def test_stages_whose_backwards_are_finalized(ctx: RankContext, order, async_op:
 
 
 @beyond_torch("manual finalization came with torch 2.15")
-@distributed(2, 4)
+@distributed(2)
 def test_finalized_backwards_are_those_that_reduce_in_the_last_one(ctx: RankContext) -> None:
     """Bit for bit what automatic finalization gives, which is torch's by the tests above."""
 

@@ -113,7 +113,7 @@ def test_states_are_read_as_under_torch(ctx: RankContext, setup: str) -> None:
         _check_like_torch(ctx, *(get_model_state_dict(each[0], options=options) for each in (ours, theirs)))
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_whole_states_are_those_of_the_unsharded_model(ctx: RankContext) -> None:
     setup = SETUPS["tied"]
     sharded = setup.sharded(subject(), ctx)
@@ -174,7 +174,7 @@ SETTERS = {
 
 @pytest.mark.parametrize("options", list(SETTERS))
 @here
-@distributed(2, 4)
+@distributed(2)
 def test_states_make_a_round_trip(ctx: RankContext, setup: str, options: str) -> None:
     found = _round_trip(HERE[setup], subject(), ctx, SETTERS[options])
     if ctx.world_size == 2:
@@ -193,7 +193,7 @@ def _empty(setup: Setup, runtime: Runtime, ctx: RankContext) -> Any:
 
 
 @pytest.mark.parametrize("setup", ["uneven", "hsdp", "resting", "tied", "buffers"])
-@distributed(2, 4)
+@distributed(2)
 def test_meta_model_is_loaded_from_rank_0(ctx: RankContext, setup: str) -> None:
     where = HERE["buffers"] if setup == "buffers" else SETUPS[setup]
     results = []
@@ -215,7 +215,7 @@ def test_meta_model_is_loaded_from_rank_0(ctx: RankContext, setup: str) -> None:
         compare_values("against torch", results[1], results[0])
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_checkpoint_with_other_keys_is_loaded_if_not_strict(ctx: RankContext) -> None:
     messages, found = [], []
     for runtime in (oracle(), subject()):
@@ -236,7 +236,7 @@ def test_checkpoint_with_other_keys_is_loaded_if_not_strict(ctx: RankContext) ->
         compare_values("against torch", found[2:], found[:2])
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_flat_optimizer_state_makes_a_round_trip(ctx: RankContext) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     for runtime in (oracle(), subject()):
@@ -279,7 +279,7 @@ def test_ignored_parameters_are_read_and_loaded_as_plain_tensors(ctx: RankContex
 
 
 @setups("uneven", "kept")
-@distributed(2, 4)
+@distributed(2)
 def test_helpers_find_the_shards_after_an_evaluation_and_reshard(ctx: RankContext, setup: str) -> None:
     """A forward without backward leaves the root unsharded, and the helpers list parameters before anything else."""
     model, optimizer = _trained(SETUPS[setup], subject(), ctx)

@@ -60,7 +60,7 @@ def _with_buffers(num: int) -> Any:
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3, 99])
-@distributed(2, 4)
+@distributed(2)
 def test_any_number_of_reductions_in_flight(ctx: RankContext, num_buffers: int) -> None:
     compare(Case(lambda: MLP(num_blocks=5), _with_buffers(num_buffers)), ctx.mesh_1d())
 
@@ -83,12 +83,12 @@ class _UsedTwice(MLP):
         return self.exit(x)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_two_reductions_of_one_unit_in_flight_at_a_time(ctx: RankContext) -> None:
     compare(Case(_UsedTwice, _with_buffers(4)), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_reductions_in_flight_on_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         losses = []
@@ -108,7 +108,7 @@ def test_reductions_in_flight_on_hsdp_without_all_reduce_until_the_last_micro_ba
 # is_last_backward
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_backwards_that_are_not_the_last_leave_reductions_in_flight_for_the_next(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         losses = []
@@ -144,13 +144,13 @@ def _other_parameters_on_each_rank(step: Step, model: PartlyUsed) -> list[Tensor
     return [loss]
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_ranks_that_use_other_parameters_get_zeros_not_none(ctx: RankContext) -> None:
     shard = functools.partial(_shard_and, _with_unused)
     compare(Case(PartlyUsed, shard, _other_parameters_on_each_rank), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_ranks_that_use_other_parameters_on_hsdp(ctx: RankContext) -> None:
     shard = functools.partial(_shard_and, _with_unused)
     mesh = ctx.mesh_2d(2, ctx.world_size // 2)
@@ -220,7 +220,7 @@ def _other_units_on_each_rank(step: Step, model: _Dropped) -> list[Tensor]:
 
 @beyond_torch("it reduces whole units in the order of each rank's own backward, so that other units meet")
 @pytest.mark.parametrize("num_buffers", [1, 3])
-@distributed(2, 4)
+@distributed(2)
 def test_ranks_that_use_other_units(ctx: RankContext, num_buffers: int) -> None:
     def configure(model: ParityModel) -> None:
         _with_unused(model)
