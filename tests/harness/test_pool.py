@@ -41,6 +41,12 @@ def _abort_on_rank_1(ctx: RankContext) -> None:
         os.abort()
 
 
+def _make_groups(ctx: RankContext) -> int:
+    for _ in range(30):
+        dist.new_group()
+    return os.getpid()
+
+
 def _warn(ctx: RankContext) -> None:
     warnings.warn("unexpected", UserWarning, stacklevel=1)
 
@@ -76,6 +82,11 @@ def test_hang_is_reported_with_the_stack_of_the_hanging_rank() -> None:
     with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2: no answer within 1 s.*_hang_on_rank_1"):
         shared_pool(2).run(_hang_on_rank_1, timeout_s=1)
     assert shared_pool(2).run(_rank_sum, addend=0) == [1, 1]
+
+
+def test_ranks_with_many_process_groups_are_replaced() -> None:
+    """Idle groups take time from the tests that come after."""
+    assert shared_pool(2).run(_make_groups) != shared_pool(2).run(_process_id)
 
 
 @pytest.mark.parametrize("size", [3, 5])
