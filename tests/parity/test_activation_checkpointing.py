@@ -67,7 +67,7 @@ def test_checkpoint_function(ctx: RankContext, model, reshard: bool, reentrant: 
 
 
 @REENTRANT
-@distributed(2, 4)
+@distributed(2)
 def test_checkpoint_around_several_units(ctx: RankContext, reentrant: bool) -> None:
     class AroundSeveral(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def test_checkpoint_around_several_units(ctx: RankContext, reentrant: bool) -> N
     compare(Case(AroundSeveral), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_checkpoint_around_the_root(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         batch = step.batch(model)
@@ -101,7 +101,7 @@ def test_checkpoint_wrapper_inside_units(ctx: RankContext) -> None:
     compare(Case(wrapped), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_checkpoint_wrapper_around_units(ctx: RankContext) -> None:
     def shard(runtime, model: Transformer, mesh) -> None:
         for index, block in enumerate(model.blocks):
@@ -112,7 +112,7 @@ def test_checkpoint_wrapper_around_units(ctx: RankContext) -> None:
     compare(Case(Transformer, shard=shard, unsharded=None), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_checkpoint_wrapper_around_submodules_of_units(ctx: RankContext) -> None:
     def wrapped() -> Transformer:
         model = Transformer()
@@ -134,7 +134,7 @@ def test_recomputation_and_mixed_precision(ctx: RankContext) -> None:
 
 
 @REENTRANT
-@distributed(2, 4)
+@distributed(2)
 def test_recomputation_and_gradient_accumulation(ctx: RankContext, reentrant: bool) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         losses = []
@@ -159,7 +159,7 @@ def _dropping_out(build: Callable[[bool], MLP], reentrant: bool) -> MLP:
 
 @REENTRANT
 @pytest.mark.parametrize("build", [_inside, _around])
-@distributed(2, 4)
+@distributed(2)
 def test_recomputation_drops_the_same_elements(ctx: RankContext, build, reentrant: bool) -> None:
     """The generator's state is put back: else the gradients would not be those of the loss."""
     compare(Case(functools.partial(_dropping_out, build, reentrant)), ctx.mesh_1d())

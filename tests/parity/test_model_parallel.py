@@ -241,6 +241,7 @@ def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, A
             model=functools.partial(MLP, num_blocks=1),  # DTensor takes long to dispatch
             shard=functools.partial(full_mesh, **dims),
             longest_axis=max([2, *flattened]),
+            num_steps=2 if mesh.size() <= 4 else 1,
         ),
         mesh,
     )

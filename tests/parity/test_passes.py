@@ -40,7 +40,7 @@ def test_nested_outputs_are_returned_and_differentiated(ctx: RankContext, struct
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@distributed(2, 4)
+@distributed(2)
 def test_several_forwards_before_one_backward(ctx: RankContext, reshard: bool) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         loss = torch.stack([step.loss(model, micro) for micro in range(3)]).sum()
@@ -52,7 +52,7 @@ def test_several_forwards_before_one_backward(ctx: RankContext, reshard: bool) -
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-@distributed(2, 4)
+@distributed(2)
 def test_several_forwards_before_as_many_backwards(ctx: RankContext, order: tuple[int, ...]) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         losses = [step.loss(model, micro) for micro in range(3)]
@@ -77,7 +77,7 @@ def test_several_backwards_through_one_forward(ctx: RankContext, reshard: bool) 
     compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_one_unit_runs_several_times_in_a_forward(ctx: RankContext) -> None:
     class Recurrent(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _evaluate_then_train(guard, first_step: int, step: Step, model: ParityModel)
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("model", [MLP, Transformer])
-@distributed(2, 4)
+@distributed(2)
 def test_evaluation_between_training_steps(ctx: RankContext, guard, model) -> None:
     compare(Case(model, step=functools.partial(_evaluate_then_train, guard, 1)), ctx.mesh_1d())
 
@@ -115,7 +115,7 @@ def test_evaluation_under_no_grad_comes_first(ctx: RankContext, reshard: bool) -
 
 @beyond_torch("raises: its buffers become inference tensors when the first forward is in inference mode")
 @pytest.mark.parametrize("reshard", [True, False])
-@distributed(2, 4)
+@distributed(2)
 def test_evaluation_under_inference_mode_comes_first(ctx: RankContext, reshard: bool) -> None:
     shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
     case = Case(MLP, shard, functools.partial(_evaluate_then_train, torch.inference_mode, 0))
@@ -132,7 +132,7 @@ def _train_then_evaluate(reshard_by_hand: bool, step: Step, model: ParityModel) 
     return losses
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_evaluation_before_the_optimizer_step_and_reshard_by_hand(ctx: RankContext) -> None:
     compare(Case(MLP, step=functools.partial(_train_then_evaluate, True)), ctx.mesh_1d())
 
@@ -144,7 +144,7 @@ def test_evaluation_before_the_optimizer_step_leaves_nothing_stale(ctx: RankCont
     compare_losses_with_unsharded(case, ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_evaluation_between_forward_and_backward(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         loss = step.loss(model)
@@ -156,7 +156,7 @@ def test_evaluation_between_forward_and_backward(ctx: RankContext) -> None:
     compare(Case(MLP, step=step), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_a_unit_alone_evaluates_after_the_root_has_run(ctx: RankContext) -> None:
     def step(step: Step, model: MLP) -> list[Tensor]:
         losses = one_backward(step, model)
@@ -178,7 +178,7 @@ def test_a_unit_alone_trains_after_the_root_has_run(ctx: RankContext) -> None:
     compare(Case(MLP, step=step), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_two_roots_in_one_loss(ctx: RankContext) -> None:
     class Tower(ParityModel):
         def __init__(self) -> None:
@@ -195,7 +195,7 @@ def test_two_roots_in_one_loss(ctx: RankContext) -> None:
     compare(Case(Tower, shard=shard), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_gradients_by_autograd_grad_of_the_inputs(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         losses = one_backward(step, model)

@@ -32,7 +32,7 @@ def test_shard_placement_fn_chooses_the_dim(ctx: RankContext, placement_fn) -> N
     compare(Case(Transformer, shard=shard), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_layout_equals_before_the_first_forward(ctx: RankContext) -> None:
     for model_class in (MLP, Uneven, Transformer, Buffers):
         specs = []
@@ -46,7 +46,7 @@ def test_layout_equals_before_the_first_forward(ctx: RankContext) -> None:
         assert specs[0] == specs[1]
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_default_mesh_spans_all_ranks(ctx: RankContext) -> None:
     def shard(runtime, model: MLP, mesh) -> None:
         for unit in (*model.units(), model):
@@ -69,7 +69,7 @@ def test_hsdp_with_a_shard_axis_of_one_only_replicates(ctx: RankContext) -> None
     compare(Case(Uneven), ctx.mesh_2d(ctx.world_size, 1))
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_hsdp_with_a_replicate_axis_of_one_only_shards(ctx: RankContext) -> None:
     compare(Case(MLP), ctx.mesh_2d(1, ctx.world_size))
     compare(Case(Uneven), ctx.mesh_2d(1, ctx.world_size))
@@ -81,7 +81,7 @@ def test_hsdp_with_a_chosen_dim(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard), ctx.mesh_2d(2, 2))
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_mesh_of_one_rank_needs_no_partner(ctx: RankContext) -> None:
     for model in (MLP, Uneven, Transformer):
         compare(Case(model), ctx.mesh_of_one())
@@ -99,7 +99,7 @@ def test_list_of_modules_makes_one_group(ctx: RankContext) -> None:
     compare(Case(Transformer, shard=shard), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_list_that_holds_both_ends_of_a_tie_keeps_it(ctx: RankContext) -> None:
     def shard(runtime, model: Transformer, mesh) -> None:
         for block in model.blocks:
@@ -110,7 +110,7 @@ def test_list_that_holds_both_ends_of_a_tie_keeps_it(ctx: RankContext) -> None:
     compare(Case(functools.partial(Transformer, tied=True), shard=shard), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_ignored_parameters_stay_plain_and_local(ctx: RankContext) -> None:
     def shard(runtime, model: MLP, mesh) -> None:
         ignored = {model.entry.weight, model.blocks[1].up.bias, model.blocks[1].down.weight}

@@ -46,7 +46,7 @@ def test_reshard_after_forward_to_two_ranks(ctx: RankContext, model) -> None:
     compare(Case(model, shard=shard, step=_step_with_notes), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_set_reshard_after_forward_between_steps(ctx: RankContext) -> None:
     def step(step: Step, model: MLP) -> list[Tensor]:
         step.control(model).set_reshard_after_forward(step.index % 2 == 0)
@@ -56,7 +56,7 @@ def test_set_reshard_after_forward_between_steps(ctx: RankContext) -> None:
     compare(Case(MLP, step=step, num_steps=4), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_unshard_by_hand_before_forward(ctx: RankContext) -> None:
     def step(step: Step, model: MLP) -> list[Tensor]:
         step.note("returns", step.control(model.blocks[0]).unshard() is None)
@@ -85,7 +85,7 @@ def test_unshard_async_hands_out_a_handle(ctx: RankContext) -> None:
     compare(Case(MLP, step=step), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_reshard_by_hand_before_and_after_forward(ctx: RankContext) -> None:
     def step(step: Step, model: MLP) -> list[Tensor]:
         step.control(model.blocks[0]).unshard()
@@ -103,7 +103,7 @@ def test_reshard_by_hand_before_and_after_forward(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_parameters_can_be_changed_while_unsharded_only_for_one_use(ctx: RankContext) -> None:
     def step(step: Step, model: MLP) -> list[Tensor]:
         step.control(model.blocks[0]).unshard()
@@ -132,7 +132,7 @@ def test_explicit_forward_and_backward_prefetch(ctx: RankContext, distance: int)
     compare(Case(functools.partial(Transformer, num_blocks=3), shard=shard), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_prefetch_in_an_order_that_does_not_come_is_harmless(ctx: RankContext) -> None:
     def shard(runtime, model: MLP, mesh) -> None:
         shard_units_and_root(runtime, model, mesh)

@@ -54,7 +54,7 @@ def test_state_dict_has_the_keys_layouts_and_values_of_torch(ctx: RankContext, b
     compare_values("state_dict", recorded(ours.state_dict()), recorded(theirs.state_dict()))
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_state_dict_after_a_forward_holds_shards(ctx: RankContext) -> None:
     records = []
     for runtime in (oracle(), subject()):
@@ -66,7 +66,7 @@ def test_state_dict_after_a_forward_holds_shards(ctx: RankContext) -> None:
     compare_values("state_dict", records[2:], records[:2])
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_state_dict_of_a_unit_is_that_of_the_submodule(ctx: RankContext) -> None:
     theirs, ours = (_sharded(runtime, MLP, ctx) for runtime in (oracle(), subject()))
     compare_values("unit", recorded(ours.blocks[1].state_dict()), recorded(theirs.blocks[1].state_dict()))
@@ -97,7 +97,7 @@ def test_load_state_dict_before_the_first_forward(ctx: RankContext, model, assig
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("after", ["backward", "evaluation"])
-@distributed(2, 4)
+@distributed(2)
 def test_load_state_dict_after_a_pass(ctx: RankContext, after: str, assign: bool) -> None:
     def shard(runtime, model: ParityModel, mesh) -> None:
         shard_units_and_root(runtime, model, mesh)
@@ -113,7 +113,7 @@ def test_load_state_dict_after_a_pass(ctx: RankContext, after: str, assign: bool
     compare(Case(MLP, shard=shard, unsharded=None), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_weights_of_an_unsharded_model_load_and_full_weights_come_back(ctx: RankContext) -> None:
     options = StateDictOptions(full_state_dict=True)
     torch.manual_seed(5)
@@ -153,7 +153,7 @@ def test_meta_model_is_sharded_then_materialised(ctx: RankContext, model) -> Non
     compare(Case(model, shard=shard), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_meta_model_is_initialised_by_reset_parameters(ctx: RankContext) -> None:
     def shard(runtime, model: ParityModel, mesh) -> None:
         model.to("meta")
@@ -167,7 +167,7 @@ def test_meta_model_is_initialised_by_reset_parameters(ctx: RankContext) -> None
     compare(Case(MLP, shard=shard, unsharded=None), ctx.mesh_1d())
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_meta_model_receives_its_weights_by_load_with_assign(ctx: RankContext) -> None:
     def shard(runtime, model: ParityModel, mesh) -> None:
         source = model.state_dict()
@@ -195,7 +195,7 @@ def test_clip_grad_norm_on_hsdp(ctx: RankContext) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@distributed(2, 4)
+@distributed(2)
 def test_model_to_dtype_before_the_first_forward(ctx: RankContext, dtype: torch.dtype) -> None:
     class Typed(MLP):
         def batch(self, generator: torch.Generator) -> tuple[Any, ...]:
@@ -219,7 +219,7 @@ def test_model_to_dtype_between_steps(ctx: RankContext) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
-@distributed(2, 4)
+@distributed(2)
 def test_optimizer_state_dict_is_that_of_torch_and_resumes(ctx: RankContext, optimizer) -> None:
     records = []
     for runtime in (oracle(), subject()):
@@ -263,7 +263,7 @@ def test_distributed_checkpoint_travels_between_the_runtimes(
         compare_values("losses after loading", actual, expected)
 
 
-@distributed(2, 4)
+@distributed(2)
 def test_frozen_parameters_are_saved_and_stay_frozen(ctx: RankContext) -> None:
     def build() -> MLP:
         model = MLP()
