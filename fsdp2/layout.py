@@ -7,6 +7,7 @@ Rule: the intervals of all ranks, joined in rank order, are the tensor, for ever
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ ALIGNMENT_NBYTES = 128
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(ABC):
     """A tensor of ``shape`` that ``num_shards`` ranks hold pieces of, behind each other along ``dim``.
 
     On the wire every piece takes ``chunk_numel`` elements, padded at its end. How long the pieces are, subclasses say.
@@ -28,18 +29,18 @@ class Layout:
     num_shards: int
 
     @property
+    @abstractmethod
     def chunk_size(self) -> int:
         """Entries along ``dim`` of the longest piece."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_contiguous(self) -> bool:
         """Whether the pieces, behind each other with their padding, begin with the tensor itself."""
-        raise NotImplementedError
 
+    @abstractmethod
     def interval(self, rank: int) -> tuple[int, int]:
         """``rank``'s piece along ``dim``, as (start, stop)."""
-        raise NotImplementedError
 
     @cached_property
     def numel(self) -> int:

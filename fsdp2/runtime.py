@@ -37,7 +37,6 @@ class Unit:
 
     Attributes:
         modules: the module given, or the modules given together.
-        resting_meshes: per group, where it rests for an int ``reshard_after_forward``; else None.
         auto_reshard: whether the user left ``reshard_after_forward`` open, so that being the root decides.
         max_reductions: how many reductions the user lets be in flight; the largest number of all units counts.
         missing_modules: of several modules, those whose forward has not run in this pass.

@@ -1,0 +1,56 @@
+"""What may have happened before a user changes a sharded model, and that the next step is still right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2 import FSDPModule
+from tests.distributed.support import batch, step
+
+
+def evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(batch())
+
+
+def step_and_zero(model: Any) -> None:
+    step(model)
+    model.zero_grad()
+
+
+def evaluate_and_reshard(model: Any) -> None:
+    """What stays unsharded after an evaluation is nothing to freeze, or to build an optimizer of."""
+    evaluate(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def alike(param: DTensor, value: Tensor) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(value, param.device_mesh, param.placements))
+
+
+def assert_step_is_that_of(model: nn.Module, reference: nn.Module, *, seed: int = 0) -> None:
+    """The next step of both, loss and gradients, parameter by parameter. There is no gradient before and none after."""
+    assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
+    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(param, DTensor), name
+        assert (param.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            assert torch.allclose(param.grad.full_tensor(), expected.grad, atol=1e-6), name
+    for each in (model, reference):
+        each.zero_grad()
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "no use": lambda model: None,
+    "step": step_and_zero,
+    "evaluation": evaluate,
+    "evaluation, reshard": evaluate_and_reshard,
+    "unshard": lambda model: model.unshard(async_op=True),
+}

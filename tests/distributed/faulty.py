@@ -1,0 +1,124 @@
+"""A weight of ``Stack`` whose all-gather hooks go wrong for the length of a block, on all ranks or on one.
+
+Its hooks are right, but for a block in which one of them is replaced by a fault; leaving the block mends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import fully_shard
+from tests.distributed.support import Stack, same_on_all_ranks, seeded, step
+from tests.harness.distributed import RankContext
+from tests.harness.extensions import Travelling
+from tests.harness.messages import error_of
+from tests.harness.pool import shared_pool
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+LATER_PRE, LATER_POST = "later_pre", "later_post"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+Outputs = tuple[Tensor, ...]
+
+
+class Right(Travelling):
+    """Sends its values as they are, so that a model with it trains like a plain one."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return (self.plain,), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        if out is not None:
+            out.copy_(all_gather_outputs[0])
+            return None
+        made = all_gather_outputs[0].clone()
+        return made, (made,)
+
+
+class Faulty(Right):
+    """Hooks are bound at first use; what these two call may be replaced later."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return self.later_pre(mesh)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        return self.later_post(all_gather_outputs, metadata, param_dtype, out=out)
+
+    later_pre = Right.fsdp_pre_all_gather
+    later_post = Right.fsdp_post_all_gather
+
+
+@contextmanager
+def fault_in(hook: str, fault: object) -> Iterator[None]:
+    """``Faulty`` has ``fault`` in the place of ``hook`` in this block."""
+    right = getattr(Faulty, hook)
+    setattr(Faulty, hook, fault)
+    yield
+    setattr(Faulty, hook, right)
+
+
+def stack_of(make: Callable[[Tensor], Tensor]) -> Any:
+    model = seeded(Stack)
+    linear = model.blocks[1].linear
+    linear.weight = nn.Parameter(make(linear.weight.detach()))
+    return model
+
+
+def sharded(model: Any, mesh: DeviceMesh) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def assert_trains_like_a_plain_one(model: Any) -> None:
+    """Two steps, so that the second one goes through ``out``."""
+    for _ in range(2):
+        reference = seeded(Stack)
+        model.zero_grad()
+        assert torch.allclose(step(model), step(reference), atol=1e-6)
+        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert isinstance(parameter, DTensor), name
+            assert parameter.grad is not None, name
+            assert expected.grad is not None
+            assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+
+
+def refused(
+    ctx: RankContext, hook: str, fault: object, on_rank: int | None = None, after: int = 0, replicas: int = 1
+) -> str:
+    """The error of a step with a fault, which comes ``after`` so many steps without."""
+    mesh = ctx.mesh_1d() if replicas == 1 else ctx.mesh_2d(replicas, ctx.world_size // replicas)
+    model = sharded(stack_of(Faulty), mesh)
+    for _ in range(after):
+        step(model)
+    with fault_in(hook, fault if on_rank in (None, ctx.rank) else getattr(Faulty, hook)):
+        error = error_of(lambda: step(model))
+    model.reset_iter_state()
+    assert_trains_like_a_plain_one(model)
+    return error
+
+
+def error_on_all(hook: str, fault: object, **kwargs: Any) -> str:
+    """What all ranks raise alike."""
+    return same_on_all_ranks(refused, hook=hook, fault=fault, **kwargs)
+
+
+def error_of_one(rank: int, hook: str, fault: object, world_size: int = 2, **kwargs: Any) -> str:
+    """What ``rank`` raises; all others raise the same, and say where it happened."""
+    errors = shared_pool(world_size).run(refused, hook=hook, fault=fault, on_rank=rank, **kwargs)
+    mine = errors.pop(rank)
+    expected = f"ExtensionError: on rank {rank}: {mine.removeprefix('ExtensionError: ')}"
+    for error in errors:
+        assert error.split() == expected.split()
+    return mine
