@@ -7,6 +7,7 @@ touches a private name.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, is_
@@ -177,6 +178,18 @@ def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
     tensors side by side in ``out``, casting where dtypes differ. One launch on CUDA; on CPU, tensors that need padding
     are copied twice."""
     torch._chunk_cat(tensors, 0, out.size(0), out=out)
+
+
+# Only CPython's own counts say at once that nobody has references; not those of its free-threaded build.
+COUNTS_REFERENCES = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
+_use_count = cast(Callable[[torch.Tensor], int], torch.Tensor._use_count)  # type: ignore[attr-defined]
+
+
+def reference_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How many references exist to each of ``tensors``, from Python and from C++, and to the storage of the first. What
+    they are without others' has to be found out by a call while there are none."""
+    storage = torch._C._storage_Use_Count(tensors[0].untyped_storage()._cdata)
+    return [storage, *map(sys.getrefcount, tensors), *map(_use_count, tensors)]
 
 
 def can_swap_storages() -> bool:

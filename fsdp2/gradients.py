@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import compress
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -26,6 +28,11 @@ from fsdp2.param import ShardedParam
 from fsdp2.plan import compile_reduces
 from fsdp2.reduce_scatter import AllReduceHook, PendingReduce, Reduce, Sums
 from fsdp2.services import Services
+
+# In C, since they run once per parameter and step.
+_is_there = partial(is_not, None)
+_accumulated_of, _dtype_of = attrgetter("accumulated"), attrgetter("dtype")
+_PLAIN = {torch.Tensor}
 
 
 class GradientState(Enum):
@@ -64,11 +71,13 @@ class _Part(NamedTuple):
 
 class _BoundReduce(NamedTuple):
     """Bound plans, and per step what they reduce. ``is_wrapped``: some unsharded parameter is a tensor subclass, and so
-    may be its gradient. ``as_gradient``: from a sharded parameter and a shard to what becomes its ``.grad``."""
+    may be its gradient. ``plain``: the unsharded parameters, if autograd leaves them gradients that travel as they are.
+    ``as_gradient``: from a sharded parameter and a shard to what becomes its ``.grad``."""
 
     reduce: Reduce
     parts: list[_Part]
     is_wrapped: bool
+    plain: list[nn.Parameter]
     as_gradient: Callable[[torch.Tensor, torch.Tensor], DTensor]
 
 
@@ -159,9 +168,11 @@ class GroupGradients:
             self._options = options
         bound = self._bound.get(trainable) or self._bind(trainable, services)
         self._bound[trainable] = bound
-        grads: list[Any] = self._take_parts(bound) if bound.is_wrapped else [self._take(p) for p, _ in bound.parts]
-        present = [with_unused or grad is not None for grad in grads]
-        if not any(present):
+        grads = self._take_all(bound)
+        present = list(map(_is_there, grads))
+        if with_unused:
+            present = [True] * len(present)
+        elif True not in present:
             return self.reduce_partial(options, services)
         earlier, self._partial = self._partial, None
         if earlier is not None and not _is_alike(earlier.bound, bound):
@@ -195,7 +206,36 @@ class GroupGradients:
         is_usual = all(plan.dtypes.grad is plan.dtypes.orig for plan in plans)
         as_gradient = _torch.dtensor_like if is_usual else _torch.dtensor_placed_like
         reduce = Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook)
-        return _BoundReduce(reduce, ordered, is_wrapped, as_gradient)
+        is_plain = not is_wrapped and all(param.spec.unsharded is None for param in params)
+        plain = [param.unsharded for param, _ in ordered if is_plain and param.unsharded is not None]
+        bound = _BoundReduce(reduce, ordered, is_wrapped, plain, as_gradient)
+        if not is_wrapped and not self._home.is_staged and options.all_reduce_hook is None:
+            self._keep_gradients(bound)
+        return bound
+
+    def _keep_gradients(self, bound: _BoundReduce) -> None:
+        """Have the DTensors that ``bound`` lands kept from step to step."""
+        start = 0
+        for part in bound.reduce.parts:
+            params = [param for param, _ in bound.parts[start : start + len(part.plan.steps)]]
+            part.keep_gradients(partial(_gradient_of, params, bound.as_gradient), partial(_have_gradients, params))
+            start += len(params)
+
+    def free_unused(self) -> None:
+        """Free the memory of gradients that the user has let go of."""
+        for bound in self._bound.values():
+            bound.reduce.free_unused()
+
+    def _take_all(self, bound: _BoundReduce) -> list[Any]:
+        """The gradient that each step of ``bound`` reduces, off the unsharded parameters, or None."""
+        if bound.is_wrapped:
+            return self._take_parts(bound)
+        if not bound.plain or any(map(_is_there, map(_accumulated_of, self._params))):
+            return [self._take(param) for param, _ in bound.parts]
+        grads = [param.grad for param in bound.plain]
+        for param in bound.plain:
+            param.grad = None
+        return grads
 
     def _take_parts(self, bound: _BoundReduce) -> list[torch.Tensor | None]:
         taken = {param: self._take(param) for param in dict.fromkeys(param for param, _ in bound.parts)}
@@ -213,6 +253,8 @@ class GroupGradients:
     def _complete(self, bound: _BoundReduce, grads: list[torch.Tensor | None]) -> None:
         """Make ``grads`` one gradient per step, of one dtype per plan. The layout of a reduction is the same on all
         ranks, whatever autograd did on this one: a parameter without a gradient contributes zeros."""
+        if len(bound.reduce.plans) == 1 and set(map(type, grads)) == _PLAIN and len(set(map(_dtype_of, grads))) == 1:
+            return
         start = 0
         for plan in bound.reduce.plans:
             stop = start + len(plan.steps)
@@ -253,16 +295,32 @@ class GroupGradients:
 
 
 def _hand_over(averaged: _Sums) -> None:
-    shards = averaged.bound.reduce.shards(averaged.sums)
-    landed = [
-        (part, shard)
-        for part, shard, is_present in zip(averaged.bound.parts, shards, averaged.present, strict=True)
-        if is_present
-    ]
-    if averaged.bound.is_wrapped:
-        _deposit(_wrapped(landed), averaged.bound.as_gradient)
+    bound, present = averaged.bound, averaged.present
+    shards = bound.reduce.shards(averaged.sums)
+    kept = bound.reduce.kept_gradients(averaged.sums)
+    if bound.is_wrapped:
+        params, shards = _wrapped(list(compress(zip(bound.parts, shards, strict=True), present)))
     else:
-        _deposit([(param.sharded, shard) for (param, _), shard in landed], averaged.bound.as_gradient)
+        params = [param.sharded for param, _ in bound.parts]
+        if False in present:
+            params, shards = list(compress(params, present)), list(compress(shards, present))
+            kept = list(compress(kept, present))
+    _deposit(params, shards, kept, bound.as_gradient)
+    if any(map(_torch.post_accumulate_grad_hooks, params)):
+        _run_hooks(params)
+
+
+def _gradient_of(
+    params: list[ShardedParam],
+    as_gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    i: int,
+    shard: torch.Tensor,
+) -> torch.Tensor:
+    return as_gradient(params[i].sharded, shard)
+
+
+def _have_gradients(params: list[ShardedParam]) -> bool:
+    return any(param.sharded.grad is not None for param in params)
 
 
 def _is_alike(earlier: _BoundReduce, bound: _BoundReduce) -> bool:
@@ -274,22 +332,32 @@ def _is_alike(earlier: _BoundReduce, bound: _BoundReduce) -> bool:
 
 
 def _deposit(
-    shards: list[tuple[nn.Parameter, torch.Tensor]], as_gradient: Callable[[torch.Tensor, torch.Tensor], DTensor]
+    params: list[nn.Parameter],
+    shards: list[torch.Tensor],
+    kept: list[torch.Tensor],
+    as_gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Set or add to ``.grad`` of the sharded parameters, and run the user's hooks as autograd would."""
+    """Set or add to ``.grad`` of the sharded parameters. ``kept``: the gradients on ``shards``, if they were kept."""
+    before = [param.grad for param in params]
+    if not any(map(_is_there, before)):
+        for param, grad in zip(params, kept or map(as_gradient, params, shards), strict=True):
+            param.grad = grad
+        return
     targets, values = [], []
-    for sharded, shard in shards:
-        grad = sharded.grad
-        if grad is None:
-            sharded.grad = as_gradient(sharded, shard)
+    for i, (param, earlier, shard) in enumerate(zip(params, before, shards, strict=True)):
+        if earlier is None:
+            param.grad = kept[i] if kept else as_gradient(param, shard)
         else:
-            targets.append(_torch.local_of(grad))
+            targets.append(_torch.local_of(earlier))
             values.append(shard)
-    if targets:
-        _torch.foreach_add(targets, values)
-    for sharded, _ in shards:
-        for hook in _torch.post_accumulate_grad_hooks(sharded):
-            hook(sharded)
+    _torch.foreach_add(targets, values)
+
+
+def _run_hooks(params: list[nn.Parameter]) -> None:
+    """Run the user's hooks on the sharded parameters as autograd would."""
+    for param in params:
+        for hook in _torch.post_accumulate_grad_hooks(param):
+            hook(param)
 
 
 def _unsharded_grad(param: ShardedParam) -> torch.Tensor | None:
@@ -326,15 +394,16 @@ def _refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
     )
 
 
-def _wrapped(landed: list[tuple[_Part, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Inner tensors that belong together as one gradient of the parameter's class."""
+def _wrapped(landed: list[tuple[_Part, torch.Tensor]]) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    """Parameters and their gradients' shards: inner tensors that belong together as one of the parameter's class."""
     by_param: dict[ShardedParam, dict[str, torch.Tensor]] = {}
     for part, shard in landed:
         own = alias(
             shard, int(shard.storage_offset()), shard.shape, shard.stride()
         )  # subclasses compare storage offsets
         by_param.setdefault(part.param, {})[part.name] = own if part.name else shard
-    return [
-        (param.sharded, shards[""] if "" in shards else _torch.rewrapped(_torch.local_of(param.sharded), shards))
-        for param, shards in by_param.items()
+    shards = [
+        parts[""] if "" in parts else _torch.rewrapped(_torch.local_of(param.sharded), parts)
+        for param, parts in by_param.items()
     ]
+    return [param.sharded for param in by_param], shards

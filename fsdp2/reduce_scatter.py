@@ -15,6 +15,7 @@ import torch
 from fsdp2 import _torch
 from fsdp2.all_gather import pieces
 from fsdp2.comm import ReduceComm, all_reduce
+from fsdp2.kept_gradients import KeptGradients, Place
 from fsdp2.layout import Layout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.plan import ReducePlan, Route
@@ -64,13 +65,16 @@ class PendingReduce:
 
 
 class _Part:
-    """One plan of a reduction: what it sends and receives. Memory is allocated per step, and becomes the gradients'."""
+    """One plan of a reduction: what it sends and receives. Memory is allocated per step, and becomes the gradients'.
+
+    Attributes:
+        kept: where gradients land, if that is kept from step to step.
+    """
 
     def __init__(self, plan: ReducePlan, mesh: ParallelMesh, services: Services, hook: AllReduceHook | None) -> None:
         self.plan = plan
+        self.kept: KeptGradients | None = None
         self._hook = hook
-        # Between its parts the buffer has gaps, which a hook sees.
-        self._new_buffer = torch.empty if hook is None else torch.zeros
         self._mesh, self._streams, self._memory = mesh, services.streams, services.memory
         self._rows = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.ROWS]
         self._strided = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.STRIDED]
@@ -80,7 +84,7 @@ class _Part:
         self._pack_rows = _torch.pack_rows if is_even or mesh.device.type != "cpu" else _pack_uneven_rows
         self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
-        self._shard_places = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
+        self._places: list[Place] = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
 
     def prepare(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Take ``grads``, one per step, out of the list, so that each is freed when it has been copied or sent.
@@ -88,7 +92,7 @@ class _Part:
         Returns the buffers that receive this rank's sums (one flat buffer ``[flat_numel]`` of reduce dtype), and
         outputs and inputs for the comm.
         """
-        flat = self._new_buffer(self.plan.flat_numel, dtype=self.plan.dtypes.reduce, device=self._mesh.device)
+        flat = self._new_buffer()
         calls = self.plan.calls
         outputs = [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
         inputs = self._inputs(grads)
@@ -106,13 +110,37 @@ class _Part:
             _torch.foreach_div(sums, factors.after)
         if self._hook is not None and not factors.behind_hook:
             self._run_hook(self._hook, sums)
-        dtype = self.plan.dtypes.grad
-        return [tensor if tensor.dtype is dtype else tensor.to(dtype) for tensor in sums]
+        return sums if self.plan.dtypes.reduce is self.plan.dtypes.grad else self._cast(sums)
 
     def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """Per step of the plan, this rank's gradient as a view of its buffer."""
         (flat,) = sums
-        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._shard_places]
+        if self.kept is not None and flat is self.kept.flat:
+            return self.kept.locals
+        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._places]
+
+    def keep_gradients(
+        self, as_gradient: Callable[[int, torch.Tensor], torch.Tensor], are_set: Callable[[], bool]
+    ) -> None:
+        """Have gradients land in memory that is kept, with what ``as_gradient`` makes of shard i. ``are_set``: whether
+        some gradient is there already."""
+        numel, dtype = self.plan.flat_numel, self.plan.dtypes.grad
+        self.kept = KeptGradients(numel, dtype, self._places, as_gradient, are_set, self._mesh.device)
+
+    def _new_buffer(self) -> torch.Tensor:
+        """What receives this rank's sums."""
+        dtypes, numel = self.plan.dtypes, self.plan.flat_numel
+        if self.kept is not None and dtypes.reduce is dtypes.grad:
+            return self.kept.buffer()
+        # Between its parts the buffer has gaps, which a hook sees.
+        new = torch.empty if self._hook is None else torch.zeros
+        return new(numel, dtype=dtypes.reduce, device=self._mesh.device)
+
+    def _cast(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.kept is None:
+            return [tensor.to(self.plan.dtypes.grad) for tensor in sums]
+        (flat,) = sums
+        return [self.kept.buffer().copy_(flat)]
 
     def _run_hook(self, hook: AllReduceHook, sums: list[torch.Tensor]) -> None:
         with self._streams.on(hook.stream), torch.no_grad():
@@ -138,6 +166,11 @@ class _Part:
 
 class _LocalPart(_Part):
     """One rank and no cast: the gradients are their own reduction. No buffer, no copy."""
+
+    def keep_gradients(
+        self, as_gradient: Callable[[int, torch.Tensor], torch.Tensor], are_set: Callable[[], bool]
+    ) -> None:
+        """They are autograd's."""
 
     def prepare(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         return grads, [], []
@@ -169,7 +202,7 @@ class Reduce:
     ) -> None:
         self.plans = tuple(plans)
         self._mesh, self._comm, self.streams = mesh, comm, services.streams
-        self._parts = [_bound(plan, mesh, services, hook) for plan in plans]
+        self.parts = [_bound(plan, mesh, services, hook) for plan in plans]
 
     def issue(self, grads: list[torch.Tensor]) -> tuple[Sums, PendingReduce]:
         """Start reducing ``grads``, one per step of the plans, in their unsharded shapes.
@@ -183,7 +216,7 @@ class Reduce:
         inputs: list[torch.Tensor] = []
         with self.streams.on_reduce():
             self.streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
-            for part in self._parts:
+            for part in self.parts:
                 mine = grads[: len(part.plan.steps)]
                 del grads[: len(mine)]
                 buffers, to, values = part.prepare(mine)
@@ -192,6 +225,19 @@ class Reduce:
                 inputs += values
             works = self.streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
         return sums, PendingReduce(works, (keep, inputs), self.streams)
+
+    def kept_gradients(self, sums: Sums) -> list[torch.Tensor]:
+        """Per step of the plans, the gradient on this rank's shard of ``sums``; empty if they are not kept."""
+        kept = [part.kept for part in self.parts]
+        if any(each is None or each.flat is not mine[0] for each, mine in zip(kept, sums, strict=True)):
+            return []
+        return kept[0].grads if len(kept) == 1 else [grad for each in kept for grad in each.grads]  # type: ignore[union-attr]
+
+    def free_unused(self) -> None:
+        """Free the memory of kept gradients that nobody has references to."""
+        for part in self.parts:
+            if part.kept is not None:
+                part.kept.free()
 
     def add(self, sums: Sums, others: Sums) -> None:
         """Add ``others`` to ``sums`` in place."""
@@ -207,11 +253,11 @@ class Reduce:
 
     def average(self, sums: Sums) -> Sums:
         """Average the complete sums, in place where they are not cast."""
-        return [part.average(mine) for part, mine in zip(self._parts, sums, strict=True)]
+        return [part.average(mine) for part, mine in zip(self.parts, sums, strict=True)]
 
     def shards(self, averaged: Sums) -> list[torch.Tensor]:
         """Per step of the plans, this rank's gradient as a view of its buffer."""
-        return [shard for part, mine in zip(self._parts, averaged, strict=True) for shard in part.shards(mine)]
+        return [shard for part, mine in zip(self.parts, averaged, strict=True) for shard in part.shards(mine)]
 
 
 def _pack_uneven_rows(grads: list[torch.Tensor], out: torch.Tensor) -> None:

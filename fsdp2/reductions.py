@@ -38,19 +38,24 @@ class Reductions:
     def make_room(self, group: ParamGroup | None = None) -> None:
         """Land the oldest until one more may start, and until none of ``group`` is in flight."""
         while len(self._pending) >= self.max_in_flight or any(other is group for other, _ in self._pending):
-            self._pending.pop(0)[1].finish()
+            self._finish(*self._pending.pop(0))
 
     def land(self) -> None:
         """Land everything."""
         pending, self._pending = self._pending, []  # should landing raise, the rest is not landed later, by surprise
-        for _, reduction in pending:
-            reduction.finish()
+        for group, reduction in pending:
+            self._finish(group, reduction)
 
     def drop(self) -> None:
         """Wait for everything, and land nothing."""
         pending, self._pending = self._pending, []
         for _, reduction in pending:
             reduction.drop()
+
+    def _finish(self, group: ParamGroup, reduction: PendingReduce) -> None:
+        reduction.finish()
+        if group.has_gradient_hooks:  # one may have stepped an optimizer, and let go of its gradient
+            group.gradients.free_unused()
 
     def _add(self, group: ParamGroup, reduction: PendingReduce | None) -> bool:
         if reduction is not None:

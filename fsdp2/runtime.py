@@ -255,6 +255,7 @@ class RootContext:
                 self._collect()
             self.order_gathers()
             self.post_optim_event = None
+            self._free_unused_gradients()
         self.performer.note("pre_forward", unit)
         if not in_backward:
             unit.reshard_outdated()
@@ -284,6 +285,7 @@ class RootContext:
     def pre_backward(self, unit: Unit) -> None:
         if not self.schedule.in_backward:
             _torch.at_end_of_backward(self.end_backward)
+            self._free_unused_gradients()
             self.performer.reductions.max_in_flight = max(each.max_reductions for each in self.units)
             if any(group.has_hooks for each in self.units for group in each.groups):
                 # Pre-hooks may read what was written since forward began.
@@ -367,6 +369,12 @@ class RootContext:
     def root_class(self) -> str:
         """The class of the root's module, as the user knows it."""
         return type(self.root.modules[0]).__name__
+
+    def _free_unused_gradients(self) -> None:
+        """The user may have let go of gradients since the last pass."""
+        for unit in self.units:
+            for group in unit.groups:
+                group.gradients.free_unused()
 
     def _end_pass(self) -> None:
         for unit in self.units:
