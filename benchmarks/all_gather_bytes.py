@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from common import header, medians_in_turns, table
+from common import Table, medians_in_turns, publish
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
@@ -224,8 +224,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    print(header(f"Bytes of all-gathers: MB that a rank sends, {NUM_RANKS} gloo ranks, one thread each"))
-    report(measured(options), options)
+    title = f"Bytes of all-gathers: MB that a rank sends, {NUM_RANKS} gloo ranks, one thread each"
+    publish("all_gather_bytes", title, [report(measured(options), options)])
 
 
 def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -238,24 +238,31 @@ def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return results
 
 
-def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> Table:
     bf16_mb = results["bf16-policy"]["traffic"]["fsdp2"]["forward"] if "bf16-policy" in results else None
     columns = ["", "of bf16", "forward MB", "step MB", "step ms", "loss", "val. loss"]
     columns += ["torch: forward MB", "step MB", "step ms", "difference", "ratio"]
-    print(table(columns, [row(FORMATS[name], result, bf16_mb) for name, result in results.items()]))
+    rows = [row(FORMATS[name], result, bf16_mb) for name, result in results.items()]
+    return Table("main", "Formats on the wire", columns, rows, note="\n".join(notes(results, options)))
+
+
+def notes(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> list[str]:
     counted = "on the loopback device" if loopback_nbytes() is not None else "as payloads: no loopback counters here"
-    print(f"Of bf16: bytes in forward against bf16 by policy. Bytes counted {counted}.")
-    print(f"Losses, nats per byte, after {options.steps} steps. Their largest difference to torch's: in the first")
-    print(f"{options.turns + UNTIMED_STEPS} steps; 0 is bit for bit. Ratio: of step times.")
+    lines = [
+        f"Of bf16: bytes in forward against bf16 by policy. Bytes counted {counted}.",
+        f"Losses, nats per byte, after {options.steps} steps. Their largest difference to torch's: in the first",
+        f"{options.turns + UNTIMED_STEPS} steps; 0 is bit for bit. Ratio: of step times.",
+    ]
     if "nf4" in results:
         dense, adapted = results["fp32"]["validation"], results["nf4"]
-        print(
+        lines.append(
             f"nf4: validation loss of the dense base {dense:.4f}, in 4 bits {adapted['loss at start']:.4f}, "
             f"after {options.steps} more steps of adapters only {adapted['validation']:.4f}."
         )
     for name, result in results.items():
         if any(traffic["overhead"] > MAX_OVERHEAD for traffic in result["traffic"].values()):
-            print(f"{FORMATS[name].name}: other programs used the loopback device meanwhile. Run it again.")
+            lines.append(f"{FORMATS[name].name}: other programs used the loopback device meanwhile. Run it again.")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,20 +1,37 @@
-"""What every benchmark prints, and how it compares: peers take turns in one process, medians, ratios.
+"""What all benchmarks share: a model's block, peers that take turns, and the one way in which results are reported.
 
-A script makes one claim. It prints the machine, torch, the commit and one table whose last column is the ratio of ours
-to torch's, so that below 1 is a win.
+A script makes one claim, which its first line states: ``Claim: ...``. It hands its tables to ``publish``, which prints
+them and writes ``benchmarks/results/<script>.json``; ``render.py`` shows those files in the documentation, ``check.py``
+compares a later run with them.
+
+    publish("gloo_step", "Forward and backward, 2 gloo ranks", [Table("main", "Median ms per step", columns, rows)])
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+RESULTS_FOLDER_VARIABLE = "FSDP2_BENCH_RESULTS"
+COMMIT_VARIABLE = "FSDP2_BENCH_COMMIT"
+_START = time.perf_counter()
 
 
 class Block(nn.Module):
@@ -35,18 +52,104 @@ class Block(nn.Module):
         return x
 
 
-def header(title: str) -> str:
-    """``title``, and what a reader needs to judge or repeat the figures below it."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
-    return f"# {title}\n{device}, {os.cpu_count()} CPU cores; torch {torch.__version__}; commit {_commit()}\n"
+@dataclass(frozen=True)
+class Ratios:
+    """Draw a bar per row for the table's ratio, with a line at 1. ``aim`` names the column of the rows' aims."""
+
+    aim: str | None = None
+    kind: str = field(default="ratios", init=False)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Draw a panel per row, and in it a bar per column of ``columns``. ``base`` names a column that is a part of each
+    of them, such as the time of the computation alone. ``unit`` is what the figures are in."""
+
+    columns: Sequence[str]
+    unit: str
+    base: str | None = None
+    kind: str = field(default="bars", init=False)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Draw a line per column of ``columns`` over the first column, whose cells are numbers. ``unit``: of the lines."""
+
+    columns: Sequence[str]
+    unit: str
+    log_x: bool = False
+    log_y: bool = False
+    kind: str = field(default="lines", init=False)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures of one run. The first column names the rows, each once.
+
+    Cells are text or numbers; floats are shown with two decimals, so whoever wants others formats them (``"757.6"``).
+    None and nan are shown as "-". ``ratio`` names the column that ``check.py`` compares, lower is better, None where
+    there is nothing to compare. ``noise`` is the relative change of it between two runs that means nothing, 0 for exact
+    figures. ``note`` is shown below the table.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    ratio: str | None = "ratio"
+    noise: float = 0.05
+    note: str = ""
+    plot: Ratios | Bars | Lines | None = None
+
+    def __post_init__(self) -> None:
+        names = [row[0] for row in self.rows]
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"table {self.name}: expected {len(self.columns)} cells in each row, as in columns.")
+        if len(set(names)) != len(names):
+            raise ValueError(f"table {self.name}: expected a name of its own in each row's first cell, got {names}.")
+        for column in [self.ratio, *_drawn(self.plot)]:
+            if column is not None and list(self.columns).count(column) != 1:
+                raise ValueError(f"table {self.name}: expected one column {column!r} in {list(self.columns)}.")
+
+
+def publish(script: str, title: str, tables: Sequence[Table]) -> None:
+    """Print ``tables`` and write them, with what a reader needs to judge or repeat them, to ``<script>.json``.
+
+    A run with arguments is not what the documentation shows, so it writes nothing, except to the folder that the
+    environment variable ``FSDP2_BENCH_RESULTS`` names.
+    """
+    record = _record(script, title, tables)
+    print(shown(record))
+    folder = os.environ.get(RESULTS_FOLDER_VARIABLE) or (None if sys.argv[1:] else RESULTS)
+    if folder is not None:
+        path = Path(folder) / f"{script}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_as_json(record))
+
+
+def shown(record: Mapping[str, Any]) -> str:
+    """A published record as text."""
+    machine = f"{record['machine']['name']}, {record['machine']['cores']} CPU cores"
+    lines = [f"# {record['title']}", f"{machine}; torch {record['torch']}; commit {record['commit']}", ""]
+    for table_ in record["tables"]:
+        lines += [table_["title"], table(table_["columns"], table_["rows"])]
+        lines += [table_["note"], ""] if table_["note"] else []
+    return "\n".join([*lines, f"{record['command']} took {record['seconds']:.0f} s", ""])
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Aligned text: the first column to the left, figures to the right."""
-    cells = [list(map(_cell, row)) for row in [columns, *rows]]
+    cells = [list(map(cell, row)) for row in [columns, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
     return "\n".join(lines) + "\n"
+
+
+def cell(value: object) -> str:
+    """How a table shows ``value``."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def medians_in_turns(subjects: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
@@ -59,8 +162,48 @@ def medians_in_turns(subjects: Mapping[str, Callable[[], float]], rounds: int) -
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def _cell(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+def _record(script: str, title: str, tables: Sequence[Table]) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    return {
+        "script": script,
+        "title": title,
+        "machine": {"name": name, "cores": os.cpu_count()},
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
+        "seconds": round(time.perf_counter() - _START),
+        "tables": [{**asdict(table_), "rows": [list(map(_plain, row)) for row in table_.rows]} for table_ in tables],
+    }
+
+
+def _plain(value: object) -> str | int | float | None:
+    """``value`` as JSON has it; six digits of a float, so that a file's changes can be read."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    raise TypeError(f"a cell of a table is {value!r}, expected text, a number or None. Convert it.")
+
+
+def _as_json(record: Mapping[str, Any]) -> str:
+    """A row of a table on a line of its own."""
+    rows = {f"@{i}.{j}@": row for i, table_ in enumerate(record["tables"]) for j, row in enumerate(table_["rows"])}
+    keys = iter(rows)
+    tables = [{**table_, "rows": [next(keys) for _ in table_["rows"]]} for table_ in record["tables"]]
+    text = json.dumps({**record, "tables": tables}, indent=1)
+    for key, row in rows.items():
+        text = text.replace(f'"{key}"', json.dumps(row))
+    return text + "\n"
+
+
+def _drawn(plot: Ratios | Bars | Lines | None) -> list[str | None]:
+    """The columns that ``plot`` reads."""
+    if plot is None:
+        return []
+    return [plot.aim] if isinstance(plot, Ratios) else [*plot.columns, getattr(plot, "base", None)]
 
 
 def _cpu_name() -> str:
@@ -71,8 +214,16 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """Of the code that was measured: results and documentation are written between runs, and do not make it dirty."""
+    if COMMIT_VARIABLE in os.environ:  # a copy without git says itself what it is
+        return os.environ[COMMIT_VARIABLE]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "fsdp2", "benchmarks/*.py")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
 import torch.multiprocessing
-from common import Block, header, table
+from common import Bars, Block, Table, publish
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -130,14 +130,15 @@ def main() -> None:
     parser.add_argument("--ours-only", action="store_true", help="leave the peers out, to compare settings of ours")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(header(f"Forward and backward, {NUM_RANKS} gloo ranks, one thread each; median ms per step"))
     rows = []
     for case in [Case(*options.case, rounds=7)] if options.case else CASES:
         seconds = measure(case, options)
         figures = [f"{seconds[name] * 1e3:.1f}" for name in seconds]
         ratio = seconds["fsdp2"] / seconds.get("torch FSDP2", float("nan"))
         rows.append([f"width {case.width} x {case.num_blocks} blocks, batch {case.batch_size}", *figures, ratio])
-    print(table(["", *seconds, "fsdp2 / torch FSDP2"], rows))
+    plot = None if options.ours_only else Bars(list(WRAPPERS)[1:], unit="ms", base="unsharded")
+    steps = Table("main", "Median ms per step", ["", *seconds, "ratio"], rows, plot=plot)
+    publish("gloo_step", f"Forward and backward, {NUM_RANKS} gloo ranks, one thread each", [steps])
 
 
 if __name__ == "__main__":

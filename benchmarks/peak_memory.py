@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Block, header, table
+from common import Block, Ratios, Table, publish
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -142,8 +142,9 @@ def row(case: Case) -> list[object]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(header("Peak of one step beyond the shards, KiB"))
-    print(table(["", "one group", "fsdp2", "torch", "ratio"], [row(case) for case in CASES]))
+    columns = ["", "one group", "fsdp2", "torch", "ratio"]
+    peaks = Table("main", "KiB", columns, [row(case) for case in CASES], noise=0, plot=Ratios())
+    publish("peak_memory", "Peak of one step beyond the shards", [peaks])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
-from common import Block, header, medians_in_turns, table
+from common import Block, Ratios, Table, medians_in_turns, publish
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -183,13 +183,15 @@ def main() -> None:
     if options.profile:
         profile(cases[0])
         return
-    print(header("Overhead per group of 9 parameters and step, beyond the unsharded model; fake process group"))
+    columns = ["", "fsdp2 ms", "torch ms", "fake group ms", "ratio without it", "ratio"]
     rows = [row(case, options.rounds) for case in cases]
-    print(table(["", "fsdp2 ms", "torch ms", "fake group ms", "ratio without it", "ratio"], rows))
-    print("The same in bf16, plain and with seven hooked parameters per group")
-    rows = [hooks_row(Case(options.world_sizes[0], width, True), options.rounds) for width in options.widths]
+    plain = Table("main", "Plain parameters", columns, rows, plot=Ratios())
     columns = ["", "fsdp2 ms", "hooks ms", "hooks/plain", "torch ms", "hooks ms", "hooks/plain", "ratio of hooks"]
-    print(table(columns, rows))
+    rows = [hooks_row(Case(options.world_sizes[0], width, True), options.rounds) for width in options.widths]
+    title = "In bf16, plain and with seven hooked parameters per group"
+    hooks = Table("hooks", title, columns, rows, ratio="ratio of hooks")
+    title = "Overhead per group of 9 parameters and step, beyond the unsharded model; fake process group"
+    publish("runtime_overhead", title, [plain, hooks])
 
 
 if __name__ == "__main__":
