@@ -2,14 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-SCRIPTS ?= $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
+SCRIPTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench docs clean
+.PHONY: help train test lint bench bench-check docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." passes arguments on: make train ARGS="--steps 50", make test ARGS="-k schedule"'
 
 train: .venv/.installed ## train the example language model on 2 ranks
@@ -24,8 +24,11 @@ lint: .venv/.installed ## check style, formatting and types
 	$(BIN)/mypy
 	$(BIN)/mypy docs/examples
 
-bench: .venv/.installed ## run every benchmark, one after the other, or those in SCRIPTS
-	set -e; for script in $(SCRIPTS); do $(BIN)/python $$script $(ARGS); done
+bench: .venv/.bench ## run every benchmark, or those in SCRIPTS, and render their tables and plots
+	$(BIN)/python benchmarks/run.py $(SCRIPTS) -- $(ARGS); status=$$?; $(BIN)/python benchmarks/render.py && exit $$status
+
+bench-check: .venv/.bench ## run them again; print what got worse or better than the committed results
+	$(BIN)/python benchmarks/check.py $(SCRIPTS)
 
 docs: .venv/.installed ## check that the documentation's examples run and its links resolve
 	$(BIN)/pytest --timeout 300 tests/docs $(ARGS)
@@ -37,4 +40,8 @@ clean: ## remove .venv, caches and results of runs
 .venv/.installed: pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev,train]'
+	touch $@
+
+.venv/.bench: .venv/.installed
+	$(BIN)/pip install -c constraints-dev.txt -e '.[bench]'
 	touch $@

@@ -129,12 +129,16 @@ def publish(script: str, title: str, tables: Sequence[Table]) -> None:
 
 def shown(record: Mapping[str, Any]) -> str:
     """A published record as text."""
-    machine = f"{record['machine']['name']}, {record['machine']['cores']} CPU cores"
-    lines = [f"# {record['title']}", f"{machine}; torch {record['torch']}; commit {record['commit']}", ""]
+    lines = [f"# {record['title']}", f"{machine(record)}, commit {record['commit']}", ""]
     for table_ in record["tables"]:
         lines += [table_["title"], table(table_["columns"], table_["rows"])]
         lines += [table_["note"], ""] if table_["note"] else []
     return "\n".join([*lines, f"{record['command']} took {record['seconds']:.0f} s", ""])
+
+
+def machine(record: Mapping[str, Any]) -> str:
+    """What a published record was measured with."""
+    return f"{record['machine']['name']}, {record['machine']['cores']} CPU cores, torch {record['torch']}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -150,6 +154,14 @@ def cell(value: object) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def number(value: object) -> float:
+    """What a cell says, whether it is a number or text; nan where it says no number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def medians_in_turns(subjects: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:

@@ -143,7 +143,7 @@ def row(case: Case) -> list[object]:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     columns = ["", "one group", "fsdp2", "torch", "ratio"]
-    peaks = Table("main", "KiB", columns, [row(case) for case in CASES], noise=0, plot=Ratios())
+    peaks = Table("main", "KiB at the peak", columns, [row(case) for case in CASES], noise=0, plot=Ratios())
     publish("peak_memory", "Peak of one step beyond the shards", [peaks])
 
 

@@ -1,0 +1,170 @@
+"""Puts the tables of ``benchmarks/results/*.json`` into the documentation, and draws their plots into ``docs/images``.
+
+A page shows a table between ``<!-- table SCRIPT.TABLE -->`` and ``<!-- /table -->``, and what a script was run with
+between ``<!-- run SCRIPT -->`` and ``<!-- /run -->``. The table ``summary`` has the rows of ``SUMMARY``. What is
+between markers is replaced, all else is left alone. The picture of a table with a plot is ``images/SCRIPT.TABLE.png``.
+
+    python benchmarks/render.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT, cell, machine
+
+IMAGES = ROOT / "docs" / "images"
+_BEGIN = re.compile(r"^<!-- (table|run) ([\w.]+) -->$", re.MULTILINE)
+_MARKED = re.compile(rf"({_BEGIN.pattern}\n)(?:(?!<!-- ).)*(<!-- /\2 -->)$", re.MULTILINE | re.DOTALL)
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table that the README shows: what it says there, and the columns of ours and of torch's figure."""
+
+    text: str
+    table: str
+    row: str
+    ours: str = "fsdp2"
+    theirs: str = "torch"
+    unit: str = ""
+
+
+SUMMARY = (
+    Line(
+        "runtime per group and step, 8 ranks, width 16, fp32",
+        "runtime_overhead.main",
+        "8 ranks, width 16, fp32",
+        ours="fsdp2 ms",
+        theirs="torch ms",
+        unit="ms",
+    ),
+    Line(
+        "runtime per group and step, 8 ranks, width 256, fp32",
+        "runtime_overhead.main",
+        "8 ranks, width 256, fp32",
+        ours="fsdp2 ms",
+        theirs="torch ms",
+        unit="ms",
+    ),
+    Line(
+        "step on 2 gloo ranks, width 1024",
+        "gloo_step.main",
+        "width 1024 x 6 blocks, batch 256",
+        theirs="torch FSDP2",
+        unit="ms",
+    ),
+    Line(
+        "step on 2 gloo ranks, width 256",
+        "gloo_step.main",
+        "width 256 x 8 blocks, batch 64",
+        theirs="torch FSDP2",
+        unit="ms",
+    ),
+    Line("peak memory of a step beyond the shards, fp32", "peak_memory.main", "plain", unit="KiB"),
+)
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """By script."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def tables(results: Results) -> dict[str, dict[str, Any]]:
+    """All tables of all scripts, by ``SCRIPT.TABLE``."""
+    return {f"{script}.{table['name']}": table for script, record in results.items() for table in record["tables"]}
+
+
+def digest(table: Mapping[str, Any]) -> str:
+    """Of all that a picture shows; the picture carries it, so that a test can tell whether it is out of date."""
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+def pages() -> list[Path]:
+    """Those that show results."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(path for path in found if _BEGIN.search(path.read_text()))
+
+
+def markers(text: str) -> list[tuple[str, str]]:
+    """What ``text`` shows: pairs of "table" or "run", and its name."""
+    return [(found[1], found[2]) for found in _BEGIN.finditer(text)]
+
+
+def render(text: str, results: Results) -> str:
+    """``text`` with all that is between markers as ``results`` have it."""
+
+    def shown(found: re.Match[str]) -> str:
+        kind, name = found[2], found[3]
+        if kind == "run":
+            content = _run(_find(results, name, f"run {name}"))
+        elif name == "summary":
+            content = _markdown(["", "fsdp2", "torch", "ratio"], [_summary_row(line, results) for line in SUMMARY])
+        else:
+            table = _find(tables(results), name, f"table {name}")
+            note = [" ".join(table["note"].splitlines()), ""] if table["note"] else []
+            title = [f"{table['title']}:", ""]
+            content = "\n".join([*title, _markdown(table["columns"], table["rows"]), *note])
+        return f"{found[1]}{content}{found[4]}"
+
+    rendered, count = _MARKED.subn(shown, text)
+    if count != len(markers(text)):
+        raise ValueError(f"{count} of {markers(text)} end with <!-- /table --> or <!-- /run --> on a line of its own.")
+    return rendered
+
+
+def _run(record: Mapping[str, Any]) -> str:
+    when = f"commit {record['commit']}, {record['date']}, {record['seconds']} s"
+    return f"`{record['command']}`: {machine(record)}, {when}.\n"
+
+
+def _summary_row(line: Line, results: Results) -> list[object]:
+    table = _find(tables(results), line.table, "SUMMARY")
+    row = _find({row[0]: row for row in table["rows"]}, line.row, f"SUMMARY, {line.table}")
+    values = dict(zip(table["columns"], row, strict=True))
+    ours, theirs = (f"{cell(_find(values, name, 'SUMMARY'))} {line.unit}" for name in (line.ours, line.theirs))
+    return [line.text, ours, theirs, values[table["ratio"]]]
+
+
+def _find(found: Mapping[str, Any], name: str, where: str) -> Any:
+    if name not in found:
+        raise KeyError(f"{where}: there is no {name!r} in the results, only {sorted(found)}.")
+    return found[name]
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table whose figures are aligned in the source, too."""
+    cells = [[cell(value).replace("|", "\\|") for value in row] for row in [columns, *rows]]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
+    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    results = read_results()
+    for path in pages():
+        text = path.read_text()
+        rendered = render(text, results)
+        if rendered != text:
+            path.write_text(rendered)
+            print(f"rendered {path.relative_to(ROOT)}")
+    from plots import draw  # which needs matplotlib
+
+    for name, table in tables(results).items():
+        if table["plot"]:
+            draw(table, IMAGES / f"{name}.png", digest(table))
+            print(f"drew {(IMAGES / name).relative_to(ROOT)}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

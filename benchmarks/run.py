@@ -1,0 +1,44 @@
+"""Runs benchmarks one after the other, and says how long each took. One that fails does not stop the others.
+
+python benchmarks/run.py [SCRIPT ...] [-- ARGUMENTS OF EACH SCRIPT]
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import RESULTS_FOLDER_VARIABLE, table
+
+CLAIM = '"""Claim: '  # begins a benchmark; whatever else is in the folder helps them
+
+
+def benchmarks() -> list[Path]:
+    return [path for path in sorted(Path(__file__).parent.glob("*.py")) if path.read_text().startswith(CLAIM)]
+
+
+def run(scripts: Sequence[Path], arguments: Sequence[str] = (), results: Path | None = None) -> bool:
+    """Run ``scripts``, which write to ``results`` if it is given; True where all of them succeeded."""
+    environment = {**os.environ, **({RESULTS_FOLDER_VARIABLE: str(results)} if results else {})}
+    rows: list[list[object]] = []
+    for script in scripts:
+        start = time.perf_counter()
+        status = subprocess.run([sys.executable, str(script), *arguments], env=environment).returncode
+        rows.append([script.name, f"{time.perf_counter() - start:.0f}", f"failed: {status}" if status else ""])
+    seconds = sum(int(str(row[1])) for row in rows)
+    print(table(["", "seconds", ""], [*rows, ["all", seconds, ""]]), flush=True)
+    return not any(row[2] for row in rows)
+
+
+def main() -> int:
+    given = sys.argv[1:]
+    split = given.index("--") if "--" in given else len(given)
+    return 0 if run([*map(Path, given[:split])] or benchmarks(), given[split + 1 :]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""What benchmarks report, and what a later run is told about it; nothing here is measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import check
+import common
+from check import Verdict, compare
+from common import ROOT, Bars, Ratios, Table, publish
+from render import digest, markers, read_results, render, tables
+from run import benchmarks, run
+
+ROWS = [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, math.nan]]
+COLUMNS = ["", "fsdp2 ms", "torch ms", "ratio"]
+RESULTS = read_results()
+PAGES = {path.name: path for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+
+
+@pytest.fixture
+def _run_of_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks/example.py"])
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    monkeypatch.delenv("FSDP2_BENCH_RESULTS", raising=False)
+    monkeypatch.setenv("FSDP2_BENCH_COMMIT", "abc1234")
+
+
+def _table(*rows: list[Any], name: str = "main", **options: Any) -> Table:
+    return Table(name, "Milliseconds", ["", "ours", "ratio"], rows, **options)
+
+
+def _record(*published: Table) -> dict[str, Any]:
+    return json.loads(json.dumps(common._record("example", "An example", published)))
+
+
+class TestPublish:
+    @pytest.mark.usefixtures("_run_of_a_script")
+    def test_it_writes_what_it_prints(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        publish("example", "An example", [Table("main", "Milliseconds", COLUMNS, ROWS, note="Two rows.")])
+        record = json.loads((tmp_path / "results" / "example.json").read_text())
+        printed = capsys.readouterr().out
+        assert printed == common.shown(record) + "\n"
+        below_machine = printed.split("\n", maxsplit=2)[2].rpartition(" took ")[0]
+        assert_expected_inline(
+            below_machine,
+            """\
+
+Milliseconds
+       fsdp2 ms  torch ms  ratio
+plain      12.5     25.00   0.50
+mixed       3.0         -      -
+
+Two rows.
+
+python benchmarks/example.py""",
+        )
+        assert record["tables"][0]["rows"] == [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, None]]
+        assert record["commit"] == "abc1234"
+        assert {"machine", "torch", "date", "command", "seconds"} <= set(record)
+
+    @pytest.mark.usefixtures("_run_of_a_script")
+    def test_a_run_with_options_leaves_the_committed_results_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["benchmarks/example.py", "--case", "7"])
+        publish("example", "An example", [_table(["plain", 1, 0.5])])
+        assert not list(tmp_path.iterdir())
+        monkeypatch.setenv("FSDP2_BENCH_RESULTS", str(tmp_path / "elsewhere"))
+        publish("example", "An example", [_table(["plain", 1, 0.5])])
+        record = json.loads((tmp_path / "elsewhere" / "example.json").read_text())
+        assert record["command"] == "python benchmarks/example.py --case 7"
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: _table(["plain", 1]), "expected 3 cells in each row"),
+            (lambda: _table(["plain", 1, 0.5], ["plain", 2, 0.5]), "a name of its own in each row's first cell"),
+            (lambda: _table(["plain", 1, 0.5], ratio="of torch"), "expected one column 'of torch'"),
+            (lambda: _table(["plain", 1, 0.5], plot=Ratios(aim="aim")), "expected one column 'aim'"),
+            (lambda: _table(["plain", 1, 0.5], plot=Bars(["theirs"], "ms")), "expected one column 'theirs'"),
+        ],
+    )
+    def test_a_table_that_nobody_could_read_is_refused(self, make: Callable[[], Table], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+class TestCheck:
+    def test_it_tells_worse_and_better_from_noise(self) -> None:
+        rows = {"worse": (0.5, 0.6), "better": (0.5, 0.4), "noise": (0.5, 0.52), "less": (0.5, 0.48), "equal": (0, 0)}
+        before, after = (_record(_table(*([row, 1, pair[i]] for row, pair in rows.items()))) for i in (0, 1))
+        verdicts = {each.row.removeprefix("example.main: "): each.verdict for each in compare(before, after)}
+        assert verdicts == {
+            "worse": Verdict.WORSE,
+            "better": Verdict.BETTER,
+            "noise": Verdict.SAME,
+            "less": Verdict.SAME,
+            "equal": Verdict.SAME,
+        }
+
+    def test_exact_figures_know_no_noise(self) -> None:
+        before, after = (_record(_table(["plain", 1, ratio], noise=0)) for ratio in (0.9155, 0.9156))
+        assert [each.verdict for each in compare(before, after)] == [Verdict.WORSE]
+        assert [each.verdict for each in compare(before, before)] == [Verdict.SAME]
+
+    def test_tables_that_have_no_ratio_are_left_out(self) -> None:
+        record = _record(_table(["plain", 1, 0.5], ratio=None))
+        assert not list(compare(record, record))
+
+    def test_its_report_lists_what_differs_with_the_worst_first(self) -> None:
+        before = _record(
+            _table(["slower", 1, 0.5], ["slowest", 1, 0.5], ["faster", 1, 0.5], ["gone", 1, 0.5], ["same", 1, 0.5]),
+            _table(["all of it", 1, "0.90"], name="old"),
+        )
+        after = _record(
+            _table(["slower", 1, 0.6], ["slowest", 1, 0.7], ["faster", 1, 0.3], ["new", 1, 0.5], ["same", 1, 0.51]),
+            _table(["refused", "no", ""], name="other"),
+        )
+        assert_expected_inline(
+            check.report(list(compare(before, after))),
+            """\
+worse by more than the noise  before  after   change  noise
+example.main: slowest            0.5    0.7  +40.00%     5%
+example.main: slower             0.5    0.6  +20.00%     5%
+
+better by more than the noise  before  after   change  noise
+example.main: faster              0.5    0.3  -40.00%     5%
+
+no longer measured      before  after  change  noise
+example.main: gone         0.5                    5%
+example.old: all of it     0.9                    5%
+
+not in the committed results  before  after  change  noise
+example.main: new                       0.5             5%
+
+1 of 7 rows are within the noise.""",
+        )
+
+    def test_it_says_where_the_machine_or_torch_is_another_one(self) -> None:
+        before, after = (_record(_table(["plain", 1, 0.5])) for _ in range(2))
+        assert not check.differences(before, after)
+        before["machine"] = {"name": "A processor", "cores": 4}
+        before["torch"], after["torch"] = "2.11.0", "2.13.0"
+        after["machine"] = {"name": "A processor", "cores": 2}
+        assert_expected_inline(
+            "\n".join(check.differences(before, after)),
+            """example: committed from A processor, 4 CPU cores, torch 2.11.0; now A processor, 2 CPU cores, torch 2.13.0. Ratios are compared all the same.""",
+        )
+
+    def test_only_a_script_that_fails_is_a_failure(self, tmp_path: Path) -> None:
+        (tmp_path / "well.py").write_text("")
+        (tmp_path / "ill.py").write_text("raise SystemExit(3)")
+        assert run([tmp_path / "well.py"])
+        assert not run([tmp_path / "ill.py", tmp_path / "well.py"])
+
+
+class TestPages:
+    @pytest.mark.parametrize("name", sorted(PAGES))
+    def test_a_page_shows_what_the_results_say(self, name: str) -> None:
+        text = PAGES[name].read_text()
+        rendered = render(text, RESULTS)
+        assert rendered == text, f"{name} is out of date: run `python benchmarks/render.py`"
+
+    def test_every_table_is_shown_with_what_it_was_run_with(self) -> None:
+        shown = {marker for path in PAGES.values() for marker in markers(path.read_text())}
+        expected = {("table", name) for name in tables(RESULTS)} | {("run", script) for script in RESULTS}
+        assert shown == expected | {("table", "summary")}
+
+    def test_every_result_is_that_of_a_script(self) -> None:
+        assert set(RESULTS) <= {path.stem for path in benchmarks()}
+
+    def test_every_plot_is_drawn_from_the_results_and_embedded(self) -> None:
+        drawn = {f"{name}.png": table for name, table in tables(RESULTS).items() if table["plot"]}
+        images = ROOT / "docs" / "images"
+        assert {path.name for path in images.glob("*.png")} == set(drawn)
+        for name, table in drawn.items():
+            digest_of_picture = digest(table).encode()
+            assert digest_of_picture in (images / name).read_bytes(), f"{name}: run `python benchmarks/render.py`"
+            assert f"](images/{name})" in PAGES["benchmarks.md"].read_text()
+
+    def test_rendering_replaces_what_is_between_markers_and_nothing_else(self) -> None:
+        results = {"example": {**_record(_table(["a|b", "12", 0.25], note="Of two\nlines."))}}
+        text = "above\n<!-- table example.main -->\n<!-- /table -->\nbelow\n"
+        rendered = render(text, results)
+        assert_expected_inline(
+            rendered,
+            """\
+above
+<!-- table example.main -->
+Milliseconds:
+
+|      | ours | ratio |
+| ---- | ---: | ----: |
+| a\\|b |   12 |  0.25 |
+
+Of two lines.
+<!-- /table -->
+below
+""",
+        )
+        assert render(rendered, results) == rendered
+        results["example"]["tables"][0]["rows"][0][2] = 0.75
+        assert render(rendered, results) == rendered.replace("0.25", "0.75")
+
+    def test_a_marker_that_cannot_be_filled_is_an_error(self) -> None:
+        with pytest.raises(KeyError, match=r"table example\.main: there is no 'example\.main' in the results"):
+            render("<!-- table example.main -->\n<!-- /table -->\n", {})
+        with pytest.raises(ValueError, match=r"^0 of .* end with <!-- /table -->"):
+            render("<!-- table example.main -->\n", {})
