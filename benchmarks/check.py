@@ -94,7 +94,8 @@ def differences(before: Record, after: Record) -> list[str]:
     was, now = machine(before), machine(after)
     if was == now:
         return []
-    return [f"{after['script']}: committed from {was}; now {now}. Ratios are compared all the same."]
+    remark = f"{after['script']}: not the machine and torch of the committed results; ratios are compared all the same."
+    return [remark, f"  committed: {was}", f"  this run:  {now}"]
 
 
 def _ratios(published: Record | None) -> dict[str, float]:

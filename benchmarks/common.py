@@ -54,9 +54,11 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Ratios:
-    """Draw a bar per row for the table's ratio, with a line at 1. ``aim`` names the column of the rows' aims."""
+    """Draw a bar per row for the table's ratio to ``peer``, with a line at 1. ``aim``: a ratio, or the column that has
+    one for each row."""
 
-    aim: str | None = None
+    aim: float | str | None = None
+    peer: str = "torch's fully_shard"
     kind: str = field(default="ratios", init=False)
 
 
@@ -215,7 +217,9 @@ def _drawn(plot: Ratios | Bars | Lines | None) -> list[str | None]:
     """The columns that ``plot`` reads."""
     if plot is None:
         return []
-    return [plot.aim] if isinstance(plot, Ratios) else [*plot.columns, getattr(plot, "base", None)]
+    if isinstance(plot, Ratios):
+        return [plot.aim] if isinstance(plot.aim, str) else []
+    return [*plot.columns, *([plot.base] if isinstance(plot, Bars) else [])]
 
 
 def _cpu_name() -> str:

@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
-from common import number
+from common import cell, number
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -57,7 +57,9 @@ def _ratios(table: Mapping[str, Any]) -> Figure:
     figure, axes = plt.subplots(figsize=(WIDTH, BAR * len(names) + 0.6))
     axes.barh(names, ratios, color=[OURS if ratio <= 1 else LOSS for ratio in ratios], height=0.7)
     for index, ratio in enumerate(ratios):
-        axes.text(ratio, index, f" {ratio:.2f}", va="center")
+        axes.text(
+            1.01, index, cell(ratio), va="center", transform=axes.get_yaxis_transform()
+        )  # in a column, at the right
     axes.axvline(1, color=INK, linewidth=1)
     if aim := table["plot"]["aim"]:
         aims = _numbers(table, aim)

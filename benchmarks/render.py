@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,35 +39,20 @@ class Line:
 
 
 SUMMARY = (
-    Line(
-        "runtime per group and step, 8 ranks, width 16, fp32",
-        "runtime_overhead.main",
-        "8 ranks, width 16, fp32",
-        ours="fsdp2 ms",
-        theirs="torch ms",
-        unit="ms",
+    *(
+        Line(
+            f"runtime per group and step, 8 ranks, width {width}, fp32",
+            f"runtime_overhead.width_{width}",
+            f"8 ranks, width {width}, fp32",
+            ours="fsdp2 ms",
+            theirs="torch ms",
+            unit="ms",
+        )
+        for width in (16, 256)
     ),
-    Line(
-        "runtime per group and step, 8 ranks, width 256, fp32",
-        "runtime_overhead.main",
-        "8 ranks, width 256, fp32",
-        ours="fsdp2 ms",
-        theirs="torch ms",
-        unit="ms",
-    ),
-    Line(
-        "step on 2 gloo ranks, width 1024",
-        "gloo_step.main",
-        "width 1024 x 6 blocks, batch 256",
-        theirs="torch FSDP2",
-        unit="ms",
-    ),
-    Line(
-        "step on 2 gloo ranks, width 256",
-        "gloo_step.main",
-        "width 256 x 8 blocks, batch 64",
-        theirs="torch FSDP2",
-        unit="ms",
+    *(
+        Line(f"step on 2 gloo ranks, width {width}", "gloo_step.main", row, theirs="torch FSDP2", unit="ms")
+        for width, row in ((1024, "width 1024 x 6 blocks, batch 256"), (256, "width 256 x 8 blocks, batch 64"))
     ),
     Line("peak memory of a step beyond the shards, fp32", "peak_memory.main", "plain", unit="KiB"),
 )
@@ -160,11 +144,14 @@ def main() -> None:
             print(f"rendered {path.relative_to(ROOT)}")
     from plots import draw  # which needs matplotlib
 
-    for name, table in tables(results).items():
-        if table["plot"]:
-            draw(table, IMAGES / f"{name}.png", digest(table))
-            print(f"drew {(IMAGES / name).relative_to(ROOT)}.png")
+    plotted = {name: table for name, table in tables(results).items() if table["plot"]}
+    for path in IMAGES.glob("*.*.png"):
+        if path.stem not in plotted:
+            path.unlink()
+    for name, table in plotted.items():
+        draw(table, IMAGES / f"{name}.png", digest(table))
+        print(f"drew {(IMAGES / name).relative_to(ROOT)}.png")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
