@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 OURS, THEIRS, LOSS, BASE = "#2f81f7", "#8c96a0", "#d9763a", "#c2a33a"
 INK = "#7d8590"  # text and lines: as far from white as from black
 LINES = (OURS, LOSS, "#3fa45b", "#a371f7", BASE, THEIRS)
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -57,15 +57,13 @@ def _ratios(table: Mapping[str, Any]) -> Figure:
     figure, axes = plt.subplots(figsize=(WIDTH, BAR * len(names) + 0.6))
     axes.barh(names, ratios, color=[OURS if ratio <= 1 else LOSS for ratio in ratios], height=0.7)
     for index, ratio in enumerate(ratios):
-        axes.text(
-            1.01, index, cell(ratio), va="center", transform=axes.get_yaxis_transform()
-        )  # in a column, at the right
+        axes.text(1.01, index, cell(ratio), va="center", transform=axes.get_yaxis_transform())  # a column of them
     axes.axvline(1, color=INK, linewidth=1)
     if aim := table["plot"]["aim"]:
-        aims = _numbers(table, aim)
+        aims = _numbers(table, aim) if isinstance(aim, str) else [aim] * len(names)
         axes.vlines(aims, *_around(len(names)), color=LOSS, linewidth=2, label="aim")
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, handlelength=1)
-    axes.set_xlabel("of torch's fully_shard (1.0)")
+    axes.set_xlabel(f"of {table['plot']['peer']} (1.0)")
     _as_list(axes, len(names))
     return figure
 

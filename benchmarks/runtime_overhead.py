@@ -187,9 +187,8 @@ def main() -> None:
     for width in options.widths:
         rows = [row(Case(w, width, mixed), options.rounds) for mixed in (False, True) for w in options.world_sizes]
         noise = 0.08 if width < 256 else 0.4  # what two runs of the same code were apart
-        plain.append(
-            Table(f"width_{width}", f"Plain parameters, width {width}", columns, rows, noise=noise, plot=Ratios())
-        )
+        title = f"Plain parameters, width {width}"
+        plain.append(Table(f"width_{width}", title, columns, rows, noise=noise, plot=Ratios(aim=0.2)))
     columns = ["", "fsdp2 ms", "hooks ms", "hooks/plain", "torch ms", "hooks ms", "hooks/plain", "ratio of hooks"]
     rows = [hooks_row(Case(options.world_sizes[0], width, True), options.rounds) for width in options.widths]
     title = "In bf16, plain and with seven hooked parameters per group"
