@@ -64,7 +64,7 @@ _get_local = attrgetter("_local_tensor")
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's local tensor itself; ``to_local()`` returns a new, differentiable view."""
-    return cast(DTensor, tensor)._local_tensor
+    return tensor._local_tensor  # type: ignore[attr-defined]
 
 
 def have_locals(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> bool:
@@ -148,19 +148,11 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.
     return tuple(hooks.values()) if hooks else ()
 
 
-def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """One launch for many copies, casting where dtypes differ."""
-    torch._foreach_copy_(targets, sources)
-
-
-def foreach_add(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """One launch for many in-place additions."""
-    torch._foreach_add_(targets, values)
-
-
-def foreach_div(targets: list[torch.Tensor], divisor: float) -> None:
-    """One launch for many in-place divisions."""
-    torch._foreach_div_(targets, divisor)
+# One launch for many tensors: copies that cast where dtypes differ, additions, divisions by one number. Names of their
+# own and no functions, because a call more per launch shows.
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
+foreach_div: Callable[[list[torch.Tensor], float], None] = torch._foreach_div_
 
 
 def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -227,16 +219,22 @@ def all_gather(
 
 
 def reduce_scatter(
-    group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, *, on_stream: bool
-) -> dist.Work:
-    """Reduce-scatter each input into its output in one launch, on the current stream if ``on_stream``."""
+    group: dist.ProcessGroup, op: Any, *, on_stream: bool
+) -> Callable[[list[torch.Tensor], list[torch.Tensor]], dist.Work]:
+    """What reduce-scatters each input into its output in one launch, (outputs, inputs); ``on_stream`` uses the current
+    stream of the call. The public ``reduce_scatter_tensor`` is in Python, as is making the options."""
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = not on_stream
-    if len(outputs) == 1:
-        return _method(group, "reduce_scatter_single", "_reduce_scatter_base")(outputs[0], inputs[0], options)
+    single = _method(group, "reduce_scatter_single", "_reduce_scatter_base")
     coalesced = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-    return coalesced(outputs, inputs, options)
+
+    def launch(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> dist.Work:
+        if len(outputs) == 1:
+            return single(outputs[0], inputs[0], options)
+        return coalesced(outputs, inputs, options)
+
+    return launch
 
 
 def allocate_by_backend(

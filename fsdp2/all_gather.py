@@ -184,7 +184,8 @@ class Gather:
             self._allocate(self._allocation.lasting_early, self._allocation.passing_early)
             if self.stage is not None:
                 self.stage.fetch()
-            self._copies_in.run(payloads)
+            if self._copies_in:
+                self._copies_in.run(payloads)
             works = self._streams.gathers_issued(self._launch())
             if not works:  # the rest is enqueued in order on the gather stream
                 self.arrive()
@@ -281,6 +282,9 @@ class Copies:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
 
+    def __len__(self) -> int:
+        return len(self._targets)
+
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``source`` of the same shape is to be copied into ``target``."""
         if target.numel() > 0:
@@ -356,11 +360,19 @@ def _unpack(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) 
     copies = Copies()
     for step, column in zip(steps, columns, strict=True):
         if step.route is Route.ROWS:
-            copies.add(rows_of(step), column)
+            _add_rows(copies, rows_of(step), column, step.layout.numel)
             continue
         for row, target in zip(column, pieces(whole(step, step.layout.shape), step.layout), strict=True):
             copies.add(target, row.narrow(0, 0, target.numel()).view(target.shape))
     return copies
+
+
+def _add_rows(copies: Copies, target: torch.Tensor, rows: torch.Tensor, numel: int) -> None:
+    """Copy the first ``numel`` elements of ``rows`` ``[W, n]``, and no padding: it may be most of them."""
+    num_whole, rest = divmod(numel, rows.size(1))
+    copies.add(target[:num_whole], rows[:num_whole])
+    if rest > 0:
+        copies.add(target[num_whole, :rest], rows[num_whole, :rest])
 
 
 def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:

@@ -57,4 +57,6 @@ class Bindings:
         for parameters, name, index in self._plain:
             if parameters.get(name) is not forms[index]:
                 return False
-        return all(getattr(module, name, None) is forms[index] for module, name, index in self._custom)
+        return not self._custom or all(
+            getattr(module, name, None) is forms[index] for module, name, index in self._custom
+        )

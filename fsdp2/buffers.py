@@ -86,8 +86,9 @@ class BlockPool:
 
     def set_max_blocks(self, max_blocks: int) -> None:
         """Keep at most so many blocks; frees the oldest of those that are too many."""
-        self.max_blocks = max_blocks if _torch.can_swap_storages() else 0
-        del self._blocks[: max(len(self._blocks) - self.max_blocks, 0)]
+        if max_blocks != self.max_blocks and _torch.can_swap_storages():
+            self.max_blocks = max_blocks
+            del self._blocks[: max(len(self._blocks) - max_blocks, 0)]
 
 
 class Memory:

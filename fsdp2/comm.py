@@ -71,6 +71,7 @@ class CollectiveComm:
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
         self._on_stream = on_stream
+        self._reduce_scatter = _torch.reduce_scatter(group, dist.ReduceOp.SUM, on_stream=on_stream)
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
@@ -79,7 +80,7 @@ class CollectiveComm:
         return lambda: (launch(),)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        return (_torch.reduce_scatter(self._group, outputs, inputs, dist.ReduceOp.SUM, on_stream=self._on_stream),)
+        return (self._reduce_scatter(outputs, inputs),)
 
 
 _FIRST_TAG = 7101  # away from 0, which user code on the same group is likely to use

@@ -233,4 +233,4 @@ class BackendReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         self.memory.prepare(input_tensor, group)
         self.memory.prepare(output_tensor, group)
-        return _torch.reduce_scatter(group, [output_tensor], [input_tensor], op, on_stream=not async_op)
+        return _torch.reduce_scatter(group, op, on_stream=not async_op)([output_tensor], [input_tensor])

@@ -49,6 +49,7 @@ class ModuleHooks:
         pre_forward = torch.compiler.disable(self.pre_forward)
         post_forward = torch.compiler.disable(self.post_forward)
         self._pre_backward = torch.compiler.disable(self._on_output_gradient)
+        self._post_backward = torch.compiler.disable(self._on_input_gradient)
         for module in unit.modules:
             module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(post_forward)
@@ -161,13 +162,24 @@ class ModuleHooks:
         self._unit.context.pre_backward(self._unit)
 
     def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most blocks, spared the search
-            return (_PostBackward.apply(self._unit, *args) if args[0].requires_grad else args), kwargs
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most blocks
+            return (self._mark_one(args[0]),), kwargs
         tensors = [tensor for tensor in find_tensors((args, kwargs), []) if tensor.requires_grad]
         if not tensors:
             return args, kwargs
         marked = iter(_PostBackward.apply(self._unit, *tensors))
         return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))
+
+    def _mark_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``_PostBackward`` does, without its Python, which takes 10 us more."""
+        if not tensor.requires_grad:
+            return tensor
+        marked = tensor.view_as(tensor)
+        marked.register_hook(self._post_backward)
+        return marked
+
+    def _on_input_gradient(self, _: torch.Tensor) -> None:
+        self._unit.context.post_backward(self._unit)
 
 
 _IS_FORWARD_METHOD = "_fsdp2_forward_method"

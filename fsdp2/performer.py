@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,6 +21,14 @@ from fsdp2.services import compute_stream_services, services_for
 from fsdp2.states import GroupState
 
 _STORY_LENGTH = 12
+_OF_GROUPS = {  # methods of a group
+    Action.UNSHARD: "unshard",
+    Action.PREFETCH: "unshard",
+    Action.WAIT: "wait",
+    Action.RESHARD: "reshard",
+    Action.RESHARD_POST_FORWARD: "reshard_post_forward",
+    Action.KEEP: "keep_gradients",
+}
 
 
 class PerformedUnit(Protocol):
@@ -49,47 +58,50 @@ class Performer:
         self._units: Sequence[PerformedUnit] = ()
         self._offloaded: list[ParamGroup] = []
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
-        self._has_gathered = False
         self._has_reduced = False
-        self._perform: dict[Action, Callable[[PerformedUnit], None]] = {
-            Action.UNSHARD: self._unshard,
-            Action.PREFETCH: self._unshard,
-            Action.WAIT: self._wait,
-            Action.RESHARD: self._reshard,
-            Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
-            Action.REDUCE: self._reduce,
-            Action.KEEP: self._keep,
-            Action.LAND: self._land,
-        }
+        self._programs: dict[tuple[Action, int], tuple[Callable[[], object], ...]] = {}
 
     def take(self, units: Sequence[PerformedUnit]) -> None:
         """Actions name units by their position in ``units`` from now on."""
         self._units = units
+        pairs = [(action, index) for index in range(len(units)) for action in Action]
+        self._programs = {pair: self._program(*pair) for pair in pairs}
         self._offloaded = [group for unit in units for group in unit.groups if group.home.is_staged]
         self.observe_transitions()
 
     def start(self, actions: Actions) -> None:
         """Perform what comes right before a unit computes. If nothing is gathered meanwhile, the pass is unlikely to
         gather any more."""
-        self._has_gathered = False
-        self.do(actions)
-        self.services.memory.keep_freed(for_reuse=self._has_gathered)
+        self.services.memory.keep_freed(for_reuse=self.do(actions))
 
-    def do(self, actions: Actions) -> None:
+    def do(self, actions: Actions) -> bool:
+        """Perform ``actions``. Returns whether a gather was started."""
         if self.observers:
-            self._do_observed(actions)
-            return
-        units, perform = self._units, self._perform
-        for action, index in actions:
-            perform[action](units[index])
+            return self._do_observed(actions)
+        has_gathered = False
+        for action in actions:
+            for run in self._programs[action]:
+                has_gathered |= run() is True
+        return has_gathered
 
-    def _do_observed(self, actions: Actions) -> None:
+    def _program(self, action: Action, index: int) -> tuple[Callable[[], object], ...]:
+        """What to call for ``action`` on unit ``index``. Those that start a gather return True."""
+        unit = self._units[index]
+        if action is Action.LAND:
+            return (self.reductions.land,)
+        if action is Action.REDUCE:
+            return (partial(self._reduce, unit),)
+        return tuple(getattr(group, _OF_GROUPS[action]) for group in unit.groups)
+
+    def _do_observed(self, actions: Actions) -> bool:
+        has_gathered = False
         for action, index in actions:
             unit = self._units[index]
             before = [group.state for group in unit.groups]
             pending = len(self.reductions)
             self._has_reduced = False
-            self._perform[action](unit)
+            for run in self._programs[action, index]:
+                has_gathered |= run() is True
             sizes = [group.unsharded_nbytes for group in unit.groups]
             changed = [n for n, old, group in zip(sizes, before, unit.groups, strict=True) if old is not group.state]
             if action is Action.REDUCE:
@@ -99,34 +111,12 @@ class Performer:
             if changed:
                 for observer in self.observers:
                     observer.on_action(action.value, unit.name, sum(changed))
-
-    def _unshard(self, unit: PerformedUnit) -> None:
-        for group in unit.groups:
-            self._has_gathered |= group.unshard()
-
-    def _wait(self, unit: PerformedUnit) -> None:
-        for group in unit.groups:
-            group.wait()
-
-    def _reshard(self, unit: PerformedUnit) -> None:
-        for group in unit.groups:
-            group.reshard()
-
-    def _reshard_post_forward(self, unit: PerformedUnit) -> None:
-        for group in unit.groups:
-            group.reshard_post_forward()
+        return has_gathered
 
     def _reduce(self, unit: PerformedUnit) -> None:
         for group in unit.groups:
             group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
             self._has_reduced |= self.reductions.start(group, with_unused=unit.rules.reduces_unused)
-
-    def _keep(self, unit: PerformedUnit) -> None:
-        for group in unit.groups:
-            group.keep_gradients()
-
-    def _land(self, _: PerformedUnit) -> None:
-        self.reductions.land()
 
     # Between passes
 
@@ -159,8 +149,9 @@ class Performer:
     def note(self, event: str, unit: PerformedUnit) -> None:
         """``event`` happened to ``unit``."""
         self._story.append((event, unit.name))
-        for observer in self.observers:
-            observer.on_event(event, unit.name)
+        if self.observers:
+            for observer in self.observers:
+                observer.on_event(event, unit.name)
 
     def story(self) -> str:
         """The last events, oldest first."""

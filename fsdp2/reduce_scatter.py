@@ -16,7 +16,7 @@ from fsdp2 import _torch
 from fsdp2.all_gather import pieces
 from fsdp2.comm import ReduceComm, all_reduce
 from fsdp2.kept_gradients import KeptGradients, Place
-from fsdp2.layout import Layout, contiguous_stride
+from fsdp2.layout import Layout, ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.plan import ReducePlan, Route
 from fsdp2.services import Services
@@ -80,8 +80,9 @@ class _Part:
         self._strided = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.STRIDED]
         self._direct = [i for i, s in enumerate(plan.steps) if s.route is Route.DIRECT]
         self._packed = [i for i, step in self._rows if step.layout.numel > 0]
-        is_even = all(step.layout.is_even for _, step in self._rows)
-        self._pack_rows = _torch.pack_rows if is_even or mesh.device.type != "cpu" else _pack_uneven_rows
+        layouts = [plan.steps[i].layout for i in self._packed]
+        is_even = all(layout.is_even for layout in layouts)
+        self._pack_rows = _torch.pack_rows if is_even or mesh.device.type != "cpu" else _UnevenRows(layouts)
         self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
         self._places: list[Place] = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
@@ -260,20 +261,32 @@ class Reduce:
         return [shard for part, mine in zip(self.parts, averaged, strict=True) for shard in part.shards(mine)]
 
 
-def _pack_uneven_rows(grads: list[torch.Tensor], out: torch.Tensor) -> None:
-    """``_torch.pack_rows`` without its padded copies."""
-    out.zero_()
-    offset = 0
-    for grad in grads:
-        n = -(-grad.size(0) // out.size(0)) * math.prod(grad.shape[1:])
-        values = grad.reshape(-1)
-        num_full = values.numel() // max(n, 1)
-        rows = out.narrow(1, offset, n)
-        rows[:num_full].copy_(values[: num_full * n].view(num_full, n))
-        if num_full * n < values.numel():
-            rest = values[num_full * n :]
-            rows[num_full, : rest.numel()].copy_(rest)
-        offset += n
+class _UnevenRows:
+    """``_torch.pack_rows`` without its padded copies. Of ``[rows, n]``, what a gradient fills whole is copied at once,
+    and its last, partial row after that."""
+
+    def __init__(self, layouts: Sequence[ShardLayout]) -> None:
+        self._sizes = [layout.chunk_numel for layout in layouts]
+        self._whole = [(layout.numel // layout.chunk_numel, layout.chunk_numel) for layout in layouts]
+        self._heights = sorted({rows for rows, _ in self._whole})
+        self._partial = [i for i, layout in enumerate(layouts) if layout.numel % layout.chunk_numel > 0]
+
+    def __call__(self, grads: list[torch.Tensor], out: torch.Tensor) -> None:
+        out.zero_()
+        columns = {rows: out.narrow(0, 0, rows).split_with_sizes(self._sizes, dim=1) for rows in self._heights}
+        targets = [columns[rows][i] for i, (rows, _) in enumerate(self._whole)]
+        if self._partial:
+            grads = [grad.reshape(-1) for grad in grads]
+        rests = {i: grads[i][math.prod(self._whole[i]) :] for i in self._partial}
+        sources = [
+            (grad.narrow(0, 0, math.prod(shape)) if i in rests else grad).reshape(shape)
+            for i, (grad, shape) in enumerate(zip(grads, self._whole, strict=True))
+        ]
+        for i, rest in rests.items():
+            offset = sum(self._sizes[:i])
+            targets.append(out[self._whole[i][0], offset : offset + rest.numel()])
+            sources.append(rest)
+        _torch.foreach_copy(targets, sources)
 
 
 def _pack_strided(grads: Sequence[tuple[torch.Tensor, Layout]], dtype: torch.dtype) -> torch.Tensor:

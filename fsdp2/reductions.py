@@ -37,8 +37,9 @@ class Reductions:
 
     def make_room(self, group: ParamGroup | None = None) -> None:
         """Land the oldest until one more may start, and until none of ``group`` is in flight."""
-        while len(self._pending) >= self.max_in_flight or any(other is group for other, _ in self._pending):
-            self._finish(*self._pending.pop(0))
+        pending = self._pending
+        while pending and (len(pending) >= self.max_in_flight or any(other is group for other, _ in pending)):
+            self._finish(*pending.pop(0))
 
     def land(self) -> None:
         """Land everything."""

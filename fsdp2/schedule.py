@@ -85,6 +85,10 @@ class Schedule:
 
     def __init__(self, rules: Sequence[UnitRules]) -> None:
         self.rules = list(rules)
+        units = range(len(self.rules))
+        self._unsharding = [((Action.UNSHARD, unit), (Action.WAIT, unit)) for unit in units]
+        self._prefetching = [((Action.PREFETCH, unit),) for unit in units]
+        self._resharding = [((Action.RESHARD, unit),) for unit in units]
         self.phases = [Phase.IDLE] * len(self.rules)
         self.forward_root: int | None = None  # the unit whose forward is the whole pass
         self.is_last_backward = True
@@ -122,7 +126,7 @@ class Schedule:
     def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
         if self._in_backward and not in_backward:  # the last backward raised
             self.reset()
-        here = [(Action.UNSHARD, unit), (Action.WAIT, unit)]
+        here = self._unsharding[unit]
         if self.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: its own backward owns it
             return here
         if in_backward:
@@ -135,7 +139,7 @@ class Schedule:
         self.phases[unit] = Phase.FORWARD
         self._order.append(unit)
         self._prefetched.discard(unit)
-        return here + [(Action.PREFETCH, target) for target in self._next_in_forward(unit)]
+        return here + self._prefetches(self._next_in_forward(unit))
 
     def post_forward(self, unit: int) -> Actions:
         if self.phases[unit] is Phase.BACKWARD:
@@ -147,14 +151,10 @@ class Schedule:
         if self._records_uses:
             self._use_positions[unit].append(len(self._uses))
             self._uses.append(unit)
-        actions = []
         rules, is_root = self.rules[unit], unit == self.forward_root
         reshard = _AFTER_FORWARD.get(rules.after_forward)
-        if reshard is not None and not (is_root and rules.keeps_alone):
-            actions.append((reshard, unit))
-        if is_root:
-            actions += self._end_forward()
-        return actions
+        actions = () if reshard is None or (is_root and rules.keeps_alone) else ((reshard, unit),)
+        return (*actions, *self._end_forward()) if is_root else actions
 
     def pre_backward(self, unit: int) -> Actions:
         if not self._in_backward:
@@ -165,15 +165,14 @@ class Schedule:
             return ()
         self.phases[unit] = Phase.BACKWARD
         self._prefetched.discard(unit)
-        needed = self.rules[unit].unshard_in_backward
-        actions = [(Action.UNSHARD, unit), (Action.WAIT, unit)] if needed else []
-        return actions + [(Action.PREFETCH, target) for target in self._next_in_backward(unit)]
+        here = self._unsharding[unit] if self.rules[unit].unshard_in_backward else ()
+        return here + self._prefetches(self._next_in_backward(unit))
 
     def post_backward(self, unit: int) -> Actions:
         self.phases[unit] = Phase.REDUCED
         if unit > self._next_in_order:
             return (*self._reshard_after_backward(unit), self._reduce(unit))
-        actions = self._reshard_after_backward(unit)
+        actions = list(self._reshard_after_backward(unit))
         while (after := self._next_in_order) >= 0 and self._has_all_gradients(after):
             actions.append(self._reduce(after))
             self._next_in_order -= 1
@@ -221,8 +220,13 @@ class Schedule:
         self._prefetched.clear()
         self._forget_uses()
 
-    def _reshard_after_backward(self, unit: int) -> list[tuple[Action, int]]:
-        return [(Action.RESHARD, unit)] if self.rules[unit].reshard_after_backward else []
+    def _prefetches(self, targets: Sequence[int]) -> tuple[tuple[Action, int], ...]:
+        if len(targets) == 1:
+            return self._prefetching[targets[0]]
+        return tuple((Action.PREFETCH, target) for target in targets)
+
+    def _reshard_after_backward(self, unit: int) -> tuple[tuple[Action, int], ...]:
+        return self._resharding[unit] if self.rules[unit].reshard_after_backward else ()
 
     def _reduce(self, unit: int) -> tuple[Action, int]:
         if not self.rules[unit].reduces:
@@ -263,21 +267,23 @@ class Schedule:
 
     def _predicted_next(self, unit: int) -> Sequence[int]:
         """What followed this use of ``unit`` in the last forward; nothing once the order has left it."""
-        try:
-            self._cursor = self._last_order.index(unit, self._cursor) + 1
-        except ValueError:
-            return ()
-        return self._last_order[self._cursor : self._cursor + 1]
+        order, cursor = self._last_order, self._cursor
+        if cursor >= len(order) or order[cursor] != unit:
+            if unit not in order[cursor:]:
+                return ()
+            cursor = order.index(unit, cursor)
+        self._cursor = cursor + 1
+        return order[cursor + 1 : cursor + 2]
 
     def _next_in_backward(self, unit: int) -> Sequence[int]:
         explicit = self.rules[unit].backward_prefetch
         positions = self._use_positions[unit]
         position = positions.pop() if positions else 0
-        targets = explicit
-        if targets is None:
-            targets = tuple(self._uses[position - 1 : position]) if position > 0 else ()
-        targets = tuple(target for target in targets if self.rules[target].unshard_in_backward)
-        self._prefetched.update(target for target in targets if self.phases[target] is Phase.REDUCED)
+        predicted = self._uses[position - 1 : position] if position > 0 else ()
+        targets = [t for t in (predicted if explicit is None else explicit) if self.rules[t].unshard_in_backward]
+        for target in targets:
+            if self.phases[target] is Phase.REDUCED:
+                self._prefetched.add(target)
         return targets
 
     def _forget_uses(self) -> None:

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+_HERE = nullcontext()
+
 
 class Waitable(Protocol):
     """Anything whose completion can be awaited once: a ``dist.Work``, or a chain of them."""
@@ -33,15 +35,15 @@ class Streams:
 
     def on_gather(self) -> AbstractContextManager[object]:
         """Run what follows on the stream of all-gathers."""
-        return nullcontext()
+        return _HERE
 
     def on_reduce(self) -> AbstractContextManager[object]:
         """Run what follows on the stream of gradient reductions."""
-        return nullcontext()
+        return _HERE
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Run what follows on the user's ``stream``, in order with what is on the current one; None is that one."""
-        return nullcontext()
+        return _HERE
 
     def record(self) -> torch.Event | None:
         """Mark this point of the current stream."""
@@ -129,7 +131,7 @@ class ComputeStreamGathers(AcceleratorStreams):
         self._module, self._gather, self._reduce = shared._module, shared._gather, shared._reduce
 
     def on_gather(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return _HERE
 
     def gather_after_compute(self) -> None:
         """Nothing to wait for: it is the compute stream that gathers."""

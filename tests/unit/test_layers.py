@@ -17,7 +17,16 @@ LAYERS: list[set[str]] = [
     {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule", "states"},  # rules
     {"offload", "streams", "buffers", "comm", "custom_comm", "services"},  # devices
     {"param", "plan", "changes", "bindings"},  # compiled, plain data
-    {"all_gather", "reduce_scatter", "kept_gradients", "extended", "shards", "gradients", "resting", "group"}  # effects, on one group
+    {
+        "all_gather",
+        "reduce_scatter",
+        "kept_gradients",
+        "extended",
+        "shards",
+        "gradients",
+        "resting",
+        "group",
+    }  # effects, on one group
     | {"reductions", "performer", "runtime"},  # and on all groups of a root
     {"hooks", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
     {"trace", "clip", "tensors", "testing"},  # companions

@@ -229,7 +229,7 @@ def test_recompute_around_a_unit_belongs_to_its_own_backward() -> None:
     forward(schedule, [1, 2, 3])
     schedule.pre_backward(0)
     assert prefetches(schedule.pre_backward(3)) == [2]
-    assert _recompute(schedule, 3) == [(Action.UNSHARD, 3), (Action.WAIT, 3)]
+    assert _recompute(schedule, 3) == ((Action.UNSHARD, 3), (Action.WAIT, 3))
     assert schedule.post_forward(3) == ()
     assert schedule.post_backward(3) == ((Action.RESHARD, 3), (Action.REDUCE, 3))
 
@@ -241,7 +241,7 @@ def test_recompute_inside_a_unit_gathers_and_does_not_reshard_before_the_backwar
     schedule.pre_backward(0)
     schedule.pre_backward(1)
     for unit in (2, 3):
-        assert _recompute(schedule, unit) == [(Action.UNSHARD, unit), (Action.WAIT, unit)]
+        assert _recompute(schedule, unit) == ((Action.UNSHARD, unit), (Action.WAIT, unit))
         assert schedule.running is Pass.RECOMPUTE
         assert schedule.post_forward(unit) == ()
         assert schedule.running is Pass.BACKWARD
