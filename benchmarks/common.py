@@ -75,10 +75,12 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """Draw a line per column of ``columns`` over the first column, whose cells are numbers. ``unit``: of the lines."""
+    """Draw a line per column of ``columns`` over the first column, whose cells are numbers. ``unit``: of the lines.
+    ``verdict`` names a column of text, which is written above the rows that share it."""
 
     columns: Sequence[str]
     unit: str
+    verdict: str | None = None
     log_x: bool = False
     log_y: bool = False
     kind: str = field(default="lines", init=False)
@@ -219,7 +221,7 @@ def _drawn(plot: Ratios | Bars | Lines | None) -> list[str | None]:
         return []
     if isinstance(plot, Ratios):
         return [plot.aim] if isinstance(plot.aim, str) else []
-    return [*plot.columns, *([plot.base] if isinstance(plot, Bars) else [])]
+    return [*plot.columns, plot.base if isinstance(plot, Bars) else plot.verdict]
 
 
 def _cpu_name() -> str:

@@ -111,7 +111,22 @@ def _lines(table: Mapping[str, Any]) -> Figure:
     axes.set_ylabel(plot["unit"])
     axes.grid(color=INK, alpha=0.25)
     axes.legend()
+    if plot["verdict"]:
+        _verdicts(axes, x, _column(table, table["columns"].index(plot["verdict"])))
     return figure
+
+
+def _verdicts(axes: Axes, x: Sequence[float], verdicts: Sequence[str]) -> None:
+    """Above the lines, what holds from where on; neighbours at two heights, so that they do not overlap."""
+    low, high = axes.get_xlim()
+    starts = [index for index, verdict in enumerate(verdicts) if index == 0 or verdict != verdicts[index - 1]]
+    for count, index in enumerate(starts):
+        start = (x[index - 1] * x[index]) ** 0.5 if index else low
+        height = 1.02 + 0.05 * (count % 2)
+        axes.text(start, height, f" {verdicts[index]}", transform=axes.get_xaxis_transform(), fontsize=8)
+        if index:
+            axes.axvline(start, ymax=height + 0.03, clip_on=False, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+    axes.set_xlim(low, high)
 
 
 def _around(length: int) -> tuple[list[float], list[float]]:

@@ -1,0 +1,301 @@
+"""Steps of one rank: the events of a model go to the real ``fsdp2.schedule.Schedule``, and what it answers is enqueued
+as ``fsdp2.performer`` and ``fsdp2.group`` would. Nothing here decides an order.
+
+The CPU of an ``Accelerator`` runs ahead of it: memory is counted in the order of the program, which is the order in
+which the caching allocator sees it. On a ``Cpu`` the program and the computation are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp2.schedule import Action, Actions, Schedule, UnitRules
+from fsdp2.states import TRANSITIONS, GroupEvent, GroupState
+
+from .groups import Flight, GroupCost
+from .hardware import Contention
+from .memory import Held, Memory
+from .queues import Op, Queues, Stream, run
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """Seconds of compute of one unit. What is ``fixed`` nothing slows down: tensor parallelism on its own link."""
+
+    name: str
+    forward: float
+    backward: float
+    group: GroupCost | None = None
+    saved_nbytes: float = 0.0
+    working_nbytes: float = 0.0
+    forward_fixed: float = 0.0
+    backward_fixed: float = 0.0
+
+
+@dataclass
+class _Reduction:
+    """In flight: it ends with ``done``, and holds ``nbytes`` of gradients until it is finished."""
+
+    unit: int
+    done: Op
+    nbytes: float
+
+
+class Accelerator:
+    """See the module's text. Unit 0 is the root, whose forward surrounds the others in the order given. The inputs of
+    the first of these need no gradient.
+
+    Attributes:
+        performed: the actions that the schedule asked for and that changed something, in order.
+        shares_communicator: whether a reduce-scatter and an all-gather wait for each other.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitCost],
+        rules: Sequence[UnitRules],
+        *,
+        shares_communicator: bool = True,
+        optimizer: float = 0.0,
+    ) -> None:
+        self.units = [UnitCost("(root)", 0.0, 0.0), *units]
+        self.schedule = Schedule(rules)
+        self.shares_communicator = shares_communicator
+        self.queues, self.memory = Queues(), Memory()
+        self.performed: list[tuple[Action, int]] = []
+        self._optimizer = optimizer
+        self._states = [GroupState.SHARDED] * len(self.units)
+        self._gathers: dict[int, Op] = {}
+        self._resting: dict[int, float] = {}
+        self._released: list[tuple[Op | None, float]] = []
+        self._reductions: list[_Reduction] = []
+        self._communicator: Op | None = None
+        self._perform = {
+            Action.UNSHARD: self._unshard,
+            Action.PREFETCH: self._unshard,
+            Action.WAIT: self._wait,
+            Action.RESHARD: self._reshard,
+            Action.RESHARD_POST_FORWARD: self._rest,
+            Action.REDUCE: self._reduce,
+            Action.LAND: self._land,
+        }
+
+    def step(self) -> None:
+        """Enqueue forward, backward and optimizer."""
+        schedule, rest = self.schedule, range(1, len(self.units))
+        self.queues.wait(Stream.GATHER, self.queues.last(Stream.COMPUTE))  # it reads what the optimizer has written
+        self.do(schedule.pre_forward(0, in_backward=False, grad_enabled=True))
+        for unit in rest:
+            self.do(schedule.pre_forward(unit, in_backward=False, grad_enabled=True))
+            self._forward(unit)
+            self.do(schedule.post_forward(unit))
+        self.do(schedule.post_forward(0))
+        self._flush()
+        for unit in reversed(rest):
+            self.do(schedule.pre_backward(unit))
+            if unit == rest[-1]:  # whose output is that of the root
+                self.do(schedule.pre_backward(0))
+            self._backward(unit)
+            if unit > 1:
+                self.do(schedule.post_backward(unit))
+        self.do(schedule.end_backward())
+        self._flush()
+        self.queues.enqueue(Stream.COMPUTE, "optimizer", work=self._optimizer)
+        self.memory.add(Held.REDUCED, -self.memory.now[Held.REDUCED])
+
+    def do(self, actions: Actions) -> None:
+        for action, unit in actions:
+            if self._perform[action](unit):
+                self.performed.append((action, unit))
+
+    # Compute
+
+    def _forward(self, unit: int) -> None:
+        cost = self.units[unit]
+        label = f"forward {unit}"
+        self.queues.enqueue(Stream.COMPUTE, label, fixed=cost.forward_fixed, work=cost.forward)
+        self.memory.add(Held.ACTIVATIONS, cost.saved_nbytes)
+
+    def _backward(self, unit: int) -> None:
+        cost = self.units[unit]
+        self._compute_backward(unit, cost)
+        self.memory.touch(Held.ACTIVATIONS, cost.working_nbytes)  # has become gradients by the end
+        if cost.group is not None:
+            self.memory.add(Held.GRADIENTS, cost.group.grad_nbytes)
+        self.memory.add(Held.ACTIVATIONS, -cost.saved_nbytes)
+
+    def _compute_backward(self, unit: int, cost: UnitCost) -> None:
+        self.queues.enqueue(Stream.COMPUTE, f"backward {unit}", fixed=cost.backward_fixed, work=cost.backward)
+
+    # Actions
+
+    def _transition(self, unit: int, event: GroupEvent) -> tuple[GroupCost | None, GroupState]:
+        """The group of ``unit``, if ``event`` changes its state, and the state before."""
+        group, before = self.units[unit].group, self._states[unit]
+        if group is None:
+            return None, before
+        self._states[unit] = TRANSITIONS[before, event]
+        return (group if self._states[unit] is not before else None), before
+
+    def _unshard(self, unit: int) -> bool:
+        group, before = self._transition(unit, GroupEvent.UNSHARD)
+        if group is None:
+            return False
+        self._order_gather()
+        self.memory.add(Held.GROUPS, group.unsharded_nbytes)
+        if before is GroupState.SHARDED_POST_FORWARD and group.regather is not None:
+            self.memory.touch(Held.GROUPS, group.regather_staging_nbytes)
+            self._gathers[unit] = self._launch(Stream.GATHER, f"regather {unit}", group.regather, own_communicator=True)
+        else:
+            self.memory.touch(Held.GROUPS, group.staging_nbytes)
+            self._gathers[unit] = self._launch(Stream.GATHER, f"gather {unit}", group.gather)
+        return True
+
+    def _wait(self, unit: int) -> bool:
+        group, _ = self._transition(unit, GroupEvent.WAIT)
+        if group is None:
+            return False
+        self.queues.wait(Stream.COMPUTE, self._gathers[unit])
+        self._leave_rest(unit)
+        self._arrive(unit, group)
+        return True
+
+    def _arrive(self, unit: int, group: GroupCost) -> None:
+        """The gather stream has copied everything to where it belongs."""
+
+    def _reshard(self, unit: int) -> bool:
+        group, before = self._transition(unit, GroupEvent.RESHARD)
+        if group is None:
+            return False
+        if before is not GroupState.SHARDED_POST_FORWARD:
+            self._release(group.unsharded_nbytes)
+        self._leave_rest(unit)
+        return True
+
+    def _rest(self, unit: int) -> bool:
+        group, _ = self._transition(unit, GroupEvent.RESHARD_POST_FORWARD)
+        if group is None:
+            return False
+        self._resting[unit] = group.resting_nbytes
+        self.memory.add(Held.GROUPS, group.resting_nbytes)
+        self.queues.wait(Stream.GATHER, self.queues.enqueue(Stream.COMPUTE, f"cut {unit}", fixed=group.rest))
+        self._release(group.unsharded_nbytes)
+        return True
+
+    def _leave_rest(self, unit: int) -> None:
+        self.memory.add(Held.GROUPS, -self._resting.pop(unit, 0.0))
+
+    def _reduce(self, unit: int) -> bool:
+        group = self.units[unit].group
+        if group is None:
+            return False
+        self._make_room()
+        self.queues.wait(Stream.REDUCE, self.queues.last(Stream.COMPUTE))
+        self.memory.add(Held.REDUCED, group.reduced_nbytes)
+        self.memory.add(Held.GRADIENTS, group.cast_nbytes)
+        for index, flight in enumerate(group.reduce):
+            label = f"{'all-reduce' if index else 'reduce'} {unit}"
+            done = self._launch(Stream.REDUCE, label, flight, own_communicator=index > 0)
+        self._reductions.append(_Reduction(unit, done, group.grad_nbytes + group.cast_nbytes))
+        return True
+
+    def _land(self, _: int) -> bool:
+        pending, self._reductions = self._reductions, []
+        for reduction in pending:
+            self._finish(reduction)
+        return bool(pending)
+
+    def _make_room(self) -> None:
+        """One reduction may be in flight."""
+        self._land(0)
+
+    def _finish(self, reduction: _Reduction) -> None:
+        self.queues.wait(Stream.COMPUTE, reduction.done)
+        self.memory.add(Held.GRADIENTS, -reduction.nbytes)
+
+    def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
+        """Backends run the collectives of one communicator in the order in which they are launched."""
+        if self.shares_communicator and not own_communicator:
+            self.queues.wait(stream, self._communicator)
+        transfer = flight.transfer
+        fixed = flight.before + transfer.latency + flight.behind
+        op = self.queues.enqueue(stream, label, fixed=fixed, work=transfer.seconds, resource=transfer.resource)
+        if not own_communicator:
+            self._communicator = op
+        return op
+
+    # Memory of groups: invariant I3 of docs/architecture.md
+
+    def _release(self, nbytes: float) -> None:
+        self._released.append((self.queues.last(Stream.COMPUTE), nbytes))
+
+    def _order_gather(self) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        for event, nbytes in self._released:
+            self.queues.wait(Stream.GATHER, event)
+            self.memory.add(Held.GROUPS, -nbytes)
+        self._released.clear()
+
+
+class Cpu(Accelerator):
+    """The program computes, copies and sums: a gather starts when the program gets there, memory is freed at once, and
+    a reduction is finished when half of the next backward is done."""
+
+    def _compute_backward(self, unit: int, cost: UnitCost) -> None:
+        half = cost.backward / 2
+        self._program(f"backward {unit}, first half", half)
+        self._make_room()
+        self._program(f"backward {unit}", half)
+
+    def _arrive(self, unit: int, group: GroupCost) -> None:
+        self._program(f"unpack {unit}", group.gather.behind)
+
+    def _finish(self, reduction: _Reduction) -> None:
+        super()._finish(reduction)
+        group = self.units[reduction.unit].group
+        assert group is not None
+        self._program(f"land {reduction.unit}", sum(flight.behind for flight in group.reduce))
+
+    def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
+        self.queues.wait(stream, self._program(f"launch {label}", flight.before))
+        return super()._launch(stream, label, Flight(flight.transfer), own_communicator=own_communicator)
+
+    def _order_gather(self) -> None:
+        """Nothing: the launch waits for the program."""
+
+    def _release(self, nbytes: float) -> None:
+        self.memory.add(Held.GROUPS, -nbytes)
+
+    def _program(self, label: str, seconds: float) -> Op:
+        return self.queues.enqueue(Stream.COMPUTE, label, work=seconds)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step; ``compute`` if nothing else ran, ``exposed`` is the rest."""
+
+    step: float
+    compute: float
+
+    @property
+    def exposed(self) -> float:
+        return self.step - self.compute
+
+    @property
+    def efficiency(self) -> float:
+        return self.compute / self.step
+
+
+def steady_step(device: Accelerator, contention: Contention) -> StepTime:
+    """The second step of ``device``: the first one records the order that the schedule prefetches along."""
+    device.step()
+    first = len(device.queues.ops)
+    device.step()
+    run(device.queues.ops, contention)
+    ops = device.queues.ops[first:]
+    started, ended = max(op.end for op in device.queues.ops[:first]), max(op.end for op in ops)
+    compute = sum(op.fixed + op.work for op in ops if op.label.split()[0] in ("forward", "backward", "optimizer"))
+    return StepTime(ended - started, compute)

@@ -1,0 +1,393 @@
+"""The model of ``benchmarks/scale``: cases that can be computed by hand, and what holds whatever the figures are."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp2.schedule import AfterForward, UnitRules
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from scale import published
+from scale.groups import Axes, Flight, GroupCost, Wire, group_cost
+from scale.hardware import (
+    H100,
+    H200,
+    Algorithm,
+    Contention,
+    Hardware,
+    Link,
+    Ranks,
+    Resource,
+    Transfer,
+    all_reduce,
+    gather,
+    ranks_of,
+)
+from scale.memory import Held
+from scale.queues import Op, Queues, Stream, run
+from scale.scenario import Choice, Result, Scenario, simulate
+from scale.simulate import Accelerator, Cpu, StepTime, UnitCost, steady_step
+from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, Param
+
+KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
+# Round figures: a second per byte sent, unless said otherwise.
+PLAIN = Hardware(
+    name="round",
+    bf16_flops=1e15,
+    fp8_flops=2e15,
+    utilisation=0.5,
+    memory_nbytes=1e12,
+    copy_bandwidth=float("inf"),
+    node_size=8,
+    in_node=Link(bandwidth=400.0, latency=0.01),
+    network=Link(bandwidth=25.0, latency=1.0),
+    bandwidth_efficiency=1.0,
+    launch_latency=0.0,
+    channels=16,
+)
+SMALL = Llama("small", dim=64, num_blocks=3, kv_dim=32, hidden_dim=128, vocab_size=256)
+CHOICES = {
+    "fsdp": Choice("fsdp"),
+    "own reduce group": Choice("own reduce group", shares_communicator=False),
+    "no reshard": Choice("no reshard", after_forward=KEEP),
+    "reshard to node": Choice("reshard to node", after_forward=SMALLER),
+    "hsdp": Choice("hsdp", shard_size=8),
+    "fp8": Choice("fp8", wire=Wire.FP8),
+}
+
+
+# Collectives
+
+
+def test_gather_in_a_node_takes_all_parts_but_ones_own_over_its_link() -> None:
+    assert gather(PLAIN, Ranks(8, 8), 800) == Transfer(7 * 0.01, 700 / 400, Resource.IN_NODE)
+
+
+def test_gather_between_nodes_shares_the_adapters_of_a_node() -> None:
+    found = gather(PLAIN, Ranks(32, 8), 3200)
+    assert found.latency == pytest.approx(4 * 1.0 + 27 * 0.01)  # a hop leaves each node, the others stay in one
+    assert found.seconds == pytest.approx(3100 / (8 * 25))
+    assert found.resource is Resource.NETWORK
+
+
+def test_one_rank_per_node_has_one_adapter() -> None:
+    assert ranks_of(4, stride=8, node_size=8) == Ranks(4, 1)
+    assert gather(PLAIN, Ranks(4, 1), 400).alone == pytest.approx(300 / 25 + 3 * 1.0)
+
+
+def test_all_reduce_sends_everything_twice_and_may_use_a_tree() -> None:
+    found = all_reduce(PLAIN, Ranks(16, 1), 1600)
+    assert found.seconds == pytest.approx(2 * 1500 / 25)
+    assert found.latency == pytest.approx(2 * 4 * 1.0)  # log2(16) hops, and back
+
+
+def test_more_tensors_than_channels_take_turns() -> None:
+    alone, many = (gather(PLAIN, Ranks(8, 8), 800, num_tensors) for num_tensors in (16, 17))
+    assert many.latency == 2 * alone.latency
+
+
+# Queues
+
+
+def _run(queues: Queues, **contention: float) -> dict[str, tuple[float, float]]:
+    run(queues.ops, Contention(**contention))
+    return {op.label: (op.start, op.end) for op in queues.ops}
+
+
+def test_streams_run_beside_each_other_in_order_and_wait_for_what_they_are_told_to() -> None:
+    queues = Queues()
+    queues.enqueue(Stream.GATHER, "gather", fixed=1, work=2, resource=Resource.NETWORK)
+    queues.enqueue(Stream.COMPUTE, "early", work=1)
+    queues.wait(Stream.COMPUTE, queues.last(Stream.GATHER))
+    queues.enqueue(Stream.COMPUTE, "late", work=1)
+    assert _run(queues) == {"gather": (0, 3), "early": (0, 1), "late": (3, 4)}
+
+
+def test_transfers_share_a_link_and_latency_is_not_shared() -> None:
+    queues = Queues()
+    queues.enqueue(Stream.GATHER, "gather", work=2, resource=Resource.NETWORK)
+    queues.enqueue(Stream.REDUCE, "reduce", fixed=1, work=2, resource=Resource.NETWORK)
+    assert _run(queues) == {"gather": (0, 3), "reduce": (0, 4)}  # alone for 1 s, both at half for 2 s, alone for 1 s
+
+
+def test_links_of_different_kinds_are_not_shared() -> None:
+    queues = Queues()
+    queues.enqueue(Stream.GATHER, "gather", work=2, resource=Resource.IN_NODE)
+    queues.enqueue(Stream.REDUCE, "reduce", work=2, resource=Resource.NETWORK)
+    assert _run(queues) == {"gather": (0, 2), "reduce": (0, 2)}
+
+
+def test_compute_and_transfers_slow_each_other_down_while_both_run() -> None:
+    queues = Queues()
+    queues.enqueue(Stream.COMPUTE, "compute", work=4)
+    queues.enqueue(Stream.GATHER, "gather", work=1, resource=Resource.NETWORK)
+    assert _run(queues, compute=0.25, transfer=0.5) == {"gather": (0, 2), "compute": (0, 4.5)}
+
+
+def test_operations_that_wait_for_what_never_runs_are_an_error() -> None:
+    queues = Queues()
+    queues.wait(Stream.COMPUTE, Op("elsewhere", Stream.GATHER, 0, 1, Resource.NETWORK, ()))
+    queues.enqueue(Stream.COMPUTE, "compute", work=1)
+    with pytest.raises(ValueError, match=r"wait for what never ends: \['compute'\]"):
+        run(queues.ops, Contention())
+
+
+# Steps
+
+
+def _group(gather_seconds: float, reduce_seconds: float, *, regather: float | None = None) -> GroupCost:
+    """A hundred bytes unsharded, a hundred of gradients, which are cast to two hundred."""
+
+    def flight(seconds: float) -> Flight:
+        return Flight(Transfer(0.0, seconds, Resource.NETWORK))
+
+    return GroupCost(
+        gather=flight(gather_seconds),
+        regather=None if regather is None else flight(regather),
+        reduce=(flight(reduce_seconds),),
+        unsharded_nbytes=100,
+        grad_nbytes=100,
+        cast_nbytes=200,
+        reduced_nbytes=10,
+        resting_nbytes=0 if regather is None else 25,
+        shard_numel=10,
+    )
+
+
+def _device(
+    num_units: int,
+    group: GroupCost,
+    *,
+    forward: float = 4.0,
+    backward: float = 8.0,
+    after_forward: AfterForward = AfterForward.RESHARD,
+    kind: type[Accelerator] = Accelerator,
+) -> Accelerator:
+    units = [UnitCost(f"unit {i}", forward, backward, group) for i in range(num_units)]
+    return kind(units, [UnitRules(after_forward=KEEP), *[UnitRules(after_forward=after_forward)] * num_units])
+
+
+def test_one_group_hides_nothing() -> None:
+    time = steady_step(_device(1, _group(gather_seconds=1, reduce_seconds=2)), Contention())
+    assert time == StepTime(step=(1 + 4) + (1 + 8 + 2), compute=12)
+
+
+def test_two_groups_hide_all_but_the_first_gathers_and_the_last_reduction() -> None:
+    time = steady_step(_device(2, _group(gather_seconds=1, reduce_seconds=2)), Contention())
+    assert time.exposed == pytest.approx(1 + 1 + 2)  # first of forward, first of backward; last of backward
+    assert time.compute == 2 * 12
+
+
+def test_groups_that_stay_unsharded_are_gathered_once() -> None:
+    time = steady_step(_device(2, _group(1, 2), after_forward=KEEP), Contention())
+    assert time.exposed == pytest.approx(1 + 2)
+
+
+def test_groups_that_rest_on_a_smaller_mesh_come_back_from_there() -> None:
+    time = steady_step(_device(2, _group(1, 2, regather=0.25), after_forward=SMALLER), Contention())
+    assert time.exposed == pytest.approx(1 + 0.25 + 2)
+
+
+@pytest.mark.parametrize("shares_communicator", [True, False])
+def test_without_compute_a_step_takes_as_long_as_its_bytes(shares_communicator: bool) -> None:
+    device = _device(5, _group(gather_seconds=1, reduce_seconds=2), forward=0, backward=0)
+    device.shares_communicator = shares_communicator
+    assert steady_step(device, Contention()).step == pytest.approx(5 * (1 + 1 + 2))
+
+
+@pytest.mark.parametrize(("shares_communicator", "expected"), [(True, 3 + 3 + 3), (False, 3 + 3 + 1)])
+def test_latency_adds_up_where_gathers_and_reductions_share_a_communicator(
+    shares_communicator: bool, expected: float
+) -> None:
+    waiting = Flight(Transfer(1.0, 0.0, Resource.NETWORK))
+    group = replace(_group(1, 1), gather=waiting, reduce=(waiting,))
+    device = _device(3, group, forward=0, backward=0)
+    device.shares_communicator = shares_communicator
+    assert steady_step(device, Contention()).step == pytest.approx(expected)
+
+
+def test_a_reduction_that_outlasts_the_next_backward_holds_it_up() -> None:
+    """One is in flight: the next backward may run meanwhile, the one behind it may not."""
+    device = _device(3, _group(gather_seconds=0, reduce_seconds=10), forward=0, backward=8)
+    assert steady_step(device, Contention()).step == pytest.approx(8 + 10 + 10 + 10)
+
+
+@pytest.mark.parametrize(
+    ("after_forward", "expected"), [(AfterForward.RESHARD, 200), (KEEP, 600), (SMALLER, 100 + 100 + 6 * 25)]
+)
+def test_at_the_peak_two_groups_are_unsharded_or_all_that_are_kept(
+    after_forward: AfterForward, expected: float
+) -> None:
+    frozen = replace(_group(1, 2, regather=0.25), grad_nbytes=0, cast_nbytes=0, reduced_nbytes=0)
+    device = _device(6, frozen, after_forward=after_forward)
+    device.step()
+    device.step()
+    assert device.memory.peak == {**device.memory.now, Held.GROUPS: expected}
+
+
+def test_what_rested_is_freed_when_it_has_been_gathered() -> None:
+    """At the end of the fifth backward of six, four units rest: the fourth has been prefetched and has not arrived."""
+    device = _device(6, _group(1, 2, regather=0.25), after_forward=SMALLER)
+    device.step()
+    assert device.memory.peak[Held.GROUPS] == 2 * 100 + 4 * 25
+
+
+def test_two_groups_of_gradients_are_in_flight_the_older_one_with_its_casts() -> None:
+    device = _device(6, _group(1, 2))
+    steady_step(device, Contention())
+    assert device.memory.peak[Held.GRADIENTS] == (100 + 200) + 100
+
+
+def test_nothing_is_held_when_a_step_has_ended() -> None:
+    device = _device(6, _group(1, 2, regather=0.25), after_forward=SMALLER)
+    device.step()
+    assert set(device.memory.now.values()) == {0}
+
+
+def test_saved_activations_grow_through_forward_and_go_with_backward() -> None:
+    group = _group(1, 2)
+    units = [UnitCost("unit", 4, 8, group, saved_nbytes=1e6, working_nbytes=5e6)] * 4
+    device = Accelerator(units, [UnitRules(after_forward=KEEP), *[UnitRules()] * 4])
+    device.step()
+    assert device.memory.peak[Held.ACTIVATIONS] == 4e6 + 5e6
+    assert device.memory.now[Held.ACTIVATIONS] == 0
+
+
+def test_on_the_cpu_the_program_launches_and_finishes() -> None:
+    """Copies and sums hold up compute there, and half of the next backward is what a reduction may take."""
+    travel = Flight(Transfer(0.0, 1, Resource.NETWORK), before=0.5, behind=0.25)
+    group = replace(
+        _group(1, 2), gather=travel, reduce=(replace(travel, transfer=replace(travel.transfer, seconds=5)),)
+    )
+    time = steady_step(_device(2, group, kind=Cpu), Contention())
+    # Gathers: launch and unpack each of four, and wait for the first of either pass. Reductions: launch and land both;
+    # while the first travels, a gather is unpacked and half of a backward runs; nothing runs beside the second.
+    assert time.exposed == pytest.approx(4 * 0.75 + 2 * 1 + 2 * 0.75 + (5 - 0.25 - 4) + 5)
+
+
+# Plans
+
+
+def _cost(num_shards: int, *params: tuple[int, ...], replicas: int = 1, wire: Wire = Wire.BF16) -> GroupCost:
+    named = tuple(Param(f"p{i}", shape) for i, shape in enumerate(params))
+    axes = Axes(ranks_of(num_shards, 1, 8), ranks_of(replicas, num_shards, 8))
+    return group_cost(replace(PLAIN, network=Link(1.0, 0.0), in_node=Link(1.0, 0.0)), named, axes, wire)
+
+
+def test_a_group_sends_its_parameters_in_bf16_and_its_gradients_in_fp32() -> None:
+    cost = _cost(4, (1024, 512))
+    numel = 1024 * 512
+    assert cost.gather.transfer.seconds == 2 * numel * 3 / 4
+    assert [flight.transfer.seconds for flight in cost.reduce] == [4 * numel * 3 / 4]
+    assert (cost.unsharded_nbytes, cost.grad_nbytes, cost.cast_nbytes) == (2 * numel, 2 * numel, 4 * numel)
+    assert (cost.reduced_nbytes, cost.shard_numel) == (4 * numel / 4, numel / 4)
+    assert cost.staging_nbytes == 0  # it travels direct
+
+
+def test_replicas_sum_their_shards_of_the_gradients() -> None:
+    scatter, summed = _cost(8, (1024, 512), replicas=4).reduce
+    assert scatter.transfer.resource is Resource.IN_NODE
+    assert summed.transfer.resource is Resource.NETWORK
+    assert summed.transfer.seconds == 2 * 4 * (1024 * 512 / 8) * 3 / 4
+
+
+def test_more_ranks_than_rows_send_padding() -> None:
+    few, many = (_cost(num_shards, (1024, 512)) for num_shards in (1024, 4096))
+    assert many.unsharded_nbytes == 4 * few.unsharded_nbytes
+    assert many.gather.transfer.seconds == pytest.approx(4 * few.gather.transfer.seconds, rel=1e-2)
+
+
+def test_fp8_halves_what_matrices_gather_and_not_what_they_reduce() -> None:
+    plain, fp8 = (_cost(4, (1024, 512), wire=wire) for wire in Wire)
+    assert fp8.gather.transfer.seconds == plain.gather.transfer.seconds / 2
+    assert fp8.unsharded_nbytes == plain.unsharded_nbytes / 2
+    assert fp8.reduce == plain.reduce
+
+
+# Models and scenarios
+
+
+@pytest.mark.parametrize(
+    ("model", "num_params"), [(LLAMA_8B, 8_030_261_248), (LLAMA_70B, 70_553_706_496), (LLAMA_405B, 405_853_388_800)]
+)
+def test_models_have_as_many_parameters_as_published(model: Llama, num_params: int) -> None:
+    assert model.num_params == num_params
+    units = model.units(Batch(tokens=1))
+    assert sum(param.numel for unit in units for param in unit.params) == num_params
+
+
+@pytest.mark.parametrize("checkpointing", list(Checkpointing))
+def test_recomputing_trades_activations_for_operations(checkpointing: Checkpointing) -> None:
+    block = LLAMA_8B.units(Batch(tokens=8192, checkpointing=checkpointing))[1]
+    everything = LLAMA_8B.units(Batch(tokens=8192, checkpointing=Checkpointing.NONE))[1]
+    assert block.saved_nbytes + block.working_nbytes == everything.saved_nbytes
+    again = block.backward.linear + block.backward.other - 2 * (block.forward.linear + block.forward.other)
+    share = again / (block.forward.linear + block.forward.other)
+    assert share == pytest.approx({Checkpointing.NONE: 0, Checkpointing.FULL: 1}.get(checkpointing, share))
+    if checkpointing is Checkpointing.SELECTIVE:
+        assert 0.25 < share < 0.5
+        assert block.saved_nbytes < everything.saved_nbytes / 2
+
+
+def _simulate(choice: str, num_gpus: int = 64, hardware: Hardware = H100, model: Llama = SMALL) -> Result:
+    return simulate(Scenario(hardware, model, Batch(8192), num_gpus, CHOICES[choice]))
+
+
+def test_state_is_twelve_bytes_per_parameter_of_a_shard() -> None:
+    sharded, replicated = (_simulate(name, model=LLAMA_8B).state_nbytes for name in ("fsdp", "hsdp"))
+    assert sharded == pytest.approx(12 * LLAMA_8B.num_params / 64, rel=1e-3)
+    assert replicated == pytest.approx(12 * LLAMA_8B.num_params / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_faster_machine_is_never_slower(choice: str) -> None:
+    base = replace(H100, contention=Contention(compute=0.1))
+    faster = {
+        "network": replace(base, network=Link(2 * base.network.bandwidth, base.network.latency)),
+        "latency": replace(base, network=Link(base.network.bandwidth, base.network.latency / 2)),
+        "in-node link": replace(base, in_node=Link(2 * base.in_node.bandwidth, base.in_node.latency)),
+        "tree": replace(base, algorithm=Algorithm.TREE),
+        "kernels": replace(base, utilisation=0.9),
+        "copies": replace(base, copy_bandwidth=2 * base.copy_bandwidth),
+        "contention": replace(base, contention=Contention()),
+    }
+    for num_gpus in (64, 2048):
+        before = _simulate(choice, num_gpus, base).time.step
+        after = {name: _simulate(choice, num_gpus, hardware).time.step for name, hardware in faster.items()}
+        assert {name: step for name, step in after.items() if step > before * (1 + 1e-9)} == {}
+
+
+def test_a_step_is_never_shorter_than_its_compute() -> None:
+    for choice in CHOICES:
+        assert _simulate(choice).time.exposed > 0
+
+
+def test_replicas_win_on_many_gpus_by_latency_and_sharding_holds_less() -> None:
+    fsdp, hsdp = (_simulate(name, 16384, model=LLAMA_8B) for name in ("fsdp", "hsdp"))
+    assert hsdp.time.step < fsdp.time.step / 2
+    assert fsdp.peak_nbytes < hsdp.peak_nbytes
+
+
+def test_on_few_gpus_sharding_over_all_is_about_as_fast_as_replicas() -> None:
+    fsdp, hsdp = (_simulate(name, 64, model=LLAMA_8B) for name in ("fsdp", "hsdp"))
+    assert fsdp.time.step == pytest.approx(hsdp.time.step, rel=0.02)
+
+
+def test_tensor_parallelism_divides_parameters_and_compute() -> None:
+    batch = Batch(8192, tensor_parallel=8)
+    scenario = Scenario(H100, LLAMA_8B, batch, 256, CHOICES["fsdp"], hides_exchanges=True)
+    found, whole = simulate(scenario), _simulate("fsdp", 32, model=LLAMA_8B)
+    assert scenario.axes.shard == Ranks(32, 1)
+    assert found.state_nbytes == pytest.approx(whole.state_nbytes / 8, rel=1e-2)
+    assert found.time.compute == pytest.approx(whole.time.compute / 8, rel=1e-2)
+    exchanging = simulate(replace(scenario, hides_exchanges=False))
+    assert exchanging.time.step > found.time.step
+
+
+def test_presets_are_calibrated_on_the_published_row_and_no_other() -> None:
+    assert published.calibrated_h100().utilisation == pytest.approx(H100.utilisation, rel=0.005)
+    assert replace(H100, name=H200.name, memory_nbytes=141e9, copy_bandwidth=H200.copy_bandwidth) == H200
