@@ -1,18 +1,12 @@
-"""Claim: on 8 ranks at width 16, fsdp2's runtime costs at most 0.35 of that of torch's ``fully_shard``; and a group of
-tensor subclasses with all-gather hooks at most 1.5 times a plain group.
+"""Claim: fsdp2's runtime costs 0.2 of that of torch's ``fully_shard``, flat from 8 to 4096 ranks, and linear in groups;
+setting up 1,000 groups takes no longer; and tensor subclasses with all-gather hooks at most 1.5 times plain groups.
 
-With a fake process group, a step's time beyond the unsharded model is the runtime's own: hooks, schedule, allocation,
-copies in and out of buffers, binding, DTensor gradients. The model has 32 blocks of 9 parameters; one thread. At width
-16 the copies are negligible; at width 256 they are not.
+With a process group that does nothing, a step's time beyond the unsharded model is the runtime's own: hooks, schedule,
+allocation, copies in and out of buffers, binding, DTensor gradients. The model has 32 blocks of 9 parameters; one
+thread. At width 16 the copies are negligible, unless parameters are padded to many more ranks than they have rows; at
+width 256 they are not. Times are the least of several rounds in which all take turns.
 
-The fake group is not free: an all-gather copies its input once per rank, one rank after the other, which dominates at
-512 ranks. So the table shows what it takes for one group's two all-gathers and one reduce-scatter, each one call, and
-the ratio again without that.
-
-The second table is about hooks: the seven matrices of each block are ``BFloat16AllGatherTensor``, beside the plain
-model whose policy casts to bf16.
-
-    python benchmarks/runtime_overhead.py [--world-sizes 8 64 512] [--widths 16 256] [--profile]
+    python benchmarks/runtime_overhead.py [--rounds 9] [--profile]
 """
 
 from __future__ import annotations
@@ -22,31 +16,38 @@ import copy
 import cProfile
 import pstats
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
-from common import Block, Ratios, Table, medians_in_turns, publish
+from common import Block, Ratios, Table, publish
+from null_group import null_process_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 
-NUM_BLOCKS = 32
 BATCH_SIZE = 2
+RUNTIMES = {"fsdp2": fsdp2, "torch": peer}
 
 
 @dataclass(frozen=True)
 class Case:
-    world_size: int
-    width: int
-    mixed: bool
+    name: str
+    world_size: int = 8
+    width: int = 16
+    mixed: bool = False
+    num_blocks: int = 32
+
+
+PRECISIONS = {"fp32": False, "bf16/fp32": True}
+RANKS = [Case(f"{w} ranks, {name}", w, mixed=mixed) for name, mixed in PRECISIONS.items() for w in (8, 64, 512, 4096)]
+WIDE = [Case(f"{w} ranks, {name}", w, 256, mixed) for name, mixed in PRECISIONS.items() for w in (8, 64)]
+GROUPS = [Case(f"{n} groups", num_blocks=n) for n in (32, 250, 1000)]
+HOOKS = Case("8 ranks, bf16/fp32", mixed=True)
 
 
 def policy(runtime: object, mixed: bool) -> object:
@@ -85,23 +86,42 @@ def seconds_per_step(step: Callable[[], None], steps: int) -> Callable[[], float
     return measure
 
 
-@contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-def steppers(case: Case) -> dict[str, Callable[[], None]]:
+def model_and_input(case: Case) -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(case.width) for _ in range(NUM_BLOCKS)))
-    x = torch.randn(BATCH_SIZE, case.width)
-    unsharded = copy.deepcopy(model).to(torch.bfloat16 if case.mixed else torch.float32)
-    return {
-        "unsharded": stepper(unsharded, x.to(torch.bfloat16) if case.mixed else x),
-        "fsdp2": stepper(sharded(copy.deepcopy(model), fsdp2, case.mixed), x),
-        "torch": stepper(sharded(copy.deepcopy(model), peer, case.mixed), x),
-    }
+    return nn.Sequential(*(Block(case.width) for _ in range(case.num_blocks))), torch.randn(BATCH_SIZE, case.width)
+
+
+def unsharded(case: Case, model: nn.Module, x: Tensor) -> Callable[[], None]:
+    dtype = torch.bfloat16 if case.mixed else torch.float32
+    return stepper(copy.deepcopy(model).to(dtype), x.to(dtype))
+
+
+def ms_per_group(case: Case, steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """What a step takes: a few us are to be seen, so the least of the rounds."""
+    num_steps = max(1, 160 // case.num_blocks)
+    measures = {name: seconds_per_step(step, num_steps) for name, step in steps.items()}
+    taken = [{name: measure() for name, measure in measures.items()} for _ in range(rounds)]
+    return {name: min(each[name] for each in taken) * 1e3 / case.num_blocks for name in measures}
+
+
+def costs(case: Case, rounds: int) -> dict[str, float]:
+    with null_process_group(case.world_size):
+        model, x = model_and_input(case)
+        steps = {"unsharded": unsharded(case, model, x)}
+        for name, runtime in RUNTIMES.items():
+            steps[name] = stepper(sharded(copy.deepcopy(model), runtime, case.mixed), x)
+        return ms_per_group(case, steps, rounds)
+
+
+def runtime_row(case: Case, rounds: int) -> list[object]:
+    ms = costs(case, rounds)
+    ours, theirs = (ms[name] - ms["unsharded"] for name in RUNTIMES)
+    return [case.name, ours, theirs, ours / theirs]
+
+
+def step_row(case: Case, rounds: int) -> list[object]:
+    ms = costs(case, rounds)
+    return [case.name, *ms.values(), ms["fsdp2"] / ms["torch"]]
 
 
 def hooked(model: nn.Module) -> nn.Module:
@@ -112,57 +132,47 @@ def hooked(model: nn.Module) -> nn.Module:
 
 
 def hooks_row(case: Case, rounds: int) -> list[object]:
-    """What hooks add, under both runtimes. The least of the rounds: a few us per hook are to be seen."""
-    with fake_process_group(case.world_size):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block(case.width) for _ in range(NUM_BLOCKS)))
-        x = torch.randn(BATCH_SIZE, case.width)
-        steps = {"unsharded": stepper(copy.deepcopy(model).to(torch.bfloat16), x.to(torch.bfloat16))}
-        for name, runtime in (("fsdp2", fsdp2), ("torch", peer)):
-            steps[name] = stepper(sharded(copy.deepcopy(model), runtime, mixed=True), x)
-            steps[f"{name}, hooks"] = stepper(sharded(hooked(model), runtime, mixed=True), x)
-        measures = {name: seconds_per_step(step, steps=3) for name, step in steps.items()}
-        taken = [{name: measure() for name, measure in measures.items()} for _ in range(3 * rounds)]
-    seconds = {name: min(each[name] for each in taken) for name in measures}
-    cost = {name: (value - seconds["unsharded"]) / NUM_BLOCKS * 1e3 for name, value in seconds.items()}
-    ours, theirs = ((cost[name], cost[f"{name}, hooks"]) for name in ("fsdp2", "torch"))
-    name = f"{case.world_size} ranks, width {case.width}"
-    return [name, *ours, ours[1] / ours[0], *theirs, theirs[1] / theirs[0], ours[1] / theirs[1]]
+    """What hooks add, under both runtimes."""
+    with null_process_group(case.world_size):
+        model, x = model_and_input(case)
+        steps = {"unsharded": unsharded(case, model, x)}
+        for name, runtime in RUNTIMES.items():
+            steps[name] = stepper(sharded(copy.deepcopy(model), runtime, case.mixed), x)
+            steps[f"{name}, hooks"] = stepper(sharded(hooked(model), runtime, case.mixed), x)
+        ms = ms_per_group(case, steps, 2 * rounds)
+    ours, theirs = ([ms[each] - ms["unsharded"] for each in (name, f"{name}, hooks")] for name in RUNTIMES)
+    return [case.name, *ours, ours[1] / ours[0], *theirs, theirs[1] / theirs[0], ours[1] / theirs[1]]
 
 
-def fake_seconds(case: Case) -> float:
-    """What the fake group takes for a group's collectives in one step, each as one tensor."""
-    dtype = torch.bfloat16 if case.mixed else torch.float32
-    chunks = [-(-p.size(0) // case.world_size) * p[0].numel() for p in Block(case.width).parameters()]
-    shard, full = torch.empty(sum(chunks), dtype=dtype), torch.empty(sum(chunks) * case.world_size, dtype=dtype)
-    reduced, grads = shard.float(), full.float()
-
-    def collectives() -> None:
-        for _ in range(2):
-            dist.all_gather_into_tensor(full, shard, async_op=True)
-        dist.reduce_scatter_tensor(reduced, grads, async_op=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer torch renames both; the names here exist in every supported version
-        measure = seconds_per_step(collectives, steps=20)
-        return min(measure() for _ in range(5))
-
-
-def row(case: Case, rounds: int) -> list[object]:
-    with fake_process_group(case.world_size):
-        measures = {name: seconds_per_step(step, steps=5) for name, step in steppers(case).items()}
-        seconds = medians_in_turns(measures, rounds)
-        fake = fake_seconds(case) * 1e3
-    ours, theirs = ((seconds[name] - seconds["unsharded"]) / NUM_BLOCKS * 1e3 for name in ("fsdp2", "torch"))
-    dtypes = "bf16/fp32" if case.mixed else "fp32"
-    name = f"{case.world_size} ranks, width {case.width}, {dtypes}"
-    return [name, ours, theirs, fake, (ours - fake) / (theirs - fake), ours / theirs]
+def init_rows(num_blocks: int, rounds: int) -> list[list[object]]:
+    """Seconds until a model is sharded, and that its first step takes longer than its third."""
+    wraps: dict[str, list[float]] = {name: [] for name in RUNTIMES}
+    firsts: dict[str, list[float]] = {name: [] for name in RUNTIMES}
+    with null_process_group(8):
+        model, x = model_and_input(Case("", num_blocks=num_blocks))
+        for _ in range(rounds):
+            for name, runtime in RUNTIMES.items():
+                start = time.perf_counter()
+                mine = sharded(copy.deepcopy(model), runtime, mixed=False)
+                wraps[name].append(time.perf_counter() - start)
+                seconds = []
+                for _ in range(3):
+                    start = time.perf_counter()
+                    mine(x).sum().backward()
+                    seconds.append(time.perf_counter() - start)
+                firsts[name].append(seconds[0] - seconds[2])
+    rows: list[list[object]] = []
+    for name, taken in (("fully_shard", wraps), ("first step", firsts)):
+        ours, theirs = min(taken["fsdp2"]), min(taken["torch"])
+        rows.append([name, ours, theirs, ours / theirs])
+    return rows
 
 
 def profile(case: Case) -> None:
     """Where the Python of our step goes."""
-    with fake_process_group(case.world_size):
-        step = steppers(case)["fsdp2"]
+    with null_process_group(case.world_size):
+        model, x = model_and_input(case)
+        step = stepper(sharded(model, fsdp2, case.mixed), x)
         profiler = cProfile.Profile()
         profiler.enable()
         for _ in range(10):
@@ -173,28 +183,34 @@ def profile(case: Case) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--widths", type=int, nargs="+", default=[16, 256])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", action="store_true", help="print where our Python goes in the first case instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what is gathered from nowhere may be any number
     if options.profile:
-        profile(Case(options.world_sizes[0], options.widths[0], mixed=False))
+        profile(RANKS[0])
         return
-    columns = ["", "fsdp2 ms", "torch ms", "fake group ms", "ratio without it", "ratio"]
-    plain = []
-    for width in options.widths:
-        rows = [row(Case(w, width, mixed), options.rounds) for mixed in (False, True) for w in options.world_sizes]
-        noise = 0.08 if width < 256 else 0.4  # what two runs of the same code were apart
-        title = f"Plain parameters, width {width}"
-        plain.append(Table(f"width_{width}", title, columns, rows, noise=noise, plot=Ratios(aim=0.2)))
+    columns, aim = ["", "fsdp2 ms", "torch ms", "ratio"], Ratios(aim=0.2)
+    tables = [
+        Table(name, title, columns, [runtime_row(case, options.rounds) for case in cases], noise=0.1, plot=aim)
+        for name, title, cases in (
+            ("ranks", "Width 16: ms beyond the unsharded model, the runtime alone", RANKS),
+            ("groups", "8 ranks, width 16, fp32: the same, by the number of groups", GROUPS),
+        )
+    ]
+    rows = [step_row(case, options.rounds) for case in WIDE]
+    title = "Width 256: ms of computation, runtime and copies"
+    tables.append(Table("width_256", title, ["", "unsharded ms", *columns[1:]], rows, noise=0.15, plot=Ratios()))
+    title = "Seconds to set up 1,000 groups, 8 ranks, width 16, fp32"
+    columns = ["", "fsdp2 s", "torch s", "ratio"]
+    tables.append(Table("init", title, columns, init_rows(1000, rounds=2), noise=0.15))
     columns = ["", "fsdp2 ms", "hooks ms", "hooks/plain", "torch ms", "hooks ms", "hooks/plain", "ratio of hooks"]
-    rows = [hooks_row(Case(options.world_sizes[0], width, True), options.rounds) for width in options.widths]
-    title = "In bf16, plain and with seven hooked parameters per group"
-    hooks = Table("hooks", title, columns, rows, ratio="ratio of hooks", noise=0.12)
-    title = "Overhead per group of 9 parameters and step, beyond the unsharded model; fake process group"
-    publish("runtime_overhead", title, [*plain, hooks])
+    title = "Width 16: ms beyond the unsharded model, plain and with seven hooked parameters per group"
+    tables.append(
+        Table("hooks", title, columns, [hooks_row(HOOKS, options.rounds)], ratio="ratio of hooks", noise=0.12)
+    )
+    publish("runtime_overhead", "Runtime per group of 9 parameters and step; a process group that does nothing", tables)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, cast
@@ -140,6 +140,44 @@ def in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has executed its last node; autograd has no public hook for that."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# To look up an attribute of a subclass, torch asks the class for ``__torch_function__`` first, which takes four fifths
+# of the time. DTensor has none to call. The functions below switch that off.
+_plain_access = torch._C.DisableTorchFunctionSubclass
+_get_requires_grad, _get_grad = attrgetter("requires_grad"), attrgetter("grad")
+_get_hooks, _get_version = attrgetter("_post_accumulate_grad_hooks"), attrgetter("_version")
+
+
+def requires_grad_of(params: Sequence[torch.Tensor]) -> list[bool]:
+    """``requires_grad`` of each."""
+    with _plain_access():
+        return list(map(_get_requires_grad, params))
+
+
+def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """``grad`` of each."""
+    with _plain_access():
+        return list(map(_get_grad, params))
+
+
+def set_grads(params: Sequence[torch.Tensor], grads: Iterable[torch.Tensor]) -> None:
+    """Set ``grad`` of each."""
+    with _plain_access():
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written in place."""
+    with _plain_access():
+        return list(map(_get_version, tensors))
+
+
+def have_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> bool:
+    """Whether the user registered a hook on any of the sharded ``params``."""
+    with _plain_access():
+        return any(map(_get_hooks, params))
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:

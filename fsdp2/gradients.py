@@ -306,7 +306,7 @@ def _hand_over(averaged: _Sums) -> None:
             params, shards = list(compress(params, present)), list(compress(shards, present))
             kept = list(compress(kept, present))
     _deposit(params, shards, kept, bound.as_gradient)
-    if any(map(_torch.post_accumulate_grad_hooks, params)):
+    if _torch.have_post_accumulate_grad_hooks(params):
         _run_hooks(params)
 
 
@@ -338,10 +338,9 @@ def _deposit(
     as_gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     """Set or add to ``.grad`` of the sharded parameters. ``kept``: the gradients on ``shards``, if they were kept."""
-    before = [param.grad for param in params]
+    before = _torch.grads_of(params)
     if not any(map(_is_there, before)):
-        for param, grad in zip(params, kept or map(as_gradient, params, shards), strict=True):
-            param.grad = grad
+        _torch.set_grads(params, kept or map(as_gradient, params, shards))
         return
     targets, values = [], []
     for i, (param, earlier, shard) in enumerate(zip(params, before, shards, strict=True)):

@@ -123,7 +123,7 @@ class ParamGroup:
     @property
     def has_gradient_hooks(self) -> bool:
         """Whether the user has hooks on the sharded parameters."""
-        return any(map(_torch.post_accumulate_grad_hooks, self.shards.sharded))
+        return _torch.have_post_accumulate_grad_hooks(self.shards.sharded)
 
     @property
     def unsharded_nbytes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class ModuleHooks:
         for module in unit.modules:
             module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(post_forward)
-        for module in {slot.module: None for group in unit.groups for param in group.params for slot in param.slots}:
-            _install_state_dict_hooks(module, unit)
+        slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
+        _install_state_dict_hooks(list(dict.fromkeys(slot.module for slot in slots)), unit)
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._runs_method:
@@ -218,7 +218,7 @@ def _method_names(module: nn.Module) -> list[str]:
     return [name for name in dir(type(module)) if name not in inherited and callable(getattr(type(module), name, None))]
 
 
-def _install_state_dict_hooks(module: nn.Module, unit: Unit) -> None:
+def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
     """State dicts see shards, and what was loaded is looked at before its next use."""
 
     def reshard(*_: Any, **__: Any) -> None:
@@ -228,6 +228,7 @@ def _install_state_dict_hooks(module: nn.Module, unit: Unit) -> None:
     def mark_stale(*_: Any) -> None:
         unit.mark_stale()
 
-    module.register_state_dict_pre_hook(reshard)
-    module.register_load_state_dict_pre_hook(reshard)
-    module.register_load_state_dict_post_hook(mark_stale)
+    for module in modules:
+        module.register_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_post_hook(mark_stale)

@@ -84,7 +84,7 @@ _optimizer_steps = _OptimizerSteps()
 def write_stamp(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Differs from an earlier one if one of ``tensors`` was written meanwhile, or may have been, by an optimizer."""
     _optimizer_steps.watch()
-    return [_optimizer_steps.count, *[tensor._version for tensor in tensors]]
+    return [_optimizer_steps.count, *_torch.versions_of(tensors)]
 
 
 class ShardedParam:

@@ -108,7 +108,8 @@ class _Part:
         if self._hook is not None and factors.behind_hook:
             self._run_hook(self._hook, sums)
         if factors.after != 1.0:
-            _torch.foreach_div(sums, factors.after)
+            for buffer in sums:
+                buffer.div_(factors.after)
         if self._hook is not None and not factors.behind_hook:
             self._run_hook(self._hook, sums)
         return sums if self.plan.dtypes.reduce is self.plan.dtypes.grad else self._cast(sums)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -25,8 +24,6 @@ from fsdp2.param import ParamRecord, ShardedParam, check_device, pinned, write_s
 from fsdp2.plan import GatherInput, compile_gather
 from fsdp2.precision import check_grad_dtype, param_dtypes
 from fsdp2.specs import local_part
-
-_requires_grad_of = attrgetter("requires_grad")  # in C, since it runs once per parameter and gather
 
 
 class GroupShards:
@@ -80,7 +77,7 @@ class GroupShards:
         return _torch.have_locals(self.sharded, self._noted)
 
     def requires_grad(self) -> list[bool]:
-        return list(map(_requires_grad_of, self.sharded))
+        return _torch.requires_grad_of(self.sharded)
 
     def write_stamp(self) -> list[int]:
         """Differs from an earlier one if a shard was written meanwhile."""
