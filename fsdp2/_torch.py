@@ -215,11 +215,22 @@ COUNTS_REFERENCES = sys.implementation.name == "cpython" and getattr(sys, "_is_g
 _use_count = cast(Callable[[torch.Tensor], int], torch.Tensor._use_count)  # type: ignore[attr-defined]
 
 
-def reference_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How many references exist to each of ``tensors``, from Python and from C++, and to the storage of the first. What
-    they are without others' has to be found out by a call while there are none."""
-    storage = torch._C._storage_Use_Count(tensors[0].untyped_storage()._cdata)
-    return [storage, *map(sys.getrefcount, tensors), *map(_use_count, tensors)]
+def _python_counts_all() -> bool:
+    """Whether Python's count of a tensor's references shows that C++ has some; it does from torch 2.12 on."""
+    grad, param = torch.zeros(1), torch.zeros(1)
+    before = sys.getrefcount(grad)
+    param.grad = grad
+    return sys.getrefcount(grad) > before
+
+
+_PYTHON_COUNTS_ALL = _python_counts_all()
+
+
+def reference_counts(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> list[int]:
+    """How many references exist to each of ``tensors``, from Python and from C++, and to their ``storage``. What they
+    are without others' has to be found out by a call while there are none."""
+    counts = [torch._C._storage_Use_Count(storage._cdata), *map(sys.getrefcount, tensors)]
+    return counts if _PYTHON_COUNTS_ALL else counts + list(map(_use_count, tensors))
 
 
 def can_swap_storages() -> bool:

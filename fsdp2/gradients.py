@@ -93,7 +93,7 @@ class Landing(NamedTuple):
     """Averaged gradients on their way to the host."""
 
     copies: list[HostCopies]
-    hand_over: Callable[[], None]
+    hand_over: Callable[[], object]
 
     def finish(self) -> None:
         """Have the CPU wait for the values, and set or add to ``.grad``."""
@@ -114,6 +114,7 @@ class GroupGradients:
         self._options = GroupOptions()  # of what is bound
         self._partial: _Sums | None = None
         self._landings: list[Landing] = []
+        self.has_run_hooks = False  # the user's, on what landed last
 
     @property
     def state(self) -> GradientState:
@@ -287,14 +288,15 @@ class GroupGradients:
         reduce.all_reduce(received.sums)
         averaged = received._replace(sums=reduce.average(received.sums))
         if not self._home.is_staged:
-            _hand_over(averaged)
+            self.has_run_hooks = _hand_over(averaged)
             return
         copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in averaged.sums]
         on_host = averaged._replace(sums=[copy.tensors for copy in copies])  # nothing keeps the memory on the device
         self._landings.append(Landing(copies, partial(_hand_over, on_host)))
 
 
-def _hand_over(averaged: _Sums) -> None:
+def _hand_over(averaged: _Sums) -> bool:
+    """Set or add to ``.grad``, and run the user's hooks on the parameters. Returns whether there were any."""
     bound, present = averaged.bound, averaged.present
     shards = bound.reduce.shards(averaged.sums)
     kept = bound.reduce.kept_gradients(averaged.sums)
@@ -306,8 +308,10 @@ def _hand_over(averaged: _Sums) -> None:
             params, shards = list(compress(params, present)), list(compress(shards, present))
             kept = list(compress(kept, present))
     _deposit(params, shards, kept, bound.as_gradient)
-    if _torch.have_post_accumulate_grad_hooks(params):
+    has_hooks = _torch.have_post_accumulate_grad_hooks(params)
+    if has_hooks:
         _run_hooks(params)
+    return has_hooks
 
 
 def _gradient_of(

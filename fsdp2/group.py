@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2 import _torch
 from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
 from fsdp2.api import ScheduleError
 from fsdp2.bindings import Bindings
@@ -119,11 +118,6 @@ class ParamGroup:
     def has_hooks(self) -> bool:
         """Whether all-gather hooks decide what some parameter sends."""
         return self._extended is not None
-
-    @property
-    def has_gradient_hooks(self) -> bool:
-        """Whether the user has hooks on the sharded parameters."""
-        return _torch.have_post_accumulate_grad_hooks(self.shards.sharded)
 
     @property
     def unsharded_nbytes(self) -> int:

@@ -63,7 +63,9 @@ class KeptGradients:
 
     def free(self) -> None:
         """Free the memory if nobody else has references any more."""
-        if self.flat is not None and not self._is_idle and _torch.reference_counts(self._objects) == self._counts:
+        if self.flat is None or self._is_idle:
+            return
+        if _torch.reference_counts(self._objects, self._storage) == self._counts:
             self._is_idle = True
             self._storage.resize_(0)
 
@@ -79,8 +81,9 @@ class KeptGradients:
             self.grads = [self._as_gradient(i, local) for i, local in enumerate(self.locals)]
         self._storage = storage
         self._objects = [self.flat, *self.locals, *self.grads]
-        self._counts = _torch.reference_counts(self._objects)
+        del storage  # a reference
+        self._counts = _torch.reference_counts(self._objects, self._storage)
 
     def _is_in_flight(self) -> bool:
-        objects, counts = self._objects[:1], self._counts
-        return bool(objects) and _torch.reference_counts(objects)[1] != counts[1]
+        flat = self._objects[:1]
+        return bool(flat) and _torch.reference_counts(flat, self._storage)[1] != self._counts[1]

@@ -6,7 +6,6 @@ This room sees plans, gradients as tensors, a comm and streams, never parameters
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -270,23 +269,26 @@ class _UnevenRows:
         self._sizes = [layout.chunk_numel for layout in layouts]
         self._whole = [(layout.numel // layout.chunk_numel, layout.chunk_numel) for layout in layouts]
         self._heights = sorted({rows for rows, _ in self._whole})
-        self._partial = [i for i, layout in enumerate(layouts) if layout.numel % layout.chunk_numel > 0]
+        rests = [layout.numel % layout.chunk_numel for layout in layouts]
+        starts = [sum(self._sizes[:i]) for i in range(len(layouts))]
+        self._partial = [(i, starts[i], rest) for i, rest in enumerate(rests) if rest > 0]
+        # With as many ranks as rows, or more, most gradients have the shape already.
+        self._reshaped = [
+            i for i, layout in enumerate(layouts) if rests[i] == 0 and tuple(layout.shape) != self._whole[i]
+        ]
 
     def __call__(self, grads: list[torch.Tensor], out: torch.Tensor) -> None:
         out.zero_()
         columns = {rows: out.narrow(0, 0, rows).split_with_sizes(self._sizes, dim=1) for rows in self._heights}
         targets = [columns[rows][i] for i, (rows, _) in enumerate(self._whole)]
-        if self._partial:
-            grads = [grad.reshape(-1) for grad in grads]
-        rests = {i: grads[i][math.prod(self._whole[i]) :] for i in self._partial}
-        sources = [
-            (grad.narrow(0, 0, math.prod(shape)) if i in rests else grad).reshape(shape)
-            for i, (grad, shape) in enumerate(zip(grads, self._whole, strict=True))
-        ]
-        for i, rest in rests.items():
-            offset = sum(self._sizes[:i])
-            targets.append(out[self._whole[i][0], offset : offset + rest.numel()])
-            sources.append(rest)
+        sources = grads.copy()
+        for i in self._reshaped:
+            sources[i] = grads[i].reshape(self._whole[i])
+        for i, start, numel in self._partial:
+            values, (rows, n) = grads[i].reshape(-1), self._whole[i]
+            sources[i] = values[: rows * n].view(rows, n)
+            sources.append(values[rows * n :])
+            targets.append(out[rows, start : start + numel])
         _torch.foreach_copy(targets, sources)
 
 

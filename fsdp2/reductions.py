@@ -55,7 +55,7 @@ class Reductions:
 
     def _finish(self, group: ParamGroup, reduction: PendingReduce) -> None:
         reduction.finish()
-        if group.has_gradient_hooks:  # one may have stepped an optimizer, and let go of its gradient
+        if group.gradients.has_run_hooks:  # one may have stepped an optimizer, and let go of its gradient
             group.gradients.free_unused()
 
     def _add(self, group: ParamGroup, reduction: PendingReduce | None) -> bool:
