@@ -6,7 +6,7 @@ allocation, copies in and out of buffers, binding, DTensor gradients. The model 
 thread. At width 16 the copies are negligible, unless parameters are padded to many more ranks than they have rows; at
 width 256 they are not. Times are the least of several rounds in which all take turns.
 
-    python benchmarks/runtime_overhead.py [--rounds 9] [--profile]
+    python benchmarks/runtime_overhead.py [--rounds 7] [--profile]
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def hooks_row(case: Case, rounds: int) -> list[object]:
 
 
 def init_rows(num_blocks: int, rounds: int) -> list[list[object]]:
-    """Seconds until a model is sharded, and that its first step takes longer than its third."""
+    """Seconds until a model is sharded, and of its first step, which compiles the plans."""
     wraps: dict[str, list[float]] = {name: [] for name in RUNTIMES}
     firsts: dict[str, list[float]] = {name: [] for name in RUNTIMES}
     with null_process_group(8):
@@ -155,12 +155,9 @@ def init_rows(num_blocks: int, rounds: int) -> list[list[object]]:
                 start = time.perf_counter()
                 mine = sharded(copy.deepcopy(model), runtime, mixed=False)
                 wraps[name].append(time.perf_counter() - start)
-                seconds = []
-                for _ in range(3):
-                    start = time.perf_counter()
-                    mine(x).sum().backward()
-                    seconds.append(time.perf_counter() - start)
-                firsts[name].append(seconds[0] - seconds[2])
+                start = time.perf_counter()
+                mine(x).sum().backward()
+                firsts[name].append(time.perf_counter() - start)
     rows: list[list[object]] = []
     for name, taken in (("fully_shard", wraps), ("first step", firsts)):
         ours, theirs = min(taken["fsdp2"]), min(taken["torch"])
@@ -183,7 +180,7 @@ def profile(case: Case) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="print where our Python goes in the first case instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
