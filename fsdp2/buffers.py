@@ -99,7 +99,7 @@ class Memory:
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device, self._streams = device, streams
-        self._pool = BlockPool() if device.type == "cpu" else None
+        self._pool = None if streams.runs_ahead else BlockPool()
         self._releasing: list[tuple[torch.Event | None, torch.UntypedStorage | None]] = []
 
     def allocate(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:

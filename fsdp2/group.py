@@ -340,7 +340,7 @@ class ParamGroup:
         if self._halfway is not None:
             self._halfway.remove()
             self._halfway = None
-        if self.mesh.device.type != "cpu":  # would hold up compute wherever communication is the slower of the two
+        if self._services.streams.runs_ahead:  # would hold up compute wherever communication is the slower of the two
             return
         left = sum(self._unsharded[i].numel() for i in self._trainable) / 2
         for i in reversed(self._trainable):  # backward reaches the parameters that forward used last first

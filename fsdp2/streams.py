@@ -28,9 +28,11 @@ class Streams:
     """The CPU: no streams. Also the interface that :class:`AcceleratorStreams` fills in.
 
     Attributes:
+        runs_ahead: whether this thread goes on before what it has enqueued is done; memory is then released by events.
         gathers_are_async: whether the backend is to run all-gathers beside the stream that issues them.
     """
 
+    runs_ahead = False
     gathers_are_async = True
 
     def on_gather(self) -> AbstractContextManager[object]:
@@ -61,6 +63,9 @@ class Streams:
     def gather_after(self, event: torch.Event) -> None:
         """Gather stream waits for ``event``: it marks when the shards were written."""
 
+    def reduce_after_compute(self) -> None:
+        """Reduce stream waits for compute: it has written gradients, and read what was freed of them since."""
+
     def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
         """Collectives were issued on the current stream; returns those the CPU still has to wait for."""
         return works
@@ -74,6 +79,7 @@ class AcceleratorStreams(Streams):
     """CUDA and devices like it. One gather stream and one reduce stream for the whole model, both of high priority, so
     that the small copies around a collective are not queued behind large compute kernels."""
 
+    runs_ahead = True
     gathers_are_async = False
 
     def __init__(self, device: torch.device) -> None:
@@ -114,6 +120,9 @@ class AcceleratorStreams(Streams):
 
     def gather_after(self, event: torch.Event) -> None:
         self._gather.wait_event(event)
+
+    def reduce_after_compute(self) -> None:
+        self._reduce.wait_stream(self._module.current_stream())
 
     def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
         for work in works:
