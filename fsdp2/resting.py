@@ -48,8 +48,6 @@ class RestingShards:
         self._gather = Gather(
             plan, self._flats, full.gathered, rank, self._comm, services, hooks, calls_pre_hooks=False
         )
-        self._streams = services.streams
-        self._cut_done: torch.Event | None = None
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         # Bound as they are where no DTensor describes what rests: parts of payloads, or of what model axes have cut.
@@ -70,16 +68,14 @@ class RestingShards:
         self._gather.carry_by(gather_comm(self._comm, self._mesh, all_gather))
 
     def cut(self) -> None:
-        """Copy this rank's part out of the unsharded parameters."""
+        """Copy this rank's part out of the unsharded parameters, which are released behind it: gathers wait for that
+        (I3), so what is cut is there when it is sent."""
         for dtype, flat in self._flats.items():
             flat.untyped_storage().resize_(self._nbytes[dtype])
         _torch.foreach_copy(self._targets, self._sources)
-        self._cut_done = self._streams.record()
 
     def issue(self) -> PendingGather:
         """Start gathering back into the group's unsharded storage."""
-        with self._streams.on_gather():
-            self._streams.wait_here(self._cut_done)  # gather stream waits for compute: it has cut the resting shards
         return self._gather.issue()
 
     def release(self) -> None:
