@@ -177,7 +177,7 @@ class GroupGradients:
             return self.reduce_partial(options, services)
         earlier, self._partial = self._partial, None
         if earlier is not None and not _is_alike(earlier.bound, bound):
-            self._land(earlier)
+            self._carry_on(earlier, services).finish()
             earlier = None
         self._complete(bound, grads)
         sums, pending = bound.reduce.issue(grads)
@@ -188,6 +188,11 @@ class GroupGradients:
         if self._partial is None or not options.requires_all_reduce:
             return None
         earlier, self._partial = self._partial, None
+        return self._carry_on(earlier, services)
+
+    def _carry_on(self, earlier: _Sums, services: Services) -> PendingReduce:
+        """Start landing sums over the shard axis that no reduction adds to."""
+        services.streams.reduce_after_compute()
         return PendingReduce((), None, services.streams).then(partial(self._land, earlier))
 
     def _bind(self, trainable: tuple[int, ...], services: Services) -> _BoundReduce:

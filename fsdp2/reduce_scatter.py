@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
@@ -30,11 +31,24 @@ class AllReduceHook:
     stream: torch.Stream | None = None
 
 
-class PendingReduce:
-    """A reduction in flight. ``finish`` completes it on the CPU; on an accelerator all of it has been enqueued."""
+class Reads(IntEnum):
+    """Until when a reduction reads the gradients that it was given."""
 
-    def __init__(self, works: Sequence[Waitable], keep: object, streams: Streams) -> None:
-        self._works, self._keep, self._streams = works, keep, streams
+    WHEN_PACKED = 1  # all of them are copied, or cast
+    WHEN_SENT = 2  # some travel from where they are
+    WHEN_LANDED = 3  # they are their own sums
+
+
+class PendingReduce:
+    """A reduction in flight. ``finish`` completes it on the CPU; on an accelerator all of it has been enqueued.
+
+    ``keep``: what it reads, until it has. On an accelerator that is when ``read`` has happened; None is the end.
+    """
+
+    def __init__(
+        self, works: Sequence[Waitable], keep: object, streams: Streams, read: torch.Event | None = None
+    ) -> None:
+        self._works, self._keep, self._streams, self._read = works, keep, streams, read
         self._then: Callable[[], None] | None = None
         self._done: torch.Event | None = None
 
@@ -52,15 +66,21 @@ class PendingReduce:
         """Wait, but do not land."""
         self._then = None
         self.finish()
+        self.wait()
 
     def finish(self) -> None:
-        """The gradients are usable by the current stream; what the reduction read may be freed."""
+        """What the reduction read may be freed. On the CPU the gradients have landed; on an accelerator they may still
+        travel, and compute goes on beside."""
         for work in self._works:
             work.wait()
         if self._then is not None:
             self._then()
-        self._streams.wait_here(self._done)  # compute waits for the reduce stream: it frees the gradients it reads
+        self._streams.wait_here(self._read or self._done)  # compute waits for reduce stream: it frees what that read
         self._works, self._then, self._keep = (), None, None
+
+    def wait(self) -> None:
+        """The gradients of this reduction, and of those before it, are usable by the current stream; it is finished."""
+        self._streams.wait_here(self._done)  # compute waits for the reduce stream: the optimizer reads what it wrote
 
 
 class _Part:
@@ -68,6 +88,7 @@ class _Part:
 
     Attributes:
         kept: where gradients land, if that is kept from step to step.
+        reads: until when the reduction reads the gradients that were prepared last.
     """
 
     def __init__(self, plan: ReducePlan, mesh: ParallelMesh, services: Services, hook: AllReduceHook | None) -> None:
@@ -85,6 +106,7 @@ class _Part:
         self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
         self._places: list[Place] = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
+        self.reads = Reads.WHEN_PACKED
 
     def prepare(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Take ``grads``, one per step, out of the list, so that each is freed when it has been copied or sent.
@@ -159,6 +181,7 @@ class _Part:
         if self._strided:
             inputs.append(_pack_strided([(grads[i], step.layout) for i, step in self._strided], dtype))
         direct = [grads[i] for i in self._direct]
+        self.reads = Reads.WHEN_SENT if any(grad.dtype is dtype for grad in direct) else Reads.WHEN_PACKED
         grads.clear()
         while direct:
             inputs.append(direct.pop(0).reshape(-1).to(dtype))
@@ -174,6 +197,7 @@ class _LocalPart(_Part):
         """They are autograd's."""
 
     def prepare(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        self.reads = Reads.WHEN_LANDED
         return grads, [], []
 
     def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -210,13 +234,12 @@ class Reduce:
 
         Takes the gradients out of the list. Returns what receives this rank's sums, and what is pending.
         """
-        ready = self.streams.record()
-        keep = [] if self._mesh.device.type == "cpu" else grads.copy()  # the reduce stream reads them later
+        self.streams.reduce_after_compute()
+        grads_to_keep = grads.copy() if self.streams.runs_ahead else []  # the reduce stream reads them later
         sums: Sums = []
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
         with self.streams.on_reduce():
-            self.streams.wait_here(ready)  # reduce stream waits for compute: it has written the gradients
             for part in self.parts:
                 mine = grads[: len(part.plan.steps)]
                 del grads[: len(mine)]
@@ -224,8 +247,13 @@ class Reduce:
                 sums.append(buffers)
                 outputs += to
                 inputs += values
+            reads = max([part.reads for part in self.parts])
+            read = self.streams.record() if reads is Reads.WHEN_PACKED else None
             works = self.streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
-        return sums, PendingReduce(works, (keep, inputs), self.streams)
+            if reads is Reads.WHEN_SENT:
+                read = self.streams.record()
+        # What was packed belongs to the reduce stream: where that has been given all of it, nobody else need keep it.
+        return sums, PendingReduce(works, grads_to_keep or inputs, self.streams, read)
 
     def kept_gradients(self, sums: Sums) -> list[torch.Tensor]:
         """Per step of the plans, the gradient on this rank's shard of ``sums``; empty if they are not kept."""

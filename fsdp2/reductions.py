@@ -20,6 +20,7 @@ class Reductions:
     def __init__(self) -> None:
         self.max_in_flight = 1
         self._pending: list[tuple[ParamGroup, PendingReduce]] = []
+        self._last: PendingReduce | None = None  # that was finished, and that the current stream has not waited for
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -46,14 +47,23 @@ class Reductions:
         pending, self._pending = self._pending, []  # should landing raise, the rest is not landed later, by surprise
         for group, reduction in pending:
             self._finish(group, reduction)
+        self._wait_for_last()
 
     def drop(self) -> None:
         """Wait for everything, and land nothing."""
         pending, self._pending = self._pending, []
         for _, reduction in pending:
             reduction.drop()
+        self._wait_for_last()
+
+    def _wait_for_last(self) -> None:
+        """It stands for all before it: they land in one order."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
 
     def _finish(self, group: ParamGroup, reduction: PendingReduce) -> None:
+        self._last = reduction
         reduction.finish()
         if group.gradients.has_run_hooks:  # one may have stepped an optimizer, and let go of its gradient
             group.gradients.free_unused()
