@@ -1,0 +1,285 @@
+"""Claim: on a GPU, a step of Llama-8B-shaped blocks takes at most 1.02 of the time of the unsharded model, copies
+nothing that travels direct, and holds at least one group less than under torch's ``fully_shard``.
+
+One GPU is rank 0 of 8, whose collectives move nothing: what is left is what a runtime adds to compute. (torch's fake
+process group copies the input once per rank, which would count as copies of the runtime.) While a case warms up, its
+gathers do fill their outputs, with copies of this rank's part: how fast a GPU multiplies depends on the values. That
+memory is used again, and not written by anything else, so the values stay; "values overflow" behind a case's name says
+that they did not. Other cases are real NCCL with one rank, where no runtime has to communicate.
+
+Step time: CUDA events around three steps in a row. CPU time: until a step is enqueued while the GPU is idle. Peak
+memory: above what is there between steps. Copies, the compute stream's idle time and what the CPU waits for are read
+out of a profiler's trace, which ``--traces`` keeps. Position embeddings are left out, which have copies of their own.
+
+    python benchmarks/gpu_step.py [--quick] [--blocks 8] [--tokens 8192] [--traces FOLDER]
+    python benchmarks/gpu_step.py --device cpu    # tries the script on a toy; the figures mean nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import gpu_trace
+import torch
+from common import Ratios, Table, medians_in_turns, publish, table
+from gpu_subjects import CASES, SUBJECTS, Case, Run, Shape, Stepper, StillGroup, process_group
+from torch.profiler import ProfilerActivity, profile, record_function
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one subject. Times in ms, memory in bytes."""
+
+    step_ms: float
+    cpu_ms: float
+    peak: int
+    reserved: int
+    step: gpu_trace.Step
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def step_ms(step: Stepper, device: str, count: int = 3) -> float:
+    """Of each of ``count`` steps in a row, by the GPU's clock."""
+    synchronize(device)
+    if device != "cuda":
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e3
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    for _ in range(count):
+        step()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / count
+
+
+def cpu_ms(step: Stepper, device: str) -> float:
+    """Until all of a step is enqueued."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3
+
+
+def memory(subject: str, case: Case, run: Run) -> tuple[int, int]:
+    """What a step holds at the peak beyond what is there between steps, and what the allocator has reserved then for
+    this subject alone."""
+    if run.device != "cuda":
+        Stepper(subject, case, run)()
+        return 0, 0
+    before = torch.cuda.memory_reserved()
+    step = Stepper(subject, case, run)
+    torch.cuda.empty_cache()  # what sharding needed
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    rest = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    found = torch.cuda.max_memory_allocated() - rest, torch.cuda.max_memory_reserved() - before
+    del step
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def traced(step: Stepper, path: Path, device: str) -> gpu_trace.Step:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        for _ in range(3):
+            with record_function("step"):
+                step()
+            synchronize(device)
+    profiler.export_chrome_trace(str(path))
+    return gpu_trace.read(path, "step")[-1]
+
+
+def in_turns(clock: Callable[[Stepper, str], float], steppers: dict[str, Stepper], run: Run) -> dict[str, float]:
+    return medians_in_turns({name: partial(clock, step, run.device) for name, step in steppers.items()}, run.rounds)
+
+
+def measure(case: Case, run: Run) -> tuple[dict[str, Figures], bool]:
+    """Of each subject; and whether all values were finite to the end. Runs in a process of its own."""
+    torch.set_num_threads(1)
+    with process_group(case, run.device):
+        held = {subject: memory(subject, case, run) for subject in SUBJECTS}
+        steppers = {subject: Stepper(subject, case, run) for subject in SUBJECTS}
+        StillGroup.fills = True
+        for _ in range(3):
+            for step in steppers.values():
+                step()
+        StillGroup.fills = False
+        times = in_turns(step_ms, steppers, run)
+        cpu_times = in_turns(cpu_ms, steppers, run)
+        name = case.name.replace(",", "").replace(" ", "_")
+        paths = {subject: run.traces / f"{name}.{subject}.json" for subject in SUBJECTS}
+        steps = {subject: traced(step, paths[subject], run.device) for subject, step in steppers.items()}
+        is_finite = run.device != "cuda" or all(step.is_finite() for step in steppers.values())
+        figures = {s: Figures(times[s], cpu_times[s], *held[s], steps[s]) for s in SUBJECTS}
+        steppers.clear()
+    return figures, is_finite
+
+
+# What is reported
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one case."""
+
+    name: str
+    group_nbytes: int
+    figures: dict[str, Figures]
+
+    def of_all(self, value: Callable[[Figures], float]) -> list[float]:
+        return [value(self.figures[subject]) for subject in SUBJECTS]
+
+
+def tables(results: list[Result]) -> list[Table]:
+    return [times(results), cpu_times(results), peaks(results), copies(results), kinds(results), checks(results)]
+
+
+def times(results: list[Result]) -> Table:
+    rows: list[list[object]] = []
+    for result in results:
+        unsharded, ours, theirs = result.of_all(lambda each: each.step_ms)
+        rows.append([result.name, unsharded, ours, theirs, ours / unsharded, theirs / unsharded, ours / theirs])
+    columns = ["", "unsharded", "fsdp2", "torch", "fsdp2 / unsharded", "torch / unsharded", "ratio"]
+    slowest = max(ours / unsharded for unsharded, ours, _ in (r.of_all(lambda each: each.step_ms) for r in results))
+    note = f"Aim: fsdp2 / unsharded at most 1.02. Largest: {slowest:.3f}."
+    return Table("time", "Median ms per step", columns, rows, noise=0.02, note=note, plot=Ratios())
+
+
+def cpu_times(results: list[Result]) -> Table:
+    rows: list[list[object]] = []
+    for result in results:
+        unsharded, ours, theirs = result.of_all(lambda each: each.cpu_ms)
+        rows.append([result.name, unsharded, ours, theirs, (ours - unsharded) / (theirs - unsharded)])
+    columns = ["", "unsharded", "fsdp2", "torch", "ratio"]
+    note = "The ratio is that of what is added to the unsharded model."
+    return Table("cpu", "Median ms of CPU until a step is enqueued", columns, rows, noise=0.2, note=note)
+
+
+def peaks(results: list[Result]) -> Table:
+    rows: list[list[object]] = []
+    for result in results:
+        peak, reserved = result.of_all(lambda each: each.peak), result.of_all(lambda each: each.reserved)
+        saved = (peak[2] - peak[1]) / result.group_nbytes
+        shown = [f"{nbytes / MiB:.0f}" for nbytes in (result.group_nbytes, *peak, *reserved[1:])]
+        rows.append([result.name, *shown, saved, peak[1] / peak[2] if peak[2] else None])
+    columns = [
+        "",
+        "one group",
+        "unsharded",
+        "fsdp2",
+        "torch",
+        "fsdp2 reserved",
+        "torch reserved",
+        "groups less",
+        "ratio",
+    ]
+    least = min(float(str(row[-2])) for row in rows)
+    note = f"Aim: at least one group less than torch, on 8 ranks. Least: {least:.2f} groups."
+    return Table("memory", "MiB at the peak of a step, beyond what is there between steps", columns, rows, note=note)
+
+
+def copies(results: list[Result]) -> Table:
+    rows: list[list[object]] = []
+    for result in results:
+        unsharded, ours, theirs = (result.figures[subject].step for subject in SUBJECTS)
+        counts = [len(ours.copies) - len(unsharded.copies), len(theirs.copies) - len(unsharded.copies)]
+        ms = [ours.copy_ms - unsharded.copy_ms, theirs.copy_ms - unsharded.copy_ms]
+        idle = [step.compute_idle_ms for step in (unsharded, ours, theirs)]
+        rows.append([result.name, *counts, *ms, *idle, ms[0] / ms[1] if ms[1] > 0 else None])
+    columns = ["", "fsdp2 copies", "torch copies", "fsdp2 ms", "torch ms"]
+    columns += ["unsharded idle", "fsdp2 idle", "torch idle", "ratio"]
+    note = (
+        "Copies and casts, beyond those of the unsharded model; idle is ms in which the compute stream has nothing to "
+        "run. Aim: none in bf16 throughout without gains, where all tensors travel direct. Else gains of norms share "
+        "a bucket, and other dtypes are cast."
+    )
+    return Table("copies", "Kernels of a step that copy or cast, and what they take", columns, rows, note=note)
+
+
+def kinds(results: list[Result]) -> Table:
+    rows: list[list[object]] = []
+    for result in results:
+        for subject in SUBJECTS:
+            for name, (count, ms) in result.figures[subject].step.kinds_of_copies().items():
+                rows.append([f"{result.name}: {subject}, {name}", count, ms])
+    return Table("kinds", "The same by kernel", ["", "number", "ms"], rows or [["none", 0, 0.0]], ratio=None)
+
+
+def checks(results: list[Result]) -> Table:
+    rows: list[list[object]] = []
+    for result in results:
+        unsharded = result.figures["unsharded"].step
+        for subject in SUBJECTS[1:]:
+            step = result.figures[subject].step
+            found = "; ".join(gpu_trace.problems(step, unsharded)) if step.ops else "no device in this trace"
+            rows.append([f"{result.name}: {subject}", len(step.waits), step.hidden_share, found or "nothing"])
+    columns = ["", "CPU waits", "hidden share", "found"]
+    title = "What the trace shows that should not be: copies and collectives on the compute stream, waits of the CPU"
+    return Table("checks", title, columns, rows, ratio=None)
+
+
+def results_of(run: Run, cases: list[Case]) -> list[Result]:
+    results = []
+    for case in cases:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # its memory and process group are gone afterwards
+            figures, is_finite = pool.apply(measure, (case, run))
+        name = case.name if is_finite else f"{case.name} (values overflow)"
+        results.append(Result(name, run.shape.block_nbytes, figures))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--blocks", type=int, help="8 by default, of 416 MiB in bf16 each")
+    parser.add_argument("--tokens", type=int, help="of the one sequence; 8192 by default")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--quick", action="store_true", help="some cases, four blocks, 2048 tokens, three rounds")
+    parser.add_argument("--traces", type=Path, help="keep the profiler's traces in this folder")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("gpu_step: this machine has no CUDA device, so nothing is measured.")
+        return
+    is_toy = options.device == "cpu"
+    shape = Shape(256, 4, 2, 512) if is_toy else Shape()
+    blocks = options.blocks or (2 if is_toy else 4 if options.quick else 8)
+    tokens = options.tokens or (32 if is_toy else 2048 if options.quick else 8192)
+    cases = [case for case in CASES if case.is_quick] if options.quick or is_toy else CASES
+    rounds = 3 if options.quick or is_toy else options.rounds
+    with tempfile.TemporaryDirectory() as folder:
+        traces = options.traces or Path(folder)
+        traces.mkdir(parents=True, exist_ok=True)
+        results = results_of(Run(options.device, shape, blocks, tokens, rounds, traces), cases)
+    if is_toy:
+        print("A toy on the CPU, to try the script: these figures mean nothing.\n")
+        for each in tables(results):
+            print(f"{each.title}\n{table(each.columns, each.rows)}")
+        return
+    publish(
+        "gpu_step", f"{blocks} blocks of Llama 3 8B's shape, {tokens} tokens, forward and backward", tables(results)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""``benchmarks/gpu_step.py`` on a toy and on the CPU, so that it runs when a GPU is there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_step
+from gpu_step import Result, measure, tables
+from gpu_subjects import CASES, SUBJECTS, Run, Shape, StillGroup, process_group
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Run:
+    return Run("cpu", Shape(64, 2, 1, 128), num_blocks=2, tokens=8, rounds=1, traces=tmp_path)
+
+
+# torch's profiler prints where it starts and stops, and its collectives warn of their old names
+@pytest.mark.filterwarnings("ignore")
+def test_a_case_gives_figures_of_all_subjects(toy: Run) -> None:
+    figures, is_finite = measure(CASES[-3], toy)
+    assert is_finite
+    assert list(figures) == list(SUBJECTS)
+    assert all(each.step_ms > 0 and each.cpu_ms > 0 for each in figures.values())
+    assert len(list(toy.traces.iterdir())) == 3
+    found = tables([Result("a case", toy.shape.block_nbytes, figures)])
+    assert [each.name for each in found] == ["time", "cpu", "memory", "copies", "kinds", "checks"]
+    assert [row[0] for row in found[-1].rows] == ["a case: fsdp2", "a case: torch"]
+
+
+def test_bytes_of_a_block_are_those_of_its_parameters(toy: Run) -> None:
+    block = gpu_step.Stepper("unsharded", CASES[0], toy).model[0]
+    with_gains = gpu_step.Stepper("unsharded", CASES[1], toy).model[0]
+    nbytes = [sum(p.numel() * p.itemsize for p in each.parameters()) for each in (block, with_gains)]
+    assert nbytes[1] == toy.shape.block_nbytes
+    assert nbytes[0] == nbytes[1] - 2 * 2 * toy.shape.dim
+
+
+def test_ranks_that_are_not_there_move_nothing_unless_told_to() -> None:
+    with process_group(CASES[0], "cpu"):
+        gathered, mine = torch.zeros(16), torch.tensor([1.0, 2.0])
+        group = dist.group.WORLD
+        assert isinstance(group, StillGroup)
+        group._allgather_base(gathered, mine).wait()
+        assert not gathered.any()
+        reduced = torch.zeros(2)
+        group._reduce_scatter_base(reduced, torch.ones(16)).wait()
+        assert not reduced.any()
+        StillGroup.fills = True
+        group.allgather_into_tensor_coalesced([gathered], [mine]).wait()
+        StillGroup.fills = False
+        assert torch.equal(gathered, mine.repeat(8))
