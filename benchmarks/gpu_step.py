@@ -8,8 +8,9 @@ memory is used again, and not written by anything else, so the values stay; "val
 that they did not. Other cases are real NCCL with one rank, where no runtime has to communicate.
 
 Step time: CUDA events around three steps in a row. CPU time: until a step is enqueued while the GPU is idle. Peak
-memory: above what is there between steps. Copies, the compute stream's idle time and what the CPU waits for are read
-out of a profiler's trace, which ``--traces`` keeps. Position embeddings are left out, which have copies of their own.
+memory: beyond parameters (shards, where there are any) and inputs; activations are the same for all. Copies, the
+compute stream's idle time and what the CPU waits for are read out of a profiler's trace, which ``--traces`` keeps.
+Position embeddings are left out, which have copies of their own.
 
     python benchmarks/gpu_step.py [--quick] [--blocks 8] [--tokens 8192] [--traces FOLDER]
     python benchmarks/gpu_step.py --device cpu    # tries the script on a toy; the figures mean nothing
@@ -77,19 +78,19 @@ def cpu_ms(step: Stepper, device: str) -> float:
 
 
 def memory(subject: str, case: Case, run: Run) -> tuple[int, int]:
-    """What a step holds at the peak beyond what is there between steps, and what the allocator has reserved then for
-    this subject alone."""
+    """What a step holds at the peak beyond parameters and inputs, and what the allocator has reserved then, for this
+    subject alone."""
     if run.device != "cuda":
-        Stepper(subject, case, run)()
         return 0, 0
     before = torch.cuda.memory_reserved()
     step = Stepper(subject, case, run)
+    gc.collect()
     torch.cuda.empty_cache()  # what sharding needed
+    rest = torch.cuda.memory_allocated()
     for _ in range(3):
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    rest = torch.cuda.memory_allocated()
     step()
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated() - rest, torch.cuda.max_memory_reserved() - before
@@ -196,7 +197,7 @@ def peaks(results: list[Result]) -> Table:
     ]
     least = min(float(str(row[-2])) for row in rows)
     note = f"Aim: at least one group less than torch, on 8 ranks. Least: {least:.2f} groups."
-    return Table("memory", "MiB at the peak of a step, beyond what is there between steps", columns, rows, note=note)
+    return Table("memory", "MiB at the peak of a step, beyond parameters and inputs", columns, rows, note=note)
 
 
 def copies(results: list[Result]) -> Table:
