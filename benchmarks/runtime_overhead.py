@@ -6,7 +6,7 @@ allocation, copies in and out of buffers, binding, DTensor gradients. The model 
 thread. At width 16 the copies are negligible, unless parameters are padded to many more ranks than they have rows; at
 width 256 they are not. Times are the least of several rounds in which all take turns.
 
-    python benchmarks/runtime_overhead.py [--rounds 7] [--profile]
+    python benchmarks/runtime_overhead.py [--rounds 5] [--profile]
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def profile(case: Case) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="print where our Python goes in the first case instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
