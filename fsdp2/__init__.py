@@ -18,6 +18,7 @@ from fsdp2.clip import clip_grad_norm_
 from fsdp2.fully_shard import fully_shard
 from fsdp2.hooks import register_fsdp_forward_method
 from fsdp2.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.optim import flatten_optimizer
 
 __all__ = [
     "AllGather",
@@ -36,6 +37,7 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "extensions",
+    "flatten_optimizer",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,30 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def have_locals(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> bool:
     """Whether these are the local tensors of ``tensors``, the very objects; once per gather, so without Python."""
     return all(map(is_, map(_get_local, tensors), locals_))
+
+
+def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The local tensors of many DTensors."""
+    return list(map(_get_local, tensors))
+
+
+def locals_placed_like(
+    params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The local tensors of ``tensors``; None for those that are no DTensor, or not placed like their parameter. Made
+    for many: where the runtime has made the DTensor, its spec is the parameter's, and one test tells."""
+    return [
+        tensor._local_tensor
+        if isinstance(tensor, DTensor) and (tensor._spec is param._spec or _is_placed_like(param, tensor))
+        else None
+        for param, tensor in zip(cast(Sequence[DTensor], params), tensors, strict=True)
+    ]
+
+
+def _is_placed_like(param: DTensor, tensor: DTensor) -> bool:
+    local = tensor._local_tensor
+    is_plain = type(local) is torch.Tensor and local.shape == param._local_tensor.shape
+    return is_plain and tensor.placements == param.placements and tensor.device_mesh == param.device_mesh
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
@@ -168,7 +192,7 @@ def set_grads(params: Sequence[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
             param.grad = grad
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each was written in place."""
     with _plain_access():
         return list(map(_get_version, tensors))
@@ -184,6 +208,23 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.
     """Hooks that the user registered on a sharded parameter; autograd never accumulates into it, so we call them."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     return tuple(hooks.values()) if hooks else ()
+
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def hooked_step(step: _Step) -> _Step:
+    """``step`` of an optimizer's class, with the hooks of the optimizer and the profiler's label around it. torch does
+    that to the class of each optimizer that is constructed."""
+    hooked = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # type: ignore[attr-defined]  # or torch hooks it once more
+    return cast(_Step, hooked)
+
+
+def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step of an optimizer's class without its hooks."""
+    step: Any = cls.step
+    return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
 # One launch for many tensors: copies that cast where dtypes differ, additions, divisions by one number. Names of their

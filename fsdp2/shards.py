@@ -8,6 +8,7 @@ shards, move, cast or materialise them: ``refresh`` takes over what is bound now
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +26,13 @@ from fsdp2.plan import GatherInput, compile_gather
 from fsdp2.precision import check_grad_dtype, param_dtypes
 from fsdp2.specs import local_part
 
+_alive: weakref.WeakSet[GroupShards] = weakref.WeakSet()
+
+
+def flat_buffers() -> list[torch.Tensor]:
+    """The flat shard buffers of all groups that exist, with the padding between shards."""
+    return [flat for shards in _alive for flat in shards.flats.values()]
+
 
 class GroupShards:
     """See the module's text.
@@ -39,6 +47,7 @@ class GroupShards:
         self, records: Sequence[ParamRecord], params: Sequence[ShardedParam], home: Home, comm: GatherComm
     ) -> None:
         self._params, self._home, self._comm = params, home, comm
+        _alive.add(self)
         self._place(list(map(_first_shard, records, params)))
         for param, local in zip(params, self._locals, strict=True):
             param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)

@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     }  # effects, on one group
     | {"reductions", "performer", "runtime"},  # and on all groups of a root
     {"hooks", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
-    {"trace", "clip", "tensors", "testing"},  # companions
+    {"trace", "clip", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
     {"__init__"},
 ]
 LAYER_OF = {room: index for index, rooms in enumerate(LAYERS) for room in rooms}

@@ -76,6 +76,7 @@ ScheduleError
 UnshardHandle
 clip_grad_norm_
 extensions
+flatten_optimizer
 fully_shard
 register_fsdp_forward_method
 share_comm_ctx

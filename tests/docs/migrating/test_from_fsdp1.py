@@ -259,6 +259,23 @@ def use_orig_params(ctx: RankContext) -> None:
     assert all(isinstance(parameter, DTensor) for parameter in new.values())
 
 
+@ROWS("`use_orig_params=False`, for optimizers that step one flat parameter per unit")
+def flat_parameters(ctx: RankContext) -> None:
+    old, losses = _old(use_orig_params=False), []
+    optimizer = sgd(old)
+    assert len(optimizer.param_groups[0]["params"]) == 3  # of two blocks and the root
+    for index in range(2):
+        losses.append(backward(ctx, old, index))
+        optimizer.step()
+        optimizer.zero_grad()
+    with FullyShardedDataParallel.summon_full_params(old):
+        values = {_name(name): parameter.detach().clone() for name, parameter in old.named_parameters()}
+
+    new = _new(ctx)
+    found = train(ctx, new, make_optimizer=lambda module: fsdp2.flatten_optimizer(sgd(module)))
+    close([found[0], found[2]], [losses, values])
+
+
 @ROWS("`sync_module_states=True`")
 def sync_module_states(ctx: RankContext) -> None:
     """FSDP1's wants an accelerator; what rank 0 has is what it is compared with."""
