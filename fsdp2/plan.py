@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 import torch
 
@@ -28,6 +29,7 @@ class Route(Enum):
 
 
 _ROUTES = list(Route)
+_MAX_SHARED_PLANS = 256  # groups that are alike, as a model's blocks are, share their plans
 
 
 class Origin(Enum):
@@ -199,7 +201,15 @@ def compile_gather(
     ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: the plan whose gathered tensors were cut
     into the shards gathered here, those that rest on the post-forward mesh. They go back to where they came from.
     """
-    routes = {index: _gather_route(item, comm) for index, item in inputs.items()}
+    return _compile_gather(tuple(inputs.items()), comm.direct_min_nbytes, back_into)
+
+
+@lru_cache(maxsize=_MAX_SHARED_PLANS)
+def _compile_gather(
+    items: tuple[tuple[int, GatherInput], ...], direct_min_nbytes: int, back_into: GatherPlan | None
+) -> GatherPlan:
+    inputs = dict(items)
+    routes = {index: _gather_route(item, direct_min_nbytes) for index, item in items}
     dtypes = list(dict.fromkeys(_gathered_dtype(item) for item in inputs.values()))
 
     def place(index: int) -> tuple[bool, int, int, int]:
@@ -257,10 +267,10 @@ def _compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: ReduceComm, f
     return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
 
 
-def _gather_route(item: GatherInput, comm: GatherComm) -> Route:
+def _gather_route(item: GatherInput, direct_min_nbytes: int) -> Route:
     if not item.layout.is_contiguous:
         return Route.STRIDED
-    return Route.DIRECT if _is_large(item.layout, _gathered_dtype(item), comm) else Route.ROWS
+    return Route.DIRECT if _is_large(item.layout, _gathered_dtype(item), direct_min_nbytes) else Route.ROWS
 
 
 def _gathered_dtype(item: GatherInput) -> torch.dtype:
@@ -278,11 +288,11 @@ def _reduce_route(item: PlanInput, comm: ReduceComm) -> Route:
     if item.layout.dim != 0:
         return Route.STRIDED
     is_even = item.layout.is_even or comm.reduces_uneven
-    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, comm) else Route.ROWS
+    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, comm.direct_min_nbytes) else Route.ROWS
 
 
-def _is_large(layout: Layout, dtype: torch.dtype, comm: GatherComm | ReduceComm) -> bool:
-    return layout.chunk_numel * dtype.itemsize >= max(comm.direct_min_nbytes, 1)
+def _is_large(layout: Layout, dtype: torch.dtype, direct_min_nbytes: int) -> bool:
+    return layout.chunk_numel * dtype.itemsize >= max(direct_min_nbytes, 1)
 
 
 def _place_shards(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], tuple[tuple[torch.dtype, int], ...]]:

@@ -9,6 +9,7 @@ Values only: nothing here moves data, but :func:`cast_floating`, which users see
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class ParamDtypes:
     grad: torch.dtype
 
 
+@lru_cache(maxsize=256)
 def param_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy, grad: GradDtype | None = None) -> ParamDtypes:
     """The dtypes of a parameter of dtype ``orig`` under its :func:`own_policy`.
 
