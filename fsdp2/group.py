@@ -362,9 +362,9 @@ class ParamGroup:
                 f"unit '{self.name}': {event.value} while {before.value}. Last events: {self.story()}.\n"
                 "A module that ran outside the forward of its root is the usual cause; see docs/guide.md#roots."
             )
-        self.state = after
         if after is not before and self.on_transition is not None:
-            self.on_transition(before, after)
+            self.on_transition(before, after)  # should it raise, nothing has changed
+        self.state = after
         return before
 
     # Gradients
