@@ -1,9 +1,12 @@
-"""Claim: on 2 gloo ranks, a step takes at most 0.75 of the time it takes under torch's ``fully_shard``.
+"""Claim: on 2 and 4 gloo ranks of one host, a step takes half the time that it takes under torch's ``fully_shard``.
 
-Forward and backward of blocks of nine parameters, one thread per rank. Beside torch's FSDP2: FSDP1, DDP, and the
-unsharded model, which each rank runs for itself without communication. All take turns in the same processes.
+Forward and backward of transformer blocks, one thread per rank; all peers take turns in the same processes. The second
+table says how far from the floor that is: the model's computation beside bare collectives of the same bytes.
 
-    python benchmarks/gloo_step.py [--case WIDTH BLOCKS BATCH] [--direct-min-nbytes N] [--no-block-pool] [--ours-only]
+    python benchmarks/gloo_step.py [--ranks N] [--case WIDTH BLOCKS TOKENS] [--dtype NAME] [--only NAME ...]
+        [--direct-min-nbytes N] [--sum-nbytes N] [--nap-ms MS] [--no-block-pool]
+
+DeepSpeed takes part where it is installed; it compiles an extension at its first use.
 """
 
 from __future__ import annotations
@@ -14,131 +17,169 @@ import os
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as peer
 import torch.multiprocessing
-from common import Bars, Block, Table, publish
+from common import Bars, Table, publish
+from gloo_peers import FLOORS, PEERS, Block, Step, missing_peers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
 
-import fsdp2
+from fsdp2 import host_ranks, same_host
 from fsdp2.buffers import BlockPool
 from fsdp2.comm import PeerComm
 
-NUM_RANKS = 2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Case:
     width: int
     num_blocks: int
-    batch_size: int
+    num_tokens: int
     rounds: int
 
 
-CASES = (Case(1024, 6, 256, 5), Case(256, 8, 64, 25))
+@dataclass(frozen=True)
+class Options:
+    dtypes: tuple[str, ...]
+    subjects: tuple[str, ...]
+    direct_min_nbytes: int | None
+    sum_nbytes: int | None
+    nap_ms: float | None
+    no_block_pool: bool
 
 
-def by_fully_shard(runtime: object) -> Callable[[nn.Sequential], nn.Module]:
-    def wrap(model: nn.Sequential) -> nn.Module:
-        mesh = init_device_mesh("cpu", (NUM_RANKS,))
-        for module in [*model, model]:
-            runtime.fully_shard(module, mesh=mesh)  # type: ignore[attr-defined]
-        return model
-
-    return wrap
+CASES = (Case(256, 8, 64, 9), Case(1024, 3, 128, 5), Case(2048, 2, 128, 3))
+Figures = dict[str, dict[str, float]]  # seconds by dtype and subject
 
 
-def by_fsdp1(model: nn.Sequential) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that FSDP2 supersedes it
-        return peer.FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
-        )
+def stepper(prepare: Callable[[nn.Sequential], Step], model: nn.Sequential, x: Tensor) -> Callable[[], float]:
+    step = prepare(copy.deepcopy(model))
 
-
-WRAPPERS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
-    "unsharded": lambda model: model,
-    "DDP": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
-    "FSDP1": by_fsdp1,
-    "torch FSDP2": by_fully_shard(peer),
-    "fsdp2": by_fully_shard(fsdp2),
-}
-
-
-def stepper(wrap: Callable[[nn.Sequential], nn.Module], model: nn.Sequential, x: Tensor) -> Callable[[], float]:
-    wrapped = wrap(copy.deepcopy(model))
-    parameters = list(wrapped.parameters())
-
-    def step() -> float:
+    def timed() -> float:
         dist.barrier()
         start = time.perf_counter()
-        wrapped(x).sum().backward()
-        for parameter in parameters:
-            parameter.grad = None
-        return time.perf_counter() - start
+        step(x)
+        seconds = time.perf_counter() - start
+        getattr(step, "between", lambda: None)()
+        return seconds
 
-    return step
+    return timed
 
 
-def run_rank(rank: int, store: str, case: Case, options: argparse.Namespace, results: str) -> None:
+def measure_here(case: Case, dtype: torch.dtype, subjects: tuple[str, ...]) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(case.width) for _ in range(case.num_blocks))).to(dtype)
+    x = torch.randn(1, case.num_tokens, case.width, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+    steps = {name: stepper((PEERS | FLOORS)[name], model, x) for name in subjects}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(case.rounds + 1):
+        for name, step in steps.items():
+            seconds = [step() for _ in range(2)][1]  # the first one after another peer finds cold memory
+            if round_ >= 1:
+                taken[name].append(seconds)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def run_rank(rank: int, store: str, num_ranks: int, case: Case, options: Options, results: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     if options.direct_min_nbytes is not None:
-        PeerComm.direct_min_nbytes = options.direct_min_nbytes
+        PeerComm.direct_min_nbytes = same_host.SameHostComm.direct_min_nbytes = options.direct_min_nbytes
+    if options.sum_nbytes is not None:
+        same_host.SUM_NBYTES = options.sum_nbytes
+    if options.nap_ms is not None:
+        host_ranks.Service.NAP_S = options.nap_ms * 1e-3
     if options.no_block_pool:
         BlockPool.fill = lambda self, storage, nbytes: storage.resize_(nbytes)  # type: ignore[assignment, method-assign]
         BlockPool.drain = lambda self, storage: storage.resize_(0)  # type: ignore[assignment, method-assign]
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block(case.width) for _ in range(case.num_blocks)))
-    x = torch.randn(case.batch_size, case.width, generator=torch.Generator().manual_seed(rank))
-    names = ["unsharded", "fsdp2"] if options.ours_only else list(WRAPPERS)
-    steps = {name: stepper(WRAPPERS[name], model, x) for name in names}
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(case.rounds + 2):
-        for name, step in steps.items():
-            seconds = [step() for _ in range(2)][1]  # the first one after another peer finds cold memory
-            if round_ >= 2:
-                taken[name].append(seconds)
+    figures = {name: measure_here(case, DTYPES[name], options.subjects) for name in options.dtypes}
     if rank == 0:
-        torch.save({name: statistics.median(values) for name, values in taken.items()}, results)
+        torch.save(figures, results)
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # some peer's atexit handler waits for ranks that are gone
 
 
-def measure(case: Case, options: argparse.Namespace) -> dict[str, float]:
+def measure(num_ranks: int, case: Case, options: Options) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"{folder}/store", case, options, f"{folder}/results")
-        torch.multiprocessing.spawn(run_rank, arguments, nprocs=NUM_RANKS)
+        arguments = (f"{folder}/store", num_ranks, case, options, f"{folder}/results")
+        torch.multiprocessing.spawn(run_rank, arguments, nprocs=num_ranks)
         return torch.load(arguments[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--case", type=int, nargs=3, metavar=("WIDTH", "BLOCKS", "BATCH"), help="instead of the usual two"
+def hidden(step: float, compute: float, communication: float) -> str:
+    """The part of ``communication`` that ``step`` did not take longer than ``compute`` for."""
+    return f"{(compute + communication - step) / communication:.0%}"
+
+
+def tables(found: Mapping[str, Figures], options: Options) -> list[Table]:
+    """``found`` by row."""
+    peers = [name for name in PEERS if name in options.subjects]
+    made = []
+    for dtype in options.dtypes:
+        rows = []
+        for row, figures in found.items():
+            seconds = figures[dtype]
+            ratio = seconds.get("fsdp2", float("nan")) / seconds.get("torch FSDP2", float("nan"))
+            rows.append([row, *(f"{seconds[name] * 1e3:.1f}" for name in peers), ratio])
+        plot = Bars(peers[1:], unit="ms", base=peers[0]) if len(peers) == len(PEERS) else None
+        made.append(Table(dtype, f"{dtype}, median ms per step", ["", *peers, "ratio"], rows, plot=plot))
+    return made
+
+
+def floor_table(found: Mapping[str, Figures], dtype: str) -> Table:
+    columns = ["", "compute", *FLOORS, "fsdp2", "fsdp2 / floor", "hidden", "hidden by torch"]
+    rows: list[list[object]] = []
+    for row, figures in found.items():
+        seconds = figures[dtype]
+        compute, step, theirs = seconds["unsharded"], seconds["fsdp2"], seconds["torch FSDP2"]
+        alone = [f"{seconds[name] * 1e3:.1f}" for name in FLOORS]
+        shares = [hidden(step, compute, seconds["ours alone"]), hidden(theirs, compute, seconds["gloo alone"])]
+        rows.append([row, f"{compute * 1e3:.1f}", *alone, f"{step * 1e3:.1f}", step / seconds["floor"], *shares])
+    note = (
+        "gloo alone, ours alone: bare collectives of the same bytes, no compute. floor: compute beside ours alone. "
+        "hidden: the share of its own collectives that a step is not longer for; below zero, the runtime costs more."
     )
+    return Table(f"{dtype}_floor", f"{dtype}, distance to the floor, ms", columns, rows, "fsdp2 / floor", note=note)
+
+
+def arguments() -> tuple[tuple[int, ...], tuple[Case, ...], Options]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, help="instead of 2 and 4")
+    parser.add_argument("--case", type=int, nargs=3, metavar=("WIDTH", "BLOCKS", "TOKENS"), help="instead of three")
+    parser.add_argument("--dtype", choices=DTYPES, help="instead of both")
+    parser.add_argument("--only", nargs="+", choices=[*PEERS, *FLOORS], help="of what is compared")
     parser.add_argument("--direct-min-nbytes", type=int, help="from which size of a shard on it travels without a copy")
+    parser.add_argument("--sum-nbytes", type=int, help="in pieces of which size the ranks of a host read what they add")
+    parser.add_argument("--nap-ms", type=float, help="how often a rank that computes looks whether others wait for it")
     parser.add_argument("--no-block-pool", action="store_true", help="let the allocator free and map memory each time")
-    parser.add_argument("--ours-only", action="store_true", help="leave the peers out, to compare settings of ours")
-    options = parser.parse_args()
+    given = parser.parse_args()
+    absent = missing_peers()
+    for name, reason in absent.items():
+        print(f"without {name}: {reason}")
+    subjects = tuple(given.only or [name for name in [*PEERS, *FLOORS] if name not in absent])
+    dtypes = (given.dtype,) if given.dtype else tuple(DTYPES)
+    cases = (Case(*given.case, rounds=7),) if given.case else CASES
+    options = Options(dtypes, subjects, given.direct_min_nbytes, given.sum_nbytes, given.nap_ms, given.no_block_pool)
+    return (given.ranks,) if given.ranks else (2, 4), cases, options
+
+
+def main() -> None:
+    ranks, cases, options = arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = []
-    for case in [Case(*options.case, rounds=7)] if options.case else CASES:
-        seconds = measure(case, options)
-        figures = [f"{seconds[name] * 1e3:.1f}" for name in seconds]
-        ratio = seconds["fsdp2"] / seconds.get("torch FSDP2", float("nan"))
-        rows.append([f"width {case.width} x {case.num_blocks} blocks, batch {case.batch_size}", *figures, ratio])
-    plot = None if options.ours_only else Bars(list(WRAPPERS)[1:], unit="ms", base="unsharded")
-    steps = Table("main", "Median ms per step", ["", *seconds, "ratio"], rows, plot=plot)
-    publish("gloo_step", f"Forward and backward, {NUM_RANKS} gloo ranks, one thread each", [steps])
+    found = {
+        f"{num_ranks} ranks, width {case.width}": measure(num_ranks, case, options)
+        for num_ranks in ranks
+        for case in cases
+    }
+    shown = tables(found, options)
+    if {*FLOORS, "unsharded", "torch FSDP2", "fsdp2"} <= set(options.subjects):
+        shown += [floor_table(found, dtype) for dtype in options.dtypes]
+    sizes = ", ".join(f"{case.num_blocks} blocks of width {case.width} and {case.num_tokens} tokens" for case in cases)
+    publish("gloo_step", f"Forward and backward on gloo, one thread per rank: {sizes} per rank", shown)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeVar, cast
@@ -291,6 +292,12 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return group._get_backend(device).name()
     except RuntimeError:
         return group.name()
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long an operation of ``group`` may take on ``device``. Users set it when they make the group; no public name
+    tells what they set."""
+    return group._get_backend(device).options._timeout
 
 
 def all_gather(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2.host_ranks import meet
 from fsdp2.mesh import Axis
+from fsdp2.same_host import SameHostComm, Transfers
 from fsdp2.streams import Waitable
 
 Launch = Callable[[], Sequence[Waitable]]
@@ -201,8 +204,23 @@ def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> Axi
     if axis.group is None or axis.size == 1:
         return LocalComm()
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
-        return PeerComm(axis.group)
+        transfers = _transfers_on(axis, device)
+        return PeerComm(axis.group) if transfers is None else SameHostComm(transfers)
     return CollectiveComm(axis.group, on_stream=device.type != "cpu" and not is_async)
+
+
+_same_host: WeakKeyDictionary[dist.ProcessGroup, Transfers | None] = WeakKeyDictionary()
+
+
+def _transfers_on(axis: Axis, device: torch.device) -> Transfers | None:
+    """Transfers between the ranks of ``axis`` within their host; None if they are not on one, or may not. The first
+    call on a process group lets its ranks find out together."""
+    assert axis.group is not None
+    if axis.group not in _same_host:
+        timeout_s = _torch.timeout_of(axis.group, device).total_seconds()
+        neighbours = meet(axis.rank, partial(exchange, axis), timeout_s)
+        _same_host[axis.group] = None if neighbours is None else Transfers(neighbours)
+    return _same_host[axis.group]
 
 
 def exchange(axis: Axis, value: object) -> list[Any]:

@@ -13,11 +13,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.comm import PeerComm
 from fsdp2.gradients import GroupOptions
 from fsdp2.runtime import unit_of
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
-from tests.harness.comms import CountingAllGather, CountingReduceScatter
+from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
@@ -165,16 +164,14 @@ class Uneven(nn.Module):
 @distributed(2)
 def test_hook_gets_one_buffer_with_zeros_between_the_gradients(ctx: RankContext) -> None:
     seen: list[Tensor] = []
-    before = PeerComm.direct_min_nbytes
-    PeerComm.direct_min_nbytes = 0  # what travels on its own is aligned
     torch.use_deterministic_algorithms(True)  # new memory is full of NaN
     try:
-        model = seeded(Uneven)
-        fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
-        model.set_all_reduce_hook(lambda reduced: seen.append(reduced.clone()))
-        step(model)
+        with direct_from(0):  # what travels on its own is aligned
+            model = seeded(Uneven)
+            fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+            model.set_all_reduce_hook(lambda reduced: seen.append(reduced.clone()))
+            step(model)
     finally:
-        PeerComm.direct_min_nbytes = before
         torch.use_deterministic_algorithms(False)
     gradients = torch.cat([parameter.grad.to_local().flatten() for parameter in model.parameters()])
     (flat,) = seen

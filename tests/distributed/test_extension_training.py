@@ -5,8 +5,7 @@ The reference (``tests/harness/extension_reference.py``) uses neither a runtime 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.comm import PeerComm
 from tests.distributed.extension_support import (
     EVEN,
     MIXED,
@@ -29,6 +27,7 @@ from tests.distributed.extension_support import (
     sgd,
     sharded,
 )
+from tests.harness.comms import direct_from
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import Reference, assert_same_shards
 from tests.harness.extensions import (
@@ -125,20 +124,10 @@ class _Cast(Net):
             return super().forward(x)
 
 
-@contextmanager
-def _direct_from(nbytes: int) -> Iterator[None]:
-    before = PeerComm.direct_min_nbytes
-    PeerComm.direct_min_nbytes = nbytes
-    try:
-        yield
-    finally:
-        PeerComm.direct_min_nbytes = before
-
-
 @pytest.mark.parametrize("name", list(CLASSES))
 @distributed(4)
 def test_trains_as_by_hand_where_everything_travels_on_its_own(ctx: RankContext, name: str) -> None:
-    with _direct_from(0):
+    with direct_from(0):
         Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, reshard_after_forward=2).train(2)
 
 
@@ -205,7 +194,7 @@ def test_classes_and_plain_parameters_share_a_group(ctx: RankContext) -> None:
         wrap(model, Halved, lambda name, value: "bias" in name)
         wrap(model, Ragged, lambda name, value: "entry.weight" in name)
 
-    for direct_nbytes in (0, PeerComm.direct_min_nbytes):
-        with _direct_from(direct_nbytes):
+    for nbytes in (0, 512 * 1024):
+        with direct_from(nbytes):
             twins = Twins(lambda value: value, ctx.mesh_1d(), ctx.rank, dim=UNEVEN, prepare=mixed, shard=shard)
             twins.train(3)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.comm import PeerComm
 from tests.distributed.support import seeded
+from tests.harness.comms import reductions_noted
 from tests.harness.distributed import RankContext, distributed
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -201,18 +201,8 @@ def test_it_survives_conversions_and_loading(ctx: RankContext) -> None:
 @distributed(2)
 def test_gradients_of_all_dtypes_travel_in_one_launch(ctx: RankContext) -> None:
     model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d())
-    launched = []
-    launch = PeerComm.reduce_scatter
-
-    def counting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
-        launched.append(sorted(str(tensor.dtype) for tensor in inputs))
-        return launch(self, outputs, inputs)
-
-    PeerComm.reduce_scatter = counting  # type: ignore[method-assign]
-    try:
+    with reductions_noted() as launched:
         _loss(model, ctx.rank).backward()
-    finally:
-        PeerComm.reduce_scatter = launch  # type: ignore[method-assign]
     assert launched == [["torch.bfloat16", "torch.float32", "torch.float32"]]  # the norm's, the weight's
 
 

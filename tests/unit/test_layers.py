@@ -15,7 +15,17 @@ import fsdp2
 LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
     {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule", "states"},  # rules
-    {"offload", "streams", "buffers", "comm", "custom_comm", "services"},  # devices
+    {
+        "offload",
+        "streams",
+        "buffers",
+        "comm",
+        "custom_comm",
+        "services",
+        "same_host",
+        "host_ranks",
+        "remote_memory",
+    },  # devices
     {"param", "plan", "changes", "bindings"},  # compiled, plain data
     {
         "all_gather",

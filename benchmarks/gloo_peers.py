@@ -1,0 +1,245 @@
+"""Who takes part in ``gloo_step.py``: a transformer, what wraps it, and a bare loop that shows how fast it could be.
+
+Every peer gathers each block before its forward and again before its backward, and reduces its gradients behind that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp2
+from fsdp2.comm import comm_for
+from fsdp2.host_ranks import SWITCH
+from fsdp2.mesh import Axis
+
+Step = Callable[[Tensor], None]
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Causal attention with heads of 64, and a gated MLP no wider than the model: seven square matrices, two gains."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention_norm(x)
+        heads = [layer(y).unflatten(-1, (-1, 64)).transpose(-2, -3) for layer in (self.q, self.k, self.v)]
+        x = x + self.o(scaled_dot_product_attention(*heads, is_causal=True).transpose(-2, -3).flatten(-2))
+        y = self.mlp_norm(x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+
+def _trained(model: nn.Module) -> Step:
+    parameters = list(model.parameters())
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step
+
+
+def unsharded(model: nn.Sequential) -> Step:
+    """Each rank for itself."""
+    return _trained(model)
+
+
+def ddp(model: nn.Sequential) -> Step:
+    return _trained(DistributedDataParallel(model, gradient_as_bucket_view=True))
+
+
+def fsdp1(model: nn.Sequential) -> Step:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that FSDP2 supersedes it
+        policy = ModuleWrapPolicy({Block})
+        return _trained(
+            torch_fsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=CPU)
+        )
+
+
+def torch_fsdp2(model: nn.Sequential) -> Step:
+    return _fully_sharded(torch_fsdp.fully_shard, model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def ours(model: nn.Sequential) -> Step:
+    return _fully_sharded(fsdp2.fully_shard, model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def ours_by_messages(model: nn.Sequential) -> Step:
+    """As between hosts. Whether ranks may read each other is asked once per process group, so this one has its own."""
+    before = os.environ.pop(SWITCH, None)
+    os.environ[SWITCH] = "0"
+    step = _fully_sharded(fsdp2.fully_shard, model, DeviceMesh.from_group(dist.new_group(), "cpu"))
+    del os.environ[SWITCH]
+    if before is not None:
+        os.environ[SWITCH] = before
+    return step
+
+
+def _fully_sharded(fully_shard: Callable[..., Any], model: nn.Sequential, mesh: DeviceMesh) -> Step:
+    for module in [*model, model]:
+        fully_shard(module, mesh=mesh)
+    return _trained(model)
+
+
+def deepspeed_zero3(model: nn.Sequential) -> Step:
+    """Its defaults keep a model of this size gathered from forward to backward; the others here do not."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_SIZE=world_size)
+    import deepspeed  # type: ignore[import-not-found]
+    from deepspeed.utils import logger  # type: ignore[import-not-found]
+
+    logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    block_numel = sum(parameter.numel() for parameter in model[0].parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "reduce_bucket_size": block_numel,
+            "stage3_prefetch_bucket_size": block_numel,
+            "stage3_max_live_parameters": 2 * block_numel,
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step(x: Tensor) -> None:
+        engine.backward(engine(x).sum())
+
+    step.between = engine.step  # type: ignore[attr-defined]  # it takes the gradients away; nobody else's does so
+    return step
+
+
+PEERS: dict[str, Callable[[nn.Sequential], Step]] = {
+    "unsharded": unsharded,
+    "DDP": ddp,
+    "FSDP1": fsdp1,
+    "DeepSpeed": deepspeed_zero3,
+    "torch FSDP2": torch_fsdp2,
+    "messages": ours_by_messages,
+    "fsdp2": ours,
+}
+
+
+def missing_peers() -> dict[str, str]:
+    """Peers that cannot take part here, and why."""
+    found = importlib.util.find_spec("deepspeed")
+    return {} if found else {"DeepSpeed": "deepspeed is not installed (pip install deepspeed)"}
+
+
+# The floor
+
+
+class Bytes:
+    """The bytes that a step moves, in one tensor per block, and nothing else."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        numels = [sum(parameter.numel() for parameter in block.parameters()) for block in model]
+        dtype, self.size = next(model.parameters()).dtype, dist.get_world_size()
+        self.shards = [torch.ones(-(-numel // self.size), dtype=dtype) for numel in numels]
+        self.full = [torch.ones(shard.numel() * self.size, dtype=dtype) for shard in self.shards]
+        self.reduced = [torch.ones_like(shard) for shard in self.shards]
+
+
+def bare_gloo(model: nn.Sequential) -> Step:
+    """The collectives of gloo itself, one after the other."""
+    data = Bytes(model)
+
+    def step(_: Tensor) -> None:
+        for _ in range(2):
+            for full, shard in zip(data.full, data.shards, strict=True):
+                dist.all_gather_into_tensor(full, shard)
+        for full, reduced in zip(data.full, data.reduced, strict=True):
+            dist.reduce_scatter_tensor(reduced, full)
+
+    return step
+
+
+def _bare(data: Bytes) -> tuple[list[Callable[[], Sequence[Any]]], list[Callable[[], Sequence[Any]]]]:
+    """What launches the gather, and the reduction, of each block by our comm."""
+    axis = Axis(dist.group.WORLD, data.size, dist.get_rank())
+    comms = [comm_for(axis, CPU) for _ in data.shards]
+    gathers = [
+        comm.all_gather([full], [shard]) for comm, full, shard in zip(comms, data.full, data.shards, strict=True)
+    ]
+
+    def reduction(i: int) -> Callable[[], Sequence[Any]]:
+        return lambda: comms[i].reduce_scatter([data.reduced[i]], [data.full[i]])
+
+    return gathers, [reduction(i) for i in range(len(comms))]
+
+
+def bare_ours(model: nn.Sequential) -> Step:
+    """The same by our comm."""
+    gathers, reductions = _bare(Bytes(model))
+
+    def step(_: Tensor) -> None:
+        for launch in [*gathers, *gathers, *reductions]:
+            for work in launch():
+                work.wait()
+
+    return step
+
+
+def floor(model: nn.Sequential) -> Step:
+    """The unsharded model beside the bare collectives by our comm, each launched one block ahead. What a runtime adds
+    to this, it could do without."""
+    gathers, reductions = _bare(Bytes(model))
+    last, in_flight = len(model) - 1, {}
+
+    def launch(what: str, i: int) -> None:
+        if 0 <= i <= last and (what, i) not in in_flight:
+            in_flight[what, i] = (gathers if what == "gather" else reductions)[i]()
+
+    def wait(what: str, i: int) -> None:
+        for work in in_flight.pop((what, i), ()):
+            work.wait()
+
+    def before(i: int, ahead: int) -> None:
+        launch("gather", i)
+        wait("gather", i)
+        launch("gather", i + ahead)
+
+    def after_backward(i: int) -> None:
+        wait("reduce", i + 1)
+        launch("reduce", i)
+
+    for i, block in enumerate(model):
+        block.register_forward_pre_hook(lambda *_, i=i: before(i, 1))
+        block.register_full_backward_pre_hook(lambda *_, i=i: before(i, -1))
+        block.register_full_backward_hook(lambda *_, i=i: after_backward(i))
+    trained = _trained(model)
+
+    def step(x: Tensor) -> None:
+        trained(x)
+        wait("reduce", 0)
+
+    return step
+
+
+FLOORS: dict[str, Callable[[nn.Sequential], Step]] = {"gloo alone": bare_gloo, "ours alone": bare_ours, "floor": floor}

@@ -1,0 +1,372 @@
+"""The ranks of one process group, if they share a host: how they find out, and the tokens that they send each other.
+
+Tokens are short messages over Unix sockets: a few 64-bit integers, whole and in order, and a wake-up for who waits.
+gloo could carry them, but a message of 64 bytes took it 250 to 600 us out of a step in which all cores compute, against
+60 us at most this way.
+
+Whoever waits for a token serves the neighbours meanwhile. While the main thread computes, a helper thread looks after
+them now and then, one for all groups of a process. So a rank serves its neighbours whatever its main thread does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
+from weakref import finalize, ref
+
+from fsdp2 import remote_memory
+
+SWITCH = "FSDP2_SAME_HOST"  # "0" in the environment: do not look whether ranks share a host
+_MAX_NBYTES = 192 * 1024  # of a token; Linux lets a socket hold 208 KiB
+_HELLO = struct.Struct("=16sI")  # the secret of whom it goes to, and the rank that it comes from
+
+Words = Any  # array("Q"), which is no type at run time on Python 3.10 and 3.11
+
+
+class NeighbourError(RuntimeError):
+    """A rank on this host is gone, cannot be read any more, or does not do what this rank does."""
+
+
+class Errand(Protocol):
+    """What somebody is to look after until it is done."""
+
+    def attempt(self) -> None:
+        """Do what can be done by now; never blocks for long."""
+
+
+class Service:
+    """Calls what belongs to a socket when something has come there, and attempts errands; one per process.
+
+    It does so on a thread that waits, and on the helper thread: that one looks every ``NAP_S`` while there are errands,
+    unless somebody else serves. All of it happens under one lock, so nothing runs twice at a time.
+    """
+
+    # A helper that every token wakes up costs more than it gains, at least where all cores compute: threads change, and
+    # the interpreter's lock changes hands. With 2 ranks and 8 blocks of width 256, a step took 47 ms so, 40 ms without
+    # any helper, and no more than that with naps of 10 ms (benchmarks/gloo_step.py --nap-ms).
+    NAP_S = 0.01
+    _PATIENCE_S = 0.05  # after that, let another thread that waits see whether its errand is over
+
+    def __init__(self) -> None:
+        self._errands: set[Errand] = set()
+        self._process = os.getpid()
+        self._epoll = select.epoll()
+        self._actions: dict[int, Callable[[], None]] = {}
+        self._lock = threading.Lock()
+        self._has_errands = threading.Event()
+        threading.Thread(target=self._help, name="fsdp2-same-host", daemon=True).start()
+
+    def watch(self, fd: int, action: Callable[[], None]) -> None:
+        """From now on, call ``action`` whenever there is something to read."""
+        self._actions[fd] = action
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def forget(self, fd: int) -> None:
+        """Stop watching. A forked child shares what its parent watches, and leaves it alone."""
+        if self._actions.pop(fd, None) is not None and self._process == os.getpid():
+            self._epoll.unregister(fd)
+
+    def add(self, errand: Errand) -> None:
+        """Attempt ``errand`` from now on."""
+        self._errands.add(errand)
+        if not self._has_errands.is_set():
+            self._has_errands.set()
+
+    def remove(self, errand: Errand) -> None:
+        """No longer do."""
+        self._errands.discard(errand)
+
+    def serve_until(self, is_over: Callable[[], bool], deadline: float) -> None:
+        """Serve until ``is_over()``, or until the monotonic clock shows ``deadline``."""
+        while not is_over() and time.monotonic() < deadline:
+            if self._lock.acquire(timeout=self._PATIENCE_S):
+                try:
+                    self._attempt_all()
+                    while not is_over() and self._serve(self._PATIENCE_S):
+                        pass
+                finally:
+                    self._lock.release()
+
+    def _serve(self, timeout_s: float) -> bool:
+        """Returns whether there was anything to do."""
+        found = self._epoll.poll(timeout_s)
+        for fd, _ in found:
+            if (action := self._actions.get(fd)) is not None:
+                action()
+        return bool(found)
+
+    def _attempt_all(self) -> None:
+        for errand in list(self._errands):
+            errand.attempt()
+
+    def _help(self) -> None:
+        while True:
+            self._has_errands.wait()
+            time.sleep(self.NAP_S)
+            if not self._errands:
+                self._has_errands.clear()
+                if self._errands:  # added since
+                    self._has_errands.set()
+            elif self._lock.acquire(blocking=False):
+                try:
+                    self._attempt_all()
+                    while self._serve(0):
+                        pass
+                finally:
+                    self._lock.release()
+
+
+@cache
+def _service_of(process: int) -> Service:
+    """The service of ``process``, which is this one: a forked child does not inherit its parent's thread."""
+    return Service()
+
+
+class Neighbours:
+    """Connections to the other ranks of a process group, each of which this rank may read.
+
+    ``start`` says who receives tokens; before that, none is received.
+
+    Attributes:
+        rank, size: as in the process group.
+        timeout_s: how long the process group lets a rank wait for others, in seconds.
+        processes: the process id of every rank.
+        others: the other ranks; the one before this rank comes first, so that no rank is everybody's first.
+        failure: why nothing can be expected of the others any more; None as long as that is not so.
+    """
+
+    def __init__(
+        self, rank: int, processes: Sequence[int], sockets: dict[int, socket.socket], timeout_s: float
+    ) -> None:
+        self.rank, self.size, self.timeout_s, self.processes = rank, len(processes), timeout_s, tuple(processes)
+        self.others = tuple((rank - step) % self.size for step in range(1, self.size))
+        self.failure: NeighbourError | None = None
+        self.service = _service_of(os.getpid())
+        self._sockets = sockets
+        self._unsent: list[tuple[int, bytes]] = []
+        self._buffer = bytearray(_MAX_NBYTES)
+        self._on_token: Callable[[int, Words], None]
+        self._on_failure: Callable[[], None]
+        finalize(self, _close, self.service, sockets)
+
+    def start(self, on_token: Callable[[int, Words], None], on_failure: Callable[[], None]) -> None:
+        """Call ``on_token(rank, words)`` for each token, and ``on_failure()`` once."""
+        self._on_token, self._on_failure = on_token, on_failure
+        for rank, line in self._sockets.items():
+            line.setblocking(False)
+            self.service.watch(line.fileno(), partial(_serve, ref(self), rank))
+
+    def tell(self, rank: int, token: bytes) -> None:
+        """Send ``token``; blocks while the socket is full. Not for who serves: it must not wait for another."""
+        line = self._sockets[rank]
+        try:
+            while True:
+                try:
+                    line.send(token)
+                    return
+                except BlockingIOError:
+                    room = select.poll()
+                    room.register(line, select.POLLOUT)
+                    if not room.poll(self.timeout_s * 1e3):
+                        raise TimeoutError(f"it reads nothing for {self.timeout_s:g} s") from None
+        except OSError as error:
+            raise self.failure or self.lost(rank, error) from error
+
+    def tell_later(self, rank: int, token: bytes) -> None:
+        """Send ``token`` when there is room. For who serves."""
+        self._unsent.append((rank, token))
+        self.attempt()
+
+    def attempt(self) -> None:
+        """Send what there was no room for, as far as there is now."""
+        waiting, self._unsent = self._unsent, []
+        full: set[int] = set()
+        for rank, token in waiting:
+            try:
+                if rank not in full:
+                    self._sockets[rank].send(token)
+                    continue
+            except BlockingIOError:
+                full.add(rank)
+            except OSError as error:
+                self.fail(self.lost(rank, error))
+                return
+            self._unsent.append((rank, token))
+        if full:
+            self.service.add(self)
+        elif len(waiting) > 1:
+            self.service.remove(self)
+
+    def read(self, rank: int, spans: remote_memory.Spans, here: Sequence[int], there: Sequence[int]) -> None:
+        """Copy ``spans`` from the addresses ``there`` on ``rank`` to ``here``."""
+        try:
+            spans.read(self.processes[rank], here, there)
+        except OSError as error:
+            raise self.lost(rank, error) from error
+
+    def read_piece(self, rank: int, here: int, there: int, nbytes: int) -> None:
+        """The same for one piece of ``nbytes``, at most 1 GiB."""
+        try:
+            remote_memory.read(self.processes[rank], here, there, nbytes)
+        except OSError as error:
+            raise self.lost(rank, error) from error
+
+    def fail(self, failure: NeighbourError) -> None:
+        """Give up: whoever waits is told why."""
+        if self.failure is None:
+            self.failure = failure
+            for line in self._sockets.values():
+                self.service.forget(line.fileno())
+            self.service.remove(self)
+            self._on_failure()
+
+    def serve(self, rank: int) -> None:
+        """Receive a token of ``rank``."""
+        self.guard(partial(self._receive, rank))
+
+    def guard(self, action: Callable[[], None]) -> None:
+        """Call ``action``, and give up if it raises: other process groups are served as well, and by this thread."""
+        try:
+            action()
+        except NeighbourError as error:
+            self.fail(error)
+        except BaseException as error:
+            failure = NeighbourError(f"{type(error).__name__} while serving ranks of this host: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
+            if not isinstance(error, Exception):  # the user has interrupted the main thread
+                raise
+
+    def lost(self, rank: int, cause: Exception) -> NeighbourError:
+        """The error to raise when ``rank`` could not be reached because of ``cause``."""
+        error = NeighbourError(
+            f"lost rank {rank} of a process group of {self.size} (process {self.processes[rank]} of this host): "
+            f"{type(cause).__name__}: {cause}. If that process has ended or died, its own output says why."
+        )
+        error.__cause__ = cause
+        return error
+
+    def _receive(self, rank: int) -> None:
+        try:
+            nbytes = self._sockets[rank].recv_into(self._buffer)
+        except (BlockingIOError, ConnectionResetError):  # after a reset comes what was sent before it, then the end
+            return
+        if nbytes == 0:
+            raise self.lost(rank, ConnectionError("it has closed its connection"))
+        words = array("Q")
+        words.frombytes(memoryview(self._buffer)[:nbytes])
+        self._on_token(rank, words)
+
+
+def _serve(neighbours: ref[Neighbours], rank: int) -> None:
+    """The service lives on when nobody needs these neighbours any more."""
+    if (alive := neighbours()) is not None:
+        alive.serve(rank)
+
+
+def _close(service: Service, sockets: dict[int, socket.socket]) -> None:
+    for line in sockets.values():
+        service.forget(line.fileno())
+    _close_all(sockets)
+
+
+# How ranks find out
+
+
+class _Offer(NamedTuple):
+    """How to reach a rank, and memory of its to try reading."""
+
+    process: int
+    socket_name: str
+    secret: bytes
+    probe_address: int
+    probe: bytes
+
+
+def meet(rank: int, ask: Callable[[object], list[Any]], timeout_s: float) -> Neighbours | None:
+    """Neighbours, if all ranks of a process group are on this host and may read each other; else None, on all ranks.
+
+    ``ask`` returns what every rank asked with, in rank order. All ranks call this, which asks once or twice.
+    """
+    listener = _listener()
+    probe = ctypes.create_string_buffer(secrets.token_bytes(32), 32)
+    try:
+        offers: list[_Offer | None] = ask(None if listener is None else _offer(listener, probe))
+        willing = [offer for offer in offers if offer is not None]
+        if listener is None or len(willing) < len(offers):
+            return None
+        sockets = _try_all(rank, willing)
+        if not all(ask(sockets is not None)) or sockets is None:
+            _close_all(sockets)
+            return None
+        _accept(listener, rank, willing, sockets)
+    finally:
+        if listener is not None:
+            listener.close()
+    return Neighbours(rank, [offer.process for offer in willing], sockets, timeout_s)
+
+
+def _listener() -> socket.socket | None:
+    """A socket that other ranks can connect to; None if they need not try."""
+    has_sockets = hasattr(socket, "AF_UNIX") and hasattr(socket, "SOCK_SEQPACKET") and hasattr(select, "epoll")
+    if os.environ.get(SWITCH) == "0" or not has_sockets or not remote_memory.is_supported():
+        return None
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"\0fsdp2-{secrets.token_hex(16)}")  # in no file system, and gone with the socket
+        listener.listen(128)
+    except OSError:
+        return None
+    return listener
+
+
+def _offer(listener: socket.socket, probe: ctypes.Array[ctypes.c_char]) -> _Offer:
+    return _Offer(os.getpid(), listener.getsockname(), secrets.token_bytes(16), ctypes.addressof(probe), probe.raw)
+
+
+def _try_all(rank: int, offers: Sequence[_Offer]) -> dict[int, socket.socket] | None:
+    """Read every rank's probe, and connect to the ranks before this one. None if that fails in any way."""
+    sockets: dict[int, socket.socket] = {}
+    try:
+        for other, offer in enumerate(offers):
+            found = ctypes.create_string_buffer(len(offer.probe))
+            remote_memory.read(offer.process, ctypes.addressof(found), offer.probe_address, len(offer.probe))
+            if found.raw != offer.probe:  # the number means another process here
+                raise ProcessLookupError
+            if other < rank:
+                sockets[other] = line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                line.connect(offer.socket_name)
+                line.send(_HELLO.pack(offer.secret, rank))
+    except OSError:
+        _close_all(sockets)
+        return None
+    return sockets
+
+
+def _accept(listener: socket.socket, rank: int, offers: Sequence[_Offer], sockets: dict[int, socket.socket]) -> None:
+    """Take the connections of the ranks behind this one; they have connected, and said hello, before they answered."""
+    while len(sockets) < len(offers) - 1:
+        line, _ = listener.accept()
+        line.setblocking(False)
+        with suppress(OSError, struct.error):
+            secret, other = _HELLO.unpack(line.recv(_HELLO.size))
+            if secret == offers[rank].secret:
+                sockets[other] = line
+                continue
+        line.close()  # some other process of this host: names of sockets are no secret
+
+
+def _close_all(sockets: dict[int, socket.socket] | None) -> None:
+    for line in (sockets or {}).values():
+        line.close()
