@@ -8,6 +8,7 @@ predicts the step.
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 import tempfile
 import time
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.comm import PeerComm
+from fsdp2.host_ranks import SWITCH
 from fsdp2.layout import ShardLayout
 from fsdp2.plan import PlanInput, Route, compile_gather, compile_reduces
 from fsdp2.precision import ParamDtypes
@@ -107,6 +109,7 @@ def measure(case: Case) -> Measured:
 
 
 def _run_rank(rank: int, store: str, case: Case, results: str) -> None:
+    os.environ[SWITCH] = "0"  # what the model predicts are messages
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     torch.manual_seed(0)

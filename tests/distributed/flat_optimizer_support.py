@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 import fsdp2
-from fsdp2.comm import PeerComm
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext
 from tests.harness.models import ParityModel
@@ -43,17 +41,6 @@ def sharded(ctx: RankContext, build: Callable[[], ParityModel], shard: Shard = s
     model = build()
     shard(subject(), model, ctx.mesh_1d())
     return model
-
-
-@contextmanager
-def direct_from(nbytes: int) -> Iterator[None]:
-    """Have tensors with shards of so many bytes travel on their own, aligned, as large ones do."""
-    before = PeerComm.direct_min_nbytes
-    PeerComm.direct_min_nbytes = nbytes
-    try:
-        yield
-    finally:
-        PeerComm.direct_min_nbytes = before
 
 
 class Twins:

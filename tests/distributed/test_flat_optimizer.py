@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.shards import flat_buffers
-from tests.distributed.flat_optimizer_support import OPTIMIZERS, Seen, Twins, direct_from, records, seen_steps, sharded
+from tests.distributed.flat_optimizer_support import OPTIMIZERS, Seen, Twins, records, seen_steps, sharded
 from tests.distributed.support import Stack, batch, seeded
 from tests.distributed.support import step as stack_step
+from tests.harness.comms import direct_from
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import DIM, MLP, ParityModel, PartlyUsed, Transformer, Uneven, freeze
