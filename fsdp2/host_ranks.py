@@ -205,7 +205,7 @@ class Neighbours:
             self._unsent.append((rank, token))
         if full:
             self.service.add(self)
-        elif len(waiting) > 1:
+        else:
             self.service.remove(self)
 
     def read(self, rank: int, spans: remote_memory.Spans, here: Sequence[int], there: Sequence[int]) -> None:
