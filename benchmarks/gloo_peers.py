@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from fsdp2.comm import comm_for
-from fsdp2.host_ranks import SWITCH
+from fsdp2.host_meeting import SWITCH
 from fsdp2.mesh import Axis
 
 Step = Callable[[Tensor], None]

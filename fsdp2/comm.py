@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.host_ranks import meet
+from fsdp2.host_meeting import meet
 from fsdp2.mesh import Axis
 from fsdp2.same_host import SameHostComm, Transfers
 from fsdp2.streams import Waitable

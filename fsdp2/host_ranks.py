@@ -1,4 +1,4 @@
-"""The ranks of one process group, if they share a host: how they find out, and the tokens that they send each other.
+"""The ranks of one process group that share a host (``host_meeting``), and the tokens that they send each other.
 
 Tokens are short messages over Unix sockets: a few 64-bit integers, whole and in order, and a wake-up for who waits.
 gloo could carry them, but a message of 64 bytes took it 250 to 600 us out of a step in which all cores compute, against
@@ -10,32 +10,36 @@ them now and then, one for all groups of a process. So a rank serves its neighbo
 
 from __future__ import annotations
 
-import ctypes
 import os
-import secrets
 import select
 import socket
-import struct
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import finalize, ref
 
 from fsdp2 import remote_memory
 
-SWITCH = "FSDP2_SAME_HOST"  # "0" in the environment: do not look whether ranks share a host
 _MAX_NBYTES = 192 * 1024  # of a token; Linux lets a socket hold 208 KiB
-_HELLO = struct.Struct("=16sI")  # the secret of whom it goes to, and the rank that it comes from
+_FAREWELL = b"\xff" * 8  # begins a rank's last words, which are text; no token begins so
 
 Words = Any  # array("Q"), which is no type at run time on Python 3.10 and 3.11
 
 
 class NeighbourError(RuntimeError):
-    """A rank on this host is gone, cannot be read any more, or does not do what this rank does."""
+    """A rank on this host is gone, cannot be read any more, or does not do what this rank does.
+
+    Attributes:
+        reason: what the first rank that gave up had to say.
+    """
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 class Errand(Protocol):
@@ -86,6 +90,12 @@ class Service:
     def remove(self, errand: Errand) -> None:
         """No longer do."""
         self._errands.discard(errand)
+
+    @contextmanager
+    def nothing_served(self) -> Iterator[None]:
+        """Whoever serves has finished what he was at; nobody is served meanwhile."""
+        with self._lock:
+            yield
 
     def serve_until(self, is_over: Callable[[], bool], deadline: float) -> None:
         """Serve until ``is_over()``, or until the monotonic clock shows ``deadline``."""
@@ -143,6 +153,7 @@ class Neighbours:
         timeout_s: how long the process group lets a rank wait for others, in seconds.
         processes: the process id of every rank.
         others: the other ranks; the one before this rank comes first, so that no rank is everybody's first.
+        gone: ranks that have closed their connection, and the error for whoever still needs them.
         failure: why nothing can be expected of the others any more; None as long as that is not so.
     """
 
@@ -151,24 +162,36 @@ class Neighbours:
     ) -> None:
         self.rank, self.size, self.timeout_s, self.processes = rank, len(processes), timeout_s, tuple(processes)
         self.others = tuple((rank - step) % self.size for step in range(1, self.size))
+        self.gone: dict[int, NeighbourError] = {}
         self.failure: NeighbourError | None = None
         self.service = _service_of(os.getpid())
         self._sockets = sockets
+        self._hang_ups = {other: _hang_up_of(line) for other, line in sockets.items()}
         self._unsent: list[tuple[int, bytes]] = []
         self._buffer = bytearray(_MAX_NBYTES)
         self._on_token: Callable[[int, Words], None]
+        self._on_gone: Callable[[int], None]
         self._on_failure: Callable[[], None]
         finalize(self, _close, self.service, sockets)
 
-    def start(self, on_token: Callable[[int, Words], None], on_failure: Callable[[], None]) -> None:
-        """Call ``on_token(rank, words)`` for each token, and ``on_failure()`` once."""
-        self._on_token, self._on_failure = on_token, on_failure
+    def start(
+        self,
+        on_token: Callable[[int, Words], None],
+        on_gone: Callable[[int], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        """Call ``on_token(rank, words)`` for each token, ``on_gone(rank)`` behind the last one of a rank that has
+        left, and ``on_failure()`` once."""
+        self._on_token, self._on_gone, self._on_failure = on_token, on_gone, on_failure
         for rank, line in self._sockets.items():
-            line.setblocking(False)
             self.service.watch(line.fileno(), partial(_serve, ref(self), rank))
 
     def tell(self, rank: int, token: bytes) -> None:
-        """Send ``token``; blocks while the socket is full. Not for who serves: it must not wait for another."""
+        """Send ``token``; blocks while the socket is full. Not for who serves: it must not wait for another.
+
+        Raises:
+            NeighbourError: ``rank`` is gone, or reads nothing for too long. Nothing is expected of anybody then.
+        """
         line = self._sockets[rank]
         try:
             while True:
@@ -181,7 +204,9 @@ class Neighbours:
                     if not room.poll(self.timeout_s * 1e3):
                         raise TimeoutError(f"it reads nothing for {self.timeout_s:g} s") from None
         except OSError as error:
-            raise self.failure or self.lost(rank, error) from error
+            with self.service.nothing_served():
+                is_gone = isinstance(error, ConnectionError)
+                raise self.fail(self._why_gone(rank) if is_gone else self.lost(rank, error)) from error
 
     def tell_later(self, rank: int, token: bytes) -> None:
         """Send ``token`` when there is room. For who serves."""
@@ -222,14 +247,29 @@ class Neighbours:
         except OSError as error:
             raise self.lost(rank, error) from error
 
-    def fail(self, failure: NeighbourError) -> None:
-        """Give up: whoever waits is told why."""
+    def check_still_there(self, rank: int) -> None:
+        """Raise unless ``rank`` is connected: what was read of it before this is what it has sent.
+
+        A rank that gives up disconnects before anybody there may write or free what others still read; one that dies,
+        before another process can get its number.
+        """
+        if self._hang_ups[rank].poll(0):
+            raise self._why_gone(rank)
+
+    def fail(self, failure: NeighbourError) -> NeighbourError:
+        """Give up: whoever waits, here and elsewhere, is told so. Returns why. For who serves, or while nobody does."""
         if self.failure is None:
             self.failure = failure
+            farewell = _FAREWELL + failure.reason.encode()[:4096]
             for line in self._sockets.values():
                 self.service.forget(line.fileno())
+                with suppress(OSError):  # the other end may be gone, or have no room
+                    line.send(farewell)
+                with suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
             self.service.remove(self)
             self._on_failure()
+        return self.failure
 
     def serve(self, rank: int) -> None:
         """Receive a token of ``rank``."""
@@ -257,13 +297,25 @@ class Neighbours:
         error.__cause__ = cause
         return error
 
+    def _why_gone(self, rank: int) -> NeighbourError:
+        """What ``rank``, which has left, said last."""
+        while rank not in self.gone:
+            self._receive(rank)
+        return self.gone[rank]
+
     def _receive(self, rank: int) -> None:
         try:
             nbytes = self._sockets[rank].recv_into(self._buffer)
         except (BlockingIOError, ConnectionResetError):  # after a reset comes what was sent before it, then the end
             return
-        if nbytes == 0:
-            raise self.lost(rank, ConnectionError("it has closed its connection"))
+        if nbytes == 0 or self._buffer.startswith(_FAREWELL):
+            reason = self._buffer[len(_FAREWELL) : nbytes].decode(errors="replace")
+            told = f"rank {rank} of a process group of {self.size} has given up: {reason}"
+            end = ConnectionError("it has closed its connection")
+            self.gone[rank] = NeighbourError(told, reason) if reason else self.lost(rank, end)
+            self.service.forget(self._sockets[rank].fileno())
+            self._on_gone(rank)
+            return
         words = array("Q")
         words.frombytes(memoryview(self._buffer)[:nbytes])
         self._on_token(rank, words)
@@ -275,98 +327,19 @@ def _serve(neighbours: ref[Neighbours], rank: int) -> None:
         alive.serve(rank)
 
 
+def _hang_up_of(line: socket.socket) -> select.poll:
+    """What reports nothing but the other end's leaving."""
+    found = select.poll()
+    found.register(line, 0)
+    return found
+
+
 def _close(service: Service, sockets: dict[int, socket.socket]) -> None:
     for line in sockets.values():
         service.forget(line.fileno())
-    _close_all(sockets)
+    close_all(sockets)
 
 
-# How ranks find out
-
-
-class _Offer(NamedTuple):
-    """How to reach a rank, and memory of its to try reading."""
-
-    process: int
-    socket_name: str
-    secret: bytes
-    probe_address: int
-    probe: bytes
-
-
-def meet(rank: int, ask: Callable[[object], list[Any]], timeout_s: float) -> Neighbours | None:
-    """Neighbours, if all ranks of a process group are on this host and may read each other; else None, on all ranks.
-
-    ``ask`` returns what every rank asked with, in rank order. All ranks call this, which asks once or twice.
-    """
-    listener = _listener()
-    probe = ctypes.create_string_buffer(secrets.token_bytes(32), 32)
-    try:
-        offers: list[_Offer | None] = ask(None if listener is None else _offer(listener, probe))
-        willing = [offer for offer in offers if offer is not None]
-        if listener is None or len(willing) < len(offers):
-            return None
-        sockets = _try_all(rank, willing)
-        if not all(ask(sockets is not None)) or sockets is None:
-            _close_all(sockets)
-            return None
-        _accept(listener, rank, willing, sockets)
-    finally:
-        if listener is not None:
-            listener.close()
-    return Neighbours(rank, [offer.process for offer in willing], sockets, timeout_s)
-
-
-def _listener() -> socket.socket | None:
-    """A socket that other ranks can connect to; None if they need not try."""
-    has_sockets = hasattr(socket, "AF_UNIX") and hasattr(socket, "SOCK_SEQPACKET") and hasattr(select, "epoll")
-    if os.environ.get(SWITCH) == "0" or not has_sockets or not remote_memory.is_supported():
-        return None
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"\0fsdp2-{secrets.token_hex(16)}")  # in no file system, and gone with the socket
-        listener.listen(128)
-    except OSError:
-        return None
-    return listener
-
-
-def _offer(listener: socket.socket, probe: ctypes.Array[ctypes.c_char]) -> _Offer:
-    return _Offer(os.getpid(), listener.getsockname(), secrets.token_bytes(16), ctypes.addressof(probe), probe.raw)
-
-
-def _try_all(rank: int, offers: Sequence[_Offer]) -> dict[int, socket.socket] | None:
-    """Read every rank's probe, and connect to the ranks before this one. None if that fails in any way."""
-    sockets: dict[int, socket.socket] = {}
-    try:
-        for other, offer in enumerate(offers):
-            found = ctypes.create_string_buffer(len(offer.probe))
-            remote_memory.read(offer.process, ctypes.addressof(found), offer.probe_address, len(offer.probe))
-            if found.raw != offer.probe:  # the number means another process here
-                raise ProcessLookupError
-            if other < rank:
-                sockets[other] = line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                line.connect(offer.socket_name)
-                line.send(_HELLO.pack(offer.secret, rank))
-    except OSError:
-        _close_all(sockets)
-        return None
-    return sockets
-
-
-def _accept(listener: socket.socket, rank: int, offers: Sequence[_Offer], sockets: dict[int, socket.socket]) -> None:
-    """Take the connections of the ranks behind this one; they have connected, and said hello, before they answered."""
-    while len(sockets) < len(offers) - 1:
-        line, _ = listener.accept()
-        line.setblocking(False)
-        with suppress(OSError, struct.error):
-            secret, other = _HELLO.unpack(line.recv(_HELLO.size))
-            if secret == offers[rank].secret:
-                sockets[other] = line
-                continue
-        line.close()  # some other process of this host: names of sockets are no secret
-
-
-def _close_all(sockets: dict[int, socket.socket] | None) -> None:
+def close_all(sockets: dict[int, socket.socket] | None) -> None:
     for line in (sockets or {}).values():
         line.close()

@@ -13,12 +13,13 @@ Through the loopback device, every byte is copied twice by the kernel, on the co
 the system calls that carry tokens order the memory around them. It stays as it is until A's ``wait`` returns, which is
 not before the transfer is over: until then the caller owes it to any backend to neither write nor free inputs and
 outputs. Should the caller forget the transfer, this room still refers to its tensors until it is over. B reads as many
-bytes as A offers, since READY says how many they are, and any other number than B's own is an error.
+bytes as A offers, since READY says how many they are, and any other number than B's own is an error. If A gives up, it
+disconnects before its ``wait`` or launch raises; B says DONE, and believes what it read, only while A is connected.
 
 **Why it ends.** A rank that has launched a transfer serves the others whatever its main thread does: if that does not
 wait, the helper thread of ``host_ranks`` reads and answers. So ``wait`` depends on what other ranks launch, never on
-when they wait, as with gloo. Who serves waits for no other rank. A rank that ends closes its sockets, and whoever
-still needs it gets an error.
+when they wait, as with gloo. Who serves waits for no other rank. A rank that ends, dies or gives up disconnects, and
+whoever still needs it gives up as well. One that hangs is given up on after the process group's timeout.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Transfer(ABC):
 
     def __init__(self, transfers: Transfers, key: _Key, inputs: Sequence[torch.Tensor], nbytes: int) -> None:
         self.key, self.inputs, self.nbytes = key, inputs, nbytes
-        self.num_readers = len(transfers.neighbours.others)
+        self.readers = set(transfers.neighbours.others)  # who has not said DONE
         self.has_read = False
         self._transfers = transfers
 
@@ -79,7 +80,11 @@ class _Transfer(ABC):
 
     @property
     def is_over(self) -> bool:
-        return self.has_read and self.num_readers == 0
+        return self.has_read and not self.readers
+
+    def needs(self, rank: int) -> bool:
+        """Whether it cannot be over without ``rank``."""
+        return not self.has_read or rank in self.readers
 
     def attempt(self) -> None:
         """Read, if all others have launched it, too."""
@@ -102,13 +107,13 @@ class Transfers:
         self.new_channel = itertools.count().__next__  # every rank makes its comms on a process group in the same order
         self._open: dict[_Key, _Transfer] = {}
         self._ready: dict[_Key, dict[int, Words]] = {}
-        neighbours.start(self._on_token, self._on_failure)
+        neighbours.start(self._on_token, self._on_gone, self._on_failure)
 
     def launch(self, transfer: _Transfer) -> None:
         """Offer its inputs to the others, and take part in it from now on."""
         self._open[transfer.key] = transfer
         self.neighbours.service.add(transfer)
-        if self.neighbours.failure is not None:
+        if self.neighbours.failure is not None:  # asked last: who gives up later drops this transfer, too
             self._on_failure()
             raise self.neighbours.failure
         addresses = [tensor.data_ptr() for tensor in transfer.inputs]
@@ -121,16 +126,20 @@ class Transfers:
         if not transfer.is_over:
             deadline = time.monotonic() + self.neighbours.timeout_s
             self.neighbours.service.serve_until(lambda: transfer.key not in self._open, deadline)
-        if not transfer.is_over:
-            raise self.neighbours.failure or self._timed_out(transfer)
+            if not transfer.is_over:
+                with self.neighbours.service.nothing_served():
+                    if not transfer.is_over:
+                        raise self.neighbours.fail(self._timed_out(transfer))
 
     def attempt(self, transfer: _Transfer) -> None:
         """Read, if all others have launched ``transfer``, too."""
-        if len(self._ready.get(transfer.key, ())) == len(self.neighbours.others):
+        is_open = self.neighbours.failure is None
+        if is_open and len(self._ready.get(transfer.key, ())) == len(self.neighbours.others):
             self.neighbours.guard(partial(self._read, transfer, self._ready.pop(transfer.key)))
 
     def done(self, transfer: _Transfer, rank: int) -> None:
-        """Nothing of ``rank`` is read any more."""
+        """Nothing of ``rank`` is read any more, and what was read of it is right."""
+        self.neighbours.check_still_there(rank)
         self.neighbours.tell_later(rank, array("Q", [_DONE, *transfer.key]).tobytes())
 
     def _on_token(self, rank: int, words: Words) -> None:
@@ -141,7 +150,7 @@ class Transfers:
             if transfer is not None:
                 self.attempt(transfer)
         elif transfer is not None:
-            transfer.num_readers -= 1
+            transfer.readers.discard(rank)
             self._close_if_over(transfer)
 
     def _read(self, transfer: _Transfer, ready: dict[int, Words]) -> None:
@@ -161,14 +170,20 @@ class Transfers:
             self._open.pop(transfer.key, None)
             self.neighbours.service.remove(transfer)
 
+    def _on_gone(self, rank: int) -> None:
+        """A rank that has finished may leave while others are still at what they need it no longer for."""
+        if any(transfer.needs(rank) for transfer in list(self._open.values())):
+            self.neighbours.fail(self.neighbours.gone[rank])
+
     def _on_failure(self) -> None:
-        while self._open:
-            self.neighbours.service.remove(self._open.popitem()[1])
+        for transfer in list(self._open.values()):
+            self.neighbours.service.remove(transfer)
+        self._open.clear()
 
     def _timed_out(self, transfer: _Transfer) -> NeighbourError:
         ready = self._ready.get(transfer.key, {})
-        missing = [rank for rank in sorted(self.neighbours.others) if rank not in ready]
-        found = f"ranks {missing} of this process group have not started it" if missing else "all ranks have started it"
+        late = sorted(transfer.readers if transfer.has_read else set(transfer.readers) - set(ready))
+        found = f"ranks {late} of this process group have not {'read' if transfer.has_read else 'started'} it"
         return NeighbourError(f"{transfer.what} is not complete after {self.neighbours.timeout_s:g} s: {found}.")
 
 

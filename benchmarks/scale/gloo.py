@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.comm import PeerComm
-from fsdp2.host_ranks import SWITCH
+from fsdp2.host_meeting import SWITCH
 from fsdp2.layout import ShardLayout
 from fsdp2.plan import PlanInput, Route, compile_gather, compile_reduces
 from fsdp2.precision import ParamDtypes

@@ -212,9 +212,10 @@ def test_runs_follow_the_gradients_there_are(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_large_gradients_that_lie_apart_are_not_copied(ctx: RankContext) -> None:
-    model = fsdp2.fully_shard(
-        seeded(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))), mesh=ctx.mesh_1d()
-    )
+    with direct_from(512 * 1024):  # the biases lie between the weights
+        model = fsdp2.fully_shard(
+            seeded(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))), mesh=ctx.mesh_1d()
+        )
     optimizer = seen_steps(model)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fsdp2
 import fsdp2.comm
-from fsdp2 import host_ranks, remote_memory
+from fsdp2 import host_meeting, remote_memory
 from fsdp2.comm import PeerComm
 from fsdp2.same_host import SameHostComm
 
@@ -34,12 +34,12 @@ RANKS_MAY_READ_EACH_OTHER = remote_memory.is_supported() and (
 def messages_only() -> Iterator[None]:
     """Models that are sharded meanwhile communicate by gloo's messages, as between hosts."""
     found, fsdp2.comm._same_host = fsdp2.comm._same_host, WeakKeyDictionary()
-    os.environ[host_ranks.SWITCH] = "0"
+    os.environ[host_meeting.SWITCH] = "0"
     try:
         yield
     finally:
         fsdp2.comm._same_host = found
-        del os.environ[host_ranks.SWITCH]
+        del os.environ[host_meeting.SWITCH]
 
 
 @contextmanager

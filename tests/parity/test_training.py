@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.harness.comms import direct_from, messages_only
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
@@ -23,6 +24,15 @@ def test_mlp_trains_in_fp32(ctx: RankContext, optimizer) -> None:
 @distributed(2, 4)
 def test_transformer_trains_in_fp32(ctx: RankContext) -> None:
     compare(Case(Transformer, num_steps=4), ctx.mesh_1d())
+
+
+@distributed(2, 4)
+def test_transformer_trains_by_messages(ctx: RankContext) -> None:
+    """As between hosts; in the other tests, ranks of one host read each other's memory where they may."""
+    with messages_only():
+        compare(Case(Transformer, num_steps=4), ctx.mesh_1d())
+        with direct_from(0):
+            compare(Case(Uneven, gather_full=True), ctx.mesh_1d())
 
 
 @distributed(2, 4)

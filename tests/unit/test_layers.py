@@ -23,6 +23,7 @@ LAYERS: list[set[str]] = [
         "custom_comm",
         "services",
         "same_host",
+        "host_meeting",
         "host_ranks",
         "remote_memory",
     },  # devices
