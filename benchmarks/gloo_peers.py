@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
+import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
+from fsdp2 import same_host
 from fsdp2.comm import comm_for
 from fsdp2.host_meeting import SWITCH
 from fsdp2.mesh import Axis
@@ -148,8 +152,31 @@ PEERS: dict[str, Callable[[nn.Sequential], Step]] = {
 
 def missing_peers() -> dict[str, str]:
     """Peers that cannot take part here, and why."""
-    found = importlib.util.find_spec("deepspeed")
-    return {} if found else {"DeepSpeed": "deepspeed is not installed (pip install deepspeed)"}
+    if not importlib.util.find_spec("deepspeed"):
+        return {"DeepSpeed": "it is not installed"}
+    tools = [name for name in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(name) is None]
+    return {"DeepSpeed": f"it compiles an extension, and there is no {tools[0]}"} if tools else {}
+
+
+class Waits:
+    """How many seconds this thread has been blocked in the ``wait`` of a collective: torch's, or one within a host."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._thread = threading.get_ident()
+        for work in (dist.Work, same_host._Transfer):
+            work.wait = self._noting(work.wait)  # type: ignore[method-assign]
+
+    def _noting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return wait(*args, **kwargs)
+            finally:
+                if threading.get_ident() == self._thread:
+                    self.seconds += time.perf_counter() - start
+
+        return noting
 
 
 # The floor
@@ -233,6 +260,7 @@ def floor(model: nn.Sequential) -> Step:
         block.register_forward_pre_hook(lambda *_, i=i: before(i, 1))
         block.register_full_backward_pre_hook(lambda *_, i=i: before(i, -1))
         block.register_full_backward_hook(lambda *_, i=i: after_backward(i))
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # the input needs no gradient
     trained = _trained(model)
 
     def step(x: Tensor) -> None:

@@ -56,8 +56,14 @@ SUMMARY = (
         unit="ms",
     ),
     *(
-        Line(f"step on 2 gloo ranks, width {width}", "gloo_step.main", row, theirs="torch FSDP2", unit="ms")
-        for width, row in ((1024, "width 1024 x 6 blocks, batch 256"), (256, "width 256 x 8 blocks, batch 64"))
+        Line(
+            f"step on {ranks} gloo ranks of one host, width {width}, {dtype}",
+            f"gloo_step.{dtype}",
+            f"{ranks} ranks, width {width}",
+            theirs="torch FSDP2",
+            unit="ms",
+        )
+        for ranks, width, dtype in ((2, 1024, "fp32"), (2, 1024, "bf16"), (4, 1024, "fp32"), (2, 256, "fp32"))
     ),
     Line(
         "AdamW (foreach) over 1,500 small parameters, CPU time",
