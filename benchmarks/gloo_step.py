@@ -6,7 +6,7 @@ table says how far from the floor that is: the model's computation beside bare c
 It stays below seven minutes on two idle cores: a case has as many rounds as fit into its time, three at least.
 
     python benchmarks/gloo_step.py [--ranks N] [--case WIDTH BLOCKS TOKENS] [--dtype NAME] [--only NAME ...]
-        [--direct-min-nbytes N] [--sum-nbytes N] [--nap-ms MS] [--no-block-pool]
+        [--direct-min-nbytes N] [--sum-nbytes N] [--nap-ms MS] [--no-block-pool] [--no-huge-pages]
 
 DeepSpeed takes part where it is installed and finds a C++ compiler, which it calls at its first use.
 """
@@ -17,6 +17,7 @@ import argparse
 import copy
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ from common import Bars, Table, publish
 from gloo_peers import FLOORS, PEERS, Block, Step, Waits, missing_peers
 from torch import Tensor, nn
 
-from fsdp2 import host_ranks, same_host
+from fsdp2 import buffers, host_ranks, same_host
 from fsdp2.buffers import BlockPool
 from fsdp2.comm import PeerComm
 
@@ -53,6 +54,7 @@ class Options:
     sum_nbytes: int | None
     nap_ms: float | None
     no_block_pool: bool
+    no_huge_pages: bool
 
 
 CASES = (Case(256, 8, 64), Case(1024, 3, 128), Case(2048, 2, 128, max_ranks=2, warm_ups=0))
@@ -125,6 +127,8 @@ def run_rank(rank: int, store: str, num_ranks: int, case: Case, options: Options
     if options.no_block_pool:
         BlockPool.fill = lambda self, storage, nbytes: storage.resize_(nbytes)  # type: ignore[assignment, method-assign]
         BlockPool.drain = lambda self, storage: storage.resize_(0)  # type: ignore[assignment, method-assign]
+    if options.no_huge_pages:
+        buffers.HUGE_MIN_NBYTES = sys.maxsize
     waits = Waits()
     figures = {name: measure_here(case, DTYPES[name], options.subjects, waits) for name in options.dtypes}
     if rank == 0:
@@ -189,6 +193,7 @@ def arguments() -> tuple[tuple[int, ...], tuple[Case, ...], Options]:
     parser.add_argument("--sum-nbytes", type=int, help="in pieces of which size the ranks of a host read what they add")
     parser.add_argument("--nap-ms", type=float, help="how often a rank that computes looks whether others wait for it")
     parser.add_argument("--no-block-pool", action="store_true", help="let the allocator free and map memory each time")
+    parser.add_argument("--no-huge-pages", action="store_true", help="map large memory in pages of the usual size")
     given = parser.parse_args()
     absent = missing_peers()
     for name, reason in absent.items():
@@ -196,7 +201,8 @@ def arguments() -> tuple[tuple[int, ...], tuple[Case, ...], Options]:
     subjects = tuple(given.only or [name for name in [*PEERS, *FLOORS] if name not in absent])
     dtypes = (given.dtype,) if given.dtype else tuple(DTYPES)
     cases = (Case(*given.case),) if given.case else CASES
-    options = Options(dtypes, subjects, given.direct_min_nbytes, given.sum_nbytes, given.nap_ms, given.no_block_pool)
+    names = ("direct_min_nbytes", "sum_nbytes", "nap_ms", "no_block_pool", "no_huge_pages")
+    options = Options(dtypes, subjects, **{name: getattr(given, name) for name in names})
     return (given.ranks,) if given.ranks else (2, 4), cases, options
 
 

@@ -7,8 +7,11 @@ that it was allocated on; releasing takes effect only when the last reader on an
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Sequence
+import mmap
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -42,6 +45,33 @@ def alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequenc
     return from_dlpack(to_dlpack(view))
 
 
+HUGE_MIN_NBYTES = 32 * 1024 * 1024  # from here on, glibc maps a block of its own
+
+
+def prefer_huge_pages(storage: torch.UntypedStorage) -> None:
+    """Have the kernel map new, large CPU memory in huge pages, if it can and may: 512 times fewer page faults.
+
+    Only whole pages inside of the memory are marked, so no more memory is used. Where the kernel's setting is "never",
+    or the system is not Linux, nothing happens.
+    """
+    madvise = _madvise()
+    if madvise is None or storage.nbytes() < HUGE_MIN_NBYTES:
+        return
+    start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    madvise(first, last - first, mmap.MADV_HUGEPAGE)  # advice: if it is refused, pages are small as ever
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+        return None
+    function = getattr(ctypes.CDLL(None), "madvise", None)
+    if function is not None:
+        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return function
+
+
 class BlockPool:
     """Freed CPU memory, kept for the next group of the same pass.
 
@@ -68,6 +98,7 @@ class BlockPool:
         fitting = [block for block in self._blocks if nbytes <= block.nbytes() <= 2 * nbytes]
         if not fitting:
             storage.resize_(nbytes)
+            prefer_huge_pages(storage)
             return
         block = min(fitting, key=torch.UntypedStorage.nbytes)
         self._blocks.remove(block)

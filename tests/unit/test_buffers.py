@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from fsdp2 import buffers
 from fsdp2.buffers import BlockPool, alias, tensor_on
 
 BLOCK = 4 << 20
+SMAPS = Path("/proc/self/smaps")
+HAS_HUGE_PAGES = SMAPS.exists() and Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
 
 
 def _storage(nbytes: int = 0) -> torch.UntypedStorage:
@@ -35,6 +39,35 @@ def _pool(max_blocks: int) -> BlockPool:
     if pool.max_blocks == 0:
         pytest.skip("this torch cannot exchange the memory of two storages")
     return pool
+
+
+def _is_marked(address: int) -> bool:
+    """Whether the kernel was told to map the memory at ``address`` in huge pages."""
+    is_inside = False
+    for line in SMAPS.read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            start, stop = (int(bound, 16) for bound in head.split("-"))
+            is_inside = start <= address < stop
+        elif is_inside and head == "VmFlags:":
+            return "hg" in line.split()
+    raise AssertionError(f"{address:x} is not mapped")
+
+
+@pytest.mark.skipif(not HAS_HUGE_PAGES, reason="this kernel has no transparent huge pages")
+def test_large_new_memory_is_to_be_mapped_in_huge_pages_from_end_to_end(pool: BlockPool) -> None:
+    large, small = _fill(pool, buffers.HUGE_MIN_NBYTES + 12345), _fill(pool, BLOCK)
+    page = 4096
+    assert _is_marked(large.data_ptr() + page)
+    assert _is_marked(large.data_ptr() + large.nbytes() - 2 * page)
+    assert not _is_marked(small.data_ptr() + page)
+
+
+def test_a_system_without_huge_pages_gives_memory_all_the_same(
+    pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "_madvise", lambda: None)
+    assert _fill(pool, buffers.HUGE_MIN_NBYTES).nbytes() == buffers.HUGE_MIN_NBYTES
 
 
 def test_drained_memory_comes_back_for_the_next_storage(pool: BlockPool) -> None:
