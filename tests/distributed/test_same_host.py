@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import host_meeting, host_ranks, remote_memory
 from fsdp2.comm import PeerComm, comm_for
@@ -39,6 +39,15 @@ def _comm(ctx: RankContext, timeout_s: float = 60) -> Any:
     """A comm on a process group of its own."""
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     return comm_for(Axis(group, ctx.world_size, ctx.rank), CPU)
+
+
+def _gathered(comm: Any) -> list[float]:
+    """What every rank sends: its number."""
+    size, rank = comm._transfers.neighbours.size, comm._transfers.neighbours.rank
+    output = torch.zeros(size)
+    for work in comm.all_gather([output], [torch.tensor([float(rank)])])():
+        work.wait()
+    return output.tolist()
 
 
 @contextmanager
@@ -143,10 +152,7 @@ def test_other_processes_that_connect_are_turned_away(ctx: RankContext) -> None:
     with _replaced(host_meeting, "_listener", intruded):
         comm = _comm(ctx)
     assert isinstance(comm, SameHostComm)
-    output = torch.zeros(2)
-    for work in comm.all_gather([output], [torch.tensor([float(ctx.rank)])])():
-        work.wait()
-    assert output.tolist() == [0.0, 1.0]
+    assert _gathered(comm) == [0.0, 1.0]
     for intruder in intruders:
         intruder.close()
 
@@ -403,20 +409,31 @@ def test_rows_and_columns_of_a_mesh_read_each_other_at_once(ctx: RankContext) ->
 
 @distributed(2)
 def test_sockets_are_closed_with_the_process_group(ctx: RankContext) -> None:
-    def num_sockets() -> int:
-        gc.collect()
-        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(fd)]
-        return sum(link.startswith("socket:") for link in links)
-
     model = shard(ctx, seeded(Stack))
     step(model)
-    before = len(host_ranks._service_of(os.getpid())._actions)
-    group = dist.new_group()
-    mesh = DeviceMesh.from_group(group, "cpu")
-    comm = comm_for(Axis(group, 2, ctx.rank), CPU)
-    assert len(host_ranks._service_of(os.getpid())._actions) == before + 1
-    dist.barrier(group)
-    dist.destroy_process_group(group)
-    del group, mesh, comm
-    gc.collect()
-    assert len(host_ranks._service_of(os.getpid())._actions) == before
+    watched = host_ranks._service_of(os.getpid())._actions
+    before = len(watched)
+    for _ in range(3):  # the next group gets the same file descriptors
+        group = dist.new_group()
+        comm = comm_for(Axis(group, 2, ctx.rank), CPU)
+        assert len(watched) == before + 1
+        assert _gathered(comm) == [0.0, 1.0]
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        del group, comm
+        gc.collect()
+        assert len(watched) == before
+    step(model)
+
+
+@distributed(2)
+def test_child_that_is_forked_leaves_the_connections_of_its_parent_alone(ctx: RankContext) -> None:
+    """Even if it collects what belongs to them."""
+    comm = _comm(ctx)
+    neighbours = comm._transfers.neighbours
+    if (child := os.fork()) == 0:
+        host_ranks._close(neighbours.service, neighbours._sockets)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for _ in range(3):
+        assert _gathered(comm) == [0.0, 1.0]
