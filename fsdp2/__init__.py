@@ -7,6 +7,7 @@ from fsdp2.api import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     ExtensionError,
+    MemoryLimitError,
     MixedPrecisionPolicy,
     Observer,
     OffloadPolicy,
@@ -17,6 +18,7 @@ from fsdp2.api import (
 from fsdp2.clip import clip_grad_norm_
 from fsdp2.fully_shard import fully_shard
 from fsdp2.hooks import register_fsdp_forward_method
+from fsdp2.memory import memory_plan
 from fsdp2.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.optim import flatten_optimizer
 
@@ -28,6 +30,7 @@ __all__ = [
     "ExtensionError",
     "FSDPModule",
     "GradientReductionHandle",
+    "MemoryLimitError",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
@@ -39,6 +42,7 @@ __all__ = [
     "extensions",
     "flatten_optimizer",
     "fully_shard",
+    "memory_plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "trace",

@@ -248,7 +248,7 @@ def foreach_mul(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
 def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
     """Cut each tensor along its first dimension into ``out.size(0)`` rows, padded with zeros, and lay the rows of all
     tensors side by side in ``out``, casting where dtypes differ. One launch on CUDA; on CPU, tensors that need padding
-    are copied twice."""
+    or a cast are copied twice."""
     torch._chunk_cat(tensors, 0, out.size(0), out=out)
 
 

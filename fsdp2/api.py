@@ -22,6 +22,7 @@ __all__ = [
     "Comm",
     "DataParallelMeshDims",
     "ExtensionError",
+    "MemoryLimitError",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
@@ -197,6 +198,10 @@ class ReduceScatter(Comm):
 
 class ScheduleError(RuntimeError):
     """An operation was asked for in a state that does not allow it. Nothing was changed by the refused operation."""
+
+
+class MemoryLimitError(RuntimeError):
+    """What a unit needs does not fit under :meth:`FSDPModule.set_temporary_memory_limit`, whatever is freed for it."""
 
 
 class ExtensionError(TypeError):

@@ -40,6 +40,9 @@ class GatherComm(Protocol):
         An input may be this rank's slice of its output. The tensors stay bound; their memory may come and go.
         """
 
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        """Memory that the comm itself allocates while ``nbytes`` are gathered."""
+
 
 class ReduceComm(Protocol):
     """Reduce-scatters over one shard axis.
@@ -57,6 +60,9 @@ class ReduceComm(Protocol):
         ``[n]``. Where ``reduces_uneven``, an input may be shorter, and so is what the last ranks get. May empty the
         list ``inputs`` once nothing reads them any more.
         """
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        """Memory that the comm itself allocates while ``nbytes`` of all ranks' parts are reduced."""
 
 
 class AxisComm(GatherComm, ReduceComm, Protocol):
@@ -84,6 +90,12 @@ class CollectiveComm:
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         return (self._reduce_scatter(outputs, inputs),)
+
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
 
 
 _FIRST_TAG = 7101  # away from 0, which user code on the same group is likely to use
@@ -137,6 +149,12 @@ class PeerComm:
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         return [self._reduce_one(output, values) for output, values in zip(outputs, inputs, strict=True)]
 
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return nbytes // self._size * max(self._size - 2, 0)  # the first part arrives in the output
+
     def _reduce_one(self, output: torch.Tensor, values: torch.Tensor) -> Waitable:
         parts = _parts(values, output.numel(), self._size)
         mine = parts[self._rank]
@@ -189,6 +207,12 @@ class LocalComm:
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         _torch.foreach_copy(outputs, inputs)
         return ()
+
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
 
 
 def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:

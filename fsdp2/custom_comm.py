@@ -69,6 +69,9 @@ class CustomGather:
         targets = [output.view(dtype).view(self._axis.size, -1) for output in outputs]
         return partial(self._launch, parts, sizes, targets, dtype)
 
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        return nbytes
+
     def _launch(
         self, parts: list[torch.Tensor], sizes: list[int], targets: list[torch.Tensor], dtype: torch.dtype
     ) -> Sequence[Waitable]:
@@ -101,6 +104,9 @@ class CustomReduce:
             pairs = [(output, values) for output, values in pairs if output.dtype is not dtype]
             messages.append(self._reduce([output for output, _ in alike], [values for _, values in alike], dtype))
         return messages
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return nbytes + nbytes // self._axis.size
 
     def _reduce(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], dtype: torch.dtype) -> _Message:
         assert self._axis.group is not None

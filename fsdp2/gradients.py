@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.api import AllGather, ExtensionError, ReduceScatter
+from fsdp2.budget import UnitBytes
 from fsdp2.buffers import alias
 from fsdp2.comm import ReduceComm
+from fsdp2.footprint import reduce_bytes
 from fsdp2.mesh import Axis, ParallelMesh
 from fsdp2.offload import Home, HostCopies
 from fsdp2.param import ShardedParam
@@ -194,6 +196,13 @@ class GroupGradients:
         """Start landing sums over the shard axis that no reduction adds to."""
         services.streams.reduce_after_compute()
         return PendingReduce((), None, services.streams).then(partial(self._land, earlier))
+
+    def footprint(self, trainable: Sequence[int]) -> UnitBytes:
+        """What reducing the gradients of the parameters ``trainable`` (indices) takes, in bytes."""
+        params = [self._params[index] for index in trainable]
+        inputs = [param.reduce_input for param in params for _ in param.gradient_parts()]
+        plans = compile_reduces(inputs, self._comm, self._mesh.data_parallel_size)
+        return reduce_bytes(plans, self._comm, keeps_gradients=self._mesh.device.type != "cpu")
 
     def _bind(self, trainable: tuple[int, ...], services: Services) -> _BoundReduce:
         params = [self._params[index] for index in trainable]

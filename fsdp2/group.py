@@ -19,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
 from fsdp2.api import ScheduleError
 from fsdp2.bindings import Bindings
+from fsdp2.budget import UnitBytes
 from fsdp2.comm import comm_for
 from fsdp2.custom_comm import gather_comm, reduce_comm
 from fsdp2.extended import ExtendedParams
+from fsdp2.footprint import gather_bytes
 from fsdp2.gradients import GroupGradients, GroupOptions
 from fsdp2.mesh import ParallelMesh
 from fsdp2.offload import FlatStage, Home
@@ -73,6 +75,7 @@ class ParamGroup:
         self._trainable: tuple[int, ...] = ()
         self.gradients.unbind()
         self._resting = None
+        self._footprint: UnitBytes | None = None
 
     def attach(self, name: str, story: Callable[[], str], on_halfway: Callable[[], None]) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` tells that
@@ -83,11 +86,12 @@ class ParamGroup:
 
     def rest_on(self, mesh: ParallelMesh | None) -> None:
         """Between forward and backward, rest on this smaller mesh when asked to."""
-        self._resting_mesh, self._resting = mesh, None
+        self._resting_mesh, self._resting, self._footprint = mesh, None, None
 
     def configure(self, **changes: object) -> None:
         """Replace options. What is in flight arrives as it was sent."""
         before, self.options = self.options, replace(self.options, **changes)  # type: ignore[arg-type]
+        self._footprint = None
         after, mesh = self.options, self.mesh
         if after.all_gather is not before.all_gather:
             with torch.inference_mode(False), torch.no_grad(), self._services.streams.on_gather():
@@ -124,6 +128,29 @@ class ParamGroup:
         """Size of the unsharded parameters with what hooks make of them; 0 as long as nobody has asked for them."""
         inner = sum(nbytes for param in self.params for _, nbytes in param.inner)
         return inner + (self._plan.unsharded_nbytes if self._plan is not None else 0)
+
+    @property
+    def footprint(self) -> UnitBytes:
+        """What this group takes beside its shards, in bytes that all ranks agree on; what hooks send is counted from
+        the first gather on."""
+        if self._footprint is None:
+            self._footprint = self._measured()
+        return self._footprint
+
+    def _measured(self) -> UnitBytes:
+        plan, mesh = self._plan or compile_gather(self.shards.plain_inputs(), self._comm), self.mesh
+        if isinstance(self._gather, LocalGather):
+            gathers = UnitBytes()
+        else:
+            gathers = gather_bytes(
+                plan,
+                gather_comm(self._comm, mesh, self.options.all_gather),
+                made_by_hooks=sum(nbytes for param in self.params for _, nbytes in param.inner),
+                staged=sum(flat.nbytes for flat in self.shards.flats.values()) if self.home.is_staged else 0,
+                resting_ranks=0 if self._resting_mesh is None else self._resting_mesh.shard.size,
+            )
+        trainable = [i for i, requires_grad in enumerate(self.shards.requires_grad()) if requires_grad]
+        return gathers + self.gradients.footprint(trainable)
 
     def _refresh(self) -> None:
         """Take over parameters that the user replaced, moved, cast or materialised since the last call."""
@@ -330,6 +357,7 @@ class ParamGroup:
     def _sync_requires_grad(self) -> None:
         """Follow what the user set on the sharded parameters."""
         self._requires_grad = self.shards.requires_grad()
+        self._footprint = None
         for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
             unsharded.requires_grad_(requires_grad)
         self._trainable = tuple(i for i, requires_grad in enumerate(self._requires_grad) if requires_grad)

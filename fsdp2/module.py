@@ -231,6 +231,32 @@ class FSDPModule(CommunicationSetters):
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
 
+    def set_temporary_memory_limit(self, nbytes: int | None) -> None:
+        """Hold no more than ``nbytes`` on each rank beside shards, their gradients and activations, from the next
+        forward on; None, the default, sets no limit. Call it on the root.
+
+        Counted are unsharded parameters, the staging memory of their gathers, gradients while their unit's backward
+        runs, and what reductions in flight read and write. Near the limit, a prefetch that does not fit is left out:
+        its unit is gathered when it is needed. What is needed waits for reductions in flight first. So less overlaps,
+        and memory is as predictable as the plans; :func:`fsdp2.memory_plan` shows what units take. All ranks decide
+        alike, and must set the same limit.
+
+        Not counted are gradients that accumulate without communication, what a user's own communication or hooks
+        allocate, and blocks that the allocator keeps.
+
+        Raises:
+            TypeError: ``nbytes`` is no int.
+            ValueError: it is less than 1.
+            ScheduleError: the module is no root.
+            MemoryLimitError: later, by a forward or backward, if a unit does not fit at all.
+        """
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int)):
+            raise TypeError(f"set_temporary_memory_limit: expected an int or None, got a {type(nbytes).__name__}.")
+        if nbytes is not None and nbytes < 1:
+            raise ValueError(f"set_temporary_memory_limit: expected at least 1 byte, got {nbytes}.")
+        self._check_root("set_temporary_memory_limit")
+        self._unit().memory_limit = nbytes
+
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether resharding leaves the memory of unsharded parameters allocated, so that they stay where they are, for
         CUDA graphs for example. Takes effect at the next reshard."""

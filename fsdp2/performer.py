@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from fsdp2.admission import Admission, Programs
 from fsdp2.api import Observer
 from fsdp2.group import ParamGroup
 from fsdp2.reductions import Reductions
@@ -48,31 +49,48 @@ class Performer:
     Attributes:
         observers: who is told.
         reductions: what has started and not landed.
+        admission: what holds passes under a limit on temporary memory, if there is one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.services = services_for(device)
         self.observers: list[Observer] = []
         self.reductions = Reductions()
+        self.admission: Admission | None = None
         self._device = device
         self._units: Sequence[PerformedUnit] = ()
         self._offloaded: list[ParamGroup] = []
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._has_reduced = False
-        self._programs: dict[tuple[Action, int], tuple[Callable[[], object], ...]] = {}
+        self._programs: Programs = {}
+        self._unlimited: Programs = {}
 
     def take(self, units: Sequence[PerformedUnit]) -> None:
         """Actions name units by their position in ``units`` from now on."""
         self._units = units
         pairs = [(action, index) for index in range(len(units)) for action in Action]
-        self._programs = {pair: self._program(*pair) for pair in pairs}
+        self._programs = self._unlimited = {pair: self._program(*pair) for pair in pairs}
+        self.admission = None
         self._offloaded = [group for unit in units for group in unit.groups if group.home.is_staged]
         self.observe_transitions()
+
+    def begin_pass(self, memory_limit: int | None) -> None:
+        """A forward begins that holds no more than ``memory_limit`` bytes of temporary memory, if there is a limit."""
+        if memory_limit is None:
+            self._programs, self.admission = self._unlimited, None
+            return
+        admission = self.admission
+        if admission is None or admission.limit != memory_limit:
+            parts = (self._units, self._unlimited, self.reductions, self.flush, self._tell)
+            admission = self.admission = Admission(memory_limit, *parts)
+            self._programs = admission.programs
+        admission.recount()
 
     def start(self, actions: Actions) -> None:
         """Perform what comes right before a unit computes. If nothing is gathered meanwhile, the pass is unlikely to
         gather any more."""
-        self.services.memory.keep_freed(for_reuse=self.do(actions))
+        has_gathered = self.do(actions)
+        self.services.memory.keep_freed(for_reuse=has_gathered and self.admission is None)
 
     def do(self, actions: Actions) -> bool:
         """Perform ``actions``. Returns whether a gather was started."""
@@ -109,8 +127,7 @@ class Performer:
             elif action is Action.LAND:
                 changed = [0] * pending
             if changed:
-                for observer in self.observers:
-                    observer.on_action(action.value, unit.name, sum(changed))
+                self._tell(action.value, unit, sum(changed))
         return has_gathered
 
     def _reduce(self, unit: PerformedUnit) -> None:
@@ -152,6 +169,10 @@ class Performer:
         if self.observers:
             for observer in self.observers:
                 observer.on_event(event, unit.name)
+
+    def _tell(self, action: str, unit: PerformedUnit, nbytes: int) -> None:
+        for observer in self.observers:
+            observer.on_action(action, unit.name, nbytes)
 
     def story(self) -> str:
         """The last events, oldest first."""

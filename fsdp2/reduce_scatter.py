@@ -101,8 +101,11 @@ class _Part:
         self._direct = [i for i, s in enumerate(plan.steps) if s.route is Route.DIRECT]
         self._packed = [i for i, step in self._rows if step.layout.numel > 0]
         layouts = [plan.steps[i].layout for i in self._packed]
-        is_even = all(layout.is_even for layout in layouts)
-        self._pack_rows = _torch.pack_rows if is_even or mesh.device.type != "cpu" else _UnevenRows(layouts)
+        # On the CPU, pack_rows would pad and cast in memory of its own.
+        is_copied_once = mesh.device.type != "cpu" or (
+            plan.dtypes.param is plan.dtypes.reduce and all(layout.is_even for layout in layouts)
+        )
+        self._pack_rows = _torch.pack_rows if is_copied_once else _CopiedRows(layouts)
         self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
         self._places: list[Place] = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
@@ -289,9 +292,9 @@ class Reduce:
         return [shard for part, mine in zip(self.parts, averaged, strict=True) for shard in part.shards(mine)]
 
 
-class _UnevenRows:
-    """``_torch.pack_rows`` without its padded copies. Of ``[rows, n]``, what a gradient fills whole is copied at once,
-    and its last, partial row after that."""
+class _CopiedRows:
+    """``_torch.pack_rows`` without copies that are padded or cast first. Of ``[rows, n]``, what a gradient fills whole
+    is copied at once, and its last, partial row after that."""
 
     def __init__(self, layouts: Sequence[ShardLayout]) -> None:
         self._sizes = [layout.chunk_numel for layout in layouts]
@@ -304,9 +307,11 @@ class _UnevenRows:
         self._reshaped = [
             i for i, layout in enumerate(layouts) if rests[i] == 0 and tuple(layout.shape) != self._whole[i]
         ]
+        self._is_padded = not all(layout.is_even for layout in layouts)
 
     def __call__(self, grads: list[torch.Tensor], out: torch.Tensor) -> None:
-        out.zero_()
+        if self._is_padded:
+            out.zero_()
         columns = {rows: out.narrow(0, 0, rows).split_with_sizes(self._sizes, dim=1) for rows in self._heights}
         targets = [columns[rows][i] for i, (rows, _) in enumerate(self._whole)]
         sources = grads.copy()

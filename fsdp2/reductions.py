@@ -49,6 +49,11 @@ class Reductions:
             self._finish(group, reduction)
         self._wait_for_last()
 
+    def land_down_to(self, count: int) -> None:
+        """Land the oldest until no more than ``count`` are in flight."""
+        while len(self._pending) > count:
+            self._pending.pop(0)[1].finish()
+
     def drop(self) -> None:
         """Wait for everything, and land nothing."""
         pending, self._pending = self._pending, []

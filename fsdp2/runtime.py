@@ -39,6 +39,7 @@ class Unit:
         modules: the module given, or the modules given together.
         auto_reshard: whether the user left ``reshard_after_forward`` open, so that being the root decides.
         max_reductions: how many reductions the user lets be in flight; the largest number of all units counts.
+        memory_limit: how many bytes of temporary memory the user allows, if it is the root.
         missing_modules: of several modules, those whose forward has not run in this pass.
         left_alone: where parameters stay plain, because the user asked for it or has been warned.
     """
@@ -58,6 +59,7 @@ class Unit:
         self.auto_reshard = after_forward is None
         self.rules = UnitRules(after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1)
         self.max_reductions = 1
+        self.memory_limit: int | None = None
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.missing_modules: set[nn.Module] = set()
@@ -182,6 +184,11 @@ class RootContext:
                     "runs around it. Call it on the root instead, after set_manual_backward_finalization(False) on "
                     f"'{name}'."
                 )
+            if unit is not self.root and unit.memory_limit is not None:
+                raise ScheduleError(
+                    f"set_temporary_memory_limit was called on '{name}', which is no root: {self.root_class} runs "
+                    f"around it. Call it on the root instead, after set_temporary_memory_limit(None) on '{name}'."
+                )
         before, self.units = self.units, list(found)
         self._seen_changes = change_count()
         if self.units != before:
@@ -256,6 +263,7 @@ class RootContext:
             self.order_gathers()
             self.post_optim_event = None
             self._free_unused_gradients()
+            self.performer.begin_pass(self.root.memory_limit)
         self.performer.note("pre_forward", unit)
         if not in_backward:
             unit.reshard_outdated()
@@ -293,6 +301,8 @@ class RootContext:
         elif self.schedule.phases[unit.index] is Phase.BACKWARD:
             return
         self.performer.note("pre_backward", unit)
+        if self.performer.admission is not None:
+            self.performer.admission.begin_backward(unit)
         self.performer.start(self.schedule.pre_backward(unit.index))
 
     def post_backward(self, unit: Unit) -> None:

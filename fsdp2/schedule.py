@@ -113,6 +113,11 @@ class Schedule:
         self._owed = set(range(len(self.rules))) if earlier._owed else set()
 
     @property
+    def last_order(self) -> Sequence[int]:
+        """The order in which units began in the last complete forward."""
+        return self._last_order
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward has reached a unit and has not ended."""
         return self._in_backward

@@ -14,33 +14,16 @@ import fsdp2
 
 LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
-    {"layout", "mesh", "specs", "precision", "nested", "extensions", "schedule", "states"},  # rules
-    {
-        "offload",
-        "streams",
-        "buffers",
-        "comm",
-        "custom_comm",
-        "services",
-        "same_host",
-        "host_meeting",
-        "host_ranks",
-        "remote_memory",
-    },  # devices
-    {"param", "plan", "changes", "bindings"},  # compiled, plain data
-    {
-        "all_gather",
-        "reduce_scatter",
-        "kept_gradients",
-        "extended",
-        "shards",
-        "gradients",
-        "resting",
-        "group",
-    }  # effects, on one group
-    | {"reductions", "performer", "runtime"},  # and on all groups of a root
+    {"layout", "mesh", "specs", "precision", "nested", "extensions"}  # rules
+    | {"schedule", "states", "budget"},
+    {"offload", "streams", "buffers", "comm", "custom_comm", "services"}  # devices
+    | {"same_host", "host_meeting", "host_ranks", "remote_memory"},
+    {"param", "plan", "footprint", "changes", "bindings"},  # compiled, plain data
+    {"all_gather", "reduce_scatter", "kept_gradients"}  # effects, on one group
+    | {"extended", "shards", "gradients", "resting", "group"}
+    | {"reductions", "admission", "performer", "runtime"},  # and on all groups of a root
     {"hooks", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
-    {"trace", "clip", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
+    {"trace", "memory", "clip", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
     {"__init__"},
 ]
 LAYER_OF = {room: index for index, rooms in enumerate(LAYERS) for room in rooms}
@@ -62,7 +45,7 @@ TREES = {
 
 # "rules: no stream, no process group"; of all rules, only the mesh knows groups. Others name types: of a mesh, of a
 # placement, of what users implement.
-WITHOUT_TORCH = {"layout", "schedule"}
+WITHOUT_TORCH = {"layout", "schedule", "budget"}
 WITHOUT_DISTRIBUTED = (LAYERS[1] - {"mesh", "specs", "extensions"}) | {"streams", "buffers", "offload", "plan"}
 
 

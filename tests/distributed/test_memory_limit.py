@@ -1,0 +1,246 @@
+"""A limit on temporary memory: what is withheld, what lands for it, what is refused, and that the allocator agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
+from tests.distributed.support import same_on_all_ranks, seeded, sharded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+
+WIDTH = 512  # weights of 1 MiB: on two ranks of gloo, shards that travel without a bucket
+SLACK_NBYTES = 256 * 1024  # activations, and what autograd needs for itself
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, WIDTH)
+        self.narrow = nn.Linear(WIDTH, 32)
+        self.back = nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(self.narrow(torch.tanh(self.wide(x))))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+        self.exit = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.exit(x)
+
+
+def _sharded(ctx: RankContext, **options: Any) -> Any:
+    model = seeded(_Model)
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh_1d(), **options)
+    return fully_shard(model, mesh=ctx.mesh_1d(), **options)
+
+
+def _step(model: Any) -> None:
+    model(torch.ones(2, WIDTH)).float().square().mean().backward()
+
+
+def _peak_nbytes(run: Callable[[], object]) -> int:
+    """The most bytes of tensors that were alive while ``run`` ran, beyond those alive before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    memory = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    live = peak = 0
+    for event in memory:
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _trace(ctx: RankContext, limit: int | None) -> str:
+    model = sharded(ctx)
+    model.set_temporary_memory_limit(limit)
+    step(model)
+    with trace.record(model) as recorded:
+        step(model)
+    return str(recorded)
+
+
+def test_prefetch_that_does_not_fit_is_withheld_and_what_is_needed_makes_room() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_trace, limit=35_000),
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+pre_forward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.2  4224 bytes
+post_forward blocks.1
+    reshard blocks.1  4224 bytes
+pre_forward blocks.2
+    wait blocks.2  4224 bytes
+post_forward blocks.2
+    reshard blocks.2  4224 bytes
+post_forward (root)
+pre_backward (root)
+    prefetch blocks.2  4224 bytes
+pre_backward blocks.2
+    wait blocks.2  4224 bytes
+    withhold blocks.1  8448 bytes
+post_backward blocks.2
+    reshard blocks.2  4224 bytes
+    reduce blocks.2
+pre_backward blocks.1
+    make_room blocks.1  10560 bytes
+    unshard blocks.1  4224 bytes
+    wait blocks.1  4224 bytes
+    withhold blocks.0  8448 bytes
+post_backward blocks.1
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+    make_room blocks.0  10560 bytes
+    unshard blocks.0  4224 bytes
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+
+
+def test_limit_that_everything_fits_under_changes_nothing() -> None:
+    assert same_on_all_ranks(_trace, limit=1_000_000) == same_on_all_ranks(_trace, limit=None)
+
+
+def _check_against_the_allocator(ctx: RankContext, **options: Any) -> None:
+    unlimited, model = _sharded(ctx, **options), _sharded(ctx, **options)
+    for each in (unlimited, model):
+        _step(each)  # there are gradients to add to from here on, so that all else a step allocates is temporary
+        _step(each)
+    plan = fsdp2.memory_plan(model)
+    assert _peak_nbytes(lambda: _step(unlimited)) <= plan.peak + SLACK_NBYTES
+    for limit in (plan.at_least, (plan.at_least + plan.peak) // 2, plan.peak):
+        model.set_temporary_memory_limit(limit)
+        peak = _peak_nbytes(lambda: _step(model))
+        assert 0.5 * limit < peak <= limit + SLACK_NBYTES, (limit, peak)
+    _step(unlimited)
+    _step(unlimited)
+    for ours, theirs in zip(model.parameters(), unlimited.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
+@distributed(2)
+def test_allocator_stays_under_the_limit_and_the_numbers_stay(ctx: RankContext) -> None:
+    _check_against_the_allocator(ctx)
+
+
+@distributed(2)
+def test_allocator_stays_under_the_limit_in_mixed_precision(ctx: RankContext) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _check_against_the_allocator(ctx, mp_policy=policy)
+
+
+@distributed(4)
+def test_allocator_stays_under_the_limit_with_resting_shards(ctx: RankContext) -> None:
+    _check_against_the_allocator(ctx, reshard_after_forward=2)
+
+
+def _smallest_limit(ctx: RankContext, **options: Any) -> list[str]:
+    model = sharded(ctx, **options)
+    at_least = fsdp2.memory_plan(model).at_least
+    model.set_temporary_memory_limit(at_least)
+    step(model)
+    step(model)
+    model.set_temporary_memory_limit(at_least - 1)
+    found = [error_of(lambda: step(model))]
+    model.set_temporary_memory_limit(None)
+    step(model)  # what was refused has changed nothing
+    return found
+
+
+def test_unit_that_does_not_fit_is_refused_at_its_first_use_and_the_smallest_limit_is_exact() -> None:
+    assert_expected_inline(
+        "\n".join(same_on_all_ranks(_smallest_limit)),
+        """\
+MemoryLimitError: set_temporary_memory_limit(31679): unit 'blocks.0' takes 10560 bytes on its own,
+of unsharded parameters 4224, staging 4224, gradients 4224, copies to reduce 6336, beside 21120
+bytes of the root. Set a limit of at least 31680 bytes, or call fully_shard on smaller modules.""",
+    )
+
+
+def test_kept_units_that_do_not_fit_together_are_refused() -> None:
+    assert_expected_inline(
+        "\n".join(same_on_all_ranks(_smallest_limit, reshard_after_forward=False)),
+        """\
+MemoryLimitError: set_temporary_memory_limit(40127): unit 'blocks.2' needs 6336 bytes more, and what
+stays takes 33792: '(root)' 21120, 'blocks.0' 4224, 'blocks.1' 4224, 'blocks.2' 4224. Set a limit of
+at least 40128 bytes; units that are kept unsharded could be resharded after forward.""",
+    )
+
+
+def _plan(ctx: RankContext) -> str:
+    return str(fsdp2.memory_plan(sharded(ctx)))
+
+
+def test_memory_plan_shows_what_each_unit_takes() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_plan),
+        """\
+unit      shards  unsharded  staging  resting  gradients  copies
+(root)      4224       8448     8448        0       8448   12672
+blocks.0    2112       4224     4224        0       4224    6336
+blocks.1    2112       4224     4224        0       4224    6336
+blocks.2    2112       4224     4224        0       4224    6336
+peak of a step: 46464 bytes; smallest limit: 31680 bytes""",
+    )
+
+
+def _refusals(ctx: RankContext) -> list[str]:
+    model = sharded(ctx)
+    values: tuple[Any, ...] = (0, True, 1e9)
+    found = [error_of(partial(model.set_temporary_memory_limit, value)) for value in values]
+    model.blocks[0].set_temporary_memory_limit(10**6)
+    found.append(error_of(lambda: step(model)))
+    model.blocks[0].set_temporary_memory_limit(None)
+    step(model)
+    found.append(error_of(lambda: model.blocks[0].set_temporary_memory_limit(10**6)))
+    found.append(error_of(lambda: fsdp2.memory_plan(nn.Linear(1, 1))))
+    return found
+
+
+def test_what_is_no_limit_is_refused() -> None:
+    assert_expected_inline(
+        "\n".join(same_on_all_ranks(_refusals)),
+        """\
+ValueError: set_temporary_memory_limit: expected at least 1 byte, got 0.
+TypeError: set_temporary_memory_limit: expected an int or None, got a bool.
+TypeError: set_temporary_memory_limit: expected an int or None, got a float.
+ScheduleError: set_temporary_memory_limit was called on 'blocks.0', which is no root: FSDPStack runs
+around it. Call it on the root instead, after set_temporary_memory_limit(None) on 'blocks.0'.
+ScheduleError: set_temporary_memory_limit on 'blocks.0', which is no root. Call it on the FSDPStack
+around it.
+ValueError: fsdp2.memory_plan: this Linear was not given to fully_shard. Pass the root of the
+sharded model.""",
+    )
