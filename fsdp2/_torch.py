@@ -162,6 +162,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def running_backward() -> int:
+    """A number of its own for each backward, nested ones included; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has executed its last node; autograd has no public hook for that."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

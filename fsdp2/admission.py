@@ -57,12 +57,13 @@ class Admission:
         self._perform, self._reductions, self._flush, self._tell = perform, reductions, flush, tell
         self._index = {unit: index for index, unit in enumerate(units)}
         self._ledger = Ledger([UnitBytes()] * len(units), limit)
-        methods = {
+        methods: dict[Action, Callable[[int], object]] = {
             Action.UNSHARD: self._unshard,
             Action.PREFETCH: self._prefetch,
             Action.WAIT: self._wait,
             Action.RESHARD: self._reshard,
             Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
+            Action.REDUCE_EARLY: partial(self._run, Action.REDUCE_EARLY),
             Action.REDUCE: self._reduce,
             Action.KEEP: self._keep,
             Action.LAND: self._land,
@@ -98,28 +99,26 @@ class Admission:
         self._make_room(index, self._ledger.to_run_backward(index, **ways))
         self._ledger.run_backward(index, **ways)
 
-    # Actions; those that start a gather return True
+    # Actions. None says that it has started a gather: what is freed is not kept for reuse, as that is not counted
 
-    def _unshard(self, index: int) -> bool:
+    def _unshard(self, index: int) -> None:
         states = [group.state for group in self._units[index].groups]
         if GroupState.SHARDED in states or GroupState.SHARDED_POST_FORWARD in states:
             self._measure(index)
             self._make_room(index, self._ledger.to_unshard(index))
-        has_gathered = self._run(Action.UNSHARD, index)
+        self._run(Action.UNSHARD, index)
         self._measure(index)
         self._ledger.unshard(index)
-        return has_gathered
 
-    def _prefetch(self, index: int) -> bool:
+    def _prefetch(self, index: int) -> None:
         self._measure(index)
         nbytes = self._ledger.to_unshard(index)
         if not self._ledger.fits(nbytes):
             self._flush()  # what was released must not wait for a gather that does not come
             self._tell("withhold", self._units[index], nbytes)
-            return False
-        has_gathered = self._run(Action.PREFETCH, index)
+            return
+        self._run(Action.PREFETCH, index)
         self._ledger.unshard(index)
-        return has_gathered
 
     def _wait(self, index: int) -> None:
         self._run(Action.WAIT, index)
@@ -145,11 +144,9 @@ class Admission:
         self._run(Action.LAND, index)
         self._ledger.land()
 
-    def _run(self, action: Action, index: int) -> bool:
-        has_gathered = False
+    def _run(self, action: Action, index: int) -> None:
         for run in self._perform[action, index]:
-            has_gathered |= run() is True
-        return has_gathered
+            run()
 
     # Decisions
 

@@ -26,6 +26,7 @@ class UnitBytes:
         resting: its shards on the post-forward mesh.
         gradients: what autograd makes in its backward.
         copies: what a reduction makes of them: buckets, casts, and room to receive.
+        early: of these copies, what is made while the parameters are still there.
         sent: of gradients and copies, what is held while the reduction is in flight.
     """
 
@@ -34,6 +35,7 @@ class UnitBytes:
     resting: int = 0
     gradients: int = 0
     copies: int = 0
+    early: int = 0
     sent: int = 0
 
     def __add__(self, other: UnitBytes) -> UnitBytes:
@@ -46,8 +48,8 @@ class UnitBytes:
 
     def backward(self, *, reshards: bool) -> int:
         """What backward adds to the unsharded parameters, up to the start of the reduction; ``reshards``: they are
-        freed before that makes its copies."""
-        return self.gradients + max(self.copies - (self.unsharded if reshards else 0), 0)
+        freed before that makes its copies, but for early ones."""
+        return self.gradients + max(self.copies - (self.unsharded if reshards else 0), self.early)
 
     @property
     def alone(self) -> int:

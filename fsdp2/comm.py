@@ -50,10 +50,12 @@ class ReduceComm(Protocol):
     Attributes:
         direct_min_nbytes: as for a gather.
         reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
+        splits: whether it pays to reduce a large group in two launches.
     """
 
     direct_min_nbytes: int
     reduces_uneven: bool
+    splits: bool
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         """Sum ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in ``outputs[i]``
@@ -76,6 +78,7 @@ class CollectiveComm:
     # Not measured on a GPU so far; benchmarks/runtime_overhead.py --widths 256 shows what the copies of a bucket cost.
     direct_min_nbytes = 16 * 1024
     reduces_uneven = False
+    splits = True
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
@@ -115,6 +118,7 @@ class PeerComm:
     # (benchmarks/gloo_step.py --direct-min-nbytes).
     direct_min_nbytes = 512 * 1024
     reduces_uneven = True
+    splits = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -192,6 +196,7 @@ class LocalComm:
 
     direct_min_nbytes = 0
     reduces_uneven = True
+    splits = False
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         pairs = zip(outputs, inputs, strict=True)

@@ -91,6 +91,7 @@ class CustomReduce:
 
     direct_min_nbytes = 0  # what comes is copied into the buffer: a bucket would be one copy more
     reduces_uneven = True
+    splits = False  # the interface promises one call for all of a unit
 
     def __init__(self, comm: ReduceScatter, axis: Axis, device: torch.device) -> None:
         self._comm, self._axis, self._device = comm, axis, device

@@ -35,6 +35,7 @@ def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm, *, keeps_gradien
     return UnitBytes(
         gradients=gradients,
         copies=copies,
+        early=sum(_early_nbytes(plan, comm) for plan in plans) if any(plan.num_early for plan in plans) else 0,
         sent=copies + (gradients if keeps_gradients else sent_as_they_are),
     )
 
@@ -46,6 +47,15 @@ def _copies_nbytes(plan: ReducePlan, comm: ReduceComm) -> int:
     itemsize = plan.dtypes.reduce.itemsize
     travelling = sum(step.layout.padded_numel for step in plan.steps) * itemsize
     return (padded + cast + plan.flat_numel) * itemsize + comm.reduce_buffer_nbytes(travelling)
+
+
+def _early_nbytes(plan: ReducePlan, comm: ReduceComm) -> int:
+    """Of the copies, what the launch ahead of the rest takes: its casts, and all of the sums."""
+    steps = plan.steps[len(plan.steps) - plan.num_early :]
+    cast = sum(step.layout.numel for step in steps) if _casts(plan) else 0
+    itemsize = plan.dtypes.reduce.itemsize
+    travelling = sum(step.layout.padded_numel for step in steps) * itemsize
+    return (cast + plan.flat_numel) * itemsize + comm.reduce_buffer_nbytes(travelling)
 
 
 def _casts(plan: ReducePlan) -> bool:

@@ -10,25 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from itertools import compress
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.api import AllGather, ExtensionError, ReduceScatter
 from fsdp2.budget import UnitBytes
-from fsdp2.buffers import alias
 from fsdp2.comm import ReduceComm
 from fsdp2.footprint import reduce_bytes
+from fsdp2.landing import BoundReduce, Landing, Part, Reduced, gradient_of, hand_over, have_gradients, is_alike
 from fsdp2.mesh import Axis, ParallelMesh
 from fsdp2.offload import Home, HostCopies
 from fsdp2.param import ShardedParam
 from fsdp2.plan import compile_reduces
-from fsdp2.reduce_scatter import AllReduceHook, PendingReduce, Reduce, Sums
+from fsdp2.reduce_scatter import AllReduceHook, Begun, PendingReduce, Reduce
 from fsdp2.services import Services
 
 # In C, since they run once per parameter and step.
@@ -64,57 +61,35 @@ class GroupOptions:
         return (self.gradient_divide_factor, self.divides_behind_hook, self.all_reduce_hook)
 
 
-class _Part(NamedTuple):
-    """What one step of a reduction reduces: the gradient of ``param``, or the inner tensor ``name`` of it."""
+class _Begun(NamedTuple):
+    """A reduction whose early gradients have left."""
 
-    param: ShardedParam
-    name: str
-
-
-class _BoundReduce(NamedTuple):
-    """Bound plans, and per step what they reduce. ``is_wrapped``: some unsharded parameter is a tensor subclass, and so
-    may be its gradient. ``plain``: the unsharded parameters, if autograd leaves them gradients that travel as they are.
-    ``as_gradient``: from a sharded parameter and a shard to what becomes its ``.grad``."""
-
-    reduce: Reduce
-    parts: list[_Part]
-    is_wrapped: bool
-    plain: list[nn.Parameter]
-    as_gradient: Callable[[torch.Tensor, torch.Tensor], DTensor]
-
-
-class _Sums(NamedTuple):
-    """Sums over the shard axis, and which steps of the plan had a gradient."""
-
-    bound: _BoundReduce
-    sums: Sums
-    present: list[bool]
-
-
-class Landing(NamedTuple):
-    """Averaged gradients on their way to the host."""
-
-    copies: list[HostCopies]
-    hand_over: Callable[[], object]
-
-    def finish(self) -> None:
-        """Have the CPU wait for the values, and set or add to ``.grad``."""
-        for copies in self.copies:
-            copies.wait()
-        self.hand_over()
+    bound: BoundReduce
+    begun: Begun
 
 
 class GroupGradients:
-    """Takes gradients off the unsharded parameters, and lands what the reduction makes of them."""
+    """Takes gradients off the unsharded parameters, and lands what the reduction makes of them.
+
+    Attributes:
+        splits: whether half of a large group may be reduced ahead of the rest.
+        on_bound: called when plans have been compiled.
+        has_latecomers: whether gradients came after the last reduction's early ones had left, because the same
+            parameters were used again: they need a reduction of their own.
+    """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: ReduceComm, home: Home) -> None:
         self._params = params
         self._home = home
         self._mesh = mesh
         self._comm = comm
-        self._bound: dict[tuple[int, ...], _BoundReduce] = {}  # by the indices of trainable parameters
+        self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._options = GroupOptions()  # of what is bound
-        self._partial: _Sums | None = None
+        self._partial: Reduced | None = None
+        self._begun: _Begun | None = None
+        self.has_latecomers = False
+        self.splits = False
+        self.on_bound: Callable[[], None] = lambda: None
         self._landings: list[Landing] = []
         self.has_run_hooks = False  # the user's, on what landed last
 
@@ -136,6 +111,18 @@ class GroupGradients:
         self._comm = comm
         self._bound.clear()
 
+    def split(self, splits: bool) -> None:
+        """Whether half of a large group may be reduced ahead of the rest."""
+        if splits is not self.splits:
+            self.splits = splits
+            self._bound.clear()
+
+    def early(self, trainable: tuple[int, ...]) -> tuple[ShardedParam, ...]:
+        """Those of the parameters ``trainable`` (indices) whose gradients are reduced ahead of the rest, as far as that
+        is known: from their first reduction on."""
+        bound = self._bound.get(trainable)
+        return () if bound is None else bound.early
+
     def take_landings(self) -> list[Landing]:
         """What was reduced and copied to the host since the last call, for the caller to finish or to drop."""
         landings, self._landings = self._landings, []
@@ -143,7 +130,7 @@ class GroupGradients:
 
     def discard_unreduced(self) -> None:
         """Drop what is not in the shards' ``.grad`` yet."""
-        self._partial = None
+        self._partial = self._begun = None
         for param in self._params:
             param.accumulated = None
             if param.unsharded is not None:
@@ -165,25 +152,51 @@ class GroupGradients:
         ``with_unused``: a parameter without a gradient has one of zeros."""
         if not trainable:
             return None
-        if options is not self._options:
-            if options.bound != self._options.bound:
-                self._bound.clear()
-            self._options = options
-        bound = self._bound.get(trainable) or self._bind(trainable, services)
-        self._bound[trainable] = bound
-        grads = self._take_all(bound)
+        begun: Begun | None = None
+        if self._begun is None:
+            if options is not self._options:
+                self._follow(options)
+            bound = self._bound.get(trainable) or self._bind(trainable, services)
+            grads = self._take_all(bound)
+        else:
+            (bound, begun), self._begun = self._begun, None
+            grads = [self._take(param) for param in bound.late]
         present = list(map(_is_there, grads))
         if with_unused:
             present = [True] * len(present)
-        elif True not in present:
+        elif begun is None and True not in present:
             return self.reduce_partial(options, services)
         earlier, self._partial = self._partial, None
-        if earlier is not None and not _is_alike(earlier.bound, bound):
+        if earlier is not None and not is_alike(earlier.bound, bound):
             self._carry_on(earlier, services).finish()
             earlier = None
-        self._complete(bound, grads)
-        sums, pending = bound.reduce.issue(grads)
-        return pending.then(partial(self._receive, _Sums(bound, sums, present), earlier, options.requires_all_reduce))
+        self._complete(bound, grads, without_early=begun is not None)
+        sums, pending = bound.reduce.issue(grads, begun)
+        if begun is not None:
+            present = bound.reduce.with_early(present, early=True)
+            self.has_latecomers = any(_unsharded_grad(param) is not None for param in bound.early)
+        return pending.then(partial(self._receive, Reduced(bound, sums, present), earlier, options.requires_all_reduce))
+
+    def begin(self, trainable: tuple[int, ...], options: GroupOptions) -> PendingReduce | None:
+        """Start reducing the early gradients, which are all there; ``reduce`` goes on with the rest. None if nothing is
+        early, or something has changed since it was."""
+        bound = self._bound.get(trainable)
+        if bound is None or not bound.early or self._begun is not None or options.bound != self._options.bound:
+            return None
+        if not all(map(_is_there, map(_unsharded_grad, bound.early))):
+            return None  # a hook of the user's has taken one away
+        grads: list[Any] = [self._take(param) for param in bound.early]
+        for param, grad in zip(bound.early, grads, strict=True):
+            if type(grad) is not torch.Tensor:
+                _refuse_gradient(param, grad)
+        begun, pending = bound.reduce.begin(grads)
+        self._begun = _Begun(bound, begun)
+        return pending.then(_nothing)
+
+    def _follow(self, options: GroupOptions) -> None:
+        if options.bound != self._options.bound:
+            self._bound.clear()
+        self._options = options
 
     def reduce_partial(self, options: GroupOptions, services: Services) -> PendingReduce | None:
         """Carry sums over the shard axis, if there are any, on over the replicate axis, unless they have to wait."""
@@ -192,7 +205,7 @@ class GroupGradients:
         earlier, self._partial = self._partial, None
         return self._carry_on(earlier, services)
 
-    def _carry_on(self, earlier: _Sums, services: Services) -> PendingReduce:
+    def _carry_on(self, earlier: Reduced, services: Services) -> PendingReduce:
         """Start landing sums over the shard axis that no reduction adds to."""
         services.streams.reduce_after_compute()
         return PendingReduce((), None, services.streams).then(partial(self._land, earlier))
@@ -201,12 +214,13 @@ class GroupGradients:
         """What reducing the gradients of the parameters ``trainable`` (indices) takes, in bytes."""
         params = [self._params[index] for index in trainable]
         inputs = [param.reduce_input for param in params for _ in param.gradient_parts()]
-        plans = compile_reduces(inputs, self._comm, self._mesh.data_parallel_size)
+        splits = self.splits and self._comm.splits
+        plans = compile_reduces(inputs, self._comm, self._mesh.data_parallel_size, splits=splits)
         return reduce_bytes(plans, self._comm, keeps_gradients=self._mesh.device.type != "cpu")
 
-    def _bind(self, trainable: tuple[int, ...], services: Services) -> _BoundReduce:
+    def _bind(self, trainable: tuple[int, ...], services: Services) -> BoundReduce:
         params = [self._params[index] for index in trainable]
-        parts = [_Part(param, name) for param in params for name in param.gradient_parts()]
+        parts = [Part(param, name) for param in params for name in param.gradient_parts()]
         inputs = [part.param.reduce_input for part in parts]
         options = self._options
         plans = compile_reduces(
@@ -215,6 +229,7 @@ class GroupGradients:
             self._mesh.data_parallel_size,
             options.gradient_divide_factor,
             behind_hook=options.divides_behind_hook,
+            splits=self.splits and self._comm.splits and not any(param.is_wrapped for param in params),
         )
         is_wrapped = any(param.is_wrapped for param in params)
         ordered = [parts[step.index] for plan in plans for step in plan.steps]
@@ -223,17 +238,22 @@ class GroupGradients:
         reduce = Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook)
         is_plain = not is_wrapped and all(param.spec.unsharded is None for param in params)
         plain = [param.unsharded for param, _ in ordered if is_plain and param.unsharded is not None]
-        bound = _BoundReduce(reduce, ordered, is_wrapped, plain, as_gradient)
+        is_early = reduce.with_early([False] * (len(ordered) - reduce.num_early), early=True)
+        early = tuple(param for (param, _), ahead in zip(ordered, is_early, strict=True) if ahead)
+        late = tuple(param for (param, _), ahead in zip(ordered, is_early, strict=True) if not ahead)
+        bound = BoundReduce(reduce, ordered, is_wrapped, plain, early, late, as_gradient)
         if not is_wrapped and not self._home.is_staged and options.all_reduce_hook is None:
             self._keep_gradients(bound)
+        self._bound[trainable] = bound
+        self.on_bound()
         return bound
 
-    def _keep_gradients(self, bound: _BoundReduce) -> None:
+    def _keep_gradients(self, bound: BoundReduce) -> None:
         """Have the DTensors that ``bound`` lands kept from step to step."""
         start = 0
         for part in bound.reduce.parts:
             params = [param for param, _ in bound.parts[start : start + len(part.plan.steps)]]
-            part.keep_gradients(partial(_gradient_of, params, bound.as_gradient), partial(_have_gradients, params))
+            part.keep_gradients(partial(gradient_of, params, bound.as_gradient), partial(have_gradients, params))
             start += len(params)
 
     def free_unused(self) -> None:
@@ -241,7 +261,7 @@ class GroupGradients:
         for bound in self._bound.values():
             bound.reduce.free_unused()
 
-    def _take_all(self, bound: _BoundReduce) -> list[Any]:
+    def _take_all(self, bound: BoundReduce) -> list[Any]:
         """The gradient that each step of ``bound`` reduces, off the unsharded parameters, or None."""
         if bound.is_wrapped:
             return self._take_parts(bound)
@@ -252,7 +272,7 @@ class GroupGradients:
             param.grad = None
         return grads
 
-    def _take_parts(self, bound: _BoundReduce) -> list[torch.Tensor | None]:
+    def _take_parts(self, bound: BoundReduce) -> list[torch.Tensor | None]:
         taken = {param: self._take(param) for param in dict.fromkeys(param for param, _ in bound.parts)}
         return [_inner_gradient(part, taken[part.param]) for part in bound.parts]
 
@@ -265,26 +285,28 @@ class GroupGradients:
         grad, param.accumulated = param.accumulated, None
         return grad
 
-    def _complete(self, bound: _BoundReduce, grads: list[torch.Tensor | None]) -> None:
+    def _complete(self, bound: BoundReduce, grads: list[torch.Tensor | None], *, without_early: bool) -> None:
         """Make ``grads`` one gradient per step, of one dtype per plan. The layout of a reduction is the same on all
         ranks, whatever autograd did on this one: a parameter without a gradient contributes zeros."""
         if len(bound.reduce.plans) == 1 and set(map(type, grads)) == _PLAIN and len(set(map(_dtype_of, grads))) == 1:
             return
+        params = bound.late if without_early else [param for param, _ in bound.parts]
         start = 0
-        for plan in bound.reduce.plans:
-            stop = start + len(plan.steps)
+        for part in bound.reduce.parts:
+            plan = part.plan
+            stop = start + (part.num_late if without_early else len(plan.steps))
             dtypes = {grad.dtype for grad in grads[start:stop] if grad is not None}
             dtype = dtypes.pop() if len(dtypes) == 1 else plan.dtypes.reduce  # some accumulated in that dtype
             for i, grad in enumerate(grads[start:stop], start):
                 if grad is None:
-                    grads[i] = torch.zeros(bound.parts[i].param.layout.shape, dtype=dtype, device=self._mesh.device)
+                    grads[i] = torch.zeros(params[i].layout.shape, dtype=dtype, device=self._mesh.device)
                 elif type(grad) is not torch.Tensor:
-                    _refuse_gradient(bound.parts[i].param, grad)
+                    _refuse_gradient(params[i], grad)
                 elif grad.dtype is not dtype:
                     grads[i] = grad.to(dtype)
             start = stop
 
-    def _receive(self, received: _Sums, earlier: _Sums | None, all_reduce: bool) -> None:
+    def _receive(self, received: Reduced, earlier: Reduced | None, all_reduce: bool) -> None:
         """The sums over the shard axis are complete: keep them, or carry them on."""
         if earlier is not None:
             received.bound.reduce.add(received.sums, earlier.sums)
@@ -295,86 +317,22 @@ class GroupGradients:
         else:
             self._land(received)
 
-    def _land(self, received: _Sums) -> None:
+    def _land(self, received: Reduced) -> None:
         """Sum over the replicate axis, average, and hand over to the sharded parameters. If those live on the host,
         the CPU does so when it has waited for the copies."""
         reduce = received.bound.reduce
         reduce.all_reduce(received.sums)
         averaged = received._replace(sums=reduce.average(received.sums))
         if not self._home.is_staged:
-            self.has_run_hooks = _hand_over(averaged)
+            self.has_run_hooks = hand_over(averaged)
             return
         copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in averaged.sums]
         on_host = averaged._replace(sums=[copy.tensors for copy in copies])  # nothing keeps the memory on the device
-        self._landings.append(Landing(copies, partial(_hand_over, on_host)))
+        self._landings.append(Landing(copies, partial(hand_over, on_host)))
 
 
-def _hand_over(averaged: _Sums) -> bool:
-    """Set or add to ``.grad``, and run the user's hooks on the parameters. Returns whether there were any."""
-    bound, present = averaged.bound, averaged.present
-    shards = bound.reduce.shards(averaged.sums)
-    kept = bound.reduce.kept_gradients(averaged.sums)
-    if bound.is_wrapped:
-        params, shards = _wrapped(list(compress(zip(bound.parts, shards, strict=True), present)))
-    else:
-        params = [param.sharded for param, _ in bound.parts]
-        if False in present:
-            params, shards = list(compress(params, present)), list(compress(shards, present))
-            kept = list(compress(kept, present))
-    _deposit(params, shards, kept, bound.as_gradient)
-    has_hooks = _torch.have_post_accumulate_grad_hooks(params)
-    if has_hooks:
-        _run_hooks(params)
-    return has_hooks
-
-
-def _gradient_of(
-    params: list[ShardedParam],
-    as_gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    i: int,
-    shard: torch.Tensor,
-) -> torch.Tensor:
-    return as_gradient(params[i].sharded, shard)
-
-
-def _have_gradients(params: list[ShardedParam]) -> bool:
-    return any(param.sharded.grad is not None for param in params)
-
-
-def _is_alike(earlier: _BoundReduce, bound: _BoundReduce) -> bool:
-    """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured in between."""
-    if earlier is bound:
-        return True
-    layouts = [[(plan.steps, plan.dtypes, plan.factors.before) for plan in b.reduce.plans] for b in (earlier, bound)]
-    return earlier.parts == bound.parts and layouts[0] == layouts[1]
-
-
-def _deposit(
-    params: list[nn.Parameter],
-    shards: list[torch.Tensor],
-    kept: list[torch.Tensor],
-    as_gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> None:
-    """Set or add to ``.grad`` of the sharded parameters. ``kept``: the gradients on ``shards``, if they were kept."""
-    before = _torch.grads_of(params)
-    if not any(map(_is_there, before)):
-        _torch.set_grads(params, kept or map(as_gradient, params, shards))
-        return
-    targets, values = [], []
-    for i, (param, earlier, shard) in enumerate(zip(params, before, shards, strict=True)):
-        if earlier is None:
-            param.grad = kept[i] if kept else as_gradient(param, shard)
-        else:
-            targets.append(_torch.local_of(earlier))
-            values.append(shard)
-    _torch.foreach_add(targets, values)
-
-
-def _run_hooks(params: list[nn.Parameter]) -> None:
-    """Run the user's hooks on the sharded parameters as autograd would."""
-    for param in params:
-        for hook in _torch.post_accumulate_grad_hooks(param):
-            hook(param)
+def _nothing() -> None:
+    """What comes when early gradients have arrived: the rest lands with them."""
 
 
 def _unsharded_grad(param: ShardedParam) -> torch.Tensor | None:
@@ -398,7 +356,7 @@ def _accumulate(param: ShardedParam, grad: torch.Tensor) -> None:
         param.accumulated += grad
 
 
-def _inner_gradient(part: _Part, grad: torch.Tensor | None) -> torch.Tensor | None:
+def _inner_gradient(part: Part, grad: torch.Tensor | None) -> torch.Tensor | None:
     """What ``part`` is of ``grad``. A plain gradient counts for each inner tensor."""
     return grad if grad is None or part.name not in _torch.inner_names(grad) else getattr(grad, part.name)
 
@@ -409,18 +367,3 @@ def _refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
         "may be of a subclass only if the unsharded parameter is a wrapper of the same class, whose inner tensors all "
         "have its shape and dtype. Let the subclass compute plain gradients, or take its activations apart."
     )
-
-
-def _wrapped(landed: list[tuple[_Part, torch.Tensor]]) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """Parameters and their gradients' shards: inner tensors that belong together as one of the parameter's class."""
-    by_param: dict[ShardedParam, dict[str, torch.Tensor]] = {}
-    for part, shard in landed:
-        own = alias(
-            shard, int(shard.storage_offset()), shard.shape, shard.stride()
-        )  # subclasses compare storage offsets
-        by_param.setdefault(part.param, {})[part.name] = own if part.name else shard
-    shards = [
-        parts[""] if "" in parts else _torch.rewrapped(_torch.local_of(param.sharded), parts)
-        for param, parts in by_param.items()
-    ]
-    return [param.sharded for param in by_param], shards

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp2 import _torch
 from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
 from fsdp2.api import ScheduleError
 from fsdp2.bindings import Bindings
@@ -48,10 +49,15 @@ class ParamGroup:
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
         self.story: Callable[[], str] = lambda: "none"  # the root's recent events, for error messages
         self._on_halfway: Callable[[], None] = lambda: None
-        self._halfway: RemovableHandle | None = None
+        self._on_early: Callable[[], None] = lambda: None
+        self._watches: list[RemovableHandle] = []
+        self._early: tuple[ShardedParam, ...] = ()  # whose gradients are watched
+        self._watched_backward = -1
+        self._num_missing = 0  # of those gradients, in that backward
         self.params = [ShardedParam(record, mesh) for record in records]
         self._comm = comm_for(mesh.shard, mesh.device)
         self.gradients = GroupGradients(self.params, mesh, self._comm, home)
+        self.gradients.on_bound = partial(_watch_gradients, weakref.ref(self))
         self._bindings = Bindings(self.params)
         self._gathered: GatheredMemory | None = None
         self._regions: object = None
@@ -77,10 +83,21 @@ class ParamGroup:
         self._resting = None
         self._footprint: UnitBytes | None = None
 
-    def attach(self, name: str, story: Callable[[], str], on_halfway: Callable[[], None]) -> None:
+    def attach(
+        self,
+        name: str,
+        story: Callable[[], str],
+        on_halfway: Callable[[], None],
+        on_early: Callable[[], None] | None,
+    ) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` tells that
-        root's recent events; ``on_halfway`` is called in backward on the CPU when half of the gradients are there."""
+        root's recent events. ``on_early`` is called in backward when the gradients are there that are reduced ahead of
+        the rest; None: there are none. If so, ``on_halfway`` is called, on the CPU, when half of the gradients are
+        there."""
         self.name, self.story, self._on_halfway = name or "(root)", story, on_halfway
+        self.gradients.split(on_early is not None)
+        if on_early is not None:
+            self._on_early = on_early
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
 
@@ -361,26 +378,43 @@ class ParamGroup:
         for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
             unsharded.requires_grad_(requires_grad)
         self._trainable = tuple(i for i, requires_grad in enumerate(self._requires_grad) if requires_grad)
-        self._watch_halfway()
+        self.watch_gradients()
+
+    def watch_gradients(self) -> None:
+        """Have ``on_early`` or ``on_halfway`` called in backward."""
+        for handle in self._watches:
+            handle.remove()
+        self._watches.clear()
+        self._early = self.gradients.early(self._trainable)
+        if self._early:
+            self._watched_backward = -1
+            note = partial(_note_gradient, weakref.ref(self))
+            unsharded = [param.unsharded for param in self._early if param.unsharded is not None]
+            self._watches = [param.register_post_accumulate_grad_hook(note) for param in unsharded]
+        elif not self._services.streams.runs_ahead:  # there it would hold up compute where communication is slower
+            self._watch_halfway()
 
     def _watch_halfway(self) -> None:
-        """On the CPU, have ``on_halfway`` called when about half of this group's gradients, in bytes, are there."""
-        if self._halfway is not None:
-            self._halfway.remove()
-            self._halfway = None
-        if self._services.streams.runs_ahead:  # would hold up compute wherever communication is the slower of the two
-            return
         left = sum(self._unsharded[i].numel() for i in self._trainable) / 2
         for i in reversed(self._trainable):  # backward reaches the parameters that forward used last first
             left -= self._unsharded[i].numel()
             if left <= 0:
                 report = partial(_report_halfway, weakref.ref(self))
-                self._halfway = self._unsharded[i].register_post_accumulate_grad_hook(report)
+                self._watches.append(self._unsharded[i].register_post_accumulate_grad_hook(report))
                 return
 
     def report_halfway(self) -> None:
         """Half of the gradients are there."""
         self._on_halfway()
+
+    def note_gradient(self) -> None:
+        """One more early gradient is complete: in one backward, autograd accumulates into a leaf once."""
+        backward = _torch.running_backward()
+        if backward != self._watched_backward:
+            self._watched_backward, self._num_missing = backward, len(self._early)
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self._on_early()
 
     def _transition(self, event: GroupEvent) -> GroupState:
         before = self.state
@@ -409,6 +443,10 @@ class ParamGroup:
             return None
         return self.gradients.reduce(self._trainable, self.options, self._services, with_unused=with_unused)
 
+    def begin_reduce(self) -> PendingReduce | None:
+        """Start reducing what is reduced ahead of the rest; ``reduce`` goes on with that."""
+        return self.gradients.begin(self._trainable, self.options)
+
     def reduce_partial(self) -> PendingReduce | None:
         """Start summing over the replicate axis what backwards have summed over the shard axis only; None if there is
         nothing, or if the user wants that to stay."""
@@ -419,6 +457,18 @@ def _report_halfway(group: weakref.ref[ParamGroup], _: torch.Tensor) -> None:
     """Autograd holds this where the garbage collector does not look: a strong reference would keep the group alive."""
     if (alive := group()) is not None:
         alive.report_halfway()
+
+
+def _watch_gradients(group: weakref.ref[ParamGroup]) -> None:
+    """As ``_report_halfway``."""
+    if (alive := group()) is not None:
+        alive.watch_gradients()
+
+
+def _note_gradient(group: weakref.ref[ParamGroup], _: torch.Tensor) -> None:
+    """As ``_report_halfway``."""
+    if (alive := group()) is not None:
+        alive.note_gradient()
 
 
 def _regions(plan: GatherPlan, flats: FlatShards) -> object:

@@ -89,8 +89,7 @@ class Performer:
     def start(self, actions: Actions) -> None:
         """Perform what comes right before a unit computes. If nothing is gathered meanwhile, the pass is unlikely to
         gather any more."""
-        has_gathered = self.do(actions)
-        self.services.memory.keep_freed(for_reuse=has_gathered and self.admission is None)
+        self.services.memory.keep_freed(for_reuse=self.do(actions))
 
     def do(self, actions: Actions) -> bool:
         """Perform ``actions``. Returns whether a gather was started."""
@@ -107,8 +106,8 @@ class Performer:
         unit = self._units[index]
         if action is Action.LAND:
             return (self.reductions.land,)
-        if action is Action.REDUCE:
-            return (partial(self._reduce, unit),)
+        if action in (Action.REDUCE, Action.REDUCE_EARLY):
+            return (partial(self._reduce if action is Action.REDUCE else self._reduce_early, unit),)
         return tuple(getattr(group, _OF_GROUPS[action]) for group in unit.groups)
 
     def _do_observed(self, actions: Actions) -> bool:
@@ -122,7 +121,7 @@ class Performer:
                 has_gathered |= run() is True
             sizes = [group.unsharded_nbytes for group in unit.groups]
             changed = [n for n, old, group in zip(sizes, before, unit.groups, strict=True) if old is not group.state]
-            if action is Action.REDUCE:
+            if action in (Action.REDUCE, Action.REDUCE_EARLY):
                 changed = [0] if self._has_reduced else []
             elif action is Action.LAND:
                 changed = [0] * pending
@@ -134,6 +133,10 @@ class Performer:
         for group in unit.groups:
             group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
             self._has_reduced |= self.reductions.start(group, with_unused=unit.rules.reduces_unused)
+
+    def _reduce_early(self, unit: PerformedUnit) -> None:
+        for group in unit.groups:
+            self._has_reduced |= self.reductions.begin(group)
 
     # Between passes
 

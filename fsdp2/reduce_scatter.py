@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
 from fsdp2 import _torch
-from fsdp2.all_gather import pieces
 from fsdp2.comm import ReduceComm, all_reduce
 from fsdp2.kept_gradients import KeptGradients, Place
-from fsdp2.layout import Layout, ShardLayout, contiguous_stride
+from fsdp2.layout import contiguous_stride
 from fsdp2.mesh import ParallelMesh
+from fsdp2.packing import CopiedRows, pack_strided
 from fsdp2.plan import ReducePlan, Route
 from fsdp2.services import Services
 from fsdp2.streams import Streams, Waitable
@@ -62,6 +63,11 @@ class PendingReduce:
             self._done = self._streams.record()
         return self
 
+    def joined(self, behind: PendingReduce) -> PendingReduce:
+        """This one and ``behind``, launched after it, as one, before either is told what comes then."""
+        works, keep = [*self._works, *behind._works], (self._keep, behind._keep)
+        return PendingReduce(works, keep, self._streams, behind._read)
+
     def drop(self) -> None:
         """Wait, but do not land."""
         self._then = None
@@ -88,42 +94,68 @@ class _Part:
 
     Attributes:
         kept: where gradients land, if that is kept from step to step.
+        num_late: how many steps do not travel early.
         reads: until when the reduction reads the gradients that were prepared last.
     """
 
     def __init__(self, plan: ReducePlan, mesh: ParallelMesh, services: Services, hook: AllReduceHook | None) -> None:
-        self.plan = plan
+        self.plan, self.num_late = plan, len(plan.steps) - plan.num_early
         self.kept: KeptGradients | None = None
         self._hook = hook
         self._mesh, self._streams, self._memory = mesh, services.streams, services.memory
         self._rows = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.ROWS]
         self._strided = [(i, s) for i, s in enumerate(plan.steps) if s.route is Route.STRIDED]
-        self._direct = [i for i, s in enumerate(plan.steps) if s.route is Route.DIRECT]
+        self._direct = [i for i, s in enumerate(plan.steps[: self.num_late]) if s.route is Route.DIRECT]
         self._packed = [i for i, step in self._rows if step.layout.numel > 0]
         layouts = [plan.steps[i].layout for i in self._packed]
         # On the CPU, pack_rows would pad and cast in memory of its own.
         is_copied_once = mesh.device.type != "cpu" or (
             plan.dtypes.param is plan.dtypes.reduce and all(layout.is_even for layout in layouts)
         )
-        self._pack_rows = _torch.pack_rows if is_copied_once else _CopiedRows(layouts)
+        self._pack_rows = _torch.pack_rows if is_copied_once else CopiedRows(layouts)
         self._rows_numel = sum(step.layout.chunk_numel for _, step in self._rows)
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
         self._places: list[Place] = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
         self.reads = Reads.WHEN_PACKED
 
-    def prepare(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Take ``grads``, one per step, out of the list, so that each is freed when it has been copied or sent.
-
-        Returns the buffers that receive this rank's sums (one flat buffer ``[flat_numel]`` of reduce dtype), and
-        outputs and inputs for the comm.
-        """
+    def receive(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The buffers that receive this rank's sums (one flat buffer ``[flat_numel]`` of reduce dtype), and what each
+        call of the comm fills of them."""
         flat = self._new_buffer()
         calls = self.plan.calls
-        outputs = [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
-        inputs = self._inputs(grads)
-        if self.plan.factors.before != 1.0:
+        return [flat], [flat] if len(calls) == 1 else [flat.narrow(0, offset, numel) for offset, numel in calls]
+
+    def inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the comm sends of ``grads``, one per step but the early ones. Takes them out of the list, so that each
+        is freed when it has been copied or sent."""
+        num_shards, dtype = self._mesh.shard.size, self.plan.dtypes.reduce
+        inputs = []
+        if self._rows:
+            staging = self._memory.scratch((num_shards, self._rows_numel), dtype)
+            if self._packed:
+                self._pack_rows([grads[i] for i in self._packed], staging)
+            inputs.append(staging.view(-1))
+        if self._strided:
+            inputs.append(pack_strided([(grads[i], step.layout) for i, step in self._strided], dtype))
+        direct = [grads[i] for i in self._direct]
+        grads.clear()
+        return self._with_direct(inputs, direct)
+
+    def early_inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same of ``grads``, one per early step."""
+        direct = grads.copy()
+        grads.clear()
+        return self._with_direct([], direct)
+
+    def _with_direct(self, inputs: list[torch.Tensor], direct: list[torch.Tensor]) -> list[torch.Tensor]:
+        """``inputs``, and behind them ``direct``, emptied, in reduce dtype; divided."""
+        dtype = self.plan.dtypes.reduce
+        self.reads = Reads.WHEN_SENT if any(grad.dtype is dtype for grad in direct) else Reads.WHEN_PACKED
+        while direct:
+            inputs.append(direct.pop(0).reshape(-1).to(dtype))
+        if self.plan.factors.before != 1.0 and inputs:
             _torch.foreach_div(inputs, self.plan.factors.before)
-        return [flat], outputs, inputs
+        return inputs
 
     def average(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """Divide the complete sums in place, run the user's hook on them, and cast them to the dtype of the sharded
@@ -173,23 +205,6 @@ class _Part:
             for tensor in sums:
                 hook.run(tensor)
 
-    def _inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        num_shards, dtype = self._mesh.shard.size, self.plan.dtypes.reduce
-        inputs = []
-        if self._rows:
-            staging = self._memory.scratch((num_shards, self._rows_numel), dtype)
-            if self._packed:
-                self._pack_rows([grads[i] for i in self._packed], staging)
-            inputs.append(staging.view(-1))
-        if self._strided:
-            inputs.append(_pack_strided([(grads[i], step.layout) for i, step in self._strided], dtype))
-        direct = [grads[i] for i in self._direct]
-        self.reads = Reads.WHEN_SENT if any(grad.dtype is dtype for grad in direct) else Reads.WHEN_PACKED
-        grads.clear()
-        while direct:
-            inputs.append(direct.pop(0).reshape(-1).to(dtype))
-        return inputs
-
 
 class _LocalPart(_Part):
     """One rank and no cast: the gradients are their own reduction. No buffer, no copy."""
@@ -199,9 +214,12 @@ class _LocalPart(_Part):
     ) -> None:
         """They are autograd's."""
 
-    def prepare(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    def receive(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         self.reads = Reads.WHEN_LANDED
-        return grads, [], []
+        return grads, []
+
+    def inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        return []
 
     def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         return sums
@@ -217,8 +235,20 @@ def _bound(plan: ReducePlan, mesh: ParallelMesh, services: Services, hook: AllRe
 Sums = list[list[torch.Tensor]]  # per plan, the buffers that hold its sums
 
 
+class Begun(NamedTuple):
+    """A reduction whose early half is on its way. ``rest``: per plan, what the calls to come fill."""
+
+    sums: Sums
+    rest: list[list[torch.Tensor]]
+
+
 class Reduce:
-    """The plans of a group, one per combination of dtypes, bound to a comm and streams. All travel in one launch."""
+    """The plans of a group, one per combination of dtypes, bound to a comm and streams. All travel in one launch, or in
+    two: what is early, and the rest.
+
+    Attributes:
+        num_early: how many steps are early.
+    """
 
     def __init__(
         self,
@@ -231,32 +261,78 @@ class Reduce:
         self.plans = tuple(plans)
         self._mesh, self._comm, self.streams = mesh, comm, services.streams
         self.parts = [_bound(plan, mesh, services, hook) for plan in plans]
+        self.num_early = sum(plan.num_early for plan in plans)
 
-    def issue(self, grads: list[torch.Tensor]) -> tuple[Sums, PendingReduce]:
-        """Start reducing ``grads``, one per step of the plans, in their unsharded shapes.
+    def begin(self, grads: list[torch.Tensor]) -> tuple[Begun, PendingReduce]:
+        """Start reducing ``grads``, one per early step. Otherwise as ``issue``."""
+        self.streams.reduce_after_compute()
+        keep = grads.copy() if self.streams.runs_ahead else []
+        begun, outputs, inputs = Begun([], []), list[torch.Tensor](), list[torch.Tensor]()
+        with self.streams.on_reduce():
+            for part in self.parts:
+                buffers, calls = part.receive([])
+                inputs += part.early_inputs(_taken(grads, part.plan.num_early))
+                num_late = len(calls) - part.plan.num_early
+                outputs += calls[num_late:]
+                begun.sums.append(buffers)
+                begun.rest.append(calls[:num_late])
+            return begun, self._launched(outputs, inputs, keep)
+
+    def issue(self, grads: list[torch.Tensor], begun: Begun | None = None) -> tuple[Sums, PendingReduce]:
+        """Start reducing ``grads``, one per step of the plans, in their unsharded shapes; without the early ones if
+        those have ``begun``.
 
         Takes the gradients out of the list. Returns what receives this rank's sums, and what is pending.
         """
+        ahead: PendingReduce | None = None
+        if begun is None and self.num_early:
+            grads, early = self._without_early(grads)
+            begun, ahead = self.begin(early)
         self.streams.reduce_after_compute()
-        grads_to_keep = grads.copy() if self.streams.runs_ahead else []  # the reduce stream reads them later
+        keep = grads.copy() if self.streams.runs_ahead else []  # the reduce stream reads them later
         sums: Sums = []
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
         with self.streams.on_reduce():
             for part in self.parts:
-                mine = grads[: len(part.plan.steps)]
+                mine = grads[: part.num_late]
                 del grads[: len(mine)]
-                buffers, to, values = part.prepare(mine)
+                if begun is None:
+                    buffers, calls = part.receive(mine)
+                else:
+                    buffers, calls = begun.sums[len(sums)], begun.rest[len(sums)]
                 sums.append(buffers)
-                outputs += to
-                inputs += values
-            reads = max([part.reads for part in self.parts])
-            read = self.streams.record() if reads is Reads.WHEN_PACKED else None
-            works = self.streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
-            if reads is Reads.WHEN_SENT:
-                read = self.streams.record()
+                outputs += calls
+                inputs += part.inputs(mine)
+            pending = self._launched(outputs, inputs, keep)
+        return sums, pending if ahead is None else ahead.joined(pending)
+
+    def _launched(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], grads: list[torch.Tensor]
+    ) -> PendingReduce:
+        """``grads``: to keep while they are read."""
+        reads = max([part.reads for part in self.parts])
+        read = self.streams.record() if reads is Reads.WHEN_PACKED else None
+        works = self.streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
+        if reads is Reads.WHEN_SENT:
+            read = self.streams.record()
         # What was packed belongs to the reduce stream: where that has been given all of it, nobody else need keep it.
-        return sums, PendingReduce(works, grads_to_keep or inputs, self.streams, read)
+        return PendingReduce(works, grads or inputs, self.streams, read)
+
+    def _without_early(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        late, early = list[torch.Tensor](), list[torch.Tensor]()
+        for part in self.parts:
+            late += _taken(grads, part.num_late)
+            early += _taken(grads, part.plan.num_early)
+        return late, early
+
+    def with_early(self, late: Sequence[bool], *, early: bool) -> list[bool]:
+        """A flag per step of the plans: those of ``late``, and ``early`` for the early ones."""
+        rest = iter(late)
+        flags: list[bool] = []
+        for part in self.parts:
+            flags += [next(rest) for _ in range(part.num_late)] + [early] * part.plan.num_early
+        return flags
 
     def kept_gradients(self, sums: Sums) -> list[torch.Tensor]:
         """Per step of the plans, the gradient on this rank's shard of ``sums``; empty if they are not kept."""
@@ -292,46 +368,8 @@ class Reduce:
         return [shard for part, mine in zip(self.parts, averaged, strict=True) for shard in part.shards(mine)]
 
 
-class _CopiedRows:
-    """``_torch.pack_rows`` without copies that are padded or cast first. Of ``[rows, n]``, what a gradient fills whole
-    is copied at once, and its last, partial row after that."""
-
-    def __init__(self, layouts: Sequence[ShardLayout]) -> None:
-        self._sizes = [layout.chunk_numel for layout in layouts]
-        self._whole = [(layout.numel // layout.chunk_numel, layout.chunk_numel) for layout in layouts]
-        self._heights = sorted({rows for rows, _ in self._whole})
-        rests = [layout.numel % layout.chunk_numel for layout in layouts]
-        starts = [sum(self._sizes[:i]) for i in range(len(layouts))]
-        self._partial = [(i, starts[i], rest) for i, rest in enumerate(rests) if rest > 0]
-        # With as many ranks as rows, or more, most gradients have the shape already.
-        self._reshaped = [
-            i for i, layout in enumerate(layouts) if rests[i] == 0 and tuple(layout.shape) != self._whole[i]
-        ]
-        self._is_padded = not all(layout.is_even for layout in layouts)
-
-    def __call__(self, grads: list[torch.Tensor], out: torch.Tensor) -> None:
-        if self._is_padded:
-            out.zero_()
-        columns = {rows: out.narrow(0, 0, rows).split_with_sizes(self._sizes, dim=1) for rows in self._heights}
-        targets = [columns[rows][i] for i, (rows, _) in enumerate(self._whole)]
-        sources = grads.copy()
-        for i in self._reshaped:
-            sources[i] = grads[i].reshape(self._whole[i])
-        for i, start, numel in self._partial:
-            values, (rows, n) = grads[i].reshape(-1), self._whole[i]
-            sources[i] = values[: rows * n].view(rows, n)
-            sources.append(values[rows * n :])
-            targets.append(out[rows, start : start + numel])
-        _torch.foreach_copy(targets, sources)
-
-
-def _pack_strided(grads: Sequence[tuple[torch.Tensor, Layout]], dtype: torch.dtype) -> torch.Tensor:
-    """Rank-major ``[W * n]``: each rank's piece of every gradient, padded to the chunk."""
-    num_shards = grads[0][1].num_shards
-    packed = grads[0][0].new_zeros((num_shards, sum(layout.chunk_numel for _, layout in grads)), dtype=dtype)
-    offset = 0
-    for grad, layout in grads:
-        for row, piece in zip(packed, pieces(grad, layout), strict=True):
-            row.narrow(0, offset, piece.numel()).view(piece.shape).copy_(piece)
-        offset += layout.chunk_numel
-    return packed.view(-1)
+def _taken(tensors: list[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """The first ``count``, taken out of the list."""
+    taken = tensors[:count]
+    del tensors[:count]
+    return taken

@@ -28,7 +28,17 @@ class Reductions:
     def start(self, group: ParamGroup, *, with_unused: bool) -> bool:
         """Start reducing ``group``, when there is room. Returns whether anything was started."""
         self.make_room(group)
-        return self._add(group, group.reduce(with_unused=with_unused))
+        has_started = self._add(group, group.reduce(with_unused=with_unused))
+        if group.gradients.has_latecomers:
+            group.gradients.has_latecomers = False
+            self.make_room(group)
+            self._add(group, group.reduce(with_unused=with_unused))
+        return has_started
+
+    def begin(self, group: ParamGroup) -> bool:
+        """Start reducing the early gradients of ``group``, when there is room. Returns whether anything was started."""
+        self.make_room()
+        return self._add(group, group.begin_reduce())
 
     def start_partial(self, group: ParamGroup) -> None:
         """Carry on what ``group`` has reduced over the shard axis only."""
@@ -52,7 +62,7 @@ class Reductions:
     def land_down_to(self, count: int) -> None:
         """Land the oldest until no more than ``count`` are in flight."""
         while len(self._pending) > count:
-            self._pending.pop(0)[1].finish()
+            self._finish(*self._pending.pop(0))
 
     def drop(self) -> None:
         """Wait for everything, and land nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -116,11 +117,14 @@ class Unit:
             if group.is_outdated():
                 group.reshard()
 
-    def join(self, context: RootContext, index: int, name: str) -> None:
-        """Work in ``context`` from now on, under ``name``, the module's name from its root."""
+    def join(self, context: RootContext, index: int, name: str, *, is_leaf: bool) -> None:
+        """Work in ``context`` from now on, under ``name``, the module's name from its root. ``is_leaf``: no other unit
+        is inside."""
+        splits = is_leaf and len(self.modules) == len(self.groups) == 1
+        on_early = partial(context.on_early, self) if splits else None
         self._context, self.index, self.name = context, index, name or "(root)"
         for group in self.groups:
-            group.attach(name, context.performer.story, context.on_halfway)
+            group.attach(name, context.performer.story, context.on_halfway, on_early)
 
     def configure(self, **changes: object) -> None:
         """Replace rules of the schedule."""
@@ -195,8 +199,11 @@ class RootContext:
             for unit in dict.fromkeys([*before, *self.units]):
                 if (unit._context is self) is not (unit in found):
                     unit.leave()
+        names = list(found.values())
         for index, (unit, name) in enumerate(found.items()):
-            unit.join(self, index, name)
+            following = names[index + 1 : index + 2]  # a unit's own units follow it
+            is_leaf = not any(other.startswith(f"{name}." if name else "") for other in following)
+            unit.join(self, index, name, is_leaf=is_leaf)
         if self.units != before:
             earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
             self.schedule.take_over(earlier)
@@ -308,6 +315,10 @@ class RootContext:
     def post_backward(self, unit: Unit) -> None:
         self.performer.note("post_backward", unit)
         self.performer.do(self.schedule.post_backward(unit.index))
+
+    def on_early(self, unit: Unit) -> None:
+        """The gradients of a large unit are there that leave now and are freed while the others are computed."""
+        self.performer.do(self.schedule.half_backward(unit.index))
 
     def on_halfway(self) -> None:
         """Half of a unit's gradients are there, and the oldest reduction in flight has had that time to travel.

@@ -276,6 +276,7 @@ class SameHostComm:
     # (benchmarks/gloo_step.py --direct-min-nbytes).
     direct_min_nbytes = 16 * 1024
     reduces_uneven = True
+    splits = True
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -289,3 +290,9 @@ class SameHostComm:
         transfer = _Reduction(self._transfers, next(self._reductions), outputs, values)
         self._transfers.launch(transfer)
         return (transfer,)
+
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return 0  # what ``_scratch`` takes it takes once, however much is reduced

@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"offload", "streams", "buffers", "comm", "custom_comm", "services"}  # devices
     | {"same_host", "host_meeting", "host_ranks", "remote_memory"},
     {"param", "plan", "footprint", "changes", "bindings"},  # compiled, plain data
-    {"all_gather", "reduce_scatter", "kept_gradients"}  # effects, on one group
+    {"all_gather", "packing", "reduce_scatter", "kept_gradients", "landing"}  # effects, on one group
     | {"extended", "shards", "gradients", "resting", "group"}
     | {"reductions", "admission", "performer", "runtime"},  # and on all groups of a root
     {"hooks", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface

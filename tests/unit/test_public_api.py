@@ -67,6 +67,7 @@ DataParallelMeshDims
 ExtensionError
 FSDPModule
 GradientReductionHandle
+MemoryLimitError
 MixedPrecisionPolicy
 Observer
 OffloadPolicy
@@ -78,6 +79,7 @@ clip_grad_norm_
 extensions
 flatten_optimizer
 fully_shard
+memory_plan
 register_fsdp_forward_method
 share_comm_ctx
 trace""",
