@@ -19,6 +19,7 @@ import argparse
 import gc
 import math
 import multiprocessing
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
 import fsdp2.tensors
+from fsdp2 import plan
 from fsdp2.tensors import wrap_parameters
 
 VOCABULARY = 50257
@@ -211,13 +213,20 @@ def recorded(peer: str, case: Case, *, with_stack: bool = False) -> Recorded:
             step()
     roots = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
     events = list(_descendants(roots))
-    measured = next(event for event in events if event.name == "measured")
-    allocations = sorted((e for e in events if e.name == "[memory]"), key=lambda event: event.start_time_ns)
+    measured = next(event for event in events if _name(event) == "measured")
+    allocations = sorted((e for e in events if _name(e) == "[memory]"), key=lambda event: event.start_time_ns)
     return Recorded(allocations, (measured.start_time_ns, measured.end_time_ns), shards_nbytes)
 
 
 def _local(parameter: Tensor) -> Tensor:
     return getattr(parameter, "_local_tensor", parameter)
+
+
+def _name(event: Any) -> str:
+    try:
+        return str(event.name)
+    except UnicodeDecodeError:  # torch 2.13 garbles some names of Python functions
+        return "?"
 
 
 def _descendants(events: list[Any]) -> Iterator[Any]:
@@ -228,8 +237,10 @@ def _descendants(events: list[Any]) -> Iterator[Any]:
         stack += event.children
 
 
-def peak_nbytes(peer: str, case: Case) -> int:
-    """Peak of a step beyond the shards; run in a process of its own."""
+def peak_nbytes(peer: str, case: Case, one_launch: bool) -> int:
+    """Peak of a step beyond the shards; run in a process of its own. ``one_launch``: nothing is reduced early."""
+    if one_launch:
+        plan.SPLIT_MIN_NBYTES = sys.maxsize
     run = recorded(peer, case)
     live, peak = 0, 0
     for event in run.events:
@@ -265,8 +276,8 @@ def _cause(event: Any, num_names: int = 4) -> str:
     """The innermost operations and functions of FSDP around an allocation."""
     names = []
     while (event := event.parent) is not None and len(names) < num_names:
-        name = event.name.rpartition("/")[2]
-        if "fsdp" in event.name or "peak_memory" in name or name.startswith("aten::") or "Backward" in name:
+        name = _name(event).rpartition("/")[2]
+        if "fsdp" in _name(event) or "peak_memory" in name or name.startswith("aten::") or "Backward" in name:
             names.append(name.removeprefix("autograd::engine::evaluate_function: "))
     return " < ".join(names)
 
@@ -289,10 +300,11 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def row(case: Case) -> list[object]:
+def row(case: Case, one_launch: bool) -> list[object]:
     peers = [peer for peer in PEERS if not (peer == "FSDP1" and case.hooks)]
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
-        peaks = dict(zip(peers, pool.starmap(peak_nbytes, [(peer, case) for peer in peers], chunksize=1), strict=True))
+        arguments = [(peer, case, one_launch) for peer in peers]
+        peaks = dict(zip(peers, pool.starmap(peak_nbytes, arguments, chunksize=1), strict=True))
     ours, limit = peaks.pop("fsdp2"), limit_nbytes(case)
     group = _numel(Block(case.width)) * (case.param or torch.float32).itemsize
     figures = [group, limit, ours, *(peaks.get(peer) for peer in PEERS if peer != "fsdp2")]
@@ -305,6 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=[""], help="only rows whose name starts like one of these")
     parser.add_argument("--timeline", action="store_true", help="print what is alive at the peak instead of the table")
+    parser.add_argument("--one-launch", action="store_true", help="reduce all gradients of a group in one launch")
     arguments = parser.parse_args()
     cases = [case for case in CASES if case.name.startswith(tuple(arguments.cases))]
     if arguments.timeline:
@@ -314,7 +327,15 @@ def main() -> None:
         return
     columns = ["", "one group", "limit", *PEERS, "of limit", "of FSDP2", "of FSDP1", "ratio"]
     note = "ratio: to the smaller of the peers. FSDP1 takes no parameters that are tensor subclasses."
-    peaks = Table("main", "KiB", columns, [row(case) for case in cases], noise=0, note=note, plot=Ratios())
+    peaks = Table(
+        "main",
+        "KiB",
+        columns,
+        [row(case, arguments.one_launch) for case in cases],
+        noise=0,
+        note=note,
+        plot=Ratios(peer="the smaller of torch's FSDP2 and FSDP1"),
+    )
     publish("peak_memory", "Peak of one step beyond the shards", [peaks])
 
 
