@@ -101,8 +101,17 @@ class CollectiveComm:
         return 0
 
 
-_FIRST_TAG = 7101  # away from 0, which user code on the same group is likely to use
-_tags: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
+# Every comm has channels of its own: if the ranks' programs diverge, a message of one parameter group is never taken
+# for that of another. Every rank makes its comms on a process group in the same order; else see match_channels.
+_FIRST_CHANNEL = 7101  # tags of messages: away from 0, which user code on the same group is likely to use
+_next_channel: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def _new_channels(group: dist.ProcessGroup) -> tuple[int, int]:
+    """One for gathers, one for reductions."""
+    first = _next_channel.get(group, _FIRST_CHANNEL)
+    _next_channel[group] = first + 2
+    return first, first + 1
 
 
 class PeerComm:
@@ -122,10 +131,7 @@ class PeerComm:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
-        # Tags of its own: if the ranks' programs diverge, a message of one parameter group is never taken for that of
-        # another. Every rank makes its comms on a process group in the same order.
-        tags = _tags.setdefault(group, itertools.count(_FIRST_TAG))
-        self._gather_tag, self._reduce_tag = next(tags), next(tags)
+        self._gather_tag, self._reduce_tag = _new_channels(group)
         # Staggered, so that no rank is everybody's first target.
         self._targets = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._sources = [(self._rank - step) % self._size for step in range(1, self._size)]
@@ -234,7 +240,7 @@ def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> Axi
         return LocalComm()
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
         transfers = _transfers_on(axis, device)
-        return PeerComm(axis.group) if transfers is None else SameHostComm(transfers)
+        return PeerComm(axis.group) if transfers is None else SameHostComm(transfers, *_new_channels(axis.group))
     return CollectiveComm(axis.group, on_stream=device.type != "cpu" and not is_async)
 
 
@@ -259,6 +265,12 @@ def exchange(axis: Axis, value: object) -> list[Any]:
     values: list[Any] = [None] * axis.size
     dist.all_gather_object(values, value, group=axis.group)
     return values
+
+
+def match_channels(axis: Axis) -> None:
+    """Some ranks have made comms on ``axis`` that others have not: have those match that are made from now on."""
+    if axis.group is not None:
+        _next_channel[axis.group] = max(exchange(axis, _next_channel.get(axis.group, _FIRST_CHANNEL)))
 
 
 def all_reduce(axis: Axis, tensor: torch.Tensor) -> Sequence[Waitable]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.agreement import check_agreement
 from fsdp2.api import MixedPrecisionPolicy, ScheduleError
 from fsdp2.changes import change_count, note_change, warn_of_unsharded
 from fsdp2.group import ParamGroup
@@ -174,6 +175,7 @@ class RootContext:
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False  # finalize_backward has started to, and nobody has waited so far
         self.num_resets = 0
+        self._is_agreed = False  # the ranks have compared their units
         note_change()  # for roots around this one, which have not seen its units yet
         self._collect()
 
@@ -194,6 +196,7 @@ class RootContext:
                     f"around it. Call it on the root instead, after set_temporary_memory_limit(None) on '{name}'."
                 )
         before, self.units = self.units, list(found)
+        self._is_agreed = self._is_agreed and self.units == before
         self._seen_changes = change_count()
         if self.units != before:
             for unit in dict.fromkeys([*before, *self.units]):
@@ -211,6 +214,12 @@ class RootContext:
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         self.root.left_alone.update(warn_of_unsharded(self.root.modules, known))
+
+    def _agree(self) -> None:
+        """Find out whether all ranks have these units, before they wait for each other."""
+        if not self._is_agreed:
+            check_agreement(self.root_class, self.units)
+            self._is_agreed = True
 
     # Configuration
 
@@ -267,6 +276,7 @@ class RootContext:
         if self.schedule.forward_root is None and not in_backward:
             if self._seen_changes != change_count():
                 self._collect()
+            self._agree()
             self.order_gathers()
             self.post_optim_event = None
             self._free_unused_gradients()

@@ -104,7 +104,6 @@ class Transfers:
 
     def __init__(self, neighbours: Neighbours) -> None:
         self.neighbours = neighbours
-        self.new_channel = itertools.count().__next__  # every rank makes its comms on a process group in the same order
         self._open: dict[_Key, _Transfer] = {}
         self._ready: dict[_Key, dict[int, Words]] = {}
         neighbours.start(self._on_token, self._on_gone, self._on_failure)
@@ -278,9 +277,10 @@ class SameHostComm:
     reduces_uneven = True
     splits = True
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, gathers: int, reductions: int) -> None:
+        """``gathers``, ``reductions``: their channels, the same numbers on all ranks."""
         self._transfers = transfers
-        self._gathers, self._reductions = _keys(transfers.new_channel()), _keys(transfers.new_channel())
+        self._gathers, self._reductions = _keys(gathers), _keys(reductions)
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         return _BoundGather(self._transfers, self._gathers, outputs, inputs).launch if outputs else tuple

@@ -1,0 +1,100 @@
+"""All ranks gather and reduce the same: compared once, before the first collective that would hang if they did not.
+
+Each rank describes the groups on a mesh, a line per parameter. The ranks of that mesh compare a hash of it in one small
+all-reduce per axis, and exchange the lines only if hashes differ. (I4)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.api import ScheduleError
+from fsdp2.comm import exchange, match_channels
+from fsdp2.group import ParamGroup
+from fsdp2.mesh import ParallelMesh
+from fsdp2.schedule import UnitRules
+
+
+class DescribedUnit(Protocol):
+    """What is described: a unit, by its name and groups."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def groups(self) -> tuple[ParamGroup, ...]: ...
+    @property
+    def rules(self) -> UnitRules: ...
+
+
+def check_agreement(root_class: str, units: Sequence[DescribedUnit]) -> None:
+    """Compare ``units`` with those of the other ranks. Collective on the meshes of their groups.
+
+    Raises:
+        ScheduleError: they differ; on all ranks alike. Names the ranks, the unit and the parameter.
+    """
+    by_mesh: dict[tuple[tuple[int, ...], ...], tuple[ParallelMesh, list[str]]] = {}
+    for unit in units:
+        for group in unit.groups:
+            mesh = group.mesh
+            key = tuple(_ranks(axis.group) for axis in (mesh.shard, mesh.replicate))
+            by_mesh.setdefault(key, (mesh, []))[1].extend(_described(unit, group))
+    for _, (mesh, lines) in sorted(by_mesh.items(), key=lambda item: item[0]):  # on all ranks in the same order
+        if not _is_agreed(mesh, lines):
+            match_channels(mesh.shard)  # for the models that are built next
+            raise ScheduleError(_difference(root_class, mesh, lines))
+
+
+def _is_agreed(mesh: ParallelMesh, lines: Iterable[str]) -> bool:
+    """Whether the least and the greatest hash of all ranks are one: each byte, and what it lacks to 255, reduced to
+    their least."""
+    digest = torch.frombuffer(bytearray(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8)
+    bounds = torch.stack([digest, 255 - digest]).to(mesh.device)
+    for axis in (mesh.shard, mesh.replicate):
+        if axis.size > 1:
+            dist.all_reduce(bounds, dist.ReduceOp.MIN, group=axis.group)
+    least, lacking = bounds.cpu()
+    return torch.equal(least, 255 - lacking)
+
+
+def _described(unit: DescribedUnit, group: ParamGroup) -> list[str]:
+    lines = [f"unit '{unit.name}', after forward: {unit.rules.after_forward.value}"]
+    for param in group.params:
+        lines.append(
+            f"parameter '{param.full_name}' of unit '{unit.name}': {param.dtypes.orig} {param.layout.shape} "
+            f"{'trainable' if param.sharded.requires_grad else 'frozen'}, dim {param.layout.dim} cut in "
+            f"{param.layout.num_shards}, gathered in {param.dtypes.param}, reduced in {param.dtypes.reduce}"
+        )
+    return lines
+
+
+def _difference(root_class: str, mesh: ParallelMesh, lines: list[str]) -> str:
+    """The first line that is not the same on all ranks of ``mesh``."""
+    rank = dist.get_rank()
+    found = [entry for row in exchange(mesh.replicate, exchange(mesh.shard, (rank, lines))) for entry in row]
+    by_line = zip_longest(*(theirs for _, theirs in found), fillvalue="nothing more")
+    differing = next(each for each in by_line if len(set(each)) > 1)
+    ranks = {line: [rank for (rank, _), its in zip(found, differing, strict=True) if its == line] for line in differing}
+    said = [f"  {_named(ranks[line])}: {line}" for line, _ in Counter(differing).most_common()]
+    return "\n".join(
+        [
+            f"{root_class} is not the same on all ranks: they would hang, or add the wrong gradients. The first "
+            "difference:",
+            *said,
+            "Build the model alike on all ranks, with the same calls of fully_shard and the same requires_grad.",
+        ]
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
