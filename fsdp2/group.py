@@ -14,9 +14,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from fsdp2 import _torch
 from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
 from fsdp2.api import ScheduleError
 from fsdp2.bindings import Bindings
@@ -35,6 +33,7 @@ from fsdp2.resting import RestingShards
 from fsdp2.services import compute_stream_services, services_for
 from fsdp2.shards import GroupShards
 from fsdp2.states import TRANSITIONS, GroupEvent, GroupState
+from fsdp2.watch import GradientWatch
 
 
 class ParamGroup:
@@ -48,12 +47,7 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
         self.story: Callable[[], str] = lambda: "none"  # the root's recent events, for error messages
-        self._on_halfway: Callable[[], None] = lambda: None
-        self._on_early: Callable[[], None] = lambda: None
-        self._watches: list[RemovableHandle] = []
-        self._early: tuple[ShardedParam, ...] = ()  # whose gradients are watched
-        self._watched_backward = -1
-        self._num_missing = 0  # of those gradients, in that backward
+        self._watch = GradientWatch()
         self.params = [ShardedParam(record, mesh) for record in records]
         self._comm = comm_for(mesh.shard, mesh.device)
         self.gradients = GroupGradients(self.params, mesh, self._comm, home)
@@ -94,10 +88,10 @@ class ParamGroup:
         root's recent events. ``on_early`` is called in backward when the gradients are there that are reduced ahead of
         the rest; None: there are none. If so, ``on_halfway`` is called, on the CPU, when half of the gradients are
         there."""
-        self.name, self.story, self._on_halfway = name or "(root)", story, on_halfway
+        self.name, self.story, self._watch.on_halfway = name or "(root)", story, on_halfway
         self.gradients.split(on_early is not None)
         if on_early is not None:
-            self._on_early = on_early
+            self._watch.on_early = on_early
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
 
@@ -381,40 +375,14 @@ class ParamGroup:
         self.watch_gradients()
 
     def watch_gradients(self) -> None:
-        """Have ``on_early`` or ``on_halfway`` called in backward."""
-        for handle in self._watches:
-            handle.remove()
-        self._watches.clear()
-        self._early = self.gradients.early(self._trainable)
-        if self._early:
-            self._watched_backward = -1
-            note = partial(_note_gradient, weakref.ref(self))
-            unsharded = [param.unsharded for param in self._early if param.unsharded is not None]
-            self._watches = [param.register_post_accumulate_grad_hook(note) for param in unsharded]
-        elif not self._services.streams.runs_ahead:  # there it would hold up compute where communication is slower
-            self._watch_halfway()
-
-    def _watch_halfway(self) -> None:
-        left = sum(self._unsharded[i].numel() for i in self._trainable) / 2
-        for i in reversed(self._trainable):  # backward reaches the parameters that forward used last first
-            left -= self._unsharded[i].numel()
-            if left <= 0:
-                report = partial(_report_halfway, weakref.ref(self))
-                self._watches.append(self._unsharded[i].register_post_accumulate_grad_hook(report))
-                return
-
-    def report_halfway(self) -> None:
-        """Half of the gradients are there."""
-        self._on_halfway()
-
-    def note_gradient(self) -> None:
-        """One more early gradient is complete: in one backward, autograd accumulates into a leaf once."""
-        backward = _torch.running_backward()
-        if backward != self._watched_backward:
-            self._watched_backward, self._num_missing = backward, len(self._early)
-        self._num_missing -= 1
-        if self._num_missing == 0:
-            self._on_early()
+        """Have the watch tell when gradients are there that are reduced ahead of the rest, or half of all."""
+        early = self.gradients.early(self._trainable)
+        if early:
+            self._watch.for_all_of([param.unsharded for param in early if param.unsharded is not None])
+        elif self._services.streams.runs_ahead:  # there it would hold up compute where communication is slower
+            self._watch.stop()
+        else:
+            self._watch.for_half_of([self._unsharded[i] for i in self._trainable])
 
     def _transition(self, event: GroupEvent) -> GroupState:
         before = self.state
@@ -453,22 +421,10 @@ class ParamGroup:
         return self.gradients.reduce_partial(self.options, self._services)
 
 
-def _report_halfway(group: weakref.ref[ParamGroup], _: torch.Tensor) -> None:
-    """Autograd holds this where the garbage collector does not look: a strong reference would keep the group alive."""
-    if (alive := group()) is not None:
-        alive.report_halfway()
-
-
 def _watch_gradients(group: weakref.ref[ParamGroup]) -> None:
-    """As ``_report_halfway``."""
+    """The gradients are referred to by the group: a strong reference back would keep it alive."""
     if (alive := group()) is not None:
         alive.watch_gradients()
-
-
-def _note_gradient(group: weakref.ref[ParamGroup], _: torch.Tensor) -> None:
-    """As ``_report_halfway``."""
-    if (alive := group()) is not None:
-        alive.note_gradient()
 
 
 def _regions(plan: GatherPlan, flats: FlatShards) -> object:

@@ -252,17 +252,27 @@ def compile_reduces(
     by_dtypes: dict[ParamDtypes, list[tuple[int, PlanInput]]] = {}
     for index, item in enumerate(inputs):
         by_dtypes.setdefault(item.dtypes, []).append((index, item))
-    plans = [
-        _compile_reduce(alike, comm, divide_factors(dtypes.reduce, world_size, factor, behind_hook=behind_hook))
+    plans = tuple(
+        _compile_reduce(
+            tuple(alike),
+            divide_factors(dtypes.reduce, world_size, factor, behind_hook=behind_hook),
+            comm.direct_min_nbytes,
+            comm.reduces_uneven,
+        )
         for dtypes, alike in by_dtypes.items()
-    ]
+    )
     early = _early_half(plans) if splits else set()
+    if not early:
+        return plans
     return tuple(replace(plan, num_early=sum(step.index in early for step in plan.steps)) for plan in plans)
 
 
-def _compile_reduce(inputs: Sequence[tuple[int, PlanInput]], comm: ReduceComm, factors: DivideFactors) -> ReducePlan:
+@lru_cache(maxsize=_MAX_SHARED_PLANS)
+def _compile_reduce(
+    inputs: tuple[tuple[int, PlanInput], ...], factors: DivideFactors, direct_min_nbytes: int, reduces_uneven: bool
+) -> ReducePlan:
     """Place the reduced gradients of ``inputs``, which have the same dtypes, in one flat buffer."""
-    routes = [_reduce_route(item, comm) for _, item in inputs]
+    routes = [_reduce_route(item, direct_min_nbytes, reduces_uneven) for _, item in inputs]
     calls = [[i for i, found in enumerate(routes) if found is route] for route in (Route.ROWS, Route.STRIDED)]
     calls = [call for call in calls if call] + [[i] for i, found in enumerate(routes) if found is Route.DIRECT]
     dtypes = inputs[0][1].dtypes
@@ -312,11 +322,11 @@ def _unplaced_step(index: int, item: GatherInput, route: Route, *, cast: bool) -
     return GatherStep(index, item.name, route, item.layout, item.dtypes.orig if cast else dtype, dtype, 0, 0)
 
 
-def _reduce_route(item: PlanInput, comm: ReduceComm) -> Route:
+def _reduce_route(item: PlanInput, direct_min_nbytes: int, reduces_uneven: bool) -> Route:
     if item.layout.dim != 0:
         return Route.STRIDED
-    is_even = item.layout.is_even or comm.reduces_uneven
-    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, comm.direct_min_nbytes) else Route.ROWS
+    is_even = item.layout.is_even or reduces_uneven
+    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, direct_min_nbytes) else Route.ROWS
 
 
 def _is_large(layout: Layout, dtype: torch.dtype, direct_min_nbytes: int) -> bool:
