@@ -144,6 +144,10 @@ class StillGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, values: Tensor, opts: Any = None) -> _Done:
         return _Done()
 
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
+        """How ranks compare their models, once."""
+        return _Done()
+
     # The names of torch 2.13
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced

@@ -39,13 +39,15 @@ def check_agreement(root_class: str, units: Sequence[DescribedUnit]) -> None:
     Raises:
         ScheduleError: they differ; on all ranks alike. Names the ranks, the unit and the parameter.
     """
-    by_mesh: dict[tuple[tuple[int, ...], ...], tuple[ParallelMesh, list[str]]] = {}
+    by_groups: dict[object, tuple[ParallelMesh, list[str]]] = {}
     for unit in units:
         for group in unit.groups:
             mesh = group.mesh
-            key = tuple(_ranks(axis.group) for axis in (mesh.shard, mesh.replicate))
-            by_mesh.setdefault(key, (mesh, []))[1].extend(_described(unit, group))
-    for _, (mesh, lines) in sorted(by_mesh.items(), key=lambda item: item[0]):  # on all ranks in the same order
+            by_groups.setdefault((mesh.shard.group, mesh.replicate.group), (mesh, []))[1].extend(
+                _described(unit, group)
+            )
+    # In an order that ranks with other meshes share, whatever their units are: meshes may overlap.
+    for mesh, lines in sorted(by_groups.values(), key=_size):
         if not _is_agreed(mesh, lines):
             match_channels(mesh.shard)  # for the models that are built next
             raise ScheduleError(_difference(root_class, mesh, lines))
@@ -96,5 +98,6 @@ def _named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    return () if group is None else tuple(dist.get_process_group_ranks(group))
+def _size(described: tuple[ParallelMesh, list[str]]) -> tuple[int, int]:
+    mesh, _ = described
+    return mesh.data_parallel_size, mesh.shard.size
