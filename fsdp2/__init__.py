@@ -21,6 +21,7 @@ from fsdp2.hooks import register_fsdp_forward_method
 from fsdp2.memory import memory_plan
 from fsdp2.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.optim import flatten_optimizer
+from fsdp2.scopes import no_sync, unsharded
 
 __all__ = [
     "AllGather",
@@ -43,7 +44,9 @@ __all__ = [
     "flatten_optimizer",
     "fully_shard",
     "memory_plan",
+    "no_sync",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "trace",
+    "unsharded",
 ]

@@ -26,7 +26,7 @@ from fsdp2.footprint import gather_bytes
 from fsdp2.gradients import GroupGradients, GroupOptions
 from fsdp2.mesh import ParallelMesh
 from fsdp2.offload import FlatStage, Home
-from fsdp2.param import ParamRecord, ShardedParam
+from fsdp2.param import ParamRecord, ShardedParam, Slot
 from fsdp2.plan import GatherPlan, Lifetime, compile_gather
 from fsdp2.reduce_scatter import PendingReduce
 from fsdp2.resting import RestingShards
@@ -34,6 +34,13 @@ from fsdp2.services import compute_stream_services, services_for
 from fsdp2.shards import GroupShards
 from fsdp2.states import TRANSITIONS, GroupEvent, GroupState
 from fsdp2.watch import GradientWatch
+
+_alive: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
+
+
+def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
+    """For every slot that some group binds parameters in, that group and the parameter's position in it."""
+    return {slot: (group, i) for group in _alive for i, param in enumerate(group.params) for slot in param.slots}
 
 
 class ParamGroup:
@@ -65,6 +72,7 @@ class ParamGroup:
         self.shards = GroupShards(records, self.params, home, self._comm)
         self._unbind()
         self._bindings.bind(self.shards.sharded)
+        _alive.add(self)
 
     # Set-up: from shards to bound plans
 
@@ -345,6 +353,22 @@ class ParamGroup:
         self._rebind(self._resting.parameters)
         self._release()
 
+    def lend(self) -> None:
+        """Leave the slots, in which shards are bound, to the caller until ``take_back``."""
+        before = self._transition(GroupEvent.LEND)
+        try:
+            if self.is_stale or not self._is_intact():
+                self._refresh()
+            self.shards.check_ready()
+        except BaseException:
+            self.state = before
+            raise
+
+    def take_back(self) -> None:
+        """Bind the shards, whatever is in the slots."""
+        self._transition(GroupEvent.TAKE_BACK)
+        self._bindings.bind(self.shards.sharded)
+
     def _finish_gather(self) -> None:
         assert self._pending is not None
         self._pending.wait()
@@ -388,9 +412,11 @@ class ParamGroup:
         before = self.state
         after = TRANSITIONS.get((before, event))
         if after is None:
+            hint = "A module that ran outside the forward of its root is the usual cause; see docs/guide.md#roots."
+            if before is GroupState.LENT:
+                hint = "Its parameters are lent to fsdp2.unsharded(...): leave that block first."
             raise ScheduleError(
-                f"unit '{self.name}': {event.value} while {before.value}. Last events: {self.story()}.\n"
-                "A module that ran outside the forward of its root is the usual cause; see docs/guide.md#roots."
+                f"unit '{self.name}': {event.value} while {before.value}. Last events: {self.story()}.\n{hint}"
             )
         if after is not before and self.on_transition is not None:
             self.on_transition(before, after)  # should it raise, nothing has changed

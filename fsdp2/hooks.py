@@ -219,10 +219,10 @@ def _method_names(module: nn.Module) -> list[str]:
 
 
 def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """State dicts see shards, and what was loaded is looked at before its next use."""
+    """State dicts see shards, or what ``unsharded`` has bound, and what was loaded is looked at before its next use."""
 
     def reshard(*_: Any, **__: Any) -> None:
-        if any(group.state is not GroupState.SHARDED for group in unit.groups):
+        if any(group.state not in (GroupState.SHARDED, GroupState.LENT) for group in unit.groups):
             unit.reshard()
 
     def mark_stale(*_: Any) -> None:

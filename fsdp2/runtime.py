@@ -23,7 +23,7 @@ from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import Slot
 from fsdp2.performer import Performer
-from fsdp2.schedule import Action, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
 
 _UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -81,6 +81,11 @@ class Unit:
             RootContext(self)
             assert self._context is not None
         return self._context
+
+    @property
+    def running(self) -> Pass:
+        """Where the pass of its root stands."""
+        return Pass.IDLE if self._context is None else self._context.schedule.running
 
     @property
     def finalizes_by_hand(self) -> bool:

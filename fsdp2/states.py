@@ -17,6 +17,7 @@ class GroupState(Enum):
     UNSHARDING = "UNSHARDING"
     UNSHARDED = "UNSHARDED"
     SHARDED_POST_FORWARD = "SHARDED_POST_FORWARD"
+    LENT = "LENT"
 
 
 class GroupEvent(Enum):
@@ -26,6 +27,8 @@ class GroupEvent(Enum):
     WAIT = "wait"
     RESHARD = "reshard"
     RESHARD_POST_FORWARD = "reshard to the post-forward mesh"
+    LEND = "lend"
+    TAKE_BACK = "take back"
 
 
 _S, _E = GroupState, GroupEvent
@@ -44,4 +47,6 @@ TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
     (_S.SHARDED_POST_FORWARD, _E.UNSHARD): _S.UNSHARDING,
     (_S.SHARDED_POST_FORWARD, _E.RESHARD): _S.SHARDED,
     (_S.SHARDED_POST_FORWARD, _E.RESHARD_POST_FORWARD): _S.SHARDED_POST_FORWARD,
+    (_S.SHARDED, _E.LEND): _S.LENT,
+    (_S.LENT, _E.TAKE_BACK): _S.SHARDED,
 }

@@ -29,12 +29,15 @@ PERFORM: dict[GroupEvent, Callable[[ParamGroup], Any]] = {
     E.WAIT: ParamGroup.wait,
     E.RESHARD: ParamGroup.reshard,
     E.RESHARD_POST_FORWARD: ParamGroup.reshard_post_forward,
+    E.LEND: ParamGroup.lend,
+    E.TAKE_BACK: ParamGroup.take_back,
 }
 WAY_TO: dict[GroupState, tuple[GroupEvent, ...]] = {
     S.SHARDED: (),
     S.UNSHARDING: (E.UNSHARD,),
     S.UNSHARDED: (E.UNSHARD, E.WAIT),
     S.SHARDED_POST_FORWARD: (E.UNSHARD, E.WAIT, E.RESHARD_POST_FORWARD),
+    S.LENT: (E.LEND,),
 }
 # None: refused.
 CELLS: dict[tuple[GroupState, GroupEvent], GroupState | None] = {
@@ -54,6 +57,11 @@ CELLS: dict[tuple[GroupState, GroupEvent], GroupState | None] = {
     (S.SHARDED_POST_FORWARD, E.WAIT): None,
     (S.SHARDED_POST_FORWARD, E.RESHARD): S.SHARDED,
     (S.SHARDED_POST_FORWARD, E.RESHARD_POST_FORWARD): S.SHARDED_POST_FORWARD,
+    (S.SHARDED, E.LEND): S.LENT,
+    (S.LENT, E.TAKE_BACK): S.SHARDED,
+    **{(state, E.LEND): None for state in S if state is not S.SHARDED},
+    **{(state, E.TAKE_BACK): None for state in S if state is not S.LENT},
+    **{(S.LENT, event): None for event in E if event is not E.TAKE_BACK},
 }
 
 
@@ -94,7 +102,9 @@ FORMS = {
 
 
 def _forms_while(state: GroupState) -> set[str]:
-    """While gathering, what was bound before stays bound."""
+    """While gathering, what was bound before stays bound; so does what is lent, until somebody writes to the slots."""
+    if state is S.LENT:
+        return {FORMS[S.SHARDED]}
     return {FORMS[state]} if state in FORMS else {FORMS[S.SHARDED], FORMS[S.SHARDED_POST_FORWARD]}
 
 
@@ -114,7 +124,7 @@ def test_allowed_event_leads_to_its_state_and_binds_its_form(
     if state is S.SHARDED_POST_FORWARD and event is E.UNSHARD:
         group.wait()
         assert _form(block) == "unsharded"
-    group.reshard()
+    group.take_back() if after is S.LENT else group.reshard()
     assert _form(block) == FORMS[S.SHARDED]
 
 
@@ -134,7 +144,7 @@ def test_illegal_event_tells_the_story_and_changes_nothing(
     assert group.state is state
     assert transitions == []
     assert _form(block) == form
-    group.reshard()
+    group.take_back() if state is S.LENT else group.reshard()
     assert group.unshard()
     group.wait()
     assert _form(block) == "unsharded"

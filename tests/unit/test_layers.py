@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     | {"extended", "shards", "gradients", "watch", "resting", "group"}
     | {"agreement", "reductions", "admission", "performer", "runtime"},  # and on all groups of a root
     {"hooks", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
-    {"trace", "memory", "clip", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
+    {"trace", "memory", "clip", "scopes", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
     {"__init__"},
 ]
 LAYER_OF = {room: index for index, rooms in enumerate(LAYERS) for room in rooms}

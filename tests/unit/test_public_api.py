@@ -80,9 +80,11 @@ extensions
 flatten_optimizer
 fully_shard
 memory_plan
+no_sync
 register_fsdp_forward_method
 share_comm_ctx
-trace""",
+trace
+unsharded""",
     )
 
 

@@ -99,10 +99,9 @@ def no_sync(ctx: RankContext) -> None:
         return backward(ctx, old, 10 * index + 1)
 
     def new_step(ctx: RankContext, new: Any, index: int) -> Tensor:
-        new.set_requires_gradient_sync(False)
-        backward(ctx, new, 10 * index)
-        assert all(parameter.grad is None for parameter in new.parameters())
-        new.set_requires_gradient_sync(True)
+        with fsdp2.no_sync(new):
+            backward(ctx, new, 10 * index)
+            assert all(parameter.grad is None for parameter in new.parameters())
         return backward(ctx, new, 10 * index + 1)
 
     close(train(ctx, _new(ctx), new_step), _trained(ctx, _old(), step=old_step))

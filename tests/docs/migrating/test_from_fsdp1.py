@@ -211,9 +211,8 @@ def no_sync(ctx: RankContext) -> None:
         return backward(ctx, old, 10 * index + 1)
 
     def new_step(ctx: RankContext, new: Any, index: int) -> Tensor:
-        new.set_requires_gradient_sync(False)
-        backward(ctx, new, 10 * index)
-        new.set_requires_gradient_sync(True)
+        with fsdp2.no_sync(new):
+            backward(ctx, new, 10 * index)
         return backward(ctx, new, 10 * index + 1)
 
     close(train(ctx, _new(ctx), new_step), _trained_old(ctx, _old(), old_step))
@@ -222,14 +221,10 @@ def no_sync(ctx: RankContext) -> None:
 @ROWS("`with FSDP.summon_full_params(model):`")
 def summon_full_params(ctx: RankContext) -> None:
     old, new = _old(), _new(ctx)
-    units = (new, *new.blocks)
-    for unit in units:
-        unit.unshard()
-    close({name: parameter.detach().clone() for name, parameter in new.named_parameters()}, _summoned(old)[1])
-    with torch.no_grad():  # lost at reshard(): the shards are what lasts
-        new.entry.weight.zero_()
-    for unit in units:
-        unit.reshard()
+    with fsdp2.unsharded(new), FullyShardedDataParallel.summon_full_params(old), torch.no_grad():
+        for parameters_ in (dict(old.named_parameters()).values(), dict(new.named_parameters()).values()):
+            for index, parameter in enumerate(parameters_):
+                parameter.mul_(index)
     close(parameters(new), _summoned(old)[1])
 
 

@@ -1,0 +1,250 @@
+"""What holds inside a ``with`` block: whole parameters (``unsharded``), gradients that stay here (``no_sync``).
+
+``unsharded`` lends the slots of parameters to the user. What it binds there has memory of its own and the dtype of the
+shards, so it is not what compute reads: nothing may run forward meanwhile, and the table of states sees to that. The
+shards are the truth before the block and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.all_gather import Gather, GatheredMemory, flat_shards, shard_slice
+from fsdp2.api import ScheduleError
+from fsdp2.comm import comm_for
+from fsdp2.group import ParamGroup, groups_by_slot
+from fsdp2.mesh import NO_AXIS, ParallelMesh
+from fsdp2.param import ShardedParam, Slot
+from fsdp2.plan import PlanInput, compile_gather
+from fsdp2.precision import ParamDtypes
+from fsdp2.runtime import units_under
+from fsdp2.schedule import Pass
+from fsdp2.services import services_for
+from fsdp2.states import GroupState
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backwards inside the block reduce nothing: gradients of all units under ``module`` accumulate unsharded on each
+    rank, in reduce dtype. The next backward outside of it reduces them with its own.
+
+    As ``set_requires_gradient_sync(False)``; behind the block, each unit has the setting that it had before.
+
+    Args:
+        module: a sharded module, or one that contains some.
+
+    Raises:
+        ValueError: nothing under ``module`` is sharded.
+    """
+    units = [unit for _, unit in units_under(module)]
+    if not units:
+        raise ValueError(
+            f"no_sync: nothing under this {type(module).__name__} was given to fully_shard. Pass the sharded model."
+        )
+    rules = [(unit, unit.rules.reduces) for unit in units]
+    options = [(group, group.options.requires_all_reduce) for unit in units for group in unit.groups]
+    for unit in units:
+        unit.configure(reduces=False)
+        for group in unit.groups:
+            group.configure(requires_all_reduce=False)
+    try:
+        yield
+    finally:
+        for unit, reduces in rules:
+            unit.configure(reduces=reduces)
+        for group, requires_all_reduce in options:
+            group.configure(requires_all_reduce=requires_all_reduce)
+
+
+@contextmanager
+def unsharded(
+    module: nn.Module, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False
+) -> Iterator[None]:
+    """Inside the block, the parameters under ``module`` are whole, plain ``nn.Parameter`` s of the shards' dtype.
+
+    For what has to see whole parameters: initialisation, surgery on weights, ``state_dict`` of the unsharded model.
+    Read them, write them in place or replace them by others of the same shape. No sharded module may run inside the
+    block. All ranks enter and leave it together. Parameters that tensor parallelism has cut are the DTensors that it
+    made.
+
+    Args:
+        module: any module of a sharded tree; of units around it, only its own parameters are gathered.
+        writeback: copy values into the shards when the block ends. If it raises, nothing is written.
+        rank0_only: only the first rank of the data-parallel mesh has whole parameters, the others see their shards.
+            What that rank writes is written on all ranks.
+        offload_to_cpu: whole parameters are on the host. Units are gathered one by one, so the device never has more
+            than one of them.
+
+    Memory: besides the parameters themselves, a unit's parameters twice while it is gathered. Values change, and
+    nothing else: whole parameters have no gradients, and freezing them does not freeze the shards.
+
+    Raises:
+        ValueError: no parameter under ``module`` is sharded; a replacement has another shape. Nothing is written then.
+        ScheduleError: a forward or backward runs; parameters are lent to another ``unsharded`` already.
+        RuntimeError: a parameter is still on the meta device.
+
+    Source: ``FullyShardedDataParallel.summon_full_params`` of PyTorch, with its arguments.
+    """
+    loans = _loans(module)
+    lent: list[_Loan] = []
+    try:
+        for loan in loans:
+            loan.group.reshard()
+            loan.group.lend()
+            lent.append(loan)
+            loan.hand_out(rank0_only=rank0_only, device=torch.device("cpu") if offload_to_cpu else None)
+        yield
+        values = [loan.values() for loan in loans]
+    finally:
+        for loan in lent:
+            loan.group.take_back()
+    if writeback:
+        for loan, found in zip(loans, values, strict=True):
+            loan.write(found, rank0_only=rank0_only)
+
+
+def _loans(module: nn.Module) -> list[_Loan]:
+    """What is under ``module``, by group, in the order of its tree, which is the same on all ranks."""
+    _check_idle(module)
+    by_slot = groups_by_slot()
+    loans: dict[ParamGroup, _Loan] = {}
+    for child in module.modules():
+        for name in _torch.parameters_dict(child):
+            found = by_slot.get(Slot(child, name))
+            if found is not None:
+                group, index = found
+                loans.setdefault(group, _Loan(group)).params.setdefault(index, group.params[index])
+    if not loans:
+        raise ValueError(
+            f"unsharded: no parameter under this {type(module).__name__} is sharded. Pass the model that fully_shard "
+            "was called on, or a module in it."
+        )
+    for group in loans:
+        if group.state is GroupState.LENT:
+            raise ScheduleError(f"unsharded: parameters of unit '{group.name}' are lent to another unsharded(...).")
+    return list(loans.values())
+
+
+def _check_idle(module: nn.Module) -> None:
+    running = {unit.running for _, unit in units_under(module)} - {Pass.IDLE}
+    if running or _torch.in_backward():
+        found = Pass.BACKWARD if _torch.in_backward() else running.pop()
+        name = type(module).__name__.removeprefix("FSDP")
+        raise ScheduleError(
+            f"unsharded: a {found.value} of {name} is running. Call it between passes; after an exception, call "
+            "reset_iter_state() first."
+        )
+
+
+@dataclass(eq=False)
+class _Loan:
+    """Parameters of one group, by their indices, that the user has whole for a while."""
+
+    group: ParamGroup
+    params: dict[int, ShardedParam] = field(default_factory=dict)
+
+    def hand_out(self, *, rank0_only: bool, device: torch.device | None) -> None:
+        """Bind whole parameters on ``device``, None for that of the mesh; with ``rank0_only`` on the first rank."""
+        for param, full in self._gathered(device, keep=not rank0_only or _is_first(self.group.mesh)):
+            whole = nn.Parameter(param.spec.unsharded_tensor(full), requires_grad=param.sharded.requires_grad)
+            for module, name in param.slots:
+                setattr(module, name, whole)
+
+    def values(self) -> list[torch.Tensor]:
+        """What is bound now: this rank's part of each whole parameter, or its shard where that was left bound."""
+        return [_value(param) for param in self.params.values()]
+
+    def write(self, values: list[torch.Tensor], *, rank0_only: bool) -> None:
+        """Copy ``values`` into the shards; with ``rank0_only`` those of the first rank."""
+        mesh = self.group.mesh
+        with torch.no_grad():
+            for param, value in zip(self.params.values(), values, strict=True):
+                if rank0_only:
+                    value = _from_first_rank(value, param, mesh)
+                _torch.local_of(param.sharded).copy_(param.shard_of(value))
+
+    def _gathered(self, device: torch.device | None, *, keep: bool) -> list[tuple[ShardedParam, torch.Tensor]]:
+        plain = set(self.group.shards.plain)
+        gather = _gather(self.group, {index: param for index, param in self.params.items() if index in plain})
+        whole = []
+        for index, param in self.params.items():
+            full = gather.outputs[index] if index in plain else _whole_subclass(param)
+            if keep:
+                whole.append((param, torch.empty_like(full, device=device or full.device).copy_(full)))
+        gather.release()
+        services_for(self.group.mesh.device).flush()
+        return whole
+
+
+def _gather(group: ParamGroup, params: dict[int, ShardedParam]) -> Gather:
+    """All-gather ``params`` in the dtypes of their shards, in one launch; the result has arrived. The group's own
+    gather casts, and moves all its parameters."""
+    mesh = group.mesh
+    comm, services = comm_for(mesh.shard, mesh.device), services_for(mesh.device)
+    services.streams.gather_after_compute()
+    with torch.no_grad(), services.streams.on_gather():
+        inputs = {i: PlanInput(p.name, p.layout, ParamDtypes(*4 * (p.dtypes.orig,))) for i, p in params.items()}
+        plan = compile_gather(inputs, comm)
+        flats = flat_shards(plan, mesh.device)
+        for step in plan.steps:
+            param = params[step.index]
+            shard_slice(flats, step, param.shard_shape).copy_(_torch.local_of(param.sharded))
+        gather = Gather(plan, flats, GatheredMemory(plan, mesh.device), mesh.shard.rank, comm, services, None)
+    gather.issue().wait()
+    return gather
+
+
+def _whole_subclass(param: ShardedParam) -> torch.Tensor:
+    """The values of a parameter whose shard is a tensor subclass, as DTensor gathers them."""
+    if param.spec.unsharded is not None:
+        raise ValueError(
+            f"unsharded: parameter '{param.full_name}' is a {type(_torch.local_of(param.sharded)).__name__} that model "
+            "axes have cut as well. Read it with full_tensor()."
+        )
+    with torch.no_grad():
+        return param.sharded.full_tensor()  # type: ignore[attr-defined]
+
+
+def _value(param: ShardedParam) -> torch.Tensor:
+    """What the user has left in the slots of ``param``; of a tie, a place where it was replaced."""
+    found = [getattr(module, name, None) for module, name in param.slots]
+    bound = next((each for each in found if each is not found[0]), found[0])
+    local = _torch.local_of(bound) if isinstance(bound, DTensor) else bound
+    expected = param.layout.shape
+    if bound is param.sharded:
+        return param.sharded.detach()
+    if not isinstance(local, torch.Tensor) or tuple(local.shape) != expected:
+        shape = tuple(local.shape) if isinstance(local, torch.Tensor) else None
+        raise ValueError(
+            f"unsharded: parameter '{param.full_name}' was replaced by a {type(bound).__name__}"
+            f"{f' of shape {shape}' if shape is not None else ''}, expected a parameter of shape {expected}. Nothing "
+            "is written; change shapes before fully_shard."
+        )
+    return local.detach()
+
+
+# Ranks
+
+
+def _is_first(mesh: ParallelMesh) -> bool:
+    return mesh.shard.rank == 0 and mesh.replicate.rank == 0
+
+
+def _from_first_rank(value: torch.Tensor, param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
+    """``value`` of the first rank of ``mesh``: along the replicate axis to the first of each row, then along rows."""
+    if _is_first(mesh):
+        value = value.to(mesh.device, param.dtypes.orig).contiguous()
+    else:
+        value = torch.empty(param.layout.shape, dtype=param.dtypes.orig, device=mesh.device)
+    for axis in (mesh.replicate if mesh.shard.rank == 0 else NO_AXIS, mesh.shard):
+        if axis.group is not None and axis.size > 1:
+            dist.broadcast(value, group=axis.group, group_src=0)
+    return value

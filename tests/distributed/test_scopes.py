@@ -1,0 +1,195 @@
+"""``fsdp2.unsharded`` and ``fsdp2.no_sync``: what holds inside a block, and that nothing of it is left behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+from tests.harness.models import MLP, Transformer, Uneven
+from tests.parity.test_model_parallel import tensor_parallel
+
+
+def _shard(model: Any, **options: Any) -> Any:
+    for unit in (*model.units(), model):
+        fully_shard(unit, **options)
+    return model
+
+
+def _wrapped(model: nn.Module) -> nn.Module:
+    wrap_parameters(model, BFloat16AllGatherTensor)
+    return model
+
+
+def _last_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.dim() - 1)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+SETUPS: dict[str, Callable[[RankContext], Any]] = {
+    "uneven": lambda ctx: _shard(Uneven(), mesh=ctx.mesh_1d()),
+    "last dim, resting": lambda ctx: _shard(
+        Uneven(), mesh=ctx.mesh_1d(), shard_placement_fn=_last_dim, reshard_after_forward=2
+    ),
+    "tied, in bf16": lambda ctx: _shard(Transformer(tied=True), mesh=ctx.mesh_1d(), mp_policy=BF16),
+    "HSDP": lambda ctx: _shard(Uneven(), mesh=ctx.mesh_2d(2, ctx.world_size // 2)),
+    "wire format": lambda ctx: _shard(_wrapped(Transformer()), mesh=ctx.mesh_1d()),
+}
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: value.detach() for name, value in model.named_parameters()}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in found.items()
+    }
+
+
+def _loss(model: Any) -> torch.Tensor:
+    inputs = model.batch(torch.Generator().manual_seed(0))
+    return model.loss(model(*inputs), inputs)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("rank0_only", [False, True])
+@distributed(4)
+def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_only: bool) -> None:
+    model = seeded(lambda: SETUPS[setup](ctx))
+    _loss(model).backward()
+    before, shards = _whole(model), list(model.parameters())
+    first = not rank0_only or ctx.rank == 0
+    with fsdp2.unsharded(model, rank0_only=rank0_only, offload_to_cpu=True):
+        assert all(isinstance(p, DTensor) is not first for p in model.parameters())
+        if first:
+            for (name, parameter), value in zip(model.named_parameters(), before.values(), strict=True):
+                assert torch.equal(parameter, value), name
+                with torch.no_grad():
+                    parameter.mul_(2)
+            assert {name: tuple(value.shape) for name, value in model.state_dict().items() if name in before} == {
+                name: tuple(value.shape) for name, value in before.items()
+            }
+    assert all(now is then for now, then in zip(model.parameters(), shards, strict=True))
+    for name, value in _whole(model).items():
+        assert torch.equal(value, 2 * before[name]), name
+    reference = seeded(lambda: SETUPS[setup](ctx))
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(2)
+    assert torch.equal(_loss(model), _loss(reference))
+
+
+@distributed(4)
+def test_what_tensor_parallelism_has_cut_stays_cut(ctx: RankContext) -> None:
+    mesh, model, reference = ctx.mesh(dp=2, tp=2), seeded(MLP), seeded(MLP)
+    tensor_parallel(model, mesh["tp"])
+    _shard(model, mesh=mesh["dp"])
+    with fsdp2.unsharded(model), torch.no_grad():
+        up = model.blocks[0].up.weight
+        assert up.placements == (Shard(0),)
+        assert torch.equal(up.full_tensor(), reference.blocks[0].up.weight)
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    for name, value in _whole(model).items():
+        assert torch.equal(value, 2 * reference.get_parameter(name)), name
+
+
+@distributed(2)
+def test_a_module_inside_of_a_unit_has_its_own_parameters_only(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    with fsdp2.unsharded(model.exit):
+        assert not isinstance(model.exit.weight, DTensor)
+        assert isinstance(model.entry.weight, DTensor)
+        with torch.no_grad():
+            model.exit(batch())  # no unit: nothing is gathered for it
+        model.exit.bias = nn.Parameter(torch.full_like(model.exit.bias, 3.0))
+    assert (model.exit.bias.full_tensor() == 3).all()
+
+
+@distributed(2)
+def test_nothing_is_written_if_not_asked_to_or_after_an_exception(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    before = _whole(model)
+    with fsdp2.unsharded(model, writeback=False):
+        nn.init.zeros_(model.exit.weight)
+    with suppress(ZeroDivisionError), fsdp2.unsharded(model):
+        nn.init.zeros_(model.exit.weight)
+        raise ZeroDivisionError
+    for name, value in _whole(model).items():
+        assert torch.equal(value, before[name]), name
+
+
+def _refusals(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    expected = step(model)
+    model.zero_grad()
+
+    def other_shape() -> None:
+        with fsdp2.unsharded(model):
+            model.exit.bias = nn.Parameter(torch.zeros(3))
+
+    found = [error_of(lambda: fsdp2.unsharded(nn.Linear(2, 2)).__enter__()), error_of(other_shape)]
+    with fsdp2.unsharded(model.blocks[1]):
+        found.append(error_of(lambda: fsdp2.unsharded(model).__enter__()))
+        found.append(error_of(lambda: model.blocks[1](batch())))
+    model.reset_iter_state()
+    model.blocks[1].register_forward_pre_hook(lambda *_: found.append(error_of(fsdp2.unsharded(model).__enter__)))
+    assert torch.equal(step(model), expected)
+    return "\n".join(found)
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_refusals),
+        """\
+ValueError: unsharded: no parameter under this Linear is sharded. Pass the model that fully_shard
+was called on, or a module in it.
+ValueError: unsharded: parameter 'exit.bias' was replaced by a Parameter of shape (3,), expected a
+parameter of shape (32,). Nothing is written; change shapes before fully_shard.
+ScheduleError: unsharded: parameters of unit 'blocks.1' are lent to another unsharded(...).
+ScheduleError: unit 'blocks.1': unshard while LENT. Last events: pre_forward blocks.2, post_forward
+blocks.2, post_forward (root), pre_backward (root), pre_backward blocks.2, post_backward blocks.2,
+pre_backward blocks.1, post_backward blocks.1, pre_backward blocks.0, post_backward blocks.0,
+end_backward (root), pre_forward blocks.1.
+Its parameters are lent to fsdp2.unsharded(...): leave that block first.
+ScheduleError: unsharded: a forward of Stack is running. Call it between passes; after an exception,
+call reset_iter_state() first.""",
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@distributed(2)
+def test_no_sync_accumulates_and_puts_every_setting_back(ctx: RankContext, replicas: int) -> None:
+    model, reference = seeded(Stack), seeded(Stack)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas))
+    model.blocks[2].set_requires_gradient_sync(False)
+    with fsdp2.no_sync(nn.ModuleList([model])):  # any module with units in it
+        step(model, seed=0)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    step(model, seed=1)
+    for seed in (0, 1):
+        step(reference, seed)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert [name for name, grad in found.items() if grad is None] == ["blocks.2.linear.weight", "blocks.2.linear.bias"]
+    for name, parameter in reference.named_parameters():
+        if found[name] is not None:
+            torch.testing.assert_close(found[name].full_tensor(), parameter.grad)
+
+
+def test_no_sync_of_what_is_not_sharded() -> None:
+    assert_expected_inline(
+        error_of(lambda: fsdp2.no_sync(nn.Linear(1, 1)).__enter__()),
+        """\
+ValueError: no_sync: nothing under this Linear was given to fully_shard. Pass the sharded model.""",
+    )
