@@ -204,6 +204,16 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
         return list(map(_get_version, tensors))
 
 
+def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]]) -> None:
+    """Take ``functions`` off ``module``, where copying it has brought them. The copy has no handles, and nothing public
+    lists hooks."""
+    of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
+    for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
+        hooks = getattr(module, f"_{name}")
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in functions]:
+            del hooks[key]
+
+
 def have_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> bool:
     """Whether the user registered a hook on any of the sharded ``params``."""
     with _plain_access():

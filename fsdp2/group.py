@@ -137,6 +137,19 @@ class ParamGroup:
         self._comm = comm_for(self.mesh.shard, device, is_async=services.streams.gathers_are_async)
         self._unbind()
 
+    def set_up_like(self, other: ParamGroup) -> None:
+        """Take over what the user has set on ``other``."""
+        self.rest_on(other._resting_mesh)
+        self.keeps_storage = other.keeps_storage
+        self.configure(**vars(other.options))
+        self.gather_on_compute_stream(other._services is not services_for(self.mesh.device))
+
+    def settle(self) -> None:
+        """Bind the shards, and take over what the user has put in their place."""
+        self.reshard()
+        if self.is_stale or not self._is_intact():
+            self._refresh()
+
     @property
     def has_hooks(self) -> bool:
         """Whether all-gather hooks decide what some parameter sends."""
@@ -355,14 +368,8 @@ class ParamGroup:
 
     def lend(self) -> None:
         """Leave the slots, in which shards are bound, to the caller until ``take_back``."""
-        before = self._transition(GroupEvent.LEND)
-        try:
-            if self.is_stale or not self._is_intact():
-                self._refresh()
-            self.shards.check_ready()
-        except BaseException:
-            self.state = before
-            raise
+        self.shards.check_ready()
+        self._transition(GroupEvent.LEND)
 
     def take_back(self) -> None:
         """Bind the shards, whatever is in the slots."""

@@ -38,7 +38,12 @@ class _PostBackward(torch.autograd.Function):
 
 
 class ModuleHooks:
-    """The hooks of one unit, installed on its modules once, by ``fully_shard``."""
+    """The hooks of one unit, installed on its modules once, by ``fully_shard``.
+
+    Attributes:
+        modules: where they are installed.
+        functions: what was registered there.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -54,7 +59,9 @@ class ModuleHooks:
             module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(post_forward)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
-        _install_state_dict_hooks(list(dict.fromkeys(slot.module for slot in slots)), unit)
+        holders = list(dict.fromkeys(slot.module for slot in slots))
+        self.modules = [*unit.modules, *holders]
+        self.functions = [pre_forward, post_forward, *_install_state_dict_hooks(holders, unit)]
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._runs_method:
@@ -121,7 +128,7 @@ class ModuleHooks:
                 self._runs_method = False
             return post_forward(module, args, output)
 
-        setattr(run, _IS_FORWARD_METHOD, True)
+        setattr(run, FORWARD_METHOD, method)
         return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
 
     def _forget_forward(self) -> None:
@@ -182,7 +189,7 @@ class ModuleHooks:
         self._unit.context.post_backward(self._unit)
 
 
-_IS_FORWARD_METHOD = "_fsdp2_forward_method"
+FORWARD_METHOD = "_fsdp2_forward_method"  # of what stands in for a registered method: the method itself
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -207,7 +214,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"register_fsdp_forward_method: expected a method '{method_name}' of {type(module).__name__}, "
             f"found {found}.{hint}"
         )
-    if not hasattr(method, _IS_FORWARD_METHOD):
+    if not hasattr(method, FORWARD_METHOD):
         assert isinstance(unit.hooks, ModuleHooks)
         setattr(module, method_name, unit.hooks.forward_method(module, method))
 
@@ -218,7 +225,7 @@ def _method_names(module: nn.Module) -> list[str]:
     return [name for name in dir(type(module)) if name not in inherited and callable(getattr(type(module), name, None))]
 
 
-def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
+def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> list[Callable[..., Any]]:
     """State dicts see shards, or what ``unsharded`` has bound, and what was loaded is looked at before its next use."""
 
     def reshard(*_: Any, **__: Any) -> None:
@@ -232,3 +239,4 @@ def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(reshard)
         module.register_load_state_dict_post_hook(mark_stale)
+    return [reshard, mark_stale]

@@ -7,13 +7,15 @@ unless they take ``recurse``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, cast, overload
 
 import torch
+from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api import ScheduleError
 from fsdp2.communication import CommunicationSetters
+from fsdp2.copies import copied_module
 from fsdp2.group import ParamGroup
 from fsdp2.runtime import RootContext, Unit
 from fsdp2.schedule import AfterForward
@@ -66,11 +68,14 @@ class FSDPModule(CommunicationSetters):
         original = next(base for base in cls.__mro__[cls.__mro__.index(FSDPModule) :] if base not in FSDPModule.__mro__)
         return original(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise NotImplementedError(
-            f"deepcopy of {type(self).__name__}: a sharded module holds process groups and memory shared with its "
-            "group. Copy the module before fully_shard, or rebuild it and load its state_dict()."
-        )
+    def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
+        """A sharded module of its own, with the same values, options and hooks, on the same ranks. Gradients are not
+        copied, as ``nn.Module`` does not.
+
+        Raises:
+            ScheduleError: a forward or backward runs, or parameters are lent to ``unsharded``.
+        """
+        return copied_module(cast(nn.Module, self), memo)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's parameters and bind the unsharded ones; not recursive.

@@ -45,7 +45,8 @@ class ParamRecord:
     """One parameter as resolved: nothing here is changed by sharding it. ``name`` is relative to the module given.
     ``layout``: how what this rank has of it is cut; model axes may have cut it before. ``policy``: that of this
     parameter alone. ``local``: the shard of a tensor subclass, cut already; None for those that lie in the flat buffer.
-    ``grad_dtype``: what the user set, if anything."""
+    ``grad_dtype``: what the user set, if anything. ``is_cut``: ``param`` is the sharded parameter already, and
+    ``local`` its local tensor."""
 
     name: str
     param: nn.Parameter
@@ -56,6 +57,7 @@ class ParamRecord:
     policy: MixedPrecisionPolicy
     local: torch.Tensor | None = None
     grad_dtype: GradDtype | None = None
+    is_cut: bool = False
 
 
 class _OptimizerSteps:

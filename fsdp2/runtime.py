@@ -25,7 +25,7 @@ from fsdp2.param import Slot
 from fsdp2.performer import Performer
 from fsdp2.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
 
-_UNIT_ATTRIBUTE = "_fsdp2_unit"
+UNIT_ATTRIBUTE = "_fsdp2_unit"
 
 
 class UnitHooks(Protocol):
@@ -71,7 +71,7 @@ class Unit:
         self.index = 0
         self._context: RootContext | None = None
         for module in modules:
-            module.__dict__[_UNIT_ATTRIBUTE] = self
+            module.__dict__[UNIT_ATTRIBUTE] = self
         note_change()
 
     @property
@@ -156,7 +156,7 @@ class Unit:
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``fully_shard`` made of ``module``."""
-    return module.__dict__.get(_UNIT_ATTRIBUTE)
+    return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
 def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:

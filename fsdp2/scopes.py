@@ -97,7 +97,7 @@ def unsharded(
     lent: list[_Loan] = []
     try:
         for loan in loans:
-            loan.group.reshard()
+            loan.group.settle()
             loan.group.lend()
             lent.append(loan)
             loan.hand_out(rank0_only=rank0_only, device=torch.device("cpu") if offload_to_cpu else None)

@@ -49,8 +49,11 @@ class GroupShards:
         self._params, self._home, self._comm = params, home, comm
         _alive.add(self)
         self._place(list(map(_first_shard, records, params)))
-        for param, local in zip(params, self._locals, strict=True):
-            param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
+        for record, param, local in zip(records, params, self._locals, strict=True):
+            if record.is_cut:
+                _torch.set_local(param.sharded, local)
+            else:
+                param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
         self._note()
 
     def plain_inputs(self) -> dict[int, GatherInput]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -26,22 +25,6 @@ def _assert_trains_like_new(ctx: RankContext, model: Any) -> None:
         assert isinstance(parameter, DTensor), name
         assert parameter.grad is not None, name
         assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
-
-
-def _deepcopy(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    error = error_of(lambda: copy.deepcopy(model))
-    _assert_trains_like_new(ctx, model)
-    return error
-
-
-def test_deepcopy_of_a_sharded_module() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_deepcopy),
-        """\
-NotImplementedError: deepcopy of FSDPStack: a sharded module holds process groups and memory shared
-with its group. Copy the module before fully_shard, or rebuild it and load its state_dict().""",
-    )
 
 
 def _meta(ctx: RankContext) -> str:

@@ -1,0 +1,188 @@
+"""``copy.deepcopy`` of sharded models: the copy trains like the original and has nothing of it but the values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, trace
+from fsdp2.offload import StagedOffloadPolicy
+from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+from tests.harness.models import MLP, Transformer
+
+
+def _shard(model: Any, **options: Any) -> Any:
+    for unit in (*model.units(), model):
+        fully_shard(unit, **options)
+    return model
+
+
+def _wire(ctx: RankContext) -> Any:
+    model = Transformer()
+    wrap_parameters(model, BFloat16AllGatherTensor)
+    return _shard(model, mesh=ctx.mesh_1d())
+
+
+def _several_modules(ctx: RankContext) -> Any:
+    """A unit of two modules, one of which is tied; lists of what to prefetch."""
+    model = Transformer(tied=True)
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh_1d())
+    fully_shard([model.embedding, model.norm, model.output], mesh=ctx.mesh_1d())
+    fully_shard(model, mesh=ctx.mesh_1d())
+    model.embedding.set_modules_to_forward_prefetch([model.blocks[1], model.blocks[0]])
+    return model
+
+
+def _without_division(ctx: RankContext) -> Any:
+    model = _shard(MLP(), mesh=ctx.mesh_1d())
+    for unit in (*model.blocks, model):
+        unit.set_gradient_divide_factor(1.0)
+    return model
+
+
+SETUPS: dict[str, Callable[[RankContext], Any]] = {
+    "bf16, resting": lambda ctx: _shard(
+        MLP(),
+        mesh=ctx.mesh_1d(),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        reshard_after_forward=2,
+    ),
+    "HSDP": lambda ctx: _shard(MLP(), mesh=ctx.mesh_2d(2, ctx.world_size // 2)),
+    "several modules": _several_modules,
+    "options": _without_division,
+    "wire format": _wire,
+    "offloaded": lambda ctx: _shard(MLP(), mesh=ctx.mesh_1d(), offload_policy=StagedOffloadPolicy()),
+}
+
+
+def _train(ctx: RankContext, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+    inputs = model.batch(torch.Generator().manual_seed(10 * seed + ctx.rank))
+    loss = model.loss(model(*inputs), inputs)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _whole(model: nn.Module) -> list[Tensor]:
+    return [p.detach().full_tensor().clone() for p in model.parameters() if isinstance(p, DTensor)]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@distributed(2, 4)
+def test_copy_and_original_train_alike_and_apart(ctx: RankContext, setup: str) -> None:
+    model = seeded(lambda: SETUPS[setup](ctx))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    _train(ctx, model, optimizer, 0)
+    copied, optimizer_of_copy = copy.deepcopy((model, optimizer))
+    assert type(copied) is type(model)
+    before, start = _whole(model), [p.to_local().data_ptr() for p in model.parameters()]
+    assert all(map(torch.equal, _whole(copied), before))
+    losses = [_train(ctx, copied, optimizer_of_copy, seed) for seed in (1, 2)]
+    assert all(map(torch.equal, _whole(model), before))
+    assert losses == [_train(ctx, model, optimizer, seed) for seed in (1, 2)]
+    assert all(map(torch.equal, _whole(copied), _whole(model)))
+    assert [p.to_local().data_ptr() for p in model.parameters()] == start
+    assert not {address for address in start if address} & {p.to_local().data_ptr() for p in copied.parameters()}
+
+
+class _Hooked(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_forward_hook(_Hooked.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def first(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.entry(x))
+
+
+@distributed(2)
+def test_hooks_methods_and_buffers_of_the_copy_are_its_own(ctx: RankContext) -> None:
+    model: Any = seeded(_Hooked)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=ctx.mesh_1d())
+    fsdp2.register_fsdp_forward_method(model, "first")
+    copied = copy.deepcopy(model)
+    with trace.record(model) as of_original, trace.record(copied) as of_copy:
+        step(copied)
+        assert (copied.calls.item(), model.calls.item()) == (1, 0)
+        copied.first(batch())
+        copied.state_dict()
+        assert of_original.entries == []
+        seen = len(of_copy.entries)
+        model.first(batch())
+        step(model)
+        assert len(of_copy.entries) == seen
+    again = copy.deepcopy(copied)  # unsharded after the method's forward, and has trained
+    assert torch.equal(step(again), step(seeded(Stack)))
+    del model, copied
+    assert torch.equal(step(again), step(seeded(Stack)))
+
+
+@distributed(2)
+def test_copy_of_one_unit_alone(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    expected = step(model)
+    block = copy.deepcopy(model.blocks[1])
+    assert isinstance(block, fsdp2.FSDPModule)
+    torch.testing.assert_close(block(batch()), seeded(Stack).blocks[1](batch()))
+    with torch.no_grad():
+        block.linear.weight.zero_()
+    assert torch.equal(step(model), expected)
+
+
+def _refused(ctx: RankContext) -> str:
+    model, found = sharded(ctx), []
+    handle = model.blocks[1].register_forward_hook(lambda *_: found.append(error_of(lambda: copy.deepcopy(model))))
+    expected = step(model)
+    handle.remove()
+    with fsdp2.unsharded(model):
+        found.append(error_of(lambda: copy.deepcopy(model)).partition("Last")[0])
+    assert torch.equal(step(copy.deepcopy(model)), expected)
+    return "\n".join(found)
+
+
+def test_copy_in_the_middle_of_a_pass_is_refused() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_refused),
+        """\
+ScheduleError: deepcopy of '(root)': a pass is running. Copy between passes; after an exception,
+call reset_iter_state() first.
+ScheduleError: unit '(root)': reshard while LENT. """,
+    )
+
+
+@distributed(2)
+def test_averaged_model_of_torch_averages_the_shards(ctx: RankContext) -> None:
+    model = sharded(ctx, offload_policy=CPUOffloadPolicy())
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = _whole(model)
+    for seed in range(3):
+        step(model, seed)
+        optimizer.step()
+        averaged.update_parameters(model)
+        if seed > 0:
+            expected = [torch.lerp(new, old, 0.75) for old, new in zip(expected, _whole(model), strict=True)]
+        else:
+            expected = _whole(model)
+    for found, value in zip(_whole(averaged), expected, strict=True):
+        torch.testing.assert_close(found, value)
+    with torch.no_grad():
+        assert averaged(batch()).shape == batch().shape
