@@ -91,6 +91,11 @@ def locals_placed_like(
     ]
 
 
+def specs_of(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """The spec of each DTensor, None of others. It says how the tensor is placed, and is never changed."""
+    return [getattr(tensor, "_spec", None) for tensor in tensors]
+
+
 def _is_placed_like(param: DTensor, tensor: DTensor) -> bool:
     local = tensor._local_tensor
     is_plain = type(local) is torch.Tensor and local.shape == param._local_tensor.shape

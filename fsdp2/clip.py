@@ -1,14 +1,17 @@
 """The norm of all gradients, and clipping by it, for parameters on any mix of meshes.
 
-torch's function stacks the norms of all gradients, so it wants them on one mesh. Here, parameters that are cut over the
-same axes form a class: one local norm, summed over these axes. Axes that hold copies do not count twice.
+torch's function asks DTensor for the norm of each gradient. Here, parameters that are cut over the same axes form a
+class, and gradients that lie behind each other in memory, as the runtime lands them, are one tensor: one norm per group
+of parameters, and one all-reduce per mesh axis. Axes that hold copies do not count twice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
 
 import torch
 import torch.distributed as dist
@@ -16,17 +19,23 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.mesh import mesh_device
-
-
-@dataclass
-class _Class:
-    """Gradients of parameters that are cut over the same process groups. ``device``: where these communicate."""
-
-    device: torch.device
-    grads: list[torch.Tensor] = field(default_factory=list)
-
+from fsdp2.neighbours import joined
 
 _Groups = tuple[dist.ProcessGroup, ...]
+
+_is_none = partial(is_, None)
+
+# Sums of squares in fp32 lose digits as they grow; longer pieces are cut.
+_MAX_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Parameters, by position, that are cut over the same process groups. ``device``: where these communicate."""
+
+    groups: _Groups
+    device: torch.device
+    positions: list[int]
 
 
 @torch.no_grad()
@@ -61,39 +70,72 @@ def clip_grad_norm_(
     if not order > 0:
         raise ValueError(f'clip_grad_norm_: norm_type={norm_type!r}, expected a positive number or float("inf").')
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    classes = _classes(params)
-    norms = [_norm(groups, found, order, foreach) for groups, found in classes.items()]
-    if not norms:
+    if not params:
         return torch.zeros(())
-    total = _root(_joined(torch.stack([_power(norm.to(norms[0].device), order) for norm in norms]), order), order)
+    classes = _classes(params)
+    pieces = _gradients(params, classes)
+    norms = _summed_over_ranks([_norm_here(*each, order, foreach) for each in zip(classes, pieces, strict=True)], order)
+    total = _root(_joined(torch.stack([norm.to(norms[0].device) for norm in norms]), order), order)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of all gradients is {total.item()}. Find the loss "
             "that is not finite, or pass error_if_nonfinite=False to scale the gradients by it anyway."
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch: no division by zero, no branch on the value
-    for found in classes.values():
-        for tensors in _alike(found.grads).values():
-            _torch.foreach_mul(tensors, factor.to(tensors[0].device))
-    is_double = any(grad.dtype is torch.float64 for found in classes.values() for grad in found.grads)
-    return total if is_double else total.float()
+    alike = [tensors for of_class in pieces for tensors in of_class]
+    for tensors in alike:
+        _torch.foreach_mul(tensors, factor.to(tensors[0].device))
+    return total if any(tensors[0].dtype is torch.float64 for tensors in alike) else total.float()
 
 
-def _classes(params: list[torch.Tensor]) -> dict[_Groups, _Class]:
+# Classes
+
+# By the specs of the parameters in a call, which never change: the same parameters come in every step.
+_seen: list[tuple[list[object], list[_Class]]] = []
+_MAX_SEEN = 8
+
+
+def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
     """By the groups that parameters are cut over, whether or not they have a gradient here: all ranks find the same."""
-    classes: dict[_Groups, _Class] = {}
-    for param in params:
-        groups: _Groups = ()
-        device = param.device
-        if isinstance(param, DTensor):
-            mesh = param.device_mesh
-            cut = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
-            groups = tuple(mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1)
-            device = mesh_device(mesh)
-        found = classes.setdefault(groups, _Class(device))
-        if param.grad is not None:
-            found.grads.append(_local(param.grad))
+    specs = _torch.specs_of(params)
+    for known, classes in _seen:
+        if len(known) == len(specs) and all(map(is_, known, specs)):
+            return classes
+    found: dict[tuple[_Groups, torch.device], list[int]] = {}
+    for position, param in enumerate(params):
+        found.setdefault(_class_of(param), []).append(position)
+    classes = [_Class(groups, device, positions) for (groups, device), positions in found.items()]
+    if None not in specs:
+        _seen.insert(0, (specs, classes))
+        del _seen[_MAX_SEEN:]
     return classes
+
+
+def _class_of(param: torch.Tensor) -> tuple[_Groups, torch.device]:
+    if not isinstance(param, DTensor):
+        return (), param.device
+    mesh = param.device_mesh
+    cut = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1), mesh_device(mesh)
+
+
+# Gradients
+
+
+def _gradients(params: Sequence[torch.Tensor], classes: Sequence[_Class]) -> list[list[list[torch.Tensor]]]:
+    """What each class has on this rank, in as few tensors as memory allows; those in a list are of one kind."""
+    grads = _torch.grads_of(params)
+    locals_ = _torch.locals_placed_like(params, grads)
+    if any(map(_is_none, locals_)):
+        pairs = zip(grads, locals_, strict=True)
+        locals_ = [_local(grad) if local is None and grad is not None else local for grad, local in pairs]
+    of_classes: list[list[list[torch.Tensor]]] = []
+    for each in classes:
+        mine: Iterable[torch.Tensor | None] = locals_
+        if len(classes) > 1:
+            mine = [locals_[position] for position in each.positions]
+        of_classes.append(_alike(joined([local for local in mine if local is not None])))
+    return of_classes
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
@@ -107,28 +149,51 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
     return _torch.local_of(grad)
 
 
-def _alike(grads: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def _alike(grads: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What one launch takes."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         found.setdefault((grad.device, grad.dtype), []).append(grad)
-    return found
+    return list(found.values())
 
 
-def _norm(groups: _Groups, found: _Class, order: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of one class over all its ranks, fp64. That of half precision gradients would overflow in theirs."""
+# Norms
+
+
+def _norm_here(
+    of: _Class, pieces: list[list[torch.Tensor]], order: float, foreach: bool | None
+) -> tuple[_Class, torch.Tensor]:
+    """The norm of one class on this rank, to the power that sums; fp64. That of half precision gradients would overflow
+    in theirs."""
     norms: list[torch.Tensor] = []
-    for (_, dtype), grads in _alike([grad for grad in found.grads if grad.numel() > 0]).items():
+    for tensors in pieces:
+        dtype = tensors[0].dtype
         wide = torch.float64 if dtype is torch.float64 else torch.float32
+        cut = [part for tensor in tensors for part in _parts(tensor)]
         if foreach is False:
-            norms += [torch.linalg.vector_norm(grad, order, dtype=wide) for grad in grads]
+            norms += [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in cut]
         else:
-            norms += _torch.foreach_norm(grads, order, wide)
-    local = torch.stack([norm.to(found.device) for norm in norms]) if norms else torch.zeros(1, device=found.device)
-    value = _joined(_power(local.double(), order), order)
-    for group in groups:
-        dist.all_reduce(value, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
-    return _root(value, order)
+            norms += _torch.foreach_norm(cut, order, wide)
+    local = torch.stack([norm.to(of.device) for norm in norms]) if norms else torch.zeros(1, device=of.device)
+    return of, _joined(_power(local.double(), order), order)
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    is_long = tensor.dim() == 1 and tensor.numel() > _MAX_NUMEL
+    return tensor.split(_MAX_NUMEL) if is_long else (tensor,)
+
+
+def _summed_over_ranks(values: list[tuple[_Class, torch.Tensor]], order: float) -> list[torch.Tensor]:
+    """The values of all classes over all their ranks: one all-reduce per process group, for all that it cuts."""
+    found = [value for _, value in values]
+    op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
+    for group in dict.fromkeys(group for each, _ in values for group in each.groups):
+        cut = [i for i, (each, _) in enumerate(values) if group in each.groups]
+        joint = torch.stack([found[i] for i in cut])
+        dist.all_reduce(joint, op, group=group)
+        for i, value in zip(cut, joint.unbind(), strict=True):
+            found[i] = value
+    return found
 
 
 # A norm of infinite order is joined as it is, by the maximum; any other as a power, by the sum.

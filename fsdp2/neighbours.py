@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from fsdp2 import _torch
 # Gradients that do not touch each other are copied behind each other if they are no larger. A copy of 64 KiB costs
 # about as much as one more tensor in the step of an optimizer.
 COPY_MAX_NBYTES = 64 * 1024
+
+
+_nbytes_of, _dtype_of = attrgetter("nbytes"), attrgetter("dtype")
 
 
 class Buffers:
@@ -89,6 +93,31 @@ def spanned(first: torch.Tensor, numel: int) -> torch.Tensor | None:
     if not first.is_contiguous() or (offset + numel) * first.itemsize > first.untyped_storage().nbytes():
         return None
     return first.as_strided((numel,), (1,), offset)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The elements of ``tensors`` in as few tensors as memory allows: those of one dtype that touch each other in one
+    storage are one 1-D view, in the order of their addresses. Empty ones are left out."""
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return [tensor for tensor in tensors if tensor.numel() > 0]
+    starts, sizes, dtypes = (list(map(get, tensors)) for get in (torch.Tensor.data_ptr, _nbytes_of, _dtype_of))
+    order = [i for i in sorted(range(len(tensors)), key=starts.__getitem__) if sizes[i] > 0]
+    if not order:
+        return []
+    cuts, end, dtype = [], 0, None
+    for at, i in enumerate(order):
+        if starts[i] != end or dtypes[i] is not dtype:
+            cuts.append(at)
+            dtype = dtypes[i]
+        end = starts[i] + sizes[i]
+    found: list[torch.Tensor] = []
+    for at, stop in zip(cuts, [*cuts[1:], len(order)], strict=True):
+        first, last = order[at], order[stop - 1]
+        flat = None
+        if stop - at > 1:
+            flat = spanned(tensors[first], (starts[last] + sizes[last] - starts[first]) // tensors[first].itemsize)
+        found += [tensors[i] for i in order[at:stop]] if flat is None else [flat]
+    return found
 
 
 def spans(keys: Sequence[object], codes: Sequence[Code], numels: Sequence[int]) -> list[range]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
-from fsdp2 import ParamPlacement, clip_grad_norm_, fully_shard
+from fsdp2 import ParamPlacement, _torch, clip_grad_norm_, fully_shard
 from tests.distributed.support import same_on_all_ranks
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
@@ -170,3 +171,29 @@ def test_order_that_is_none_is_refused() -> None:
         error_of(lambda: clip_grad_norm_([], 1.0, norm_type=0)),
         """ValueError: clip_grad_norm_: norm_type=0, expected a positive number or float("inf").""",
     )
+
+
+@distributed(4)
+def test_one_norm_per_group_and_one_all_reduce_per_mesh_axis(ctx: RankContext) -> None:
+    """A unit of one dtype lands its gradients behind each other; axes are summed over once for all that they cut."""
+    model: Any = MLP()
+    _tensor_parallel(model, ctx)
+    inputs = model.batch(torch.Generator().manual_seed(0))
+    model.loss(model(*inputs), inputs).backward()
+    normed, summed = [], []
+    with (
+        mock.patch.object(_torch, "foreach_norm", side_effect=_noting(_torch.foreach_norm, normed)),
+        mock.patch.object(torch.distributed, "all_reduce", side_effect=_noting(torch.distributed.all_reduce, summed)),
+    ):
+        clip_grad_norm_(model.parameters(), 1.0)
+    of_units = len(model.blocks) + 1
+    assert sum(map(len, normed)) == of_units + len(model.blocks)  # what TP has cut, and what it has not, in each block
+    assert len(summed) == 2  # dp for all of them, tp for what it has cut
+
+
+def _noting(function: Callable[..., Any], noted: list[Any]) -> Callable[..., Any]:
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        noted.append(first)
+        return function(first, *args, **kwargs)
+
+    return call
