@@ -8,10 +8,12 @@ of parameters, and one all-reduce per mesh axis. Axes that hold copies do not co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.mesh import mesh_device
-from fsdp2.neighbours import joined
+from fsdp2.neighbours import cuts_of, joined
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
@@ -72,9 +74,10 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not params:
         return torch.zeros(())
-    classes = _classes(params)
-    pieces = _gradients(params, classes)
-    norms = _summed_over_ranks([_norm_here(*each, order, foreach) for each in zip(classes, pieces, strict=True)], order)
+    known = _known(params)
+    pieces = known.gradients(params)
+    here = [_norm_here(*each, order, foreach) for each in zip(known.classes, pieces, strict=True)]
+    norms = _summed_over_ranks(here, order)
     total = _root(_joined(torch.stack([norm.to(norms[0].device) for norm in norms]), order), order)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
@@ -88,54 +91,76 @@ def clip_grad_norm_(
     return total if any(tensors[0].dtype is torch.float64 for tensors in alike) else total.float()
 
 
-# Classes
-
-# By the specs of the parameters in a call, which never change: the same parameters come in every step.
-_seen: list[tuple[list[object], list[_Class]]] = []
-_MAX_SEEN = 8
+# Gradients
 
 
-def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
-    """By the groups that parameters are cut over, whether or not they have a gradient here: all ranks find the same."""
+class _Known:
+    """Parameters that were clipped before: their classes, and how their gradients lay in memory, as long as those are
+    the same tensors. Holds no gradients, since those that somebody holds are not used again (I13)."""
+
+    def __init__(self, params: Sequence[torch.Tensor], specs: list[object]) -> None:
+        self.specs = specs
+        found: dict[tuple[_Groups, torch.device], list[int]] = {}
+        for position, param in enumerate(params):
+            found.setdefault(_class_of(param), []).append(position)
+        self.classes = [_Class(groups, device, positions) for (groups, device), positions in found.items()]
+        self._locals: list[Callable[[], torch.Tensor | None]] = []
+        self._cuts: list[list[tuple[int, int]]] = []
+
+    def gradients(self, params: Sequence[torch.Tensor]) -> list[list[list[torch.Tensor]]]:
+        """What each class has on this rank, in as few tensors as memory allows; those in a list are of one kind."""
+        grads = _torch.grads_of(params)
+        locals_ = _torch.locals_placed_like(params, grads)
+        if any(map(_is_none, locals_)):
+            pairs = zip(grads, locals_, strict=True)
+            locals_ = [_local(grad) if local is None and grad is not None else local for grad, local in pairs]
+        were_seen = len(self._locals) == len(params) and all(map(is_, locals_, [ref() for ref in self._locals]))
+        if were_seen:
+            found = [joined(cast(list[torch.Tensor], locals_), cuts) for cuts in self._cuts]
+        if not were_seen or None in found:
+            found = self._cut(locals_)
+        return [_alike(tensors or []) for tensors in found]
+
+    def _cut(self, locals_: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor] | None]:
+        self._cuts, found = [], []
+        for each in self.classes:
+            positions = [position for position in each.positions if locals_[position] is not None]
+            mine = [locals_[position] for position in positions]
+            cuts = cuts_of(mine)
+            self._cuts.append([(positions[first], numel) for first, numel in cuts])
+            found.append(joined(mine, cuts))
+        self._locals = [_no_tensor if local is None else weakref.ref(local) for local in locals_]
+        return found
+
+
+# By the specs of the parameters, which never change: the same ones come in every step.
+_recent: list[_Known] = []
+_MAX_RECENT = 8
+
+
+def _known(params: Sequence[torch.Tensor]) -> _Known:
     specs = _torch.specs_of(params)
-    for known, classes in _seen:
-        if len(known) == len(specs) and all(map(is_, known, specs)):
-            return classes
-    found: dict[tuple[_Groups, torch.device], list[int]] = {}
-    for position, param in enumerate(params):
-        found.setdefault(_class_of(param), []).append(position)
-    classes = [_Class(groups, device, positions) for (groups, device), positions in found.items()]
+    for known in _recent:
+        if len(known.specs) == len(specs) and all(map(is_, known.specs, specs)):
+            return known
+    known = _Known(params, specs)
     if None not in specs:
-        _seen.insert(0, (specs, classes))
-        del _seen[_MAX_SEEN:]
-    return classes
+        _recent.insert(0, known)
+        del _recent[_MAX_RECENT:]
+    return known
+
+
+def _no_tensor() -> None:
+    return None
 
 
 def _class_of(param: torch.Tensor) -> tuple[_Groups, torch.device]:
+    """By the groups that parameters are cut over, whether or not they have a gradient here: all ranks find the same."""
     if not isinstance(param, DTensor):
         return (), param.device
     mesh = param.device_mesh
     cut = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
     return tuple(mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1), mesh_device(mesh)
-
-
-# Gradients
-
-
-def _gradients(params: Sequence[torch.Tensor], classes: Sequence[_Class]) -> list[list[list[torch.Tensor]]]:
-    """What each class has on this rank, in as few tensors as memory allows; those in a list are of one kind."""
-    grads = _torch.grads_of(params)
-    locals_ = _torch.locals_placed_like(params, grads)
-    if any(map(_is_none, locals_)):
-        pairs = zip(grads, locals_, strict=True)
-        locals_ = [_local(grad) if local is None and grad is not None else local for grad, local in pairs]
-    of_classes: list[list[list[torch.Tensor]]] = []
-    for each in classes:
-        mine: Iterable[torch.Tensor | None] = locals_
-        if len(classes) > 1:
-            mine = [locals_[position] for position in each.positions]
-        of_classes.append(_alike(joined([local for local in mine if local is not None])))
-    return of_classes
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

@@ -95,28 +95,39 @@ def spanned(first: torch.Tensor, numel: int) -> torch.Tensor | None:
     return first.as_strided((numel,), (1,), offset)
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The elements of ``tensors`` in as few tensors as memory allows: those of one dtype that touch each other in one
-    storage are one 1-D view, in the order of their addresses. Empty ones are left out."""
-    if not all(map(torch.Tensor.is_contiguous, tensors)):
-        return [tensor for tensor in tensors if tensor.numel() > 0]
+def cuts_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """How ``joined`` makes few of ``tensors``: the position of the first one, and the number of elements, for each."""
     starts, sizes, dtypes = (list(map(get, tensors)) for get in (torch.Tensor.data_ptr, _nbytes_of, _dtype_of))
-    order = [i for i in sorted(range(len(tensors)), key=starts.__getitem__) if sizes[i] > 0]
-    if not order:
-        return []
-    cuts, end, dtype = [], 0, None
-    for at, i in enumerate(order):
-        if starts[i] != end or dtypes[i] is not dtype:
-            cuts.append(at)
+    are_flat = list(map(torch.Tensor.is_contiguous, tensors))
+    found: list[tuple[int, int]] = []
+    end, dtype, left = 0, None, 0
+    for i in sorted(range(len(tensors)), key=starts.__getitem__):
+        size, numel = sizes[i], tensors[i].numel()
+        if size == 0:
+            continue
+        if starts[i] == end and dtypes[i] is dtype and are_flat[i] and size <= left:
+            found[-1] = (found[-1][0], found[-1][1] + numel)
+            left -= size
+        else:
+            found.append((i, numel))
             dtype = dtypes[i]
-        end = starts[i] + sizes[i]
-    found: list[torch.Tensor] = []
-    for at, stop in zip(cuts, [*cuts[1:], len(order)], strict=True):
-        first, last = order[at], order[stop - 1]
-        flat = None
-        if stop - at > 1:
-            flat = spanned(tensors[first], (starts[last] + sizes[last] - starts[first]) // tensors[first].itemsize)
-        found += [tensors[i] for i in order[at:stop]] if flat is None else [flat]
+            # No further than its storage: what follows it in memory by chance is another's.
+            offset_nbytes = int(tensors[i].storage_offset()) * tensors[i].itemsize
+            left = tensors[i].untyped_storage().nbytes() - offset_nbytes - size if are_flat[i] else 0
+        end = starts[i] + size
+    return found
+
+
+def joined(tensors: Sequence[torch.Tensor], cuts: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
+    """The elements of ``tensors`` in as few tensors as memory allows, cut as ``cuts_of`` says: those of one dtype
+    that touch each other in one storage are one 1-D view, in the order of their addresses; empty ones are left out.
+    None if they do not lie that way any more."""
+    found = []
+    for first, numel in cuts:
+        whole = tensors[first] if tensors[first].numel() == numel else spanned(tensors[first], numel)
+        if whole is None:
+            return None
+        found.append(whole)
     return found
 
 

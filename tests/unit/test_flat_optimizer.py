@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn, optim
 
 import fsdp2
-from fsdp2.neighbours import Apart, Buffers, Code, codes_of, joined, spanned, spans
+from fsdp2.neighbours import Apart, Buffers, Code, codes_of, cuts_of, joined, spanned, spans
 from fsdp2.optim import ELEMENTWISE
 from tests.harness.messages import error_of
 
@@ -174,7 +174,9 @@ def test_tensors_that_touch_in_one_storage_are_joined() -> None:
     flat = torch.arange(12.0)
     a, b, c = flat[0:3], flat[3:7].view(2, 2), flat[9:12]
     alone, half = torch.ones(2), torch.ones(4, dtype=torch.bfloat16)
-    found = joined([c, b, torch.empty(0), a, half[:2], alone, half[2:]])
+    tensors = [c, b, torch.empty(0), a, half[:2], alone, half[2:]]
+    found = joined(tensors, cuts_of(tensors))
+    assert found is not None
     assert {(str(tensor.dtype), tuple(tensor.flatten().tolist())) for tensor in found} == {
         ("torch.float32", tuple(range(7))),
         ("torch.float32", (9, 10, 11)),
@@ -184,4 +186,5 @@ def test_tensors_that_touch_in_one_storage_are_joined() -> None:
     for tensor in found:
         tensor.zero_()
     assert flat.tolist() == [0.0] * 7 + [7.0, 8.0] + [0.0] * 3  # views
-    assert joined([flat.view(3, 4).t(), a])[0].shape == (4, 3)  # no interval of memory
+    assert cuts_of([flat.view(3, 4).t(), flat[12:]]) == [(0, 12)]
+    assert joined([a.clone(), b], [(0, 7)]) is None  # they touch no more
