@@ -14,6 +14,7 @@ from fsdp2.api import (
     ParamPlacement,
     ReduceScatter,
     ScheduleError,
+    TiedWeights,
 )
 from fsdp2.clip import clip_grad_norm_
 from fsdp2.fully_shard import fully_shard
@@ -38,6 +39,7 @@ __all__ = [
     "ParamPlacement",
     "ReduceScatter",
     "ScheduleError",
+    "TiedWeights",
     "UnshardHandle",
     "clip_grad_norm_",
     "extensions",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ __all__ = [
     "ParamPlacement",
     "ReduceScatter",
     "ScheduleError",
+    "TiedWeights",
 ]
 
 
@@ -135,6 +137,14 @@ class ParamPlacement:
 
     placement: Shard | None
     mesh: DeviceMesh
+
+
+class TiedWeights(Enum):
+    """What ``fully_shard`` does with a parameter that a unit inside of the given module has taken, and that is bound
+    outside of that unit, too."""
+
+    MOVE = "move"  # to the unit that is being made, which is the nearest one around all its places
+    REFUSE = "refuse"  # raise; nothing has changed then
 
 
 class Comm(ABC):

@@ -124,11 +124,11 @@ class _Known:
     def _cut(self, locals_: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor] | None]:
         self._cuts, found = [], []
         for each in self.classes:
-            positions = [position for position in each.positions if locals_[position] is not None]
-            mine = [locals_[position] for position in positions]
-            cuts = cuts_of(mine)
+            mine = {at: local for at in each.positions if (local := locals_[at]) is not None}
+            tensors, positions = list(mine.values()), list(mine)
+            cuts = cuts_of(tensors)
             self._cuts.append([(positions[first], numel) for first, numel in cuts])
-            found.append(joined(mine, cuts))
+            found.append(joined(tensors, cuts))
         self._locals = [_no_tensor if local is None else weakref.ref(local) for local in locals_]
         return found
 

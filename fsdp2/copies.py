@@ -78,8 +78,9 @@ def _copied_parameter(param: ShardedParam, memo: Memo) -> nn.Parameter:
 def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit:
     groups = tuple(_copied_group(group, memo) for group in unit.groups)
     made = Unit(modules, groups, unit.mesh, unit.policy, None if unit.auto_reshard else unit.rules.after_forward)
-    made.rules, made.max_reductions = unit.rules, unit.max_reductions
+    made.rules, made.max_reductions, made.memory_limit = unit.rules, unit.max_reductions, unit.memory_limit
     made.left_alone = {Slot(memo[id(slot.module)], slot.name) for slot in unit.left_alone if id(slot.module) in memo}
+    made.left_out = [Slot(memo[id(slot.module)], slot.name) for slot in unit.left_out]
     for name in ("forward_prefetch", "backward_prefetch"):
         if getattr(unit, name) is not None:
             memo.setdefault(_PENDING, []).append((made, name, getattr(unit, name)))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
-from fsdp2.api import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.api import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, TiedWeights
 from fsdp2.group import ParamGroup
 from fsdp2.hooks import ModuleHooks
 from fsdp2.mesh import ParallelMesh, default_mesh, parallel_mesh
@@ -31,6 +31,7 @@ from fsdp2.resolve import (
 )
 from fsdp2.runtime import Unit, unit_of
 from fsdp2.schedule import AfterForward
+from fsdp2.ties import settle_ties
 
 
 @overload
@@ -44,6 +45,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    tied_weights: TiedWeights = ...,
 ) -> FSDPModule: ...
 
 
@@ -58,6 +60,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    tied_weights: TiedWeights = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -71,6 +74,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    tied_weights: TiedWeights = TiedWeights.MOVE,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, their gradients and so the optimizer's states over the ranks of ``mesh``.
 
@@ -99,6 +103,8 @@ def fully_shard(
         ignored_params: parameters to leave as they are: neither sharded, moved nor reduced.
         dp_mesh_dims: ``mesh`` has all axes of the model, every parameter is a DTensor on it, and these of its axes are
             data-parallel. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
+        tied_weights: a parameter that an inner unit has taken, and that is bound outside of that unit, too, moves to
+            this unit, or is refused.
 
     Returns:
         ``module`` itself, changed in place.
@@ -116,12 +122,16 @@ def fully_shard(
     ignored = _checked_ignored(ignored_params)
     parallel = parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims))
     found, managed, left_alone = _collect(roots, ignored)
+    ties = settle_ties(found, roots, _checked_ties(tied_weights))
     check_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
-    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
+    resolved = resolve_groups(ties.found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
     after_forward = resolve_after_forward(reshard_after_forward, resolved)
+    _change_classes(roots)
+    ties.commit()
     unit = _commit(roots, managed, resolved, parallel, mp_policy, home, after_forward)
     unit.left_alone.update(left_alone)
+    unit.left_out = ties.left_out
     return module  # type: ignore[return-value]
 
 
@@ -175,6 +185,12 @@ def _checked_dims(dims: object) -> DataParallelMeshDims | None:
             'Write DataParallelMeshDims(shard="dp"), with the names of the mesh\'s data-parallel axes.'
         )
     return DataParallelMeshDims(dims.shard, dims.replicate)
+
+
+def _checked_ties(ties: object) -> TiedWeights:
+    if not isinstance(ties, TiedWeights):
+        raise TypeError(f"fully_shard: tied_weights must be an fsdp2.TiedWeights, not {described(ties)}.")
+    return ties
 
 
 def _checked_ignored(ignored_params: object) -> set[nn.Parameter]:
@@ -247,9 +263,23 @@ def _commit(
             setattr(param.sharded, SHARDED_AS, param.name)
     unit = Unit(roots, groups, parallel, policy, after_forward)
     unit.hooks = ModuleHooks(unit)
-    for root in roots:
-        root.__class__ = _sharded_class(type(root))
     return unit
+
+
+def _change_classes(roots: Sequence[nn.Module]) -> None:
+    """Python, or the class itself, may refuse: so this comes first, and all or none are changed.
+
+    Raises:
+        TypeError: a class cannot be derived from, or its instances cannot change their class.
+    """
+    originals = [type(root) for root in roots]
+    try:
+        for root in roots:
+            root.__class__ = _sharded_class(type(root))
+    except BaseException:
+        for root, original in zip(roots, originals, strict=True):
+            root.__class__ = original
+        raise
 
 
 _sharded_classes: dict[type, type] = {}

@@ -23,7 +23,7 @@ from fsdp2.comm import comm_for
 from fsdp2.custom_comm import gather_comm, reduce_comm
 from fsdp2.extended import ExtendedParams
 from fsdp2.footprint import gather_bytes
-from fsdp2.gradients import GroupGradients, GroupOptions
+from fsdp2.gradients import GradientState, GroupGradients, GroupOptions
 from fsdp2.mesh import ParallelMesh
 from fsdp2.offload import FlatStage, Home
 from fsdp2.param import ParamRecord, ShardedParam, Slot
@@ -143,6 +143,19 @@ class ParamGroup:
         self.keeps_storage = other.keeps_storage
         self.configure(**vars(other.options))
         self.gather_on_compute_stream(other._services is not services_for(self.mesh.device))
+
+    def may_give_up(self, param: ShardedParam) -> bool:
+        """Whether nothing has happened to the group since it was made, so that ``param`` has the values that it was
+        sharded with."""
+        is_fresh = self._plan is None and self.gradients.state is GradientState.NONE
+        return is_fresh and self._is_intact() and not self.shards.are_written() and param in self.params
+
+    def give_up(self, param: ShardedParam) -> None:
+        """Another group manages ``param`` from now on."""
+        self.shards.give_up(self.params.index(param))
+        self._unbind()
+        self._bindings = Bindings(self.params)
+        self._bindings.bind(self.shards.sharded)
 
     def settle(self) -> None:
         """Bind the shards, and take over what the user has put in their place."""

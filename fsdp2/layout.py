@@ -42,6 +42,11 @@ class Layout(ABC):
     def interval(self, rank: int) -> tuple[int, int]:
         """``rank``'s piece along ``dim``, as (start, stop)."""
 
+    @property
+    def size(self) -> int:
+        """Entries along ``dim``; a scalar is one."""
+        return self.shape[self.dim] if self.shape else 1
+
     @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -61,6 +66,8 @@ class Layout(ABC):
         return self.padded_numel == self.numel
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
+        if not self.shape:
+            return ()
         start, stop = self.interval(rank)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
@@ -68,19 +75,19 @@ class Layout(ABC):
 @dataclass(frozen=True)
 class ShardLayout(Layout):
     """A parameter cut as DTensor's ``Shard(dim)`` cuts it: all shards are ``chunk_size`` long, but the last non-empty
-    one may be shorter and later ones are empty. Empty shards start where the tensor ends."""
+    one may be shorter and later ones are empty. Empty shards start where the tensor ends. A scalar, of shape (), is
+    whole: it has one shard."""
 
     @cached_property
     def chunk_size(self) -> int:
-        return -(-self.shape[self.dim] // self.num_shards)
+        return -(-self.size // self.num_shards)
 
     @property
     def is_contiguous(self) -> bool:
         return self.dim == 0
 
     def interval(self, rank: int) -> tuple[int, int]:
-        size = self.shape[self.dim]
-        return min(rank * self.chunk_size, size), min((rank + 1) * self.chunk_size, size)
+        return min(rank * self.chunk_size, self.size), min((rank + 1) * self.chunk_size, self.size)
 
 
 @dataclass(frozen=True)

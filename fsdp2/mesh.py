@@ -83,6 +83,30 @@ class ParallelMesh:
         return self.mesh[names[-1]] if names else DeviceMesh.from_group(self.shard.group, self.mesh.device_type)
 
 
+def replicated(parallel: ParallelMesh) -> ParallelMesh:
+    """The ranks of ``parallel``, with parameters whole on each of them. Collective at its first use on a 2D mesh."""
+    roles = tuple(_unless_shard(role) for role in parallel.roles)
+    spmd = parallel.spmd
+    if spmd is not None:
+        whole = tuple(_unless_shard(role) for role in spmd.roles)
+        spmd = SpmdMesh(spmd.mesh, whole, spmd.mesh, tuple(range(spmd.mesh.ndim)))
+    return replace(parallel, roles=roles, shard=NO_AXIS, replicate=_joint_axis(parallel), spmd=spmd)
+
+
+def _unless_shard(role: AxisRole) -> AxisRole:
+    return AxisRole.REPLICATE if role is AxisRole.SHARD else role
+
+
+def _joint_axis(parallel: ParallelMesh) -> Axis:
+    """All data-parallel ranks as one axis."""
+    if parallel.replicate.size == 1:
+        return parallel.shard
+    if parallel.shard.size == 1:
+        return parallel.replicate
+    ranks = parallel.mesh.mesh.flatten().tolist()
+    return Axis(_own_group(tuple(ranks), "fsdp2_replicate"), len(ranks), ranks.index(dist.get_rank()))
+
+
 def default_mesh() -> DeviceMesh:
     """A 1D mesh over all ranks, on the accelerator if torch sees one, else on the CPU."""
     if not dist.is_initialized():
@@ -213,8 +237,19 @@ def _mesh_of_ranks(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-# By the process group of all ranks, so that they go with it, and then by the ranks of the shard axis.
-_separate_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+# By the process group of all ranks, so that they go with it, and then by their ranks and what they are for.
+_Key = tuple[tuple[int, ...], str]
+_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _own_group(ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
+    """A process group of ``ranks``, made once. Only these ranks take part: other parts of the mesh make their own."""
+    assert dist.group.WORLD is not None  # the mesh has groups
+    made = _own_groups.setdefault(dist.group.WORLD, {})
+    if (ranks, description) not in made:
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+        made[ranks, description] = group
+    return made[ranks, description]
 
 
 def separate_axis(axis: Axis) -> Axis:
@@ -222,9 +257,4 @@ def separate_axis(axis: Axis) -> Axis:
     if axis.group is None or axis.size == 1:
         return axis
     ranks = tuple(dist.get_process_group_ranks(axis.group))
-    assert dist.group.WORLD is not None  # the axis has a group
-    made = _separate_groups.setdefault(dist.group.WORLD, {})
-    if ranks not in made:
-        # Only these ranks take part: other shard groups of an HSDP mesh make their own.
-        made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp2_reduce_scatter")
-    return replace(axis, group=made[ranks])
+    return replace(axis, group=_own_group(ranks, "fsdp2_reduce_scatter"))

@@ -7,7 +7,8 @@ one. Rule: the unsharded ``nn.Parameter`` object never changes while its dtype s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -115,6 +116,8 @@ class ShardedParam:
         self.mesh = mesh
         self.stride = contiguous_stride(record.layout.shape)
         self.sharded: nn.Parameter = record.param
+        # Somebody else may have it, too: a tie. What has been copied from a sharded parameter has no origin.
+        self.origin: Callable[[], nn.Parameter | None] = (lambda: None) if record.is_cut else weakref.ref(record.param)
         self.unsharded: nn.Parameter | None = None
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
         self.compute_dtypes = record.dtypes
@@ -157,6 +160,8 @@ class ShardedParam:
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the unsharded ``full``, as a view."""
+        if not self.layout.shape:  # a scalar is whole on every rank
+            return full
         start, stop = self.layout.interval(self.mesh.shard.rank)
         return full.narrow(self.layout.dim, start, stop - start)
 

@@ -21,7 +21,7 @@ from fsdp2 import _torch
 from fsdp2.api import ExtensionError, MixedPrecisionPolicy, ParamPlacement
 from fsdp2.extensions import has_hooks, is_plain
 from fsdp2.layout import ShardLayout
-from fsdp2.mesh import ParallelMesh, parallel_mesh, post_forward_mesh
+from fsdp2.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
 from fsdp2.offload import Home
 from fsdp2.param import SHARDED_AS, ParamRecord, Slot, pinned, subclass_shard
 from fsdp2.precision import check_grad_dtype, own_policy, param_dtypes
@@ -33,11 +33,18 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ParamPlacement | None]
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter in the tree: its first name, and every place where it is bound."""
+    """A parameter in the tree: its first name, and every place where it is bound. ``moves``: an inner unit gives it
+    up."""
 
     name: str
     param: nn.Parameter
     slots: list[Slot] = field(default_factory=list)
+    moves: bool = False
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it has no dimension to cut: it is whole on all ranks, and its gradient is all-reduced."""
+        return self.param.dim() == 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,10 @@ def resolve_groups(
     meshes = _Meshes(parallel)
     members: dict[ParallelMesh, list[ParamRecord]] = {}
     for item in found:
+        _check_class(item.name, item.param)
         placement, mesh = _asked_placement(item, meshes, placement_fn)
+        if item.is_scalar:
+            mesh = meshes.whole(mesh)
         members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy, home))
     return [
         ResolvedGroup(mesh, tuple(records), _resting_mesh(reshard_after_forward, mesh))
@@ -87,6 +97,10 @@ class _Meshes:
             )
         return self._known(found)
 
+    def whole(self, mesh: ParallelMesh) -> ParallelMesh:
+        """``mesh`` for what cannot be cut."""
+        return self._known(replicated(mesh))
+
     def _known(self, mesh: ParallelMesh) -> ParallelMesh:
         return self._by_groups.setdefault((mesh.shard.group, mesh.replicate.group), mesh)
 
@@ -110,7 +124,7 @@ def _resolve(
     item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
 ) -> ParamRecord:
     name, param = item.name, item.param
-    _check_param(name, param, parallel)
+    _check_param(name, param, parallel, moves=item.moves)
     dim = _resolve_dim(name, param, placement)
     spec = param_spec(name, param, dim, parallel)
     full = local_part(param)
@@ -130,7 +144,16 @@ def _resolve(
     )
 
 
-def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh) -> None:
+def _check_class(name: str, param: nn.Parameter) -> None:
+    if nn.Parameter in type(param).__mro__[1:]:
+        raise ExtensionError(
+            f"fully_shard: parameter '{name}' is a {type(param).__name__}, and sharding would lose that class: compute "
+            "would read an nn.Parameter. Replace it by nn.Parameter(...) of its values, or of a tensor subclass with "
+            "all-gather hooks; or list it in ignored_params."
+        )
+
+
+def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh, *, moves: bool) -> None:
     sharded_as = getattr(param, SHARDED_AS, None)
     if isinstance(param, DTensor) and sharded_as is not None:
         raise ValueError(
@@ -143,21 +166,11 @@ def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh) -> None
             f"fully_shard: parameter '{name}' is a DTensor on a mesh of {param.device_mesh.device_type}, but the mesh "
             f"given to fully_shard is on {parallel.device.type}. Both have to be parts of one mesh."
         )
-    if param.dim() == 0:
-        raise ValueError(
-            f"fully_shard: parameter '{name}' is a scalar and has no dimension to shard. "
-            "Give it shape (1,), or list it in ignored_params."
-        )
-    if not local_part(param).is_contiguous():
-        raise ValueError(
-            f"fully_shard: parameter '{name}' of shape {tuple(param.shape)} has strides {param.stride()}: it is not "
-            "contiguous, so its shards are no slices of its memory. "
-            f"Replace it with nn.Parameter({name.rpartition('.')[2]}.detach().contiguous()) first."
-        )
-    if sharded_as is not None:
+    if sharded_as is not None and not moves:
         raise ValueError(
             f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that was sharded before, and the tie "
-            "would be lost. Call fully_shard([a, b]) on the modules that share it, as one unit."
+            "would be lost. It moves to this unit only with tied_weights=MOVE, and before anything has run or was "
+            "written or replaced. Or call fully_shard([a, b]) on the modules that share it, as one unit."
         )
 
 
@@ -177,7 +190,7 @@ def _subclass_shard(
 
 
 def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int:
-    if placement is None:
+    if placement is None or param.dim() == 0:
         return 0
     if not -param.dim() <= placement.dim < param.dim():
         raise ValueError(

@@ -7,7 +7,7 @@ if a module around it runs later, that one takes over. Hooks report events here;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -44,6 +44,7 @@ class Unit:
         memory_limit: how many bytes of temporary memory the user allows, if it is the root.
         missing_modules: of several modules, those whose forward has not run in this pass.
         left_alone: where parameters stay plain, because the user asked for it or has been warned.
+        left_out: where tied parameters stay plain until a unit around this one takes them.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.missing_modules: set[nn.Module] = set()
         self.left_alone: set[Slot] = set()
+        self.left_out: list[Slot] = []
         self.hooks: UnitHooks | None = None
         self.name = type(modules[0]).__name__
         self.index = 0
@@ -200,6 +202,7 @@ class RootContext:
                     f"set_temporary_memory_limit was called on '{name}', which is no root: {self.root_class} runs "
                     f"around it. Call it on the root instead, after set_temporary_memory_limit(None) on '{name}'."
                 )
+        self._check_ties(found)
         before, self.units = self.units, list(found)
         self._is_agreed = self._is_agreed and self.units == before
         self._seen_changes = change_count()
@@ -225,6 +228,16 @@ class RootContext:
         if not self._is_agreed:
             check_agreement(self.root_class, self.units)
             self._is_agreed = True
+
+    def _check_ties(self, units: Mapping[Unit, str]) -> None:
+        for unit, name in units.items():
+            for slot in unit.left_out:
+                where = f"a {type(slot.module).__name__} in unit '{name or '(root)'}'"
+                raise ScheduleError(
+                    f"parameter '{slot.name}' of {where} is tied to one of another unit, and fully_shard was not called "
+                    "on a module that contains both. Call it on the outermost module, too, or list the parameter in "
+                    "ignored_params."
+                )
 
     # Configuration
 

@@ -44,7 +44,7 @@ class GroupShards:
     """
 
     def __init__(
-        self, records: Sequence[ParamRecord], params: Sequence[ShardedParam], home: Home, comm: GatherComm
+        self, records: Sequence[ParamRecord], params: list[ShardedParam], home: Home, comm: GatherComm
     ) -> None:
         self._params, self._home, self._comm = params, home, comm
         _alive.add(self)
@@ -55,6 +55,18 @@ class GroupShards:
             else:
                 param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
         self._note()
+
+    def give_up(self, index: int) -> None:
+        """Another group manages the parameter at ``index`` from now on."""
+        del self._params[index]
+        self._place(self._locals[:index] + self._locals[index + 1 :])
+        for param, local in zip(self._params, self._locals, strict=True):
+            _torch.set_local(param.sharded, local)
+        self._note()
+
+    def are_written(self) -> bool:
+        """Whether somebody has written to the shards since they were placed."""
+        return _torch.versions_of(self._versioned) != self._placed_versions
 
     def plain_inputs(self) -> dict[int, GatherInput]:
         """What a plan needs to know of the plain parameters."""
@@ -131,6 +143,7 @@ class GroupShards:
         self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
         self._noted = [_torch.local_of(sharded) for sharded in self.sharded]
         self._versioned = [tensor for param in self._params for tensor in param.versioned()]
+        self._placed_versions = _torch.versions_of(self._versioned)
 
     def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """``local`` to be placed anew. If it was given hooks where it lay in the flat buffer, the object stays, with

@@ -95,7 +95,7 @@ def local_part(param: torch.Tensor) -> torch.Tensor:
 
 def _on_model_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -> ParamSpec:
     """``param`` lies on model axes only: the data-parallel axes stand in front of them."""
-    model, shape, stride = param.device_mesh, tuple(param.shape), tuple(param.stride())
+    model, shape, stride = param.device_mesh, tuple(param.shape), contiguous_stride(param.shape)
     _refuse_partial(name, param)
     try:
         mesh = _torch.concatenated_mesh([parallel.mesh, model])
@@ -126,7 +126,7 @@ def _on_full_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -
                 f"fully_shard: parameter '{name}' is placed {param.placements[axis]} on the data-parallel axis "
                 f"'{(spmd.mesh.mesh_dim_names or ())[axis]}', expected Replicate(): the sharding there is done here."
             )
-    shape, stride = tuple(param.shape), tuple(param.stride())
+    shape, stride = tuple(param.shape), contiguous_stride(param.shape)
     roles = tuple(spmd.roles[source] for source in spmd.sources)
     on_model_axes = [param.placements[axis] for axis, role in enumerate(spmd.roles) if role is AxisRole.MODEL]
     placements = _placements(roles, spmd.sharded_mesh.shape, on_model_axes, dim)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed.fsdp as theirs
 from expecttest import assert_expected_inline
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2 import fully_shard
+from fsdp2 import TiedWeights, fully_shard
 from tests.distributed.refusals import Case, refused
 from tests.distributed.support import Block, Stack, same_on_all_ranks, seeded
 from tests.harness.distributed import RankContext
@@ -62,12 +62,35 @@ def _three_axes(ctx: RankContext) -> Case:
     return _call(mesh=mesh)(ctx)
 
 
-def _add_scalar(model: Stack) -> None:
-    model.blocks[1].scale = nn.Parameter(torch.tensor(1.0))
+class _Marked(nn.Parameter):
+    """A parameter with a meaning of its own, as quantised layers define them."""
 
 
-def _transpose(model: Stack) -> None:
-    model.blocks[1].linear.weight = nn.Parameter(model.blocks[1].linear.weight.detach().t())
+class _Logging(Tensor):
+    """What ``as_subclass`` makes: operations see the class, a DTensor keeps none of it."""
+
+
+class _Final(Stack):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise TypeError("this class is final")
+
+
+def _mark(model: Stack) -> None:
+    model.blocks[1].linear.weight = _Marked(model.blocks[1].linear.weight.detach())
+
+
+def _log(model: Stack) -> None:
+    model.blocks[1].linear.weight = nn.Parameter(model.blocks[1].linear.weight.detach().as_subclass(_Logging))
+
+
+def _second_weight(model: Stack) -> dict[str, Any]:
+    return {"ignored_params": {model.blocks[1].linear.weight}}
+
+
+def _final(ctx: RankContext) -> Case:
+    model = Stack()
+    model.exit = nn.Sequential(_Final(num_blocks=1))
+    return Case(model, lambda: fully_shard([model.entry, model.exit[0]], mesh=ctx.mesh_1d()))
 
 
 def _distribute(ctx: RankContext) -> Case:
@@ -98,7 +121,12 @@ def _tied_across_units(ctx: RankContext) -> Case:
     model = seeded(Stack)
     model.exit.weight = model.blocks[0].linear.weight
     fully_shard(model.blocks[0], mesh=ctx.mesh_1d())
-    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()))
+    return Case(
+        model,
+        lambda: fully_shard(model, mesh=ctx.mesh_1d(), tied_weights=TiedWeights.REFUSE),
+        lambda: fully_shard(model, mesh=ctx.mesh_1d()),
+        runs=False,
+    )
 
 
 def _module_list(ctx: RankContext) -> Case:
@@ -136,8 +164,9 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "reshard zero": _call(reshard_after_forward=0),
     "placement dim": _call(shard_placement_fn=lambda parameter: Shard(1)),
     "placement type": _call(shard_placement_fn=lambda parameter: Replicate()),
-    "scalar": _changed(_add_scalar, lambda model: {"ignored_params": {model.blocks[1].scale}}),
-    "non-contiguous": _changed(_transpose, lambda model: {"ignored_params": {model.blocks[1].linear.weight}}),
+    "parameter class": _changed(_mark, _second_weight),
+    "tensor class": _changed(_log, _second_weight),
+    "final class": _final,
     "DTensor": _distribute,
     "override is no function": _call(mp_policy=_overridden(torch.float32)),
     "override returns no dtype": _call(mp_policy=_overridden(lambda parameter: "float32")),
@@ -266,23 +295,28 @@ expected Shard(dim), ParamPlacement(Shard(dim), mesh) or None.""",
     )
 
 
-def test_scalar_parameter() -> None:
+def test_class_of_parameter_that_would_be_lost() -> None:
     assert_expected_inline(
-        refusal("scalar"),
+        refusal("parameter class"),
         """\
-ValueError: fully_shard: parameter 'blocks.1.scale' is a scalar and has no dimension to shard. Give
-it shape (1,), or list it in ignored_params.""",
+ExtensionError: fully_shard: parameter 'blocks.1.linear.weight' is a _Marked, and sharding would
+lose that class: compute would read an nn.Parameter. Replace it by nn.Parameter(...) of its values,
+or of a tensor subclass with all-gather hooks; or list it in ignored_params.""",
     )
 
 
-def test_non_contiguous_parameter() -> None:
+def test_tensor_class_that_would_be_lost() -> None:
     assert_expected_inline(
-        refusal("non-contiguous"),
+        refusal("tensor class"),
         """\
-ValueError: fully_shard: parameter 'blocks.1.linear.weight' of shape (32, 32) has strides (1, 32):
-it is not contiguous, so its shards are no slices of its memory. Replace it with
-nn.Parameter(weight.detach().contiguous()) first.""",
+ExtensionError: parameter 'blocks.1.linear.weight' is a _Logging without __torch_dispatch__. A
+DTensor keeps no such class: sharding would lose it and ignore its hooks. Make it a wrapper
+subclass, or the parameter a plain tensor.""",
     )
+
+
+def test_module_class_that_cannot_be_derived_from() -> None:
+    assert_expected_inline(refusal("final class"), """TypeError: this class is final""")
 
 
 def test_dtensor_parameter() -> None:
@@ -350,8 +384,9 @@ def test_tie_across_units() -> None:
         refusal("tied across units"),
         """\
 ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that was
-sharded before, and the tie would be lost. Call fully_shard([a, b]) on the modules that share it, as
-one unit.""",
+sharded before, and the tie would be lost. It moves to this unit only with tied_weights=MOVE, and
+before anything has run or was written or replaced. Or call fully_shard([a, b]) on the modules that
+share it, as one unit.""",
     )
 
 

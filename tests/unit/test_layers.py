@@ -22,7 +22,7 @@ LAYERS: list[set[str]] = [
     {"all_gather", "packing", "reduce_scatter", "kept_gradients", "landing"}  # effects, on one group
     | {"extended", "shards", "gradients", "watch", "resting", "group"}
     | {"agreement", "reductions", "admission", "performer", "runtime"},  # and on all groups of a root
-    {"hooks", "copies", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
+    {"hooks", "copies", "ties", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
     {"trace", "memory", "clip", "scopes", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
     {"__init__"},
 ]

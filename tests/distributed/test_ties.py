@@ -1,0 +1,95 @@
+"""Weights tied across units: they move to the nearest unit around all their places, and train as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import fully_shard, trace
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+
+
+def _tied(places: tuple[str, ...]) -> Stack:
+    """One weight in the linear layers ``places``."""
+    model = seeded(Stack)
+    for name in places:
+        model.get_submodule(name).weight = model.get_submodule(places[0]).weight
+    return model
+
+
+PLACES = {
+    "block and root": ("blocks.1.linear", "exit"),
+    "two blocks": ("blocks.0.linear", "blocks.2.linear"),
+    "all": ("entry", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "exit"),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize("replicas", [1, 2])
+@distributed(2)
+def test_they_train_as_in_the_unsharded_model(ctx: RankContext, case: str, replicas: int) -> None:
+    model, reference = _tied(PLACES[case]), _tied(PLACES[case])
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas))
+    bound = [model.get_submodule(name).weight for name in PLACES[case]]
+    assert isinstance(bound[0], DTensor)
+    assert all(weight is bound[0] for weight in bound)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in reference.named_parameters()]
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
+    for seed in range(3):
+        torch.testing.assert_close(step(model, seed), step(reference, seed))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
+
+
+@distributed(2)
+def test_the_nearest_unit_around_them_takes_them(ctx: RankContext) -> None:
+    model: Any = nn.Sequential(_tied(PLACES["two blocks"]), seeded(Stack))
+    for unit in (*model[0].blocks, model[0], *model[1].blocks, model[1], model):
+        fully_shard(unit, mesh=ctx.mesh_1d())
+    model[0].unshard()
+    assert not isinstance(model[0].blocks[0].linear.weight, DTensor)
+    assert isinstance(model[0].blocks[0].linear.bias, DTensor)
+    model[0].reshard()
+    with trace.record(model) as recorded:
+        model(batch()).sum().backward()
+    assert "reduce 0" in recorded.actions()
+
+
+def _refusals(ctx: RankContext) -> str:
+    mesh, found = ctx.mesh_1d(), []
+    apart = _tied(PLACES["two blocks"])
+    for block in apart.blocks:
+        fully_shard(block, mesh=mesh)
+    found.append(error_of(lambda: apart.blocks[2](batch())))
+    written = _tied(PLACES["block and root"])
+    fully_shard(written.blocks[1], mesh=mesh)
+    with torch.no_grad():
+        written.blocks[1].linear.weight.zero_()
+    found.append(error_of(lambda: fully_shard(written, mesh=mesh)))
+    assert isinstance(written.blocks[1].linear.weight, DTensor)
+    found.append(error_of(lambda: fully_shard(written, mesh=mesh, tied_weights="move")))  # type: ignore[call-overload]
+    return "\n".join(found)
+
+
+def test_what_nobody_can_take_is_refused() -> None:
+    assert_expected_inline(same_on_all_ranks(_refusals), """\
+ScheduleError: parameter 'weight' of a Linear in unit '(root)' is tied to one of another unit, and
+fully_shard was not called on a module that contains both. Call it on the outermost module, too, or
+list the parameter in ignored_params.
+ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that was
+sharded before, and the tie would be lost. It moves to this unit only with tied_weights=MOVE, and
+before anything has run or was written or replaced. Or call fully_shard([a, b]) on the modules that
+share it, as one unit.
+TypeError: fully_shard: tied_weights must be an fsdp2.TiedWeights, not builtins.str.""")
