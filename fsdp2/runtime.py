@@ -234,9 +234,9 @@ class RootContext:
             for slot in unit.left_out:
                 where = f"a {type(slot.module).__name__} in unit '{name or '(root)'}'"
                 raise ScheduleError(
-                    f"parameter '{slot.name}' of {where} is tied to one of another unit, and fully_shard was not called "
-                    "on a module that contains both. Call it on the outermost module, too, or list the parameter in "
-                    "ignored_params."
+                    f"parameter '{slot.name}' of {where} is tied to one of another unit, and fully_shard was not "
+                    "called on a module that contains both. Call it on the outermost module, too, or list the "
+                    "parameter in ignored_params."
                 )
 
     # Configuration

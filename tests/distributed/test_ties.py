@@ -84,7 +84,9 @@ def _refusals(ctx: RankContext) -> str:
 
 
 def test_what_nobody_can_take_is_refused() -> None:
-    assert_expected_inline(same_on_all_ranks(_refusals), """\
+    assert_expected_inline(
+        same_on_all_ranks(_refusals),
+        """\
 ScheduleError: parameter 'weight' of a Linear in unit '(root)' is tied to one of another unit, and
 fully_shard was not called on a module that contains both. Call it on the outermost module, too, or
 list the parameter in ignored_params.
@@ -92,4 +94,5 @@ ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a
 sharded before, and the tie would be lost. It moves to this unit only with tied_weights=MOVE, and
 before anything has run or was written or replaced. Or call fully_shard([a, b]) on the modules that
 share it, as one unit.
-TypeError: fully_shard: tied_weights must be an fsdp2.TiedWeights, not builtins.str.""")
+TypeError: fully_shard: tied_weights must be an fsdp2.TiedWeights, not builtins.str.""",
+    )
