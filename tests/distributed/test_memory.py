@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import Observer, fully_shard, trace
+from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard, trace
+from fsdp2.reduce_scatter import Reduce
 from tests.distributed.support import (
     BLOCK_NBYTES,
     DIM,
@@ -291,3 +294,33 @@ def test_frozen_unit_keeps_no_gradient_memory(ctx: RankContext) -> None:
     step(model)
     assert all(parameter.grad is None for parameter in model.blocks[1].parameters())
     assert model.blocks[0].linear.weight.grad.shape == (DIM, DIM)
+
+
+def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
+    """The most flat buffers of reduce dtype that exist when a further reduction starts. Gradients are of another dtype,
+    so they lie elsewhere."""
+    model = seeded(lambda: Stack(num_blocks)).to(torch.bfloat16)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=ctx.mesh_2d(2, ctx.world_size // 2), mp_policy=policy)
+    made: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def issue(self: Reduce, grads: list[Tensor]) -> Any:
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in made))
+        sums, pending = plain_issue(self, grads)
+        made.extend(weakref.ref(buffer) for buffers in sums for buffer in buffers)
+        return sums, pending
+
+    plain_issue = Reduce.issue
+    with mock.patch.object(Reduce, "issue", issue):
+        model(batch().to(torch.bfloat16)).float().square().mean().backward()
+    assert len(made) == num_blocks + 1
+    return most
+
+
+@distributed(4)
+def test_buffers_of_hsdp_do_not_grow_with_the_number_of_layers(ctx: RankContext) -> None:
+    found = [_most_sums_alive(ctx, 2), _most_sums_alive(ctx, 8)]
+    assert max(found) <= 1, found
