@@ -56,8 +56,8 @@ class ParamGroup:
         self.story: Callable[[], str] = lambda: "none"  # the root's recent events, for error messages
         self._watch = GradientWatch()
         self.params = [ShardedParam(record, mesh) for record in records]
-        self._comm = comm_for(mesh.shard, mesh.device)
-        self.gradients = GroupGradients(self.params, mesh, self._comm, home)
+        self.comm = comm_for(mesh.shard, mesh.device)
+        self.gradients = GroupGradients(self.params, mesh, self.comm, home)
         self.gradients.on_bound = partial(_watch_gradients, weakref.ref(self))
         self._bindings = Bindings(self.params)
         self._gathered: GatheredMemory | None = None
@@ -69,7 +69,7 @@ class ParamGroup:
         self._services = services_for(mesh.device)
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self._seen_stamp: list[int] | None = None
-        self.shards = GroupShards(records, self.params, home, self._comm)
+        self.shards = GroupShards(records, self.params, home, self.comm)
         self._unbind()
         self._bindings.bind(self.shards.sharded)
         _alive.add(self)
@@ -115,12 +115,12 @@ class ParamGroup:
         if after.all_gather is not before.all_gather:
             with torch.inference_mode(False), torch.no_grad(), self._services.streams.on_gather():
                 if isinstance(self._gather, Gather):
-                    self._gather.carry_by(gather_comm(self._comm, mesh, after.all_gather))
+                    self._gather.carry_by(gather_comm(self.comm, mesh, after.all_gather))
                 if self._resting is not None:
                     self._resting.carry_by(after.all_gather)
         if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
             axis = after.reduce_axis or mesh.shard
-            default = self._comm if axis is mesh.shard else comm_for(axis, mesh.device)
+            default = self.comm if axis is mesh.shard else comm_for(axis, mesh.device)
             self.gradients.carry_by(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
 
     def gather_on_compute_stream(self, enabled: bool) -> None:
@@ -134,7 +134,7 @@ class ParamGroup:
             self._gather.release()  # what was kept, too: memory belongs to the stream it was allocated on
         self._services.flush()
         self._services = services
-        self._comm = comm_for(self.mesh.shard, device, is_async=services.streams.gathers_are_async)
+        self.comm = comm_for(self.mesh.shard, device, is_async=services.streams.gathers_are_async)
         self._unbind()
 
     def set_up_like(self, other: ParamGroup) -> None:
@@ -183,13 +183,13 @@ class ParamGroup:
         return self._footprint
 
     def _measured(self) -> UnitBytes:
-        plan, mesh = self._plan or compile_gather(self.shards.plain_inputs(), self._comm), self.mesh
+        plan, mesh = self._plan or compile_gather(self.shards.plain_inputs(), self.comm), self.mesh
         if isinstance(self._gather, LocalGather):
             gathers = UnitBytes()
         else:
             gathers = gather_bytes(
                 plan,
-                gather_comm(self._comm, mesh, self.options.all_gather),
+                gather_comm(self.comm, mesh, self.options.all_gather),
                 made_by_hooks=sum(nbytes for param in self.params for _, nbytes in param.inner),
                 staged=sum(flat.nbytes for flat in self.shards.flats.values()) if self.home.is_staged else 0,
                 resting_ranks=0 if self._resting_mesh is None else self._resting_mesh.shard.size,
@@ -230,7 +230,7 @@ class ParamGroup:
                 inputs |= self._bind_hooks().inputs(first_key, self._consumed_lifetime)
             else:
                 self._extended = None
-            plan = compile_gather(inputs, self._comm)
+            plan = compile_gather(inputs, self.comm)
             stage = None
             if self.home.is_staged:
                 stage = FlatStage(self.shards.flats, self.mesh.device, self._services.streams)
@@ -241,7 +241,7 @@ class ParamGroup:
                 gather = LocalGather(plan, self.shards.flats, self._services.streams)
             else:
                 rank, services = self.mesh.shard.rank, self._services
-                comm = gather_comm(self._comm, self.mesh, self.options.all_gather)
+                comm = gather_comm(self.comm, self.mesh, self.options.all_gather)
                 flats, extended = self.shards.flats, self._extended
                 gather = Gather(plan, flats, gathered, rank, comm, services, extended, stage=stage)
             if self._extended is not None:

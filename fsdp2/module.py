@@ -69,8 +69,8 @@ class FSDPModule(CommunicationSetters):
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
-        """A sharded module of its own, with the same values, options and hooks, on the same ranks. Gradients are not
-        copied, as ``nn.Module`` does not.
+        """A sharded module of its own, with the same values, options and hooks, on the same ranks, which have
+        to copy alike. Gradients are not copied, as ``nn.Module`` does not.
 
         Raises:
             ScheduleError: a forward or backward runs, or parameters are lent to ``unsharded``.

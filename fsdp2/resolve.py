@@ -145,7 +145,7 @@ def _resolve(
 
 
 def _check_class(name: str, param: nn.Parameter) -> None:
-    if nn.Parameter in type(param).__mro__[1:]:
+    if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # for hooks there is another answer
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__}, and sharding would lose that class: compute "
             "would read an nn.Parameter. Replace it by nn.Parameter(...) of its values, or of a tensor subclass with "

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.all_gather import Gather, GatheredMemory, flat_shards, shard_slice
 from fsdp2.api import ScheduleError
-from fsdp2.comm import comm_for
 from fsdp2.group import ParamGroup, groups_by_slot
 from fsdp2.mesh import NO_AXIS, ParallelMesh
 from fsdp2.param import ShardedParam, Slot
@@ -188,16 +187,16 @@ def _gather(group: ParamGroup, params: dict[int, ShardedParam]) -> Gather:
     """All-gather ``params`` in the dtypes of their shards, in one launch; the result has arrived. The group's own
     gather casts, and moves all its parameters."""
     mesh = group.mesh
-    comm, services = comm_for(mesh.shard, mesh.device), services_for(mesh.device)
+    services = services_for(mesh.device)
     services.streams.gather_after_compute()
     with torch.no_grad(), services.streams.on_gather():
         inputs = {i: PlanInput(p.name, p.layout, ParamDtypes(*4 * (p.dtypes.orig,))) for i, p in params.items()}
-        plan = compile_gather(inputs, comm)
+        plan = compile_gather(inputs, group.comm)
         flats = flat_shards(plan, mesh.device)
         for step in plan.steps:
             param = params[step.index]
             shard_slice(flats, step, param.shard_shape).copy_(_torch.local_of(param.sharded))
-        gather = Gather(plan, flats, GatheredMemory(plan, mesh.device), mesh.shard.rank, comm, services, None)
+        gather = Gather(plan, flats, GatheredMemory(plan, mesh.device), mesh.shard.rank, group.comm, services, None)
     gather.issue().wait()
     return gather
 

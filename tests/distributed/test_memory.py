@@ -306,10 +306,10 @@ def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
     made: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def issue(self: Reduce, grads: list[Tensor]) -> Any:
+    def issue(self: Reduce, *args: Any) -> Any:
         nonlocal most
         most = max(most, sum(ref() is not None for ref in made))
-        sums, pending = plain_issue(self, grads)
+        sums, pending = plain_issue(self, *args)
         made.extend(weakref.ref(buffer) for buffers in sums for buffer in buffers)
         return sums, pending
 
