@@ -4,6 +4,7 @@ from fsdp2 import extensions, trace
 from fsdp2.api import (
     AllGather,
     Comm,
+    CommunicationError,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     ExtensionError,
@@ -28,6 +29,7 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "Comm",
+    "CommunicationError",
     "DataParallelMeshDims",
     "ExtensionError",
     "FSDPModule",

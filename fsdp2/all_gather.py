@@ -22,7 +22,7 @@ from fsdp2.mesh import ParallelMesh
 from fsdp2.offload import FlatStage
 from fsdp2.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
 from fsdp2.services import Services
-from fsdp2.streams import Streams, Waitable
+from fsdp2.streams import Streams, Waitable, wait_for
 
 Sized = list[tuple[torch.UntypedStorage, int]]
 FlatShards = dict[torch.dtype, torch.Tensor]
@@ -67,8 +67,7 @@ class PendingGather:
 
     def _wait_for_data(self) -> None:
         works, self._works = self._works, ()
-        for work in works:
-            work.wait()
+        wait_for(works)
 
 
 class GatherHooks(Protocol):

@@ -210,6 +210,11 @@ class ScheduleError(RuntimeError):
     """An operation was asked for in a state that does not allow it. Nothing was changed by the refused operation."""
 
 
+class CommunicationError(RuntimeError):
+    """A collective failed, or timed out. The text has this rank, the unit, and the last events on this rank; what the
+    backend raised is its cause. Compare the events of all ranks: they differ where the ranks' programs parted."""
+
+
 class MemoryLimitError(RuntimeError):
     """What a unit needs does not fit under :meth:`FSDPModule.set_temporary_memory_limit`, whatever is freed for it."""
 

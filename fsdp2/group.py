@@ -13,10 +13,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
-from fsdp2.api import ScheduleError
+from fsdp2.api import CommunicationError, ScheduleError
 from fsdp2.bindings import Bindings
 from fsdp2.budget import UnitBytes
 from fsdp2.comm import comm_for
@@ -391,12 +392,22 @@ class ParamGroup:
 
     def _finish_gather(self) -> None:
         assert self._pending is not None
-        self._pending.wait()
+        try:
+            self._pending.wait()
+        except CommunicationError as error:
+            raise self.lost("all-gather", error) from error.__cause__
         self._pending = None
         if self._resting is not None:
             self._resting.release()
         if not self._unsharded:
             self._adopt_unsharded()
+
+    def lost(self, what: str, error: CommunicationError) -> CommunicationError:
+        """``error`` of a collective of this group, with what led to it."""
+        rank = dist.get_rank()
+        return CommunicationError(
+            f"{what} of unit '{self.name}' failed on rank {rank}: {error}\nLast events there: {self.story()}."
+        )
 
     def _drop_gather(self) -> None:
         assert self._pending is not None

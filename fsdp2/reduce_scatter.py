@@ -21,7 +21,7 @@ from fsdp2.mesh import ParallelMesh
 from fsdp2.packing import CopiedRows, pack_strided
 from fsdp2.plan import ReducePlan, Route
 from fsdp2.services import Services
-from fsdp2.streams import Streams, Waitable
+from fsdp2.streams import Streams, Waitable, wait_for
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class PendingReduce:
     def finish(self) -> None:
         """What the reduction read may be freed. On the CPU the gradients have landed; on an accelerator they may still
         travel, and compute goes on beside."""
-        for work in self._works:
-            work.wait()
+        wait_for(self._works)
         if self._then is not None:
             self._then()
         self._streams.wait_here(self._read or self._done)  # compute waits for reduce stream: it frees what that read

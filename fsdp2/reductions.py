@@ -6,6 +6,7 @@ gradients of one group land in the order in which they were reduced.
 
 from __future__ import annotations
 
+from fsdp2.api import CommunicationError
 from fsdp2.group import ParamGroup
 from fsdp2.reduce_scatter import PendingReduce
 
@@ -79,7 +80,10 @@ class Reductions:
 
     def _finish(self, group: ParamGroup, reduction: PendingReduce) -> None:
         self._last = reduction
-        reduction.finish()
+        try:
+            reduction.finish()
+        except CommunicationError as error:
+            raise group.lost("reduction", error) from error.__cause__
         if group.gradients.has_run_hooks:  # one may have stepped an optimizer, and let go of its gradient
             group.gradients.free_unused()
 

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from fsdp2.api import CommunicationError
+
 _HERE = nullcontext()
 
 
@@ -22,6 +24,19 @@ class Waitable(Protocol):
     """Anything whose completion can be awaited once: a ``dist.Work``, or a chain of them."""
 
     def wait(self) -> object: ...
+
+
+def wait_for(works: Sequence[Waitable]) -> None:
+    """Wait for collectives.
+
+    Raises:
+        CommunicationError: one failed.
+    """
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise CommunicationError(str(error)) from error
 
 
 class Streams:

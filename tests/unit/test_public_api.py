@@ -65,6 +65,7 @@ def test_public_names() -> None:
 AllGather
 CPUOffloadPolicy
 Comm
+CommunicationError
 DataParallelMeshDims
 ExtensionError
 FSDPModule

@@ -1,0 +1,59 @@
+"""When ranks part, the collective that nobody joins fails after the timeout, and every rank says what it did last."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsdp2
+from tests.distributed.support import Stack, batch, seeded
+from tests.harness.comms import messages_only
+from tests.harness.distributed import RankContext
+from tests.harness.pool import WorkerPool
+
+TIMEOUT_S = 4  # gloo takes that long at most to connect, too
+
+
+class Parting(Stack):
+    """Rank 1 leaves a block out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.entry(x))
+        if dist.get_rank() == 0:
+            x = self.blocks[1](x)
+        return self.exit(self.blocks[2](x))
+
+
+def _part(ctx: RankContext, sends_messages: bool) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = seeded(Parting)
+    with messages_only() if sends_messages else nullcontext():
+        for block in model.blocks:
+            fsdp2.fully_shard(block, mesh=mesh)
+        fsdp2.fully_shard(model, mesh=mesh)
+    with pytest.raises(fsdp2.CommunicationError) as raised:
+        model(batch())
+    assert raised.value.__cause__ is not None
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("sends_messages", [False, True])
+def test_every_rank_names_the_unit_and_its_last_events(sends_messages: bool) -> None:
+    pool = WorkerPool(2)  # of its own: what is lost does not come back
+    try:
+        messages = pool.run(_part, sends_messages=sends_messages)
+    finally:
+        pool.close(kill=True)
+    for rank, (message, missing) in enumerate(zip(messages, ("blocks.1", "blocks.2"), strict=True)):
+        assert re.match(rf"all-gather of unit '{missing}' failed on rank {rank}: \S", message), message
+        _, story = message.split("\nLast events there: ")
+        assert story == (f"pre_forward (root), pre_forward blocks.0, post_forward blocks.0, pre_forward {missing}."), (
+            message
+        )
