@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, machine, number, table
-from run import benchmarks, run
+from run import benchmarks, named, run
 
 Record = Mapping[str, Any]
 
@@ -112,7 +112,7 @@ def _read(path: Path) -> Record | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", nargs="*", type=Path, help="all of them by default")
+    parser.add_argument("scripts", nargs="*", type=named, help="all of them by default")
     scripts = parser.parse_args().scripts or benchmarks()
     comparisons: list[Comparison] = []
     remarks: list[str] = []

@@ -21,6 +21,15 @@ def benchmarks() -> list[Path]:
     return [path for path in sorted(Path(__file__).parent.glob("*.py")) if path.read_text().startswith(CLAIM)]
 
 
+def named(text: str) -> Path:
+    """The benchmark at the path ``text``, or of that name."""
+    known = {path.stem: path for path in benchmarks()}
+    path = known.get(text, Path(text))
+    if not path.exists():
+        sys.exit(f"There is no benchmark '{text}'. There are: {', '.join(known)}.")
+    return path
+
+
 def run(scripts: Sequence[Path], arguments: Sequence[str] = (), results: Path | None = None) -> bool:
     """Run ``scripts``, which write to ``results`` if it is given; True where all of them succeeded."""
     environment = {**os.environ, **({RESULTS_FOLDER_VARIABLE: str(results)} if results else {})}
@@ -37,7 +46,7 @@ def run(scripts: Sequence[Path], arguments: Sequence[str] = (), results: Path | 
 def main() -> int:
     given = sys.argv[1:]
     split = given.index("--") if "--" in given else len(given)
-    return 0 if run([*map(Path, given[:split])] or benchmarks(), given[split + 1 :]) else 1
+    return 0 if run([*map(named, given[:split])] or benchmarks(), given[split + 1 :]) else 1
 
 
 if __name__ == "__main__":
