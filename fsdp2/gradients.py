@@ -6,11 +6,12 @@ parameters); partial (reduced over the shard axis, not over the replicate axis);
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from operator import attrgetter, is_not
+from itertools import compress
+from operator import attrgetter, is_not, or_
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -74,6 +75,7 @@ class GroupGradients:
     Attributes:
         splits: whether half of a large group may be reduced ahead of the rest.
         on_bound: called when plans have been compiled.
+        presence: a byte per parameter, 1 if it had a gradient on this rank in a reduction since the last ``settle``.
         has_latecomers: whether gradients came after the last reduction's early ones had left, because the same
             parameters were used again: they need a reduction of their own.
     """
@@ -92,6 +94,8 @@ class GroupGradients:
         self.on_bound: Callable[[], None] = lambda: None
         self._landings: list[Landing] = []
         self.has_run_hooks = False  # the user's, on what landed last
+        self._withheld: list[Reduced] = []  # landed, in part for parameters without a gradient on this rank
+        self.presence = self._nobody = bytes(len(params))
 
     @property
     def state(self) -> GradientState:
@@ -241,7 +245,7 @@ class GroupGradients:
         is_early = reduce.with_early([False] * (len(ordered) - reduce.num_early), early=True)
         early = tuple(param for (param, _), ahead in zip(ordered, is_early, strict=True) if ahead)
         late = tuple(param for (param, _), ahead in zip(ordered, is_early, strict=True) if not ahead)
-        bound = BoundReduce(reduce, ordered, is_wrapped, plain, early, late, as_gradient)
+        bound = BoundReduce(reduce, ordered, is_wrapped, plain, early, late, self._flags(params), as_gradient)
         if not is_wrapped and not self._home.is_staged and options.all_reduce_hook is None:
             self._keep_gradients(bound)
         self._bound[trainable] = bound
@@ -324,11 +328,42 @@ class GroupGradients:
         reduce.all_reduce(received.sums)
         averaged = received._replace(sums=reduce.average(received.sums))
         if not self._home.is_staged:
-            self.has_run_hooks = hand_over(averaged)
+            self._hand_over(averaged)
             return
         copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in averaged.sums]
         on_host = averaged._replace(sums=[copy.tensors for copy in copies])  # nothing keeps the memory on the device
-        self._landings.append(Landing(copies, partial(hand_over, on_host)))
+        self._landings.append(Landing(copies, partial(self._hand_over, on_host)))
+
+    def _hand_over(self, averaged: Reduced) -> None:
+        """Hand over what had a gradient on this rank; of the rest, other ranks may have had one."""
+        self.has_run_hooks = hand_over(averaged)
+        here = averaged.bound.everybody
+        if False in averaged.present:
+            self._withheld.append(averaged)
+            here = self._flags(part.param for part in compress(averaged.bound.parts, averaged.present))
+        self.presence = here if self.presence is self._nobody else bytes(map(or_, self.presence, here))
+
+    def _flags(self, params: Iterable[ShardedParam]) -> bytes:
+        present = set(params)
+        return bytes(param in present for param in self._params)
+
+    @property
+    def withholds(self) -> bool:
+        """Whether it depends on other ranks which gradients are handed over."""
+        return bool(self._withheld)
+
+    def settle(self, presence: bytes) -> None:
+        """The step is over. ``presence``, as the attribute, of all ranks: hand over what was withheld of the parameters
+        in it, and drop the rest."""
+        withheld, self._withheld = self._withheld, []
+        self.presence = self._nobody
+        if withheld and presence:
+            anywhere = set(compress(self._params, presence))
+            for averaged in withheld:
+                parts = zip(averaged.bound.parts, averaged.present, strict=True)
+                late = [not had and part.param in anywhere for part, had in parts]
+                if True in late:
+                    hand_over(averaged._replace(present=late))
 
 
 def _nothing() -> None:

@@ -31,7 +31,8 @@ class BoundReduce(NamedTuple):
     """Bound plans, and per step what they reduce. ``is_wrapped``: some unsharded parameter is a tensor subclass, and so
     may be its gradient. ``plain``: the unsharded parameters, if autograd leaves them gradients that travel as they are.
     ``early``: whose gradients may be reduced ahead of those of ``late``, in the order of the steps.
-    ``as_gradient``: from a sharded parameter and a shard to what becomes its ``.grad``."""
+    ``everybody``: a byte per parameter of the group, 1 if it is reduced. ``as_gradient``: from a sharded parameter and
+    a shard to what becomes its ``.grad``."""
 
     reduce: Reduce
     parts: list[Part]
@@ -39,6 +40,7 @@ class BoundReduce(NamedTuple):
     plain: list[nn.Parameter]
     early: tuple[ShardedParam, ...]
     late: tuple[ShardedParam, ...]
+    everybody: bytes
     as_gradient: Callable[[torch.Tensor, torch.Tensor], DTensor]
 
 

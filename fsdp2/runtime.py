@@ -23,6 +23,7 @@ from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import Slot
 from fsdp2.performer import Performer
+from fsdp2.presence import Presence
 from fsdp2.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
@@ -182,6 +183,7 @@ class RootContext:
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False  # finalize_backward has started to, and nobody has waited so far
         self.num_resets = 0
+        self.presence = Presence(())
         self._is_agreed = False  # the ranks have compared their units
         note_change()  # for roots around this one, which have not seen its units yet
         self._collect()
@@ -219,6 +221,7 @@ class RootContext:
             earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
             self.schedule.take_over(earlier)
             self.performer.take(self.units)
+            self.presence = Presence([group for unit in self.units for group in unit.groups])
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         self.root.left_alone.update(warn_of_unsharded(self.root.modules, known))
@@ -369,6 +372,8 @@ class RootContext:
             unit.missing_modules.clear()
         self.performer.do(self.schedule.end_backward())
         self._end_pass()
+        if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
+            self._settle()
 
     def finalize_backward(self) -> None:
         """Start reducing what backwards have left, as the user asks for."""
@@ -385,6 +390,12 @@ class RootContext:
         self.performer.do(((Action.LAND, self.root.index),))
         self.performer.finish_landings()
         self.is_reducing = False
+        self._settle()
+
+    def _settle(self) -> None:
+        """A step's gradients have landed: all ranks end with the same."""
+        if any(unit.rules.reduces for unit in self.units):
+            self.presence.settle()
 
     def perform(self, action: Action, unit: Unit) -> None:
         """The user asks for ``action``."""
@@ -398,6 +409,7 @@ class RootContext:
         """Back to rest after an exception: nothing in flight, shards bound. What has not landed is dropped: the user
         may have zeroed the gradients since."""
         self.performer.drop()
+        self.presence.forget()
         self.is_reducing = False
         self.num_resets += 1
         self.schedule.reset()
