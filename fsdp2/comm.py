@@ -273,7 +273,7 @@ def match_channels(axis: Axis) -> None:
         _next_channel[axis.group] = max(exchange(axis, _next_channel.get(axis.group, _FIRST_CHANNEL)))
 
 
-def all_reduce(axis: Axis, tensor: torch.Tensor) -> Sequence[Waitable]:
-    """Sum ``tensor`` over ``axis`` in place."""
-    work = dist.all_reduce(tensor, group=axis.group, async_op=True)
+def all_reduce(axis: Axis, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Sequence[Waitable]:
+    """Reduce ``tensor`` over ``axis`` in place."""
+    work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
     return () if work is None else (work,)

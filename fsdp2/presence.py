@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fsdp2.comm import all_reduce
 from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
+from fsdp2.streams import Waitable, wait_for
 
 
 class Presence:
@@ -43,6 +45,10 @@ class _OnMesh:
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = [group.gradients for group in groups]
         self._mesh: ParallelMesh = groups[0].mesh
+        self._mine = bytearray()
+        self._mine_on_device = torch.empty(0, dtype=torch.uint8, device=self._mesh.device)
+        self._works: Sequence[Waitable] = ()  # of the last all-reduce, if nobody has waited for it
+        self._flags: torch.Tensor | None = None
         self.size = (self._mesh.data_parallel_size, self._mesh.shard.size)
 
     def settle(self) -> None:
@@ -57,12 +63,20 @@ class _OnMesh:
             start = stop
 
     def _anywhere(self) -> bytes:
-        """The presence of all groups on all ranks, or-ed; empty if nobody here asks, so that nothing is copied from the
-        device."""
+        """The presence of all groups on all ranks, or-ed; empty if nobody here asks. Then nobody waits for it, either,
+        and nothing is copied from the device."""
         mine = bytearray().join([gradients.presence for gradients in self._groups])
-        flags = torch.frombuffer(mine, dtype=torch.uint8).to(self._mesh.device)
+        if mine != self._mine:  # else, as in most steps, nothing is copied to the device
+            self._mine = mine
+            self._mine_on_device = torch.frombuffer(mine, dtype=torch.uint8).to(self._mesh.device)
+        flags = self._mine_on_device.clone()
         for axis in (self._mesh.shard, self._mesh.replicate):
             if axis.size > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=axis.group)
-        is_asking = any(gradients.withholds for gradients in self._groups)
-        return bytes(flags.tolist()) if is_asking else b""
+                wait_for(self._works)
+                self._works = all_reduce(axis, flags, dist.ReduceOp.MAX)
+        self._flags = flags  # is written until then
+        if not any(gradients.withholds for gradients in self._groups):
+            return b""
+        wait_for(self._works)
+        self._works = ()
+        return bytes(flags.tolist())
