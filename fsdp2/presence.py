@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fsdp2.comm import all_reduce
 from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
+from fsdp2.services import services_for
 from fsdp2.streams import Waitable, wait_for
 
 
@@ -48,7 +49,6 @@ class _OnMesh:
         self._mine = bytearray()
         self._mine_on_device = torch.empty(0, dtype=torch.uint8, device=self._mesh.device)
         self._works: Sequence[Waitable] = ()  # of the last all-reduce, if nobody has waited for it
-        self._flags: torch.Tensor | None = None
         self.size = (self._mesh.data_parallel_size, self._mesh.shard.size)
 
     def settle(self) -> None:
@@ -63,8 +63,8 @@ class _OnMesh:
             start = stop
 
     def _anywhere(self) -> bytes:
-        """The presence of all groups on all ranks, or-ed; empty if nobody here asks. Then nobody waits for it, either,
-        and nothing is copied from the device."""
+        """The presence of all groups on all ranks, or-ed; empty if nobody here asks. Then the CPU does not wait for it,
+        and copies nothing from the device."""
         mine = bytearray().join([gradients.presence for gradients in self._groups])
         if mine != self._mine:  # else, as in most steps, nothing is copied to the device
             self._mine = mine
@@ -74,9 +74,8 @@ class _OnMesh:
             if axis.size > 1:
                 wait_for(self._works)
                 self._works = all_reduce(axis, flags, dist.ReduceOp.MAX)
-        self._flags = flags  # is written until then
-        if not any(gradients.withholds for gradients in self._groups):
-            return b""
-        wait_for(self._works)
-        self._works = ()
-        return bytes(flags.tolist())
+        is_asking = any(gradients.withholds for gradients in self._groups)
+        if is_asking or services_for(self._mesh.device).streams.runs_ahead:  # flags' memory is the compute stream's
+            wait_for(self._works)
+            self._works = ()
+        return bytes(flags.tolist()) if is_asking else b""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from torch import nn
+from torch import Tensor, nn
 
 import fsdp2
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
@@ -115,9 +115,10 @@ def _collectives_of_a_step(ctx: RankContext) -> list[int]:
     model, calls = sharded(ctx), []
     original = dist.all_reduce
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return original(*args, **kwargs)
+    def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
+        if op is dist.ReduceOp.MIN:
+            calls.append(tensor)
+        return original(tensor, op, **kwargs)
 
     dist.all_reduce = counting
     try:
