@@ -9,28 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from fsdp2.api import MemoryLimitError
 from fsdp2.budget import Ledger, UnitBytes
-from fsdp2.group import ParamGroup
 from fsdp2.reductions import Reductions
-from fsdp2.schedule import Action, UnitRules
+from fsdp2.schedule import Action
 from fsdp2.states import GroupState
-
-
-class AdmittedUnit(Protocol):
-    """What is performed on: the groups of one unit."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def groups(self) -> tuple[ParamGroup, ...]: ...
-    @property
-    def rules(self) -> UnitRules: ...
-
+from fsdp2.units import GroupedUnit
 
 Programs = Mapping[tuple[Action, int], tuple[Callable[[], object], ...]]
 
@@ -47,11 +34,11 @@ class Admission:
     def __init__(
         self,
         limit: int,
-        units: Sequence[AdmittedUnit],
+        units: Sequence[GroupedUnit],
         perform: Programs,
         reductions: Reductions,
         flush: Callable[[], None],
-        tell: Callable[[str, AdmittedUnit, int], None],
+        tell: Callable[[str, GroupedUnit, int], None],
     ) -> None:
         self.limit, self._units = limit, units
         self._perform, self._reductions, self._flush, self._tell = perform, reductions, flush, tell
@@ -87,7 +74,7 @@ class Admission:
             else:
                 ledger.reshard(index, self._left(index, rests=GroupState.SHARDED_POST_FORWARD in states))
 
-    def begin_backward(self, unit: AdmittedUnit) -> None:
+    def begin_backward(self, unit: GroupedUnit) -> None:
         """``unit``'s backward begins: what its gradients take is held from here on.
 
         Raises:
@@ -204,7 +191,7 @@ class Admission:
         return kept + (sum(group.footprint.resting for group in groups) if rests else 0)
 
 
-def footprint_of(unit: AdmittedUnit) -> UnitBytes:
+def footprint_of(unit: GroupedUnit) -> UnitBytes:
     """What the groups of ``unit`` take."""
     return sum((group.footprint for group in unit.groups), UnitBytes())
 

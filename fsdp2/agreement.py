@@ -10,7 +10,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,21 +18,10 @@ from fsdp2.api import ScheduleError
 from fsdp2.comm import exchange, match_channels
 from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
-from fsdp2.schedule import UnitRules
+from fsdp2.units import GroupedUnit
 
 
-class DescribedUnit(Protocol):
-    """What is described: a unit, by its name and groups."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def groups(self) -> tuple[ParamGroup, ...]: ...
-    @property
-    def rules(self) -> UnitRules: ...
-
-
-def check_agreement(root_class: str, units: Sequence[DescribedUnit]) -> None:
+def check_agreement(root_class: str, units: Sequence[GroupedUnit]) -> None:
     """Compare ``units`` with those of the other ranks. Collective on the meshes of their groups.
 
     Raises:
@@ -65,7 +53,7 @@ def _is_agreed(mesh: ParallelMesh, lines: Iterable[str]) -> bool:
     return torch.equal(least, 255 - lacking)
 
 
-def _described(unit: DescribedUnit, group: ParamGroup) -> list[str]:
+def _described(unit: GroupedUnit, group: ParamGroup) -> list[str]:
     lines = [f"unit '{unit.name}', after forward: {unit.rules.after_forward.value}"]
     for param in group.params:
         lines.append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -17,9 +16,10 @@ from fsdp2.admission import Admission, Programs
 from fsdp2.api import Observer
 from fsdp2.group import ParamGroup
 from fsdp2.reductions import Reductions
-from fsdp2.schedule import Action, Actions, UnitRules
+from fsdp2.schedule import Action, Actions
 from fsdp2.services import compute_stream_services, services_for
 from fsdp2.states import GroupState
+from fsdp2.units import GroupedUnit
 
 _STORY_LENGTH = 12
 _OF_GROUPS = {  # methods of a group
@@ -30,17 +30,6 @@ _OF_GROUPS = {  # methods of a group
     Action.RESHARD_POST_FORWARD: "reshard_post_forward",
     Action.KEEP: "keep_gradients",
 }
-
-
-class PerformedUnit(Protocol):
-    """What is performed on: the groups of one unit."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def groups(self) -> tuple[ParamGroup, ...]: ...
-    @property
-    def rules(self) -> UnitRules: ...
 
 
 class Performer:
@@ -58,14 +47,14 @@ class Performer:
         self.reductions = Reductions()
         self.admission: Admission | None = None
         self._device = device
-        self._units: Sequence[PerformedUnit] = ()
+        self._units: Sequence[GroupedUnit] = ()
         self._offloaded: list[ParamGroup] = []
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._has_reduced = False
         self._programs: Programs = {}
         self._unlimited: Programs = {}
 
-    def take(self, units: Sequence[PerformedUnit]) -> None:
+    def take(self, units: Sequence[GroupedUnit]) -> None:
         """Actions name units by their position in ``units`` from now on."""
         self._units = units
         pairs = [(action, index) for index in range(len(units)) for action in Action]
@@ -129,12 +118,12 @@ class Performer:
                 self._tell(action.value, unit, sum(changed))
         return has_gathered
 
-    def _reduce(self, unit: PerformedUnit) -> None:
+    def _reduce(self, unit: GroupedUnit) -> None:
         for group in unit.groups:
             group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
             self._has_reduced |= self.reductions.start(group, with_unused=unit.rules.reduces_unused)
 
-    def _reduce_early(self, unit: PerformedUnit) -> None:
+    def _reduce_early(self, unit: GroupedUnit) -> None:
         for group in unit.groups:
             self._has_reduced |= self.reductions.begin(group)
 
@@ -166,14 +155,14 @@ class Performer:
 
     # What others are told
 
-    def note(self, event: str, unit: PerformedUnit) -> None:
+    def note(self, event: str, unit: GroupedUnit) -> None:
         """``event`` happened to ``unit``."""
         self._story.append((event, unit.name))
         if self.observers:
             for observer in self.observers:
                 observer.on_event(event, unit.name)
 
-    def _tell(self, action: str, unit: PerformedUnit, nbytes: int) -> None:
+    def _tell(self, action: str, unit: GroupedUnit, nbytes: int) -> None:
         for observer in self.observers:
             observer.on_action(action, unit.name, nbytes)
 
@@ -187,7 +176,7 @@ class Performer:
             for group in unit.groups:
                 group.on_transition = self._transition_reporter(unit) if self.observers else None
 
-    def _transition_reporter(self, unit: PerformedUnit) -> Callable[[GroupState, GroupState], None]:
+    def _transition_reporter(self, unit: GroupedUnit) -> Callable[[GroupState, GroupState], None]:
         def report(before: GroupState, after: GroupState) -> None:
             for observer in self.observers:
                 observer.on_transition(unit.name, before.value, after.value)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from fsdp2.comm import all_reduce
 from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
-from fsdp2.services import services_for
-from fsdp2.streams import Waitable, wait_for
+from fsdp2.streams import wait_for
 
 
 class Presence:
@@ -48,7 +47,6 @@ class _OnMesh:
         self._mesh: ParallelMesh = groups[0].mesh
         self._mine = bytearray()
         self._mine_on_device = torch.empty(0, dtype=torch.uint8, device=self._mesh.device)
-        self._works: Sequence[Waitable] = ()  # of the last all-reduce, if nobody has waited for it
         self.size = (self._mesh.data_parallel_size, self._mesh.shard.size)
 
     def settle(self) -> None:
@@ -63,8 +61,12 @@ class _OnMesh:
             start = stop
 
     def _anywhere(self) -> bytes:
-        """The presence of all groups on all ranks, or-ed; empty if nobody here asks. Then the CPU does not wait for it,
-        and copies nothing from the device."""
+        """The presence of all groups on all ranks, or-ed; empty if nobody here asks. Then nothing is copied from the
+        device.
+
+        Not to wait for the answer where nobody asks was tried: a step was no shorter (0.2 ms of 44 with 2 gloo ranks),
+        and a thread of gloo's that still ran when torch's profiler stopped made that crash.
+        """
         mine = bytearray().join([gradients.presence for gradients in self._groups])
         if mine != self._mine:  # else, as in most steps, nothing is copied to the device
             self._mine = mine
@@ -72,10 +74,6 @@ class _OnMesh:
         flags = self._mine_on_device.clone()
         for axis in (self._mesh.shard, self._mesh.replicate):
             if axis.size > 1:
-                wait_for(self._works)
-                self._works = all_reduce(axis, flags, dist.ReduceOp.MAX)
+                wait_for(all_reduce(axis, flags, dist.ReduceOp.MAX))
         is_asking = any(gradients.withholds for gradients in self._groups)
-        if is_asking or services_for(self._mesh.device).streams.runs_ahead:  # flags' memory is the compute stream's
-            wait_for(self._works)
-            self._works = ()
         return bytes(flags.tolist()) if is_asking else b""

@@ -21,7 +21,15 @@ LAYERS: list[set[str]] = [
     {"param", "plan", "footprint", "changes", "bindings"},  # compiled, plain data
     {"all_gather", "packing", "reduce_scatter", "kept_gradients", "landing"}  # effects, on one group
     | {"extended", "shards", "gradients", "watch", "resting", "group"}
-    | {"agreement", "presence", "reductions", "admission", "performer", "runtime"},  # and on all groups of a root
+    | {
+        "units",
+        "agreement",
+        "presence",
+        "reductions",
+        "admission",
+        "performer",
+        "runtime",
+    },  # and on all groups of a root
     {"hooks", "copies", "ties", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
     {"trace", "memory", "clip", "scopes", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
     {"__init__"},
