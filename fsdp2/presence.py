@@ -65,7 +65,7 @@ class _OnMesh:
         device.
 
         Not to wait for the answer where nobody asks was tried: a step was no shorter (0.2 ms of 44 with 2 gloo ranks),
-        and a thread of gloo's that still ran when torch's profiler stopped made that crash.
+        and processes crashed when torch's profiler, recording memory, stopped while the all-reduce still ran.
         """
         mine = bytearray().join([gradients.presence for gradients in self._groups])
         if mine != self._mine:  # else, as in most steps, nothing is copied to the device
