@@ -12,25 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
+from fsdp2.all_gather import PendingGather
 from fsdp2.api import CommunicationError, ScheduleError
 from fsdp2.bindings import Bindings
 from fsdp2.budget import UnitBytes
 from fsdp2.comm import comm_for
-from fsdp2.custom_comm import gather_comm, reduce_comm
-from fsdp2.extended import ExtendedParams
-from fsdp2.footprint import gather_bytes
+from fsdp2.custom_comm import reduce_comm
+from fsdp2.gathered import GatheredParams
 from fsdp2.gradients import GradientState, GroupGradients, GroupOptions
 from fsdp2.mesh import ParallelMesh
-from fsdp2.offload import FlatStage, Home
+from fsdp2.offload import Home
 from fsdp2.param import ParamRecord, ShardedParam, Slot
-from fsdp2.plan import GatherPlan, Lifetime, compile_gather
 from fsdp2.reduce_scatter import PendingReduce
-from fsdp2.resting import RestingShards
 from fsdp2.services import compute_stream_services, services_for
 from fsdp2.shards import GroupShards
 from fsdp2.states import TRANSITIONS, GroupEvent, GroupState
@@ -57,34 +53,20 @@ class ParamGroup:
         self.story: Callable[[], str] = lambda: "none"  # the root's recent events, for error messages
         self._watch = GradientWatch()
         self.params = [ShardedParam(record, mesh) for record in records]
-        self.comm = comm_for(mesh.shard, mesh.device)
-        self.gradients = GroupGradients(self.params, mesh, self.comm, home)
+        comm = comm_for(mesh.shard, mesh.device)
+        self.shards = GroupShards(records, self.params, home, comm)
+        self.gathered = GatheredParams(self.params, self.shards, mesh, home, comm)
+        self.gradients = GroupGradients(self.params, mesh, comm, home)
         self.gradients.on_bound = partial(_watch_gradients, weakref.ref(self))
-        self._bindings = Bindings(self.params)
-        self._gathered: GatheredMemory | None = None
-        self._regions: object = None
-        self._extended: ExtendedParams | None = None
-        self._resting: RestingShards | None = None
-        self._resting_mesh: ParallelMesh | None = None
-        self._pending: PendingGather | None = None
-        self._services = services_for(mesh.device)
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
+        self._pending: PendingGather | None = None
         self._seen_stamp: list[int] | None = None
-        self.shards = GroupShards(records, self.params, home, self.comm)
-        self._unbind()
+        self._footprint: UnitBytes | None = None
+        self._bindings = Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
         _alive.add(self)
 
-    # Set-up: from shards to bound plans
-
-    def _unbind(self) -> None:
-        self._plan: GatherPlan | None = None
-        self._gather: Gather | LocalGather | None = None
-        self._unsharded: list[nn.Parameter] = []
-        self._trainable: tuple[int, ...] = ()
-        self.gradients.unbind()
-        self._resting = None
-        self._footprint: UnitBytes | None = None
+    # What the user configures
 
     def attach(
         self,
@@ -106,7 +88,8 @@ class ParamGroup:
 
     def rest_on(self, mesh: ParallelMesh | None) -> None:
         """Between forward and backward, rest on this smaller mesh when asked to."""
-        self._resting_mesh, self._resting, self._footprint = mesh, None, None
+        self.gathered.rest_on(mesh)
+        self._footprint = None
 
     def configure(self, **changes: object) -> None:
         """Replace options. What is in flight arrives as it was sent."""
@@ -114,41 +97,62 @@ class ParamGroup:
         self._footprint = None
         after, mesh = self.options, self.mesh
         if after.all_gather is not before.all_gather:
-            with torch.inference_mode(False), torch.no_grad(), self._services.streams.on_gather():
-                if isinstance(self._gather, Gather):
-                    self._gather.carry_by(gather_comm(self.comm, mesh, after.all_gather))
-                if self._resting is not None:
-                    self._resting.carry_by(after.all_gather)
+            self.gathered.carry_by(after.all_gather)
         if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
             axis = after.reduce_axis or mesh.shard
-            default = self.comm if axis is mesh.shard else comm_for(axis, mesh.device)
+            default = self.gathered.comm if axis is mesh.shard else comm_for(axis, mesh.device)
             self.gradients.carry_by(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
 
     def gather_on_compute_stream(self, enabled: bool) -> None:
         """Whether to gather without a stream for gathers; on the CPU there is none anyway."""
         device = self.mesh.device
         services = compute_stream_services(device) if enabled else services_for(device)
-        if services is self._services:
-            return
-        self.reshard()
-        if self._gather is not None:
-            self._gather.release()  # what was kept, too: memory belongs to the stream it was allocated on
-        self._services.flush()
-        self._services = services
-        self.comm = comm_for(self.mesh.shard, device, is_async=services.streams.gathers_are_async)
-        self._unbind()
+        if services is not self.gathered.services:
+            self.reshard()
+            self.gathered.move_to(services)
+            self._unbind()
 
     def set_up_like(self, other: ParamGroup) -> None:
         """Take over what the user has set on ``other``."""
-        self.rest_on(other._resting_mesh)
+        self.rest_on(other.gathered.resting_mesh)
         self.keeps_storage = other.keeps_storage
         self.configure(**vars(other.options))
-        self.gather_on_compute_stream(other._services is not services_for(self.mesh.device))
+        self.gather_on_compute_stream(other.gathered.services is not services_for(self.mesh.device))
+
+    # What others ask
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether all-gather hooks decide what some parameter sends."""
+        return self.gathered.has_hooks
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Size of the unsharded parameters with what hooks make of them; 0 as long as nobody has asked for them."""
+        return self.gathered.nbytes
+
+    @property
+    def footprint(self) -> UnitBytes:
+        """What this group takes beside its shards, in bytes that all ranks agree on; what hooks send is counted from
+        the first gather on."""
+        if self._footprint is None:
+            trainable = [i for i, requires_grad in enumerate(self.shards.requires_grad()) if requires_grad]
+            self._footprint = self.gathered.footprint + self.gradients.footprint(trainable)
+        return self._footprint
+
+    def lost(self, what: str, error: CommunicationError) -> CommunicationError:
+        """``error`` of a collective of this group, with what led to it."""
+        rank = dist.get_rank()
+        return CommunicationError(
+            f"{what} of unit '{self.name}' failed on rank {rank}: {error}\nLast events there: {self.story()}."
+        )
+
+    # What users put in the place of shards
 
     def may_give_up(self, param: ShardedParam) -> bool:
         """Whether nothing has happened to the group since it was made, so that ``param`` has the values that it was
         sharded with."""
-        is_fresh = self._plan is None and self.gradients.state is GradientState.NONE
+        is_fresh = not self.gathered.is_bound and self.gradients.state is GradientState.NONE
         return is_fresh and self._is_intact() and not self.shards.are_written() and param in self.params
 
     def give_up(self, param: ShardedParam) -> None:
@@ -164,46 +168,12 @@ class ParamGroup:
         if self.is_stale or not self._is_intact():
             self._refresh()
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether all-gather hooks decide what some parameter sends."""
-        return self._extended is not None
-
-    @property
-    def unsharded_nbytes(self) -> int:
-        """Size of the unsharded parameters with what hooks make of them; 0 as long as nobody has asked for them."""
-        inner = sum(nbytes for param in self.params for _, nbytes in param.inner)
-        return inner + (self._plan.unsharded_nbytes if self._plan is not None else 0)
-
-    @property
-    def footprint(self) -> UnitBytes:
-        """What this group takes beside its shards, in bytes that all ranks agree on; what hooks send is counted from
-        the first gather on."""
-        if self._footprint is None:
-            self._footprint = self._measured()
-        return self._footprint
-
-    def _measured(self) -> UnitBytes:
-        plan, mesh = self._plan or compile_gather(self.shards.plain_inputs(), self.comm), self.mesh
-        if isinstance(self._gather, LocalGather):
-            gathers = UnitBytes()
-        else:
-            gathers = gather_bytes(
-                plan,
-                gather_comm(self.comm, mesh, self.options.all_gather),
-                made_by_hooks=sum(nbytes for param in self.params for _, nbytes in param.inner),
-                staged=sum(flat.nbytes for flat in self.shards.flats.values()) if self.home.is_staged else 0,
-                resting_ranks=0 if self._resting_mesh is None else self._resting_mesh.shard.size,
-            )
-        trainable = [i for i, requires_grad in enumerate(self.shards.requires_grad()) if requires_grad]
-        return gathers + self.gradients.footprint(trainable)
-
     def _refresh(self) -> None:
         """Take over parameters that the user replaced, moved, cast or materialised since the last call."""
         if self.shards.refresh():
             self._seen_stamp = None
             self._unbind()
-            self._services.streams.gather_after_compute()  # compute has just written the flat shard buffers
+            self.gathered.services.streams.gather_after_compute()  # compute has just written the flat shard buffers
             self._bindings.bind(self.shards.sharded)
         self.is_stale = False
 
@@ -215,97 +185,29 @@ class ParamGroup:
         """Whether nobody has replaced parameters, or what they are made of, since they were bound."""
         return self._bindings.are_intact() and self.shards.are_in_place()
 
-    def _bind_plans(self) -> Gather | LocalGather:
-        """Compile and bind the gather.
+    def _unbind(self) -> None:
+        self.gathered.unbind()
+        self.gradients.unbind()
+        self._footprint = None
 
-        Raises:
-            ExtensionError: hooks are missing, or returned what cannot be gathered; on all ranks alike.
-            RuntimeError: a parameter is still on the meta device.
-        """
-        self.shards.check_ready()
-        # These tensors outlive the pass that first needs them.
-        with torch.inference_mode(False), torch.no_grad(), self._services.streams.on_gather():
-            inputs = self.shards.plain_inputs()
-            first_key = len(self.params)
-            if len(inputs) < first_key:
-                inputs |= self._bind_hooks().inputs(first_key, self._consumed_lifetime)
-            else:
-                self._extended = None
-            plan = compile_gather(inputs, self.comm)
-            stage = None
-            if self.home.is_staged:
-                stage = FlatStage(self.shards.flats, self.mesh.device, self._services.streams)
-            is_in_place = self._extended is None and stage is None and is_local(plan, self.mesh)
-            gathered = self._gathered_memory(plan, self.shards.flats if is_in_place else {})
-            gather: Gather | LocalGather
-            if is_in_place:
-                gather = LocalGather(plan, self.shards.flats, self._services.streams)
-            else:
-                rank, services = self.mesh.shard.rank, self._services
-                comm = gather_comm(self.comm, self.mesh, self.options.all_gather)
-                flats, extended = self.shards.flats, self._extended
-                gather = Gather(plan, flats, gathered, rank, comm, services, extended, stage=stage)
-            if self._extended is not None:
-                self._extended.bind_outputs(gather.outputs, first_key)
-        self._plan, self._gather = plan, gather
-        self._requires_grad = self.shards.requires_grad()
-        return gather
-
-    def _bind_hooks(self) -> ExtendedParams:
-        hooked = [param for index, param in enumerate(self.params) if index not in self.shards.plain]
-        self._extended = ExtendedParams(hooked, self.mesh, self.home, self._services, self._extended)
-        return self._extended
-
-    @property
-    def _consumed_lifetime(self) -> Lifetime:
-        """How long what hooks consume is kept: the post-forward mesh wants a part of it."""
-        return Lifetime.ARRIVAL if self._resting_mesh is None else Lifetime.UNSHARDED
-
-    def _gathered_memory(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
-        """The memory to gather into, unless ``flats`` are read right away. Unsharded parameters stay the same objects
-        if they lie where they did: autograd may have saved them."""
-        regions = _regions(plan, flats)
-        if regions != self._regions or self._gathered is None:
-            self._gathered = GatheredMemory(plan, self.mesh.device)
-            for param in self.params:
-                param.forget_unsharded()
-        self._regions = regions
-        return self._gathered
-
-    def _adopt_unsharded(self) -> None:
-        """The first gather has arrived: what it filled becomes the parameters that compute reads."""
-        assert self._gather is not None
-        with torch.inference_mode(False), torch.no_grad():
-            for index in self.shards.plain:
-                param = self.params[index]
-                if param.unsharded is None:
-                    param.unsharded = param.unsharded_parameter(self._gather.outputs[index])
-        self._unsharded = [param.unsharded for param in self.params if param.unsharded is not None]
-        for param in self.params:
-            param.follow_compute_dtype()
-        self._sync_requires_grad()
-
-    # Parameters
+    # From form to form
 
     def unshard(self) -> bool:
         """Start gathering the unsharded parameters. Returns whether a gather was started."""
         before = self._transition(GroupEvent.UNSHARD)
         if self.state is before:
             return False
+        gathered = self.gathered
         try:
             if self.is_stale or (before is GroupState.SHARDED and not self._is_intact()):
                 self._refresh()
-            gather = self._gather
-            if gather is None or not self._unsharded:  # hooks that failed may have been mended
-                gather = self._bind_plans()
-            elif self._requires_grad != self.shards.requires_grad():
-                self._sync_requires_grad()
+            if not gathered.parameters:  # never yet; or hooks failed, and may have been mended
+                gathered.bind()
+            elif gathered.requires_grad != self.shards.requires_grad():
+                self._follow_requires_grad()
             if before is GroupState.SHARDED:
                 self._seen_stamp = None
-            if before is GroupState.SHARDED_POST_FORWARD and self._resting is not None:
-                self._pending = self._resting.issue()
-            else:
-                self._pending = gather.issue()
+            self._pending = gathered.issue(is_resting=before is GroupState.SHARDED_POST_FORWARD)
         except BaseException:
             self.state = before  # nothing is in flight: a refused gather leaves the group as it was
             raise
@@ -321,7 +223,7 @@ class ParamGroup:
         except BaseException:
             self.state = before
             raise
-        self._rebind(self._unsharded)
+        self._rebind(self.gathered.parameters)
 
     def note_writes(self) -> None:
         """What has been gathered up to here, or rests on a smaller mesh, is outdated once the shards are written."""
@@ -334,14 +236,13 @@ class ParamGroup:
             return False
         return (
             self._seen_stamp != self.shards.write_stamp()
-            or self._requires_grad != self.shards.requires_grad()
+            or self.gathered.requires_grad != self.shards.requires_grad()
             or not self._is_intact()
         )
 
     def wait_for_reads(self) -> None:
         """Have the CPU wait until no copy to the device reads the shards any more."""
-        if isinstance(self._gather, Gather) and self._gather.stage is not None:
-            self._gather.stage.wait()
+        self.gathered.wait_for_reads()
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""
@@ -357,28 +258,19 @@ class ParamGroup:
             self._drop_gather()
         self._rebind(self.shards.sharded)
         if before is GroupState.SHARDED_POST_FORWARD:
-            assert self._resting is not None
-            self._resting.release()
+            self.gathered.free_resting()
         else:
-            self._release()
+            self.gathered.release(keeps_memory=self.keeps_storage)
 
     def reshard_post_forward(self) -> None:
         """Cut the unsharded parameters down to shards of the post-forward mesh, if this group has one."""
-        if self._resting_mesh is None:
+        if self.gathered.resting_mesh is None:
             self.reshard()
             return
         before = self._transition(GroupEvent.RESHARD_POST_FORWARD)
-        if before is not GroupState.UNSHARDED:
-            return
-        if self._resting is None:
-            assert isinstance(self._gather, Gather)
-            with torch.inference_mode(False), torch.no_grad():
-                mesh, services = self._resting_mesh, self._services
-                self._resting = RestingShards(self.params, self._gather, self._extended, mesh, services)
-                self._resting.carry_by(self.options.all_gather)
-        self._resting.cut()
-        self._rebind(self._resting.parameters)
-        self._release()
+        if before is GroupState.UNSHARDED:
+            self._rebind(self.gathered.cut())
+            self.gathered.release(keeps_memory=self.keeps_storage)
 
     def lend(self) -> None:
         """Leave the slots, in which shards are bound, to the caller until ``take_back``."""
@@ -397,47 +289,16 @@ class ParamGroup:
         except CommunicationError as error:
             raise self.lost("all-gather", error) from error.__cause__
         self._pending = None
-        if self._resting is not None:
-            self._resting.release()
-        if not self._unsharded:
-            self._adopt_unsharded()
-
-    def lost(self, what: str, error: CommunicationError) -> CommunicationError:
-        """``error`` of a collective of this group, with what led to it."""
-        rank = dist.get_rank()
-        return CommunicationError(
-            f"{what} of unit '{self.name}' failed on rank {rank}: {error}\nLast events there: {self.story()}."
-        )
+        self.gathered.free_resting()
+        if not self.gathered.parameters:
+            self.gathered.adopt()
+            self._follow_requires_grad()
 
     def _drop_gather(self) -> None:
         assert self._pending is not None
         self._pending.drop()
         self._pending = None
-        if self._resting is not None:
-            self._resting.release()
-
-    def _release(self) -> None:
-        assert self._gather is not None
-        self._gather.release(keeps_memory=self.keeps_storage)
-
-    def _sync_requires_grad(self) -> None:
-        """Follow what the user set on the sharded parameters."""
-        self._requires_grad = self.shards.requires_grad()
-        self._footprint = None
-        for unsharded, requires_grad in zip(self._unsharded, self._requires_grad, strict=True):
-            unsharded.requires_grad_(requires_grad)
-        self._trainable = tuple(i for i, requires_grad in enumerate(self._requires_grad) if requires_grad)
-        self.watch_gradients()
-
-    def watch_gradients(self) -> None:
-        """Have the watch tell when gradients are there that are reduced ahead of the rest, or half of all."""
-        early = self.gradients.early(self._trainable)
-        if early:
-            self._watch.for_all_of([param.unsharded for param in early if param.unsharded is not None])
-        elif self._services.streams.runs_ahead:  # there it would hold up compute where communication is slower
-            self._watch.stop()
-        else:
-            self._watch.for_half_of([self._unsharded[i] for i in self._trainable])
+        self.gathered.free_resting()
 
     def _transition(self, event: GroupEvent) -> GroupState:
         before = self.state
@@ -458,33 +319,45 @@ class ParamGroup:
 
     def keep_gradients(self) -> None:
         """Keep what this backward left on this rank."""
-        if self._unsharded:
+        if self.gathered.parameters:
             self.gradients.keep_unreduced()
 
     def reduce(self, *, with_unused: bool) -> PendingReduce | None:
         """Start reducing what this and earlier backwards left; None if that is nothing. ``with_unused``: parameters
         without a gradient are reduced, too."""
-        if not self._unsharded:
+        gathered = self.gathered
+        if not gathered.parameters:
             return None
-        return self.gradients.reduce(self._trainable, self.options, self._services, with_unused=with_unused)
+        return self.gradients.reduce(gathered.trainable, self.options, gathered.services, with_unused=with_unused)
 
     def begin_reduce(self) -> PendingReduce | None:
         """Start reducing what is reduced ahead of the rest; ``reduce`` goes on with that."""
-        return self.gradients.begin(self._trainable, self.options)
+        return self.gradients.begin(self.gathered.trainable, self.options)
 
     def reduce_partial(self) -> PendingReduce | None:
         """Start summing over the replicate axis what backwards have summed over the shard axis only; None if there is
         nothing, or if the user wants that to stay."""
-        return self.gradients.reduce_partial(self.options, self._services)
+        return self.gradients.reduce_partial(self.options, self.gathered.services)
+
+    def _follow_requires_grad(self) -> None:
+        """Follow what the user set on the sharded parameters."""
+        self.gathered.follow_requires_grad()
+        self._footprint = None
+        self.watch_gradients()
+
+    def watch_gradients(self) -> None:
+        """Have the watch tell when gradients are there that are reduced ahead of the rest, or half of all."""
+        gathered = self.gathered
+        early = self.gradients.early(gathered.trainable)
+        if early:
+            self._watch.for_all_of([param.unsharded for param in early if param.unsharded is not None])
+        elif gathered.services.streams.runs_ahead:  # there it would hold up compute where communication is slower
+            self._watch.stop()
+        else:
+            self._watch.for_half_of([gathered.parameters[i] for i in gathered.trainable])
 
 
 def _watch_gradients(group: weakref.ref[ParamGroup]) -> None:
     """The gradients are referred to by the group: a strong reference back would keep it alive."""
     if (alive := group()) is not None:
         alive.watch_gradients()
-
-
-def _regions(plan: GatherPlan, flats: FlatShards) -> object:
-    """Where the unsharded parameters lie, and what lies there; ``flats`` if that is in them."""
-    places = [(step.index, step.offset_nbytes, step.layout.shape, step.dtype, step.lifetime) for step in plan.steps]
-    return sorted(places, key=lambda place: place[0]), [flat.data_ptr() for flat in flats.values()]

@@ -186,17 +186,17 @@ class _Loan:
 def _gather(group: ParamGroup, params: dict[int, ShardedParam]) -> Gather:
     """All-gather ``params`` in the dtypes of their shards, in one launch; the result has arrived. The group's own
     gather casts, and moves all its parameters."""
-    mesh = group.mesh
+    mesh, comm = group.mesh, group.gathered.comm
     services = services_for(mesh.device)
     services.streams.gather_after_compute()
     with torch.no_grad(), services.streams.on_gather():
         inputs = {i: PlanInput(p.name, p.layout, ParamDtypes(*4 * (p.dtypes.orig,))) for i, p in params.items()}
-        plan = compile_gather(inputs, group.comm)
+        plan = compile_gather(inputs, comm)
         flats = flat_shards(plan, mesh.device)
         for step in plan.steps:
             param = params[step.index]
             shard_slice(flats, step, param.shard_shape).copy_(_torch.local_of(param.sharded))
-        gather = Gather(plan, flats, GatheredMemory(plan, mesh.device), mesh.shard.rank, group.comm, services, None)
+        gather = Gather(plan, flats, GatheredMemory(plan, mesh.device), mesh.shard.rank, comm, services, None)
     gather.issue().wait()
     return gather
 

@@ -121,7 +121,7 @@ class _Plans:
 
 @cache
 def _compiled(params: tuple[Param, ...], num_shards: int, num_replicas: int, resting: int | None, wire: Wire) -> _Plans:
-    """As ``fsdp2.group`` and ``fsdp2.gradients`` compile them; what matters of a comm are its preferences."""
+    """As ``fsdp2.gathered`` and ``fsdp2.gradients`` compile them; what matters of a comm are its preferences."""
     comm: Any = LocalComm if num_shards == 1 else CollectiveComm
     plain = [PlanInput(param.name, ShardLayout(param.shape, 0, num_shards), _DTYPES) for param in params]
     inputs: dict[int, GatherInput] = dict(enumerate(plain))

@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     | {"same_host", "host_meeting", "host_ranks", "remote_memory"},
     {"param", "plan", "footprint", "changes", "bindings"},  # compiled, plain data
     {"all_gather", "packing", "reduce_scatter", "kept_gradients", "landing"}  # effects, on one group
-    | {"extended", "shards", "gradients", "watch", "resting", "group"}
+    | {"extended", "shards", "gradients", "watch", "resting", "gathered", "group"}
     | {
         "units",
         "agreement",
