@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed.fsdp as peer
-from common import Ratios, Table, medians_in_turns, publish
+from common import Ratios, Table, medians_in_turns, publish, seconds_per_call
 from optimizer_step import PARAMS_PER_GROUP, fake_process_group, sharded
 from torch import nn
 
@@ -28,14 +28,7 @@ CALLS = 5
 def measured(call: Callable[[], object]) -> Callable[[], float]:
     """CPU seconds per call."""
     call()
-
-    def measure() -> float:
-        start = time.process_time()
-        for _ in range(CALLS):
-            call()
-        return (time.process_time() - start) / CALLS
-
-    return measure
+    return seconds_per_call(call, CALLS, time.process_time)
 
 
 def row(num_params: int, rounds: int) -> list[object]:

@@ -9,10 +9,12 @@ compares a later run with them.
 
 from __future__ import annotations
 
+import cProfile
 import json
 import math
 import os
 import platform
+import pstats
 import shlex
 import statistics
 import subprocess
@@ -176,6 +178,30 @@ def medians_in_turns(subjects: Mapping[str, Callable[[], float]], rounds: int) -
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             taken[name].append(subjects[name]())
     return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def seconds_per_call(
+    call: Callable[[], object], num_calls: int, clock: Callable[[], float] = time.perf_counter
+) -> Callable[[], float]:
+    """A subject for ``medians_in_turns``: the mean of ``num_calls`` calls in a row, on ``clock``."""
+
+    def measure() -> float:
+        start = clock()
+        for _ in range(num_calls):
+            call()
+        return (clock() - start) / num_calls
+
+    return measure
+
+
+def print_profile(step: Callable[[], object], num_lines: int) -> None:
+    """Where the Python of a step goes."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(10):
+        step()
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(num_lines)
 
 
 def _record(script: str, title: str, tables: Sequence[Table]) -> dict[str, Any]:

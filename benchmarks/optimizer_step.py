@@ -16,8 +16,6 @@ every step, which is the worst that can happen to the flat one.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
-from common import Ratios, Table, medians_in_turns, publish
+from common import Ratios, Table, medians_in_turns, print_profile, publish, seconds_per_call
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -108,14 +106,7 @@ def warm(step: Callable[[], None]) -> Callable[[], float]:
     """CPU seconds per call."""
     for _ in range(WARM_UP):
         step()
-
-    def measure() -> float:
-        start = time.process_time()
-        for _ in range(STEPS):
-            step()
-        return (time.process_time() - start) / STEPS
-
-    return measure
+    return seconds_per_call(step, STEPS, time.process_time)
 
 
 @dataclass(frozen=True)
@@ -164,12 +155,7 @@ def profile(case: Case, num_params: int) -> None:
     """Where the Python of the flat step goes."""
     step = fsdp2.flatten_optimizer(case.make(sharded(fsdp2, num_params).parameters())).step
     warm(step)
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(10):
-        step()
-    profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+    print_profile(step, 30)
 
 
 def main() -> None:

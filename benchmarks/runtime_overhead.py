@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import cProfile
 import gc
-import pstats
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
-from common import Block, Ratios, Table, publish
+from common import Block, Ratios, Table, print_profile, publish, seconds_per_call
 from null_group import null_process_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,16 +75,6 @@ def stepper(model: nn.Module, x: Tensor) -> Callable[[], None]:
     return step
 
 
-def seconds_per_step(step: Callable[[], None], steps: int) -> Callable[[], float]:
-    def measure() -> float:
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return (time.perf_counter() - start) / steps
-
-    return measure
-
-
 def model_and_input(case: Case) -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(*(Block(case.width) for _ in range(case.num_blocks))), torch.randn(BATCH_SIZE, case.width)
@@ -100,7 +88,7 @@ def unsharded(case: Case, model: nn.Module, x: Tensor) -> Callable[[], None]:
 def ms_per_group(case: Case, steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
     """What a step takes: a few us are to be seen, so the least of the rounds."""
     num_steps = max(1, 160 // case.num_blocks)
-    measures = {name: seconds_per_step(step, num_steps) for name, step in steps.items()}
+    measures = {name: seconds_per_call(step, num_steps) for name, step in steps.items()}
     taken = [{name: measure() for name, measure in measures.items()} for _ in range(rounds)]
     return {name: min(each[name] for each in taken) * 1e3 / case.num_blocks for name in measures}
 
@@ -176,13 +164,7 @@ def profile(case: Case) -> None:
     """Where the Python of our step goes."""
     with null_process_group(case.world_size):
         model, x = model_and_input(case)
-        step = stepper(sharded(model, fsdp2, case.mixed), x)
-        profiler = cProfile.Profile()
-        profiler.enable()
-        for _ in range(10):
-            step()
-        profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+        print_profile(stepper(sharded(model, fsdp2, case.mixed), x), 45)
 
 
 def main() -> None:
