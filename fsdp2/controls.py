@@ -1,4 +1,7 @@
-"""The way from a sharded module to what its setters change: options of groups, rules of units, what the root holds."""
+"""The way from a sharded module to what its setters change: options of groups, rules of units, what the root holds.
+
+Also for what only looks at it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,20 @@ from torch import nn
 
 from fsdp2.api import ScheduleError
 from fsdp2.runtime import Unit, unit_of, units_under
+
+
+def sharded_unit(module: nn.Module, caller: str) -> Unit:
+    """The unit of ``module``, for what looks at sharded models.
+
+    Raises:
+        ValueError: ``module`` is not sharded.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        raise ValueError(
+            f"{caller}: this {type(module).__name__} was not given to fully_shard. Pass the root of the sharded model."
+        )
+    return unit
 
 
 class Controls:

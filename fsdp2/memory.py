@@ -12,7 +12,8 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.admission import footprint_of
 from fsdp2.budget import Ledger, UnitBytes, simulate
-from fsdp2.runtime import RootContext, Unit, unit_of
+from fsdp2.controls import sharded_unit
+from fsdp2.runtime import RootContext, Unit
 from fsdp2.schedule import Schedule
 
 
@@ -60,13 +61,7 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     Raises:
         ValueError: ``module`` is not sharded.
     """
-    root = unit_of(module)
-    if root is None:
-        raise ValueError(
-            f"fsdp2.memory_plan: this {type(module).__name__} was not given to fully_shard. "
-            "Pass the root of the sharded model."
-        )
-    context = root.context
+    context = sharded_unit(module, "fsdp2.memory_plan").context
     units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), footprint_of(unit)) for unit in context.units)
     return MemoryPlan(units, _peak(context, overlaps=True), _peak(context, overlaps=False))
 

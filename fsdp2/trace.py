@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2.api import Observer
-from fsdp2.runtime import unit_of
+from fsdp2.controls import sharded_unit
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,7 @@ def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
     Raises:
         ValueError: ``module`` is not sharded.
     """
-    unit = unit_of(module)
-    if unit is None:
-        raise ValueError(
-            f"fsdp2.trace: this {type(module).__name__} was not given to fully_shard. "
-            "Pass the root of the sharded model."
-        )
-    performer = unit.context.performer
+    performer = sharded_unit(module, "fsdp2.trace").context.performer
     performer.observers.append(observer)
     performer.observe_transitions()
     try:
