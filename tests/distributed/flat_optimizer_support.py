@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 import fsdp2
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext
-from tests.harness.models import ParityModel
+from tests.harness.models import DIM, ParityModel, PartlyUsed, freeze
 from tests.harness.runtimes import subject
 from tests.harness.training import Step, shard_units_and_root, snapshot
 
@@ -33,7 +33,24 @@ OPTIMIZERS: dict[str, Make] = {
     "ASGD": functools.partial(optim.ASGD, t0=1),
 }
 
+adamw = functools.partial(optim.AdamW, lr=0.01)
+
 Shard = Callable[..., Any]
+
+
+class Mixed(PartlyUsed):
+    """Blocks with a path that may go unused, a frozen parameter between others, uneven and empty shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.scale = nn.Parameter(torch.ones(1))
+            block.register_forward_hook(lambda block, args, output: output * block.scale)
+        self.exit = nn.Linear(DIM, 7)
+        freeze(self, "blocks.1.main.bias")
+
+    def forward(self, x: Tensor, use_side: bool = True) -> Tensor:
+        return self.exit(super().forward(x, use_side=use_side))
 
 
 def sharded(ctx: RankContext, build: Callable[[], ParityModel], shard: Shard = shard_units_and_root) -> Any:

@@ -1,51 +1,27 @@
-"""A flattened optimizer steps, keeps and saves what it would as torch made it, bit for bit, in a few long tensors."""
+"""A flattened optimizer steps as torch made it, bit for bit: optimizers, ways to shard, gradients, closures."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
-import types
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.shards import flat_buffers
-from tests.distributed.flat_optimizer_support import OPTIMIZERS, Seen, Twins, records, seen_steps, sharded
-from tests.distributed.support import Stack, batch, seeded
+from tests.distributed.flat_optimizer_support import OPTIMIZERS, Mixed, Seen, Twins, adamw, sharded
+from tests.distributed.support import Stack, batch, seeded, shard
 from tests.distributed.support import step as stack_step
 from tests.harness.comms import direct_from
-from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.models import DIM, MLP, ParityModel, PartlyUsed, Transformer, Uneven, freeze
+from tests.harness.models import DIM, MLP, ParityModel, Transformer, Uneven
 from tests.harness.offload import shard_offloaded
 from tests.harness.runtimes import Runtime
 from tests.harness.training import shard_units_and_root
-
-adamw = functools.partial(optim.AdamW, lr=0.01)
-
-
-class Mixed(PartlyUsed):
-    """Blocks with a path that may go unused, a frozen parameter between others, uneven and empty shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.scale = nn.Parameter(torch.ones(1))
-            block.register_forward_hook(lambda block, args, output: output * block.scale)
-        self.exit = nn.Linear(DIM, 7)
-        freeze(self, "blocks.1.main.bias")
-
-    def forward(self, x: Tensor, use_side: bool = True) -> Tensor:
-        return self.exit(super().forward(x, use_side=use_side))
 
 
 @distributed(2)
@@ -135,8 +111,8 @@ def test_same_values_on_four_ranks(ctx: RankContext) -> None:
         (Transformer, lambda runtime, model, _: shard_units_and_root(runtime, model, mesh)),
         (MLP, lambda runtime, model, _: shard_units_and_root(runtime, model, ctx.mesh_of_one())),
     ]
-    for build, shard in cases:
-        twins = Twins(ctx, build, adamw, shard)
+    for build, how in cases:
+        twins = Twins(ctx, build, adamw, how)
         for _ in range(3):
             twins.step()
 
@@ -156,108 +132,6 @@ def test_fused_on_the_cpu_makes_the_same_values_to_rounding(ctx: RankContext) ->
 
 
 @distributed(2)
-def test_a_group_is_stepped_as_one_tensor(ctx: RankContext) -> None:
-    model = seeded(Stack)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=ctx.mesh_1d())
-    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
-    optimizer = seen_steps(model)
-    stack_step(model)
-    optimizer.step()
-    block = (32 * 32 + 32) // 2
-    assert sorted(optimizer.numels) == [block, block, block, 2 * block]
-    states = [optimizer.state[param]["sum"] for param in model.blocks[0].parameters()]
-    assert all(torch.equal(state.to_local(), param.grad.to_local()) for param, state in optimizer_states(optimizer))
-    assert [type(state) for state in states] == [DTensor, DTensor]
-    assert states[0].to_local().data_ptr() + states[0].to_local().nbytes == states[1].to_local().data_ptr()
-
-
-def optimizer_states(optimizer: optim.Optimizer) -> list[tuple[Any, Any]]:
-    return [(param, entry["sum"]) for param, entry in optimizer.state.items()]
-
-
-@distributed(2)
-def test_runs_follow_the_gradients_there_are(ctx: RankContext) -> None:
-    """One run per group; parts of it around a missing gradient; one again when it is there. States are not copied."""
-    model = sharded(ctx, MLP, lambda runtime, model, mesh: runtime.fully_shard(model, mesh=mesh))
-    optimizer = seen_steps(model)
-    parameters = list(model.parameters())
-    whole = sum(param.to_local().numel() for param in parameters)
-    missing = model.blocks[1].up.weight
-    sums = {param: torch.zeros_like(param) for param in parameters}
-
-    def numels_of_step(change: Callable[[], object] = lambda: None) -> list[int]:
-        model(torch.ones(2, DIM)).sum().backward()
-        change()
-        optimizer.step()
-        for param in parameters:
-            if param.grad is not None:
-                sums[param] += param.grad
-            assert torch.equal(optimizer.state[param]["sum"].to_local(), sums[param].to_local())
-        optimizer.zero_grad()
-        return optimizer.numels
-
-    assert numels_of_step() == [whole]
-    memory = [optimizer.state[param]["sum"].to_local().data_ptr() for param in parameters]
-    parts = numels_of_step(lambda: setattr(missing, "grad", None))
-    assert (len(parts), sum(parts)) == (2, whole - missing.to_local().numel())
-    assert numels_of_step() == [whole]
-    assert numels_of_step(lambda: setattr(missing, "grad", missing.grad * 2)) == [whole]
-    assert [optimizer.state[param]["sum"].to_local().data_ptr() for param in parameters] == memory
-    optimizer.state.clear()
-    for value in sums.values():
-        value.zero_()
-    assert numels_of_step() == [whole]
-
-
-@distributed(2)
-def test_large_gradients_that_lie_apart_are_not_copied(ctx: RankContext) -> None:
-    with direct_from(512 * 1024):  # the biases lie between the weights
-        model = fsdp2.fully_shard(
-            seeded(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))), mesh=ctx.mesh_1d()
-        )
-    optimizer = seen_steps(model)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    assert sorted(optimizer.numels) == 3 * [128] + 3 * [256 * 128]
-
-
-@distributed(4)
-def test_padding_between_shards_stays_zero(ctx: RankContext) -> None:
-    before = {id(flat) for flat in flat_buffers()}
-    with direct_from(16):
-        model = sharded(ctx, Uneven)
-        optimizer = seen_steps(model)
-        for _ in range(2):
-            model.loss(model(torch.ones(2, 5)), ()).backward()
-            optimizer.step()
-    flats = [flat for flat in flat_buffers() if id(flat) not in before]
-    assert sum(flat.numel() for flat in flats) > sum(param.to_local().numel() for param in model.parameters())
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    assert not any(flat.any() for flat in flats)
-
-
-@pytest.mark.parametrize("make", [adamw, OPTIMIZERS["SGD with momentum"], OPTIMIZERS["Adagrad"]])
-@distributed(2)
-def test_state_dicts_load_into_each_other(ctx: RankContext, make: Any) -> None:
-    twins = Twins(ctx, Mixed, make)
-    twins.step()
-    twins.step(use_side=False)
-    for source, target in ((0, 1), (1, 0), (1, 1)):  # into the flat one, out of it, back into itself
-        (_, saved), (_, loaded) = twins.both[source], twins.both[target]
-        state = copy.deepcopy(saved.state_dict())
-        twins.step()
-        for _, optimizer in twins.both:
-            optimizer.load_state_dict(copy.deepcopy(state))
-        assert loaded.state
-        twins.step()
-        twins.step()
-
-
-@distributed(2)
 def test_gradients_are_kept_from_step_to_step_as_without(ctx: RankContext) -> None:
     model = sharded(ctx, MLP)
     optimizer = fsdp2.flatten_optimizer(adamw(model.parameters()))
@@ -269,91 +143,6 @@ def test_gradients_are_kept_from_step_to_step_as_without(ctx: RankContext) -> No
         optimizer.zero_grad()
         assert not before or all(a() is b() is not None for a, b in zip(grads, before, strict=True))
         before = grads
-
-
-@distributed(2)
-def test_loading_frees_the_states_that_there_were(ctx: RankContext) -> None:
-    model = sharded(ctx, MLP)
-    optimizer = fsdp2.flatten_optimizer(adamw(model.parameters()))
-    model(torch.ones(2, DIM)).sum().backward()
-    optimizer.step()
-    replaced = [weakref.ref(entry["exp_avg"].to_local()) for entry in optimizer.state.values()]
-    replaced += [weakref.ref(entry["exp_avg"]) for entry in optimizer.state.values()]
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    gc.collect()
-    assert not any(ref() is not None for ref in replaced)
-
-
-@distributed(2)
-def test_distributed_checkpoints_hold_the_same_and_load_before_the_first_step(ctx: RankContext) -> None:
-    twins = Twins(ctx, Mixed, adamw)
-    twins.step(use_side=False)
-    twins.step()
-    saved = [get_optimizer_state_dict(model, optimizer) for model, optimizer in twins.both]
-    compare_values("checkpoint", records(saved[1]), records(saved[0]))
-    fresh = Twins(ctx, Mixed, adamw)
-    for (model, optimizer), state in zip(fresh.both, reversed(saved), strict=True):
-        _, empty = get_state_dict(model, optimizer)  # as loaders do, to know what to read
-        assert empty["state"]
-        set_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
-    fresh.compare()
-    fresh.index = twins.index
-    fresh.step()
-    fresh.step(use_side=False)
-
-
-def _moved(model: nn.Module) -> None:
-    state = copy.deepcopy(model.state_dict())
-    model.to_empty(device="cpu")
-    model.load_state_dict(state)
-
-
-@distributed(2)
-def test_states_follow_parameters_that_move(ctx: RankContext) -> None:
-    twins = Twins(ctx, MLP, adamw)
-    twins.step()
-    for model, _ in twins.both:
-        _moved(model)
-    memory = [entry["exp_avg"].to_local().data_ptr() for entry in twins.flat_optimizer.state.values()]
-    twins.step()
-    twins.step()
-    after = [entry["exp_avg"].to_local().data_ptr() for entry in twins.flat_optimizer.state.values()]
-    assert after == memory  # nothing was copied
-
-
-def _give_hooks(param: nn.Parameter) -> None:
-    """Hooks that send the shard as it is."""
-
-    def pre(self: Tensor, mesh: Any) -> Any:
-        return (self.detach(),), None
-
-    def post(self: Tensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return None if out is not None else (outputs[0], outputs)
-
-    local = param._local_tensor
-    local.fsdp_pre_all_gather = types.MethodType(pre, local)
-    local.fsdp_post_all_gather = types.MethodType(post, local)
-
-
-@distributed(2)
-def test_single_parameters_may_be_swapped_or_given_hooks(ctx: RankContext) -> None:
-    twins = Twins(ctx, MLP, adamw)
-    twins.step()
-    twins.backward()
-    for model, _ in twins.both:
-        swapped = model.blocks[1].down.weight
-        grad, swapped.grad = swapped.grad, None
-        torch.utils.swap_tensors(swapped, nn.Parameter(swapped.detach() * 2))
-        swapped.grad = grad
-    twins.update()
-    for model, _ in twins.both:
-        _moved(model)
-    twins.step()
-    for model, _ in twins.both:
-        for param in model.blocks[0].parameters():
-            _give_hooks(param)
-        model.load_state_dict(copy.deepcopy(model.state_dict()))  # after which hooks are looked for
-    twins.step()
 
 
 @distributed(2)
@@ -373,36 +162,6 @@ def test_param_groups_keep_their_own_hyperparameters(ctx: RankContext) -> None:
     for model, optimizer in twins.both:
         optimizer.add_param_group({"params": list(model.parameters())[-2:], "lr": 0.05})
     twins.step()
-
-
-def _count_on(entry: dict[str, Any]) -> None:
-    entry["step"] += 3
-
-
-def _replace(entry: dict[str, Any]) -> None:
-    entry["exp_avg"] = entry["exp_avg"] * 2
-
-
-CHANGES: list[Callable[[dict[str, Any]], object]] = [
-    _count_on,
-    _replace,
-    lambda entry: entry["exp_avg_sq"].mul_(4),
-    lambda entry: entry.clear(),
-]
-
-
-@distributed(2)
-def test_states_that_the_user_changes_are_used(ctx: RankContext) -> None:
-    twins = Twins(ctx, MLP, adamw)
-    twins.step()
-    for change in CHANGES:
-        for model, optimizer in twins.both:
-            change(optimizer.state[model.blocks[1].up.weight])
-        twins.step()
-        for _, optimizer in twins.both:  # so that states are alike again
-            for entry in optimizer.state.values():
-                entry["step"].fill_(9)
-        twins.step()
 
 
 @distributed(4)
@@ -472,9 +231,7 @@ def test_a_step_that_raises_leaves_the_parameters_in_place(ctx: RankContext) -> 
 @pytest.mark.parametrize("kept", [None, False, 2])
 @distributed(4)
 def test_forward_after_a_flat_step_uses_what_it_wrote(ctx: RankContext, kept: bool | int | None) -> None:
-    from tests.distributed.support import sharded as sharded_stack
-
-    model, reference = sharded_stack(ctx, reshard_after_forward=kept), seeded(Stack)
+    model, reference = shard(ctx, seeded(Stack), reshard_after_forward=kept), seeded(Stack)
     for each in (model, reference):
         optimizer = optim.Adam(each.parameters(), lr=0.1)
         if each is model:
