@@ -27,9 +27,14 @@ def _plain(ctx: RankContext, index: int, **kwargs: Any) -> str:
     return _trace_of_step(sharded(ctx, **kwargs), index)
 
 
+def _forward_and_backward(index: int) -> tuple[str, str]:
+    forward, begin, backward = same_on_all_ranks(_plain, index=index).partition("\npre_backward (root)")
+    return forward, begin + backward
+
+
 def test_first_step_gathers_each_unit_when_it_is_needed() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_plain, index=0),
+        _forward_and_backward(index=0)[0],
         """\
 pre_forward (root)
     unshard (root)  8448 bytes
@@ -49,31 +54,12 @@ pre_forward blocks.2
     wait blocks.2  4224 bytes
 post_forward blocks.2
     reshard blocks.2  4224 bytes
-post_forward (root)
-pre_backward (root)
-    prefetch blocks.2  4224 bytes
-pre_backward blocks.2
-    wait blocks.2  4224 bytes
-    prefetch blocks.1  4224 bytes
-post_backward blocks.2
-    reshard blocks.2  4224 bytes
-    reduce blocks.2
-pre_backward blocks.1
-    wait blocks.1  4224 bytes
-    prefetch blocks.0  4224 bytes
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+post_forward (root)""",
     )
+
+
+def test_backward_of_the_first_step_prefetches_along_its_forward() -> None:
+    assert _forward_and_backward(index=0)[1] == _forward_and_backward(index=1)[1]
 
 
 def test_second_step_prefetches_along_the_recorded_order() -> None:
