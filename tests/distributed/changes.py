@@ -47,6 +47,12 @@ def assert_step_is_that_of(model: nn.Module, reference: nn.Module, *, seed: int 
         each.zero_grad()
 
 
+GATHERS: dict[str, Callable[[Any], Any]] = {
+    "step": step,
+    "evaluation": evaluate,
+    "unshard": lambda model: [model.unshard(), *(block.unshard() for block in model.blocks)],
+    "unshard async": lambda model: [block.unshard(async_op=True) for block in model.blocks],
+}
 USES: dict[str, Callable[[Any], Any]] = {
     "no use": lambda model: None,
     "step": step_and_zero,

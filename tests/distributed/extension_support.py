@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from tests.harness.distributed import RankContext
 from tests.harness.extension_reference import (
     Loss,
     Reference,
@@ -62,6 +63,13 @@ def built(make: Callable[[Tensor], Tensor] | None, dim: int = EVEN, model: Calla
     return net if make is None else wrap(net, make)
 
 
+def linear(make: Callable[[Tensor], Tensor] | None, rows: int = EVEN, bias: bool = True) -> Any:
+    """One layer, the same on every rank, with a weight made by ``make``."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, rows, bias=bias)
+    return layer if make is None else wrap(layer, make)
+
+
 def sharded(model: Any, mesh: DeviceMesh, **kwargs: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **kwargs)
@@ -75,6 +83,11 @@ def batch(rank: int, index: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def loss_of(x: Tensor) -> Loss:
     return lambda model: (model(x).float() - 0.3).square().mean()
+
+
+def step(model: nn.Module, ctx: RankContext, index: int = 0) -> None:
+    """Forward and backward."""
+    loss_of(batch(ctx.rank, index))(model).backward()
 
 
 def adam(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:

@@ -78,6 +78,22 @@ def step(model: nn.Module, seed: int = 0) -> Tensor:
     return loss.detach()
 
 
+class InjectedError(Exception):
+    """Raised by what tests put into a step, and by nothing else."""
+
+
+class RaiseInBackward(torch.autograd.Function):
+    """``RaiseInBackward.apply(x)`` is ``x``, and its gradient an ``InjectedError``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise InjectedError
+
+
 class UnshardedStorages:
     """The memory of the unsharded parameters that the linear layers of ``model`` have computed with so far."""
 

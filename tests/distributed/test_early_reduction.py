@@ -11,25 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
-from tests.distributed.support import same_on_all_ranks, seeded
+from tests.distributed.support import InjectedError, RaiseInBackward, same_on_all_ranks, seeded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.runtimes import oracle
 
 WIDTH = 1024  # weights of 4 MiB: on two ranks of gloo they travel without a bucket, and three of them are a large group
-
-
-class InjectedError(Exception):
-    """Raised here, and by nothing else."""
-
-
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise InjectedError
 
 
 class _Block(nn.Module):
@@ -46,7 +32,7 @@ class _Block(nn.Module):
         first, second, last = self.layers
         y = second(torch.tanh(first(x)))
         if self.raises:
-            y = _Raise.apply(y)
+            y = RaiseInBackward.apply(y)
         if self.recomputes:
             y = checkpoint(last, y, use_reentrant=True)
         return x + (y if self.skips else last(y))

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.extension_support import EVEN, MIXED, UNEVEN, Twins, adam, batch, built, loss_of, sharded
+from tests.distributed.extension_support import (
+    EVEN,
+    MIXED,
+    UNEVEN,
+    Twins,
+    adam,
+    built,
+    linear,
+    sharded,
+    step,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import plain
 from tests.harness.extensions import (
@@ -25,24 +35,13 @@ from tests.harness.extensions import (
     Silent,
     count,
     recorded,
-    wrap,
 )
-
-
-def _linear(make: Callable[[Tensor], Tensor] | None, rows: int = EVEN, bias: bool = True) -> Any:
-    torch.manual_seed(0)
-    linear = nn.Linear(6, rows, bias=bias)
-    return linear if make is None else wrap(linear, make)
 
 
 def _converted(make: Any, rows: int = EVEN) -> Tensor:
     """What hooks make of the whole weight; none of those used with this depends on the cut."""
-    weight = _linear(None, rows).weight.detach()
+    weight = linear(None, rows).weight.detach()
     return make.decode(make.encode(weight, 0, weight.shape, 1), weight.shape, 1, torch.float32)
-
-
-def _step(model: nn.Module, ctx: RankContext, index: int = 0) -> None:
-    loss_of(batch(ctx.rank, index))(model).backward()
 
 
 # Objects and memory
@@ -64,7 +63,7 @@ def test_unsharded_objects_stay_the_same_over_steps(ctx: RankContext, make: Any)
         seen.append(_unsharded(model))
         for module in (model, *model.blocks):
             module.reshard()
-        _step(model, ctx, index)
+        step(model, ctx, index)
         optimizer.step()
         optimizer.zero_grad()
     assert all(later[name] is tensor for later in seen[1:] for name, tensor in seen[0].items())
@@ -74,7 +73,7 @@ def test_unsharded_objects_stay_the_same_over_steps(ctx: RankContext, make: Any)
 @distributed(2)
 def test_what_autograd_saved_is_read_after_a_second_gather(ctx: RankContext, make: Any) -> None:
     """Backward would raise "modified by an inplace operation" if hooks' writes were counted."""
-    model = _linear(make)
+    model = linear(make)
     fully_shard(model, mesh=ctx.mesh_1d())
     x = torch.ones(2, 6, requires_grad=True)
     output = model(x)
@@ -97,7 +96,7 @@ def _nbytes(*tensors: Tensor) -> list[int]:
 def test_resharding_frees_outputs_and_what_hooks_made_of_them(
     ctx: RankContext, make: Any, policy: MixedPrecisionPolicy
 ) -> None:
-    model = _linear(make, UNEVEN)
+    model = linear(make, UNEVEN)
     fully_shard(model, mesh=ctx.mesh_1d(), mp_policy=policy)
     for _ in range(2):
         with recorded() as calls:
@@ -118,7 +117,7 @@ def test_resharding_frees_outputs_and_what_hooks_made_of_them(
 @distributed(2)
 def test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs(ctx: RankContext) -> None:
     for make in (Halved, Aliasing):
-        model = _linear(make)
+        model = linear(make)
         fully_shard(model, mesh=ctx.mesh_1d())
         with recorded() as calls:
             model.unshard()
@@ -139,14 +138,14 @@ def test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs(ctx:
 def _micro_batches(model: Any, ctx: RankContext, num: int) -> list[Call]:
     with recorded() as calls:
         for index in range(num):
-            _step(model, ctx, index)
+            step(model, ctx, index)
     return calls
 
 
 @distributed(2)
 def test_pre_hook_is_called_for_every_gather(ctx: RankContext) -> None:
     model = sharded(built(Halved), ctx.mesh_1d())
-    _step(model, ctx)
+    step(model, ctx)
     calls = _micro_batches(model, ctx, 3)
     # Two weights in each of two blocks, gathered in forward and backward; the root's one in forward only.
     assert count(calls, "pre") == 3 * (2 * 2 * 2 + 1)
@@ -166,7 +165,7 @@ def test_kept_payload_is_made_once_for_all_micro_batches(ctx: RankContext, make:
 @distributed(2)
 def test_metadata_is_that_of_the_payload_that_was_gathered(ctx: RankContext) -> None:
     for make in (Halved, KeptHalved, Silent):
-        model = _linear(make)
+        model = linear(make)
         fully_shard(model, mesh=ctx.mesh_1d())
         latest = None
         for _ in range(3):
@@ -199,7 +198,7 @@ WRITES: dict[str, Callable[[Any, Any], None]] = {
 @distributed(2)
 def test_kept_payload_is_made_anew_after_a_write(ctx: RankContext, write: str) -> None:
     for make in (KeptHalved, CountingHalved):
-        model = _linear(make)
+        model = linear(make)
         fully_shard(model, mesh=ctx.mesh_1d())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model(torch.ones(2, 6)).sum().backward()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp2 import fully_shard
 from tests.distributed.extension_support import UNEVEN, Net, Twins, batch, loss_of, sgd
+from tests.distributed.support import InjectedError
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import (
     Aliasing,
@@ -105,17 +106,13 @@ def test_hook_of_a_gradient_steps_the_optimizer(ctx: RankContext, name: str) -> 
 # Errors
 
 
-class _InjectedError(Exception):
-    pass
-
-
 class _Faulty(Net):
     fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.entry(x))
         if self.fails:
-            raise _InjectedError
+            raise InjectedError
         return self.blocks[1](x)
 
 
@@ -128,7 +125,7 @@ def test_step_after_an_exception_in_forward_is_right(ctx: RankContext, name: str
     if warm:
         twins.train(1)
     twins.model.fails = True
-    with pytest.raises(_InjectedError):
+    with pytest.raises(InjectedError):
         twins.model(batch(ctx.rank, 9))
     twins.model.fails = False
     if resets:

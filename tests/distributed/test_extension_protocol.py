@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.extension_support import EVEN, MIXED, UNEVEN, Twins, adam, batch, built, loss_of, sharded
+from tests.distributed.extension_support import (
+    EVEN,
+    MIXED,
+    UNEVEN,
+    Twins,
+    adam,
+    built,
+    linear,
+    sharded,
+    step,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import ON_LONGER_AXES, plain
 from tests.harness.extensions import (
@@ -20,19 +29,7 @@ from tests.harness.extensions import (
     Scaled,
     Travelling,
     recorded,
-    wrap,
 )
-
-
-def _linear(make: Callable[[Tensor], Tensor] | None, rows: int = EVEN, bias: bool = True) -> Any:
-    torch.manual_seed(0)
-    linear = nn.Linear(6, rows, bias=bias)
-    return linear if make is None else wrap(linear, make)
-
-
-def _step(model: nn.Module, ctx: RankContext, index: int = 0) -> None:
-    loss_of(batch(ctx.rank, index))(model).backward()
-
 
 # Arguments
 
@@ -43,7 +40,7 @@ def _step(model: nn.Module, ctx: RankContext, index: int = 0) -> None:
 def test_hooks_get_the_shard_mesh_the_outer_sizes_the_module_and_the_policy(
     ctx: RankContext, rows: int, policy: MixedPrecisionPolicy
 ) -> None:
-    model, mesh = _linear(Halved, rows), ctx.mesh_1d()
+    model, mesh = linear(Halved, rows), ctx.mesh_1d()
     fully_shard(model, mesh=mesh, mp_policy=policy)
     with recorded() as calls:
         model.unshard()
@@ -66,7 +63,7 @@ def test_hooks_get_the_shard_mesh_the_outer_sizes_the_module_and_the_policy(
 
 @distributed(4)
 def test_mesh_of_the_hooks_is_the_shard_axis_of_hsdp(ctx: RankContext) -> None:
-    mesh, model = ctx.mesh_2d(2, 2), _linear(Halved)
+    mesh, model = ctx.mesh_2d(2, 2), linear(Halved)
     fully_shard(model, mesh=mesh)
     with recorded() as calls:
         model.unshard()
@@ -79,14 +76,14 @@ def test_mesh_of_the_hooks_is_the_shard_axis_of_hsdp(ctx: RankContext) -> None:
 def test_module_of_the_hooks_is_the_one_that_holds_the_parameter(ctx: RankContext) -> None:
     model = sharded(built(Halved), ctx.mesh_1d())
     with recorded() as calls:
-        _step(model, ctx)
+        step(model, ctx)
     modules = {call.given["module"] for call in calls if call.hook == "pre"}
     assert modules == {model.entry, *(m for block in model.blocks for m in (block.up, block.down))}
 
 
 @distributed(2, 4)
 def test_self_of_the_hooks_is_the_local_tensor_without_padding(ctx: RankContext) -> None:
-    model = _linear(Scaled, UNEVEN)
+    model = linear(Scaled, UNEVEN)
     fully_shard(model, mesh=ctx.mesh_1d())
     local = model.weight._local_tensor
     with recorded() as calls:
@@ -110,7 +107,7 @@ def test_sharded_dim_that_the_payload_lacks_is_joined_along_the_first(ctx: RankC
             parts = outputs[0].split([size[0] * width for width in widths])
             return torch.cat([part.view(size[0], -1) for part in parts], 1)
 
-    model, expected = _linear(Flat), _linear(None).weight
+    model, expected = linear(Flat), linear(None).weight
     fully_shard(model, mesh=ctx.mesh_1d(), shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
     model.unshard()
     assert torch.equal(model.weight, expected)
@@ -175,13 +172,13 @@ def test_class_can_be_given_hooks_before_the_first_forward(ctx: RankContext, pre
     for name in hidden:
         delattr(Travelling, name)
     try:
-        model = _linear(Bare, UNEVEN)
+        model = linear(Bare, UNEVEN)
         fully_shard(model, mesh=ctx.mesh_1d())
         Bare.fsdp_pre_all_gather = pre
         Bare.fsdp_post_all_gather = _post
         for _ in range(2):
             model.unshard()
-            assert torch.equal(model.weight, _linear(None, UNEVEN).weight.bfloat16().float())
+            assert torch.equal(model.weight, linear(None, UNEVEN).weight.bfloat16().float())
             model.reshard()
     finally:
         for name, hook in hooks.items():
@@ -190,11 +187,11 @@ def test_class_can_be_given_hooks_before_the_first_forward(ctx: RankContext, pre
 
 @distributed(2)
 def test_hooks_given_to_one_of_two_instances_leave_the_other_plain(ctx: RankContext) -> None:
-    model = fully_shard(nn.Sequential(_linear(None), nn.Linear(EVEN, 6)), mesh=ctx.mesh_1d())
+    model = fully_shard(nn.Sequential(linear(None), nn.Linear(EVEN, 6)), mesh=ctx.mesh_1d())
     exact = model[1].weight.full_tensor()
     local = model[0].weight._local_tensor
     local.fsdp_pre_all_gather = types.MethodType(_pre_short, local)
     local.fsdp_post_all_gather = types.MethodType(_post, local)
     model.unshard()
-    assert torch.equal(model[0].weight, _linear(None).weight.bfloat16().float())
+    assert torch.equal(model[0].weight, linear(None).weight.bfloat16().float())
     assert torch.equal(model[1].weight, exact)

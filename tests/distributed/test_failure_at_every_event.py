@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp2 import Observer, trace
-from tests.distributed.support import Stack, UnshardedStorages, seeded, sharded, step
+from tests.distributed.support import InjectedError, Stack, UnshardedStorages, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
-
-
-class InjectedError(Exception):
-    """Raised by the observer here, and by nothing else."""
 
 
 class _RaiseAt(Observer):

@@ -8,23 +8,19 @@ from typing import Any
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from fsdp2 import fully_shard, trace
+from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext
 from tests.harness.messages import error_of
 
 
-def _assert_trains_like_new(ctx: RankContext, model: Any) -> None:
+def _assert_trains_like_new(model: Any) -> None:
     """``model`` has the values of ``Stack`` with seed 0, and its next step is that of the unsharded one."""
-    reference = seeded(Stack)
     model.zero_grad()
-    assert torch.allclose(step(model), step(reference), atol=1e-6)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(parameter, DTensor), name
-        assert parameter.grad is not None, name
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert_step_is_that_of(model, seeded(Stack))
 
 
 def _meta(ctx: RankContext) -> str:
@@ -34,7 +30,7 @@ def _meta(ctx: RankContext) -> str:
     for parameter, value in zip(model.parameters(), seeded(Stack).parameters(), strict=True):
         with torch.no_grad():
             parameter.copy_(distribute_tensor(value.detach(), ctx.mesh_1d(), parameter.placements))
-    _assert_trains_like_new(ctx, model)
+    _assert_trains_like_new(model)
     return error
 
 
@@ -60,7 +56,7 @@ def _replaced(ctx: RankContext, change: str) -> str:
     error = error_of(lambda: model(batch()))
     linear.weight = weight
     model.reset_iter_state()
-    _assert_trains_like_new(ctx, model)
+    _assert_trains_like_new(model)
     return error
 
 
@@ -104,7 +100,7 @@ def _state_dict(ctx: RankContext, change: str) -> str:
             torch.zeros(4, DIM), ctx.mesh_1d(), model.entry.weight.placements
         )
         error = error_of(lambda: model.load_state_dict(state))
-    _assert_trains_like_new(ctx, model)
+    _assert_trains_like_new(model)
     return error
 
 
@@ -137,7 +133,7 @@ def _prefetch_of_a_plain_module(ctx: RankContext) -> str:
         for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch)
     ]
     step(model)
-    _assert_trains_like_new(ctx, model)
+    _assert_trains_like_new(model)
     return "\n".join(errors)
 
 
@@ -155,7 +151,7 @@ Linear.""",
 def _set_reshard_after_forward(ctx: RankContext) -> str:
     model = sharded(ctx)
     error = error_of(lambda: model.set_reshard_after_forward(2))
-    _assert_trains_like_new(ctx, model)
+    _assert_trains_like_new(model)
     return error
 
 
@@ -190,7 +186,7 @@ def _one_of_several_alone(ctx: RankContext) -> str:
     fully_shard(list(model.blocks), mesh=ctx.mesh_1d())
     error = error_of(lambda: model.blocks[0](batch()))
     fully_shard(model, mesh=ctx.mesh_1d())
-    _assert_trains_like_new(ctx, model)
+    _assert_trains_like_new(model)
     return error
 
 
@@ -216,7 +212,7 @@ def _unit_on_its_own(ctx: RankContext) -> None:
         reference.blocks[1](batch()).sum().backward()
         grad = model.blocks[1].linear.weight.grad
         assert torch.allclose(grad.full_tensor(), reference.blocks[1].linear.weight.grad, atol=1e-5)
-        _assert_trains_like_new(ctx, model)
+        _assert_trains_like_new(model)
         model.zero_grad()
 
 
@@ -229,7 +225,7 @@ def _raising_unit_on_its_own(ctx: RankContext) -> None:
     error = error_of(lambda: model.blocks[1](torch.zeros(4, DIM + 1)))  # before the root has ever run
     assert error.startswith("RuntimeError: mat1 and mat2 shapes"), error
     model.reset_iter_state()
-    _assert_trains_like_new(ctx, model)
+    _assert_trains_like_new(model)
 
 
 def test_root_recovers_from_a_unit_that_raised_when_run_on_its_own() -> None:
@@ -240,7 +236,7 @@ def _inner_module_after_the_outer_one(ctx: RankContext) -> str:
     model = seeded(Stack)
     fully_shard(model, mesh=ctx.mesh_1d())
     error = error_of(lambda: fully_shard(model.blocks[0], mesh=ctx.mesh_1d()))
-    _assert_trains_like_new(ctx, model)
+    _assert_trains_like_new(model)
     return error
 
 

@@ -25,8 +25,9 @@ from fsdp2.tensors import (
     TwoTensor,
     wrap_parameters,
 )
+from tests.distributed.changes import GATHERS
 from tests.distributed.extension_support import UNEVEN, Twins, sgd
-from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import InjectedError, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, KeptAliasing, KeptHalved, Packed4, Ragged, Scaled, count, recorded
 from tests.harness.messages import error_of
@@ -60,26 +61,13 @@ def test_gradients_are_handed_over_when_backward_ends(ctx: RankContext) -> None:
         assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)  # type: ignore[union-attr]
 
 
-def _evaluate(model: Any) -> None:
-    with torch.no_grad():
-        model(batch())
-
-
-PASSES: dict[str, Callable[[Any], Any]] = {
-    "step": step,
-    "evaluation": _evaluate,
-    "unshard": lambda model: [model.unshard(), *(block.unshard() for block in model.blocks)],
-    "unshard async": lambda model: [block.unshard(async_op=True) for block in model.blocks],
-}
-
-
 @pytest.mark.parametrize("kept", [None, False, 2])
-@pytest.mark.parametrize("name", list(PASSES))
+@pytest.mark.parametrize("name", list(GATHERS))
 @distributed(4)
 def test_forward_after_the_shards_were_written_uses_them(ctx: RankContext, name: str, kept: bool | int | None) -> None:
     model, reference = sharded(ctx, reshard_after_forward=kept, offload_policy=STAGED), seeded(Stack)
     shards = list(model.parameters())
-    PASSES[name](model)
+    GATHERS[name](model)
     with torch.no_grad():
         for parameter in (*shards, *reference.parameters()):
             parameter.add_(1.0)
@@ -135,12 +123,8 @@ def _assert_steps_are_right(model: Any, parameters: list[nn.Parameter]) -> None:
         model.zero_grad()
 
 
-class _InjectedError(Exception):
-    pass
-
-
 def _raise(*_: Any) -> None:
-    raise _InjectedError
+    raise InjectedError
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -164,7 +148,7 @@ def test_gradients_on_their_way_are_dropped_when_backward_raises(ctx: RankContex
         step(model)
         model.zero_grad()
     model.fails = True
-    with pytest.raises(_InjectedError):
+    with pytest.raises(InjectedError):
         step(model, seed=5)
     model.fails = False
     if reset:
@@ -178,7 +162,7 @@ def test_gradients_on_their_way_are_dropped_when_a_hook_on_a_gradient_raises(ctx
     model = sharded(ctx, offload_policy=STAGED)
     parameters = list(model.parameters())
     handle = model.exit.weight.register_post_accumulate_grad_hook(_raise)
-    with pytest.raises(_InjectedError):
+    with pytest.raises(InjectedError):
         step(model, seed=5)
     handle.remove()
     model.zero_grad()

@@ -12,22 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import Observer, fully_shard, trace
-from tests.distributed.support import Stack, UnshardedStorages, batch, seeded, shard, sharded, step
+from tests.distributed.support import (
+    InjectedError,
+    RaiseInBackward,
+    Stack,
+    UnshardedStorages,
+    batch,
+    seeded,
+    shard,
+    sharded,
+    step,
+)
 from tests.harness.distributed import RankContext, distributed
-
-
-class InjectedError(Exception):
-    """Raised by the models here, and by nothing else."""
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise InjectedError
 
 
 class Faulty(Stack):
@@ -40,7 +36,7 @@ class Faulty(Stack):
         if self.fault == "forward":
             raise InjectedError
         if self.fault == "backward":
-            x = _RaiseInBackward.apply(x)
+            x = RaiseInBackward.apply(x)
         return self.exit(self.blocks[2](x))
 
 

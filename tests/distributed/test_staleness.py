@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard, trace
+from tests.distributed.changes import GATHERS, evaluate
 from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 
@@ -27,11 +28,6 @@ def _reference(make: Callable[[], Any] = Stack) -> Any:
     return model
 
 
-def _evaluate(model: Any) -> None:
-    with torch.no_grad():
-        model(batch())
-
-
 def _raise_in_forward(model: Any) -> None:
     handle = model.exit.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -39,13 +35,7 @@ def _raise_in_forward(model: Any) -> None:
     handle.remove()
 
 
-PASSES: dict[str, Callable[[Any], Any]] = {
-    "step": step,
-    "evaluation": _evaluate,
-    "raised forward": _raise_in_forward,
-    "unshard": lambda model: [model.unshard(), *(block.unshard() for block in model.blocks)],
-    "unshard async": lambda model: [block.unshard(async_op=True) for block in model.blocks],
-}
+PASSES = {**GATHERS, "raised forward": _raise_in_forward}
 
 
 @pytest.mark.parametrize("kept", [None, False, 2])
@@ -70,7 +60,7 @@ def test_forward_after_an_optimizer_step_uses_what_it_wrote(
     for each in (model, reference):
         optimizer = torch.optim.Adam(each.parameters(), lr=0.1, **options)
         step(each)
-        _evaluate(each)  # gathers again what backward has resharded
+        evaluate(each)  # gathers again what backward has resharded
         optimizer.step()
     assert torch.allclose(model(batch()), reference(batch()), atol=1e-4)
 
@@ -79,7 +69,7 @@ def test_forward_after_an_optimizer_step_uses_what_it_wrote(
 def test_unshard_after_the_shards_were_written_binds_new_values(ctx: RankContext) -> None:
     model = sharded(ctx)
     shards = list(model.parameters())
-    _evaluate(model)  # the root stays unsharded
+    evaluate(model)  # the root stays unsharded
     _write(shards)
     model.unshard()
     assert torch.equal(model.entry.weight, _reference().entry.weight)
@@ -135,11 +125,11 @@ class _Chooses(nn.Module):
 def test_optimizer_of_a_plain_module_on_one_rank_makes_nobody_gather(ctx: RankContext) -> None:
     """Ranks have to agree on what was written."""
     model = sharded(ctx)
-    _evaluate(model)  # the root stays unsharded
+    evaluate(model)  # the root stays unsharded
     if ctx.rank == 0:
         other = nn.Linear(2, 2)
         other(torch.ones(1, 2)).sum().backward()
         torch.optim.SGD(other.parameters(), lr=0.1).step()
     with trace.record(model) as recorded:
-        _evaluate(model)
+        evaluate(model)
     assert "unshard (root)" not in recorded.actions()

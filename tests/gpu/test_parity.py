@@ -9,14 +9,13 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.gpu.support import on_gpus
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, ParityModel, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, sgd, shard_units_and_root, train
+from tests.harness.training import Case, accumulate, sgd, shard_units_and_root, train
 from tests.parity.test_mixed_dtypes import Mixed, shard_and_keep_fp32
 
 
@@ -62,13 +61,5 @@ def test_training_with_several_dtypes_in_one_unit(ctx: RankContext, policy: dict
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @on_gpus
 def test_training_with_accumulation(ctx: RankContext, reshard_after_forward: bool) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = []
-        for micro in range(3):
-            step.control(model).set_requires_gradient_sync(micro == 2)
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        return losses
-
     shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard_after_forward)
-    _assert_close(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
+    _assert_close(Case(MLP, shard=shard, step=accumulate), ctx.mesh_1d())

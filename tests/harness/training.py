@@ -73,6 +73,24 @@ def one_backward(step: Step, model: ParityModel) -> list[Tensor]:
     return [loss]
 
 
+def accumulate(step: Step, model: ParityModel, switch: str = "set_requires_gradient_sync") -> list[Tensor]:
+    """Three micro-batches; what ``switch`` sets is on in the last one only."""
+    losses = []
+    for micro in range(3):
+        getattr(step.control(model), switch)(micro == 2)
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+    return losses
+
+
+def frozen_by_turns(step: Step, model: Any) -> list[Tensor]:
+    """Most of the parameters are frozen in every other step, one in the steps between."""
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(step.index % 2 == 1)
+    model.blocks[0].up.weight.requires_grad_(step.index % 2 == 0)
+    return one_backward(step, model)
+
+
 def shard_units_and_root(runtime: Runtime, model: ParityModel, mesh: DeviceMesh, **kwargs: Any) -> None:
     """The usual way: every unit on its own, then the root with what is left."""
     for unit in model.units():

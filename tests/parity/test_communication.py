@@ -15,7 +15,7 @@ from tests.harness.comms import CountingAllGather, CountingReduceScatter
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
-from tests.harness.training import Case, Step, Tolerance, one_backward, sgd, shard_units_and_root
+from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd, shard_units_and_root
 from tests.parity.test_expert_meshes import same_data_for_all, with_torch_mesh_info
 from tests.parity.test_model_parallel import case as case_with_model_axes
 from tests.parity.test_model_parallel import shard as shard_tensor_parallel
@@ -129,21 +129,12 @@ def test_several_dtypes_travel_as_bytes(ctx: RankContext) -> None:
     compare(_case(_TwoDtypes, step=step), ctx.mesh_1d())
 
 
-def _accumulate(step: Step, model: ParityModel, setter: str) -> list[Tensor]:
-    losses = []
-    for micro in range(3):
-        getattr(step.control(model), setter)(micro == 2)
-        losses.append(step.loss(model, micro))
-        losses[-1].backward()
-    return losses
-
-
 @distributed(2)
 def test_custom_collectives_with_accumulation(ctx: RankContext) -> None:
-    sync = functools.partial(_accumulate, setter="set_requires_gradient_sync")
+    sync = functools.partial(accumulate, switch="set_requires_gradient_sync")
     compare(_case(MLP, {"persistent": True}, step=sync), ctx.mesh_1d())
     if ctx.world_size == 4:
-        all_reduce = functools.partial(_accumulate, setter="set_requires_all_reduce")
+        all_reduce = functools.partial(accumulate, switch="set_requires_all_reduce")
         compare(_case(Uneven, step=all_reduce), ctx.mesh_2d(2, 2))
 
 
@@ -263,7 +254,7 @@ def test_divide_factor_comes_ahead_of_the_hook(ctx: RankContext) -> None:
 @pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 @distributed(2)
 def test_hook_is_called_when_gradients_are_complete(ctx: RankContext, setter: str) -> None:
-    inner = functools.partial(_accumulate, setter=setter)
+    inner = functools.partial(accumulate, switch=setter)
     for mesh in _meshes(ctx):
         compare(Case(MLP, _shard, functools.partial(_hooked, scale=0.5, inner=inner), unsharded=None), mesh)
 

@@ -17,7 +17,7 @@ from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import AliasingHalved, Halved, Packed4, Padded, Scaled, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven, freeze
-from tests.harness.training import Case, Step, adamw, one_backward, sgd, shard_units_and_root
+from tests.harness.training import Case, Step, accumulate, adamw, one_backward, sgd, shard_units_and_root
 
 
 class Careful(Travelling):
@@ -104,16 +104,8 @@ def test_hooks_and_reshard_after_forward(ctx: RankContext, reshard: bool) -> Non
 
 @distributed(2)
 def test_hooks_and_accumulation_without_communication(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        losses = []
-        for micro in range(3):
-            step.control(model).set_requires_gradient_sync(micro == 2)
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        return losses
-
     for param_dtype in (None, torch.bfloat16):
-        compare(_case(CarefulScaled, param_dtype=param_dtype, step=step), ctx.mesh_1d())
+        compare(_case(CarefulScaled, param_dtype=param_dtype, step=accumulate), ctx.mesh_1d())
 
 
 @distributed(2)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, PartlyUsed, Transformer, freeze
-from tests.harness.training import Case, Step, one_backward
+from tests.harness.training import Case, Step, frozen_by_turns
 
 FROZEN = {
     "some_of_each_group": ("blocks.0.up.bias", "blocks.1.down.weight", "entry.weight", "exit.bias"),
@@ -52,13 +52,7 @@ def test_adapters_train_on_a_frozen_transformer(ctx: RankContext) -> None:
 
 @distributed(2, 4)
 def test_parameters_frozen_and_thawed_between_steps(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        for parameter in model.blocks[1].parameters():
-            parameter.requires_grad_(step.index % 2 == 1)
-        model.blocks[0].up.weight.requires_grad_(step.index % 2 == 0)
-        return one_backward(step, model)
-
-    compare(Case(MLP, step=step, num_steps=4), ctx.mesh_1d())
+    compare(Case(MLP, step=frozen_by_turns, num_steps=4), ctx.mesh_1d())
 
 
 @distributed(2, 4)

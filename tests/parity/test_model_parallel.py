@@ -20,7 +20,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Travelling
 from tests.harness.models import MLP, ParityModel
 from tests.harness.runtimes import Runtime, beyond_torch
-from tests.harness.training import Case, Step, Tolerance, sgd
+from tests.harness.training import Case, Step, Tolerance, accumulate, sgd
 
 
 def tensor_parallel(model: MLP, mesh: DeviceMesh) -> None:
@@ -120,14 +120,6 @@ def test_tensor_parallel_in_mixed_precision(ctx: RankContext) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @distributed(4)
 def test_tensor_parallel_accumulates_without_communication(ctx: RankContext, dtype: torch.dtype | None) -> None:
-    def accumulate(step: Step, model: MLP) -> list[Tensor]:
-        losses = []
-        for micro in range(3):
-            step.control(model).set_requires_gradient_sync(micro == 2)
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        return losses
-
     def mixed(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
         policy = runtime.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
         shard(runtime, model, mesh, mp_policy=policy)

@@ -27,6 +27,7 @@ from tests.harness.training import (
     Case,
     Step,
     adamw,
+    frozen_by_turns,
     one_backward,
     sgd,
     shard_units_and_root,
@@ -138,13 +139,7 @@ def test_accumulation(ctx: RankContext, sync: str, set_to_none: bool) -> None:
 
 @distributed(2)
 def test_parameters_frozen_and_thawed_between_steps(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        for parameter in model.blocks[1].parameters():
-            parameter.requires_grad_(step.index % 2 == 1)
-        model.blocks[0].up.weight.requires_grad_(step.index % 2 == 0)
-        return one_backward(step, model)
-
-    compare(Case(MLP, shard=shard_offloaded, step=step, num_steps=4), ctx.mesh_1d())
+    compare(Case(MLP, shard=shard_offloaded, step=frozen_by_turns, num_steps=4), ctx.mesh_1d())
 
 
 @distributed(2)

@@ -14,7 +14,7 @@ from tests.harness.compare import compare, compare_losses_with_unsharded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, PartlyUsed, Transformer
 from tests.harness.runtimes import Runtime, beyond_torch
-from tests.harness.training import Case, Step, one_backward, shard_units_and_root, snapshot
+from tests.harness.training import Case, Step, accumulate, one_backward, shard_units_and_root, snapshot
 
 
 def _shard_and(configure, runtime: Runtime, model: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
@@ -90,14 +90,7 @@ def test_two_reductions_of_one_unit_in_flight_at_a_time(ctx: RankContext) -> Non
 
 @distributed(2)
 def test_reductions_in_flight_on_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = []
-        for micro in range(3):
-            step.control(model).set_requires_all_reduce(micro == 2)
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        return losses
-
+    step = functools.partial(accumulate, switch="set_requires_all_reduce")
     meshes = [ctx.mesh_2d(2, 1), ctx.mesh_2d(1, 2)] if ctx.world_size == 2 else [ctx.mesh_2d(2, 2)]
     for mesh in meshes:
         compare(Case(MLP, _with_buffers(4), step), mesh)
@@ -110,14 +103,7 @@ def test_reductions_in_flight_on_hsdp_without_all_reduce_until_the_last_micro_ba
 
 @distributed(2)
 def test_backwards_that_are_not_the_last_leave_reductions_in_flight_for_the_next(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = []
-        for micro in range(3):
-            step.control(model).set_is_last_backward(micro == 2)
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        return losses
-
+    step = functools.partial(accumulate, switch="set_is_last_backward")
     compare(Case(MLP, _with_buffers(3), step), ctx.mesh_1d())
     compare(Case(_UsedTwice, step=step), ctx.mesh_1d())
 

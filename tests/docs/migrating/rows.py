@@ -74,6 +74,11 @@ def wrap(package: Any, mesh: DeviceMesh | None, whole: MLP | None = None, **opti
     return whole
 
 
+def by_fsdp2(ctx: RankContext, whole: MLP | None = None, **options: Any) -> Any:
+    """The same with fsdp2, on all ranks."""
+    return wrap(fsdp2, ctx.mesh_1d(), whole, **options)
+
+
 def batch(ctx: RankContext, index: int = 0) -> Tensor:
     """This rank's inputs."""
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * index + ctx.rank))
@@ -92,6 +97,10 @@ def backward(ctx: RankContext, module: nn.Module, index: int = 0) -> Tensor:
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3)
 
 
 Step = Callable[[RankContext, nn.Module, int], Tensor]

@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp2
 from tests.docs.migrating.rows import (
     Rows,
+    adamw,
     backward,
+    by_fsdp2,
     close,
     forward,
     gathers,
@@ -47,10 +49,6 @@ def _old(whole: MLP | None = None, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(whole or model(), **options)
 
 
-def _new(ctx: RankContext, whole: MLP | None = None, **options: Any) -> Any:
-    return wrap(fsdp2, ctx.mesh_1d(), whole, **options)
-
-
 def _trained(ctx: RankContext, old: DistributedDataParallel, **options: Any) -> list[Any]:
     """As ``train`` does, under the names of the model inside."""
     losses, grads, params = train(ctx, old, **options)
@@ -60,7 +58,7 @@ def _trained(ctx: RankContext, old: DistributedDataParallel, **options: Any) -> 
 @ROWS("`DistributedDataParallel(model)`")
 def wrapping(ctx: RankContext) -> None:
     expected = _trained(ctx, _old())
-    close(train(ctx, _new(ctx)), expected)
+    close(train(ctx, by_fsdp2(ctx)), expected)
     close(unsharded(ctx), expected)
 
 
@@ -72,7 +70,7 @@ def broadcast(ctx: RankContext) -> None:
             whole.exit.weight += ctx.rank
         return whole
 
-    old, new = _old(differing()), _new(ctx, differing())
+    old, new = _old(differing()), by_fsdp2(ctx, differing())
     values = differing().state_dict() if ctx.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(new, values, options=options)
@@ -81,14 +79,14 @@ def broadcast(ctx: RankContext) -> None:
 
 @ROWS("`model.module`")
 def module(ctx: RankContext) -> None:
-    new = _new(ctx)
+    new = by_fsdp2(ctx)
     assert isinstance(new, MLP)
     assert list(dict(new.named_parameters())) == list(dict(_old().module.named_parameters()))
 
 
 @ROWS("`process_group=`")
 def process_group(ctx: RankContext) -> None:
-    close(train(ctx, _new(ctx)), _trained(ctx, _old(process_group=ctx.mesh_1d().get_group())))
+    close(train(ctx, by_fsdp2(ctx)), _trained(ctx, _old(process_group=ctx.mesh_1d().get_group())))
 
 
 @ROWS("`with model.no_sync():`")
@@ -104,14 +102,14 @@ def no_sync(ctx: RankContext) -> None:
             assert all(parameter.grad is None for parameter in new.parameters())
         return backward(ctx, new, 10 * index + 1)
 
-    close(train(ctx, _new(ctx), new_step), _trained(ctx, _old(), step=old_step))
+    close(train(ctx, by_fsdp2(ctx), new_step), _trained(ctx, _old(), step=old_step))
 
 
 @ROWS("`model.module.state_dict()`")
 def state_dict(ctx: RankContext) -> None:
-    whole = get_model_state_dict(_new(ctx), options=StateDictOptions(full_state_dict=True))
+    whole = get_model_state_dict(by_fsdp2(ctx), options=StateDictOptions(full_state_dict=True))
     close(whole, dict(_old().module.state_dict()))
-    assert all(isinstance(shard, DTensor) for shard in _new(ctx).state_dict().values())
+    assert all(isinstance(shard, DTensor) for shard in by_fsdp2(ctx).state_dict().values())
 
 
 class _WithBuffer(MLP):
@@ -125,7 +123,7 @@ class _WithBuffer(MLP):
 
 @ROWS("`broadcast_buffers=True`")
 def broadcast_buffers(ctx: RankContext) -> None:
-    old, new = _old(_WithBuffer()), _new(ctx, _WithBuffer())
+    old, new = _old(_WithBuffer()), by_fsdp2(ctx, _WithBuffer())
     forward(ctx, old)
     forward(ctx, new)
     assert new.offset[0] == ctx.rank
@@ -147,7 +145,7 @@ class _Partly(MLP):
 def find_unused_parameters(ctx: RankContext) -> None:
     old = _old(_Partly(2), find_unused_parameters=True)
     torch.manual_seed(0)
-    new = _new(ctx, _Partly(2))
+    new = by_fsdp2(ctx, _Partly(2))
     for copied, parameter in zip(old.module.parameters(), parameters(new).values(), strict=True):
         copied.data.copy_(parameter)
     new.set_reduce_scatter_unused_params(True)
@@ -161,13 +159,13 @@ def find_unused_parameters(ctx: RankContext) -> None:
 
 @ROWS("`static_graph`, `gradient_as_bucket_view`")
 def nothing_to_set(ctx: RankContext) -> None:
-    close(train(ctx, _new(ctx)), _trained(ctx, _old(static_graph=True, gradient_as_bucket_view=True)))
+    close(train(ctx, by_fsdp2(ctx)), _trained(ctx, _old(static_graph=True, gradient_as_bucket_view=True)))
 
 
 @ROWS("`bucket_cap_mb=`")
 def bucket_cap(ctx: RankContext) -> None:
     expected = _trained(ctx, _old(bucket_cap_mb=0.001))
-    close(train(ctx, _new(ctx)), expected)
+    close(train(ctx, by_fsdp2(ctx)), expected)
     as_one: Any = fsdp2.fully_shard(model(), mesh=ctx.mesh_1d())
     close(train(ctx, as_one), expected)
     assert gathers(as_one, lambda: backward(ctx, as_one)) == ["(root)"]
@@ -177,7 +175,7 @@ def bucket_cap(ctx: RankContext) -> None:
 def compress(ctx: RankContext) -> None:
     old = _old()
     old.register_comm_hook(None, fp16_compress_hook)
-    new = _new(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    new = by_fsdp2(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float16))
     backward(ctx, old)
     backward(ctx, new)
     expected = {name: parameter.grad for name, parameter in old.module.named_parameters()}
@@ -192,7 +190,7 @@ def comm_hook(ctx: RankContext) -> None:
 
     old = _old()
     old.register_comm_hook(None, halve)
-    new = _new(ctx)
+    new = by_fsdp2(ctx)
     for unit in (new, *new.blocks):
         unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
     close(train(ctx, new), _trained(ctx, old))
@@ -207,11 +205,8 @@ def zero_redundancy(ctx: RankContext) -> None:
     def old_adamw(module: nn.Module) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.01, eps=1e-3)
 
-    def new_adamw(module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3)
-
-    new = _new(ctx)
-    optimizer = new_adamw(new)
+    new = by_fsdp2(ctx)
+    optimizer = adamw(new)
     close(train(ctx, new, make_optimizer=lambda _: optimizer), _trained(ctx, _old(), make_optimizer=old_adamw))
     assert optimizer.state[new.entry.weight]["exp_avg"].to_local().shape == (8, 16)
 
@@ -226,7 +221,7 @@ def clipping(ctx: RankContext) -> None:
         norms.append(clip(module.parameters(), 0.1))
         return loss
 
-    close(train(ctx, _new(ctx), clipped), _trained(ctx, _old(), step=clipped))
+    close(train(ctx, by_fsdp2(ctx), clipped), _trained(ctx, _old(), step=clipped))
     close(norms[:2], norms[2:])
 
 

@@ -26,8 +26,10 @@ import fsdp2
 from fsdp2 import trace
 from tests.docs.migrating.rows import (
     Rows,
+    adamw,
     backward,
     batch,
+    by_fsdp2,
     close,
     forward,
     gradients,
@@ -53,27 +55,19 @@ def test_every_row_is_tried() -> None:
     ROWS.check()
 
 
-def _wrapped(ctx: RankContext, whole: MLP | None = None, **options: Any) -> Any:
-    return wrap(fsdp2, ctx.mesh_1d(), whole, **options)
-
-
-def _adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3)
-
-
 # Starting
 
 
 @ROWS("`deepspeed.initialize(model=..., optimizer=...)`")
 def initialize(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
+    wrapped = by_fsdp2(ctx)
     assert isinstance(wrapped, MLP)
     close(train(ctx, wrapped), unsharded(ctx))
 
 
 @ROWS("`engine.backward(loss)`, `engine.step()`")
 def engine_step(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
+    wrapped = by_fsdp2(ctx)
     optimizer, before = sgd(wrapped), parameters(wrapped)
     forward(ctx, wrapped).backward()
     optimizer.step()
@@ -85,7 +79,7 @@ def engine_step(ctx: RankContext) -> None:
 def zero_init(ctx: RankContext) -> None:
     with torch.device("meta"):
         whole = MLP(2)
-    wrapped = _wrapped(ctx, whole)
+    wrapped = by_fsdp2(ctx, whole)
     assert all(parameter.is_meta for parameter in wrapped.parameters())
     wrapped.to_empty(device="cpu")
     assert wrapped.entry.weight.to_local().untyped_storage().nbytes() == 8 * 16 * 4
@@ -96,7 +90,7 @@ def zero_init(ctx: RankContext) -> None:
 
 @ROWS("`GatheredParameters(params)`")
 def gathered_parameters(ctx: RankContext) -> None:
-    wrapped, expected = _wrapped(ctx), model()
+    wrapped, expected = by_fsdp2(ctx), model()
     wrapped.blocks[0].unshard()
     assert torch.equal(wrapped.blocks[0].up.weight, expected.blocks[0].up.weight)
     wrapped.blocks[0].reshard()
@@ -105,7 +99,7 @@ def gathered_parameters(ctx: RankContext) -> None:
 
 @ROWS("`GatheredParameters(params, modifier_rank=0)`")
 def modifier_rank(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
+    wrapped = by_fsdp2(ctx)
     changed = {"exit.bias": torch.full((8,), 7.0)} if ctx.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(wrapped, changed, options=options)
@@ -128,7 +122,7 @@ def gradient_accumulation(ctx: RankContext) -> None:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    close(train(ctx, _wrapped(ctx), accumulated), unsharded(ctx, accumulated))
+    close(train(ctx, by_fsdp2(ctx), accumulated), unsharded(ctx, accumulated))
 
 
 @ROWS("`gradient_clipping`")
@@ -141,13 +135,13 @@ def gradient_clipping(ctx: RankContext) -> None:
                 parameter.grad /= ctx.world_size
         return fsdp2.clip_grad_norm_(module.parameters(), 0.1)
 
-    close(train(ctx, _wrapped(ctx), clipped), train(ctx, model(), clipped))
+    close(train(ctx, by_fsdp2(ctx), clipped), train(ctx, model(), clipped))
 
 
 @ROWS("`bf16.enabled`")
 def bf16(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    optimizer = _adamw(wrapped)
+    wrapped = by_fsdp2(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = adamw(wrapped)
     output = wrapped(batch(ctx))
     assert output.dtype is torch.bfloat16
     output.float().square().mean().backward()
@@ -159,7 +153,7 @@ def bf16(ctx: RankContext) -> None:
 @ROWS("`fp16.enabled`, `loss_scale`")
 def fp16(ctx: RankContext) -> None:
     """A step with an overflow on one rank is skipped on all."""
-    wrapped = _wrapped(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16))
+    wrapped = by_fsdp2(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16))
     optimizer, scaler = sgd(wrapped), torch.amp.GradScaler("cpu", init_scale=64.0)
     for overflows in (False, True):
         before = parameters(wrapped)
@@ -176,7 +170,7 @@ def fp16(ctx: RankContext) -> None:
 @ROWS("`communication_data_type`")
 def communication_data_type(ctx: RankContext) -> None:
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    wrapped, reference = _wrapped(ctx, mp_policy=policy), model().bfloat16()
+    wrapped, reference = by_fsdp2(ctx, mp_policy=policy), model().bfloat16()
     backward(ctx, wrapped)
     reference(batch(ctx).bfloat16()).float().square().mean().backward()
     for name, found in gradients(wrapped).items():
@@ -187,7 +181,7 @@ def communication_data_type(ctx: RankContext) -> None:
 
 @ROWS("`prescale_gradients`, `gradient_predivide_factor`")
 def predivide(ctx: RankContext) -> None:
-    wrapped, plain = _wrapped(ctx), _wrapped(ctx)
+    wrapped, plain = by_fsdp2(ctx), by_fsdp2(ctx)
     for unit in (wrapped, *wrapped.blocks):
         unit.set_gradient_divide_factor(4.0)
     backward(ctx, wrapped)
@@ -204,7 +198,7 @@ def activation_checkpointing(ctx: RankContext) -> None:
     whole = model()
     for block in whole.blocks:
         block.__class__ = Checkpointed
-    close(train(ctx, _wrapped(ctx, whole)), unsharded(ctx))
+    close(train(ctx, by_fsdp2(ctx, whole)), unsharded(ctx))
 
 
 # Saving
@@ -218,7 +212,7 @@ def _shared_folder() -> str:
 
 def _save(ctx: RankContext, wrapped: nn.Module) -> str:
     """A checkpoint behind a step; its folder."""
-    optimizer, folder = _adamw(wrapped), _shared_folder()
+    optimizer, folder = adamw(wrapped), _shared_folder()
     backward(ctx, wrapped)
     optimizer.step()
     states = get_state_dict(wrapped, optimizer)
@@ -227,7 +221,7 @@ def _save(ctx: RankContext, wrapped: nn.Module) -> str:
 
 
 def _load(wrapped: nn.Module, folder: str) -> torch.optim.Optimizer:
-    optimizer = _adamw(wrapped)
+    optimizer = adamw(wrapped)
     states = get_state_dict(wrapped, optimizer)
     loaded: Any = {"model": states[0], "optimizer": states[1]}
     dcp.load(loaded, checkpoint_id=folder)
@@ -237,7 +231,7 @@ def _load(wrapped: nn.Module, folder: str) -> torch.optim.Optimizer:
 
 @ROWS("`engine.save_checkpoint`, `engine.load_checkpoint`")
 def save_checkpoint(ctx: RankContext) -> None:
-    saved, other = _wrapped(ctx), _wrapped(ctx)
+    saved, other = by_fsdp2(ctx), by_fsdp2(ctx)
     optimizer = _load(other, _save(ctx, saved))
     close(parameters(other), parameters(saved))
     assert optimizer.state[other.entry.weight]["step"] == 1
@@ -245,7 +239,7 @@ def save_checkpoint(ctx: RankContext) -> None:
 
 @ROWS("universal checkpoints", world_size=4)
 def universal_checkpoint(ctx: RankContext) -> None:
-    saved: Any = _wrapped(ctx)
+    saved: Any = by_fsdp2(ctx)
     other: Any = wrap(fsdp2, ctx.mesh_2d(2, 2))
     _load(other, _save(ctx, saved))
     assert saved.entry.weight.to_local().shape != other.entry.weight.to_local().shape
@@ -255,7 +249,7 @@ def universal_checkpoint(ctx: RankContext) -> None:
 @ROWS("`zero_to_fp32.py`, `stage3_gather_16bit_weights_on_model_save`")
 def zero_to_fp32(ctx: RankContext) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_model_state_dict(_wrapped(ctx), options=options)
+    found = get_model_state_dict(by_fsdp2(ctx), options=options)
     if ctx.rank == 0:
         close(found, dict(model().state_dict()))
     else:
@@ -275,7 +269,7 @@ def _nbytes(wrapped: nn.Module) -> Iterator[dict[str, int]]:
 
 @ROWS("`comms_logger`, `wall_clock_breakdown`")
 def comms_logger(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
+    wrapped = by_fsdp2(ctx)
     with _nbytes(wrapped) as found:
         backward(ctx, wrapped)
     nbytes = sum(parameter.numel() * 4 for parameter in wrapped.blocks[0].parameters())

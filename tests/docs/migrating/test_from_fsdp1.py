@@ -29,7 +29,9 @@ import fsdp2
 from tests.docs.migrating.rows import (
     Rows,
     actions,
+    adamw,
     backward,
+    by_fsdp2,
     close,
     forward,
     gathers,
@@ -63,10 +65,6 @@ def _old(whole: nn.Module | None = None, **options: Any) -> Any:
 
 
 _CPU = torch.device("cpu")
-
-
-def _new(ctx: RankContext, whole: MLP | None = None, **options: Any) -> Any:
-    return wrap(fsdp2, ctx.mesh_1d(), whole, **options)
 
 
 def _name(old: str) -> str:
@@ -104,7 +102,7 @@ def wrapping(ctx: RankContext) -> None:
 
 @ROWS("`sharding_strategy=FULL_SHARD`")
 def full_shard(ctx: RankContext) -> None:
-    new = _new(ctx)
+    new = by_fsdp2(ctx)
     close(train(ctx, new), _trained_old(ctx, _old(sharding_strategy=ShardingStrategy.FULL_SHARD)))
     found = gathers(new, lambda: backward(ctx, new))
     assert sorted(found) == ["(root)", *2 * ["blocks.0"], *2 * ["blocks.1"]]
@@ -112,7 +110,7 @@ def full_shard(ctx: RankContext) -> None:
 
 @ROWS("`sharding_strategy=SHARD_GRAD_OP`")
 def shard_grad_op(ctx: RankContext) -> None:
-    new = _new(ctx, reshard_after_forward=False)
+    new = by_fsdp2(ctx, reshard_after_forward=False)
     close(train(ctx, new), _trained_old(ctx, _old(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)))
     assert gathers(new, lambda: backward(ctx, new)) == ["(root)", "blocks.0", "blocks.1"]
 
@@ -135,13 +133,13 @@ def no_shard(ctx: RankContext) -> None:
 @ROWS("`process_group=`, `device_mesh=`")
 def process_group(ctx: RankContext) -> None:
     expected = _trained_old(ctx, _old(process_group=ctx.mesh_1d().get_group()))
-    close(train(ctx, _new(ctx)), expected)
+    close(train(ctx, by_fsdp2(ctx)), expected)
 
 
 @ROWS("`mixed_precision=MixedPrecision(param_dtype, reduce_dtype)`")
 def mixed_precision(ctx: RankContext) -> None:
     old = _old(mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
-    new = _new(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    new = by_fsdp2(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     expected, found = _trained_old(ctx, old), train(ctx, new)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
 
@@ -168,7 +166,7 @@ def keep_low_precision_grads(ctx: RankContext) -> None:
     whole = model()
     for parameter in whole.parameters():
         parameter.grad_dtype = torch.bfloat16
-    new = _new(ctx, whole, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16))
+    new = by_fsdp2(ctx, whole, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16))
     for module in (old, new):
         backward(ctx, module)
         assert {p.grad.dtype for p in module.parameters() if p.grad is not None} == {torch.bfloat16}
@@ -177,7 +175,7 @@ def keep_low_precision_grads(ctx: RankContext) -> None:
 @ROWS("`backward_prefetch`, `forward_prefetch`, `limit_all_gathers`")
 def prefetch(ctx: RankContext) -> None:
     old = _old(backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=True, limit_all_gathers=False)
-    new = _new(ctx)
+    new = by_fsdp2(ctx)
     close(train(ctx, new), _trained_old(ctx, old))
     starts = [action for action in actions(new, lambda: backward(ctx, new)) if action.startswith(("unsh", "pref"))]
     ahead = ["prefetch blocks.0", "prefetch blocks.1"]
@@ -187,7 +185,7 @@ def prefetch(ctx: RankContext) -> None:
 @ROWS("`cpu_offload=CPUOffload(offload_params=True)`")
 def cpu_offload(ctx: RankContext) -> None:
     """FSDP1's offloading wants an accelerator to pin memory for; without one, nothing is left to differ."""
-    new = _new(ctx, offload_policy=fsdp2.CPUOffloadPolicy())
+    new = by_fsdp2(ctx, offload_policy=fsdp2.CPUOffloadPolicy())
     close(train(ctx, new), _trained_old(ctx, _old()))
     assert {parameter.device.type for parameter in new.parameters()} == {"cpu"}
 
@@ -196,7 +194,7 @@ def cpu_offload(ctx: RankContext) -> None:
 def ignored(ctx: RankContext) -> None:
     old_model, new_model = model(), model()
     old = _old(old_model, ignored_states=[*old_model.exit.parameters()])
-    new = _new(ctx, new_model, ignored_params=set(new_model.exit.parameters()))
+    new = by_fsdp2(ctx, new_model, ignored_params=set(new_model.exit.parameters()))
     backward(ctx, old)
     backward(ctx, new)
     assert not isinstance(new.exit.weight, DTensor)
@@ -215,12 +213,12 @@ def no_sync(ctx: RankContext) -> None:
             backward(ctx, new, 10 * index)
         return backward(ctx, new, 10 * index + 1)
 
-    close(train(ctx, _new(ctx), new_step), _trained_old(ctx, _old(), old_step))
+    close(train(ctx, by_fsdp2(ctx), new_step), _trained_old(ctx, _old(), old_step))
 
 
 @ROWS("`with FSDP.summon_full_params(model):`")
 def summon_full_params(ctx: RankContext) -> None:
-    old, new = _old(), _new(ctx)
+    old, new = _old(), by_fsdp2(ctx)
     with fsdp2.unsharded(new), FullyShardedDataParallel.summon_full_params(old), torch.no_grad():
         for parameters_ in (dict(old.named_parameters()).values(), dict(new.named_parameters()).values()):
             for index, parameter in enumerate(parameters_):
@@ -243,13 +241,13 @@ def clip_grad_norm(ctx: RankContext) -> None:
         return loss
 
     expected = _trained_old(ctx, _old(), old_step)
-    close(train(ctx, _new(ctx), new_step), expected)
+    close(train(ctx, by_fsdp2(ctx), new_step), expected)
     close(norms[2:], norms[:2])
 
 
 @ROWS("`use_orig_params=True`")
 def use_orig_params(ctx: RankContext) -> None:
-    old, new = dict(_old().named_parameters()), dict(_new(ctx).named_parameters())
+    old, new = dict(_old().named_parameters()), dict(by_fsdp2(ctx).named_parameters())
     assert [_name(name) for name in old] == list(new)
     assert all(isinstance(parameter, DTensor) for parameter in new.values())
 
@@ -266,7 +264,7 @@ def flat_parameters(ctx: RankContext) -> None:
     with FullyShardedDataParallel.summon_full_params(old):
         values = {_name(name): parameter.detach().clone() for name, parameter in old.named_parameters()}
 
-    new = _new(ctx)
+    new = by_fsdp2(ctx)
     found = train(ctx, new, make_optimizer=lambda module: fsdp2.flatten_optimizer(sgd(module)))
     close([found[0], found[2]], [losses, values])
 
@@ -274,7 +272,7 @@ def flat_parameters(ctx: RankContext) -> None:
 @ROWS("`sync_module_states=True`")
 def sync_module_states(ctx: RankContext) -> None:
     """FSDP1's wants an accelerator; what rank 0 has is what it is compared with."""
-    new = _new(ctx)
+    new = by_fsdp2(ctx)
     with torch.no_grad():
         new.exit.bias.to_local().fill_(float(ctx.rank))
     values = model().state_dict() if ctx.rank == 0 else {}
@@ -296,14 +294,10 @@ def meta_device(ctx: RankContext) -> None:
     with torch.device("meta"):
         old_model, new_model = MLP(2), MLP(2)
     old = _old(old_model, param_init_fn=materialise)
-    new = _new(ctx, new_model)
+    new = by_fsdp2(ctx, new_model)
     new.to_empty(device="cpu")
     new.apply(init)
     close(train(ctx, new), _trained_old(ctx, old))
-
-
-def _adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3)
 
 
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -317,7 +311,7 @@ def full_state_dict(ctx: RankContext) -> None:
             old := _old(), StateDictType.FULL_STATE_DICT, FullStateDictConfig()
         ):
             expected = dict(old.state_dict())
-    new = _new(ctx)
+    new = by_fsdp2(ctx)
     close(get_model_state_dict(new, options=WHOLE), expected)
     with torch.no_grad():
         new.exit.weight.zero_()
@@ -332,15 +326,15 @@ def sharded_state_dict(ctx: RankContext) -> None:
         warnings.simplefilter("ignore", FutureWarning)
         with FullyShardedDataParallel.state_dict_type(old, StateDictType.SHARDED_STATE_DICT):
             expected = {name: value.full_tensor() for name, value in old.state_dict().items()}
-    found = _new(ctx).state_dict()
+    found = by_fsdp2(ctx).state_dict()
     close({name: value.full_tensor() for name, value in found.items()}, expected)
 
 
 @ROWS("`FSDP.optim_state_dict(model, optimizer)`")
 def optim_state_dict(ctx: RankContext) -> None:
     """Of FSDP1's, the names alone: on the CPU it returns the values of ``exp_avg_sq`` under ``exp_avg``."""
-    old, new = _old(), _new(ctx)
-    old_adamw, new_adamw = _adamw(old), _adamw(new)
+    old, new = _old(), by_fsdp2(ctx)
+    old_adamw, new_adamw = adamw(old), adamw(new)
     for module, optimizer in ((old, old_adamw), (new, new_adamw)):
         backward(ctx, module)
         optimizer.step()
@@ -364,7 +358,7 @@ def activation_checkpointing(ctx: RankContext) -> None:
 
     old = checkpointed(_old())
     whole = checkpointed(model())
-    new = _new(ctx, whole)
+    new = by_fsdp2(ctx, whole)
     backward(ctx, old)
     backward(ctx, new)
     expected = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in _summoned(old)[0].items()}

@@ -16,7 +16,9 @@ from fsdp2.tensors import Int8AllGatherTensor, wrap_parameters
 from tests.docs.migrating.rows import (
     Rows,
     actions,
+    adamw,
     backward,
+    by_fsdp2,
     close,
     forward,
     gathers,
@@ -42,14 +44,6 @@ def test_every_row_is_tried() -> None:
     ROWS.check()
 
 
-def _wrapped(ctx: RankContext, whole: MLP | None = None, **options: Any) -> Any:
-    return wrap(fsdp2, ctx.mesh_1d(), whole, **options)
-
-
-def _adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3)
-
-
 def _sharded_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Whether all states of ``optimizer`` that are as large as a parameter are shards of it."""
     return all(
@@ -73,8 +67,8 @@ def stage_0(ctx: RankContext) -> None:
 
 @ROWS('`"stage": 1`')
 def stage_1(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx, reshard_after_forward=False)
-    optimizer = _adamw(wrapped)
+    wrapped = by_fsdp2(ctx, reshard_after_forward=False)
+    optimizer = adamw(wrapped)
     wrapped.set_requires_gradient_sync(False)
     wrapped.set_reshard_after_backward(False)
     backward(ctx, wrapped)
@@ -89,8 +83,8 @@ def stage_1(ctx: RankContext) -> None:
 
 @ROWS('`"stage": 2`')
 def stage_2(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx, reshard_after_forward=False)
-    optimizer = _adamw(wrapped)
+    wrapped = by_fsdp2(ctx, reshard_after_forward=False)
+    optimizer = adamw(wrapped)
     for micro in range(2):
         backward(ctx, wrapped, micro)
         assert all(isinstance(parameter.grad, DTensor) for parameter in wrapped.parameters())
@@ -101,8 +95,8 @@ def stage_2(ctx: RankContext) -> None:
 
 @ROWS('`"stage": 3`')
 def stage_3(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
-    optimizer = _adamw(wrapped)
+    wrapped = by_fsdp2(ctx)
+    optimizer = adamw(wrapped)
     loss = forward(ctx, wrapped)
     assert all(isinstance(parameter, DTensor) for parameter in wrapped.blocks.parameters())
     loss.backward()
@@ -113,7 +107,7 @@ def stage_3(ctx: RankContext) -> None:
 
 @ROWS("`offload_optimizer`, `offload_param`")
 def offload(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx, offload_policy=fsdp2.CPUOffloadPolicy())
+    wrapped = by_fsdp2(ctx, offload_policy=fsdp2.CPUOffloadPolicy())
     optimizer = sgd(wrapped)
     close(train(ctx, wrapped, make_optimizer=lambda _: optimizer), unsharded(ctx))
     held = [*wrapped.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values())]
@@ -122,7 +116,7 @@ def offload(ctx: RankContext) -> None:
 
 @ROWS("`overlap_comm`")
 def overlap_comm(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
+    wrapped = by_fsdp2(ctx)
     backward(ctx, wrapped)
     with trace.record(wrapped) as recorded:
         backward(ctx, wrapped)
@@ -139,14 +133,14 @@ def bucket_size(ctx: RankContext) -> None:
     close(train(ctx, as_one), unsharded(ctx))
     found = actions(as_one, lambda: backward(ctx, as_one))
     assert len([action for action in found if action.startswith("reduce")]) == 2
-    by_block = _wrapped(ctx)
+    by_block = by_fsdp2(ctx)
     found = actions(by_block, lambda: backward(ctx, by_block))
     assert len([action for action in found if action.startswith("reduce")]) == 3
 
 
 @ROWS("`reduce_scatter`, `contiguous_gradients`")
 def contiguous_gradients(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
+    wrapped = by_fsdp2(ctx)
     whole: list[nn.Parameter] = []
     wrapped.entry.register_forward_pre_hook(lambda module, args: whole.extend(module.parameters()))
     backward(ctx, wrapped)
@@ -157,7 +151,7 @@ def contiguous_gradients(ctx: RankContext) -> None:
 
 @ROWS("`stage3_prefetch_bucket_size`")
 def prefetch_bucket_size(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx, model(3))
+    wrapped = by_fsdp2(ctx, model(3))
     wrapped.blocks[0].set_modules_to_forward_prefetch([*wrapped.blocks[1:]])
     found = actions(wrapped, lambda: forward(ctx, wrapped))
     behind = found.index("wait blocks.0")
@@ -180,7 +174,7 @@ def persistence_threshold(ctx: RankContext) -> None:
 
 @ROWS("`stage3_max_live_parameters`, `stage3_max_reuse_distance`")
 def max_live_parameters(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx, model(4))
+    wrapped = by_fsdp2(ctx, model(4))
     backward(ctx, wrapped)
     live, most = set(), 0
     for action in actions(wrapped, lambda: backward(ctx, wrapped)):
@@ -195,20 +189,20 @@ def max_live_parameters(ctx: RankContext) -> None:
 
 @ROWS("`zero_hpz_partition_size`", world_size=4)
 def hierarchical_partitioning(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx, reshard_after_forward=2)
+    wrapped = by_fsdp2(ctx, reshard_after_forward=2)
     loss = forward(ctx, wrapped)
     weight = wrapped.blocks[0].up.weight
     assert (weight.to_local().shape, weight.device_mesh.shape) == ((16, 16), (2, 2))
     loss.backward()
     assert wrapped.blocks[0].up.weight.to_local().shape == (8, 16)
-    close(train(ctx, _wrapped(ctx, reshard_after_forward=2)), unsharded(ctx))
+    close(train(ctx, by_fsdp2(ctx, reshard_after_forward=2)), unsharded(ctx))
 
 
 @ROWS("`zero_quantized_weights`")
 def quantized_weights(ctx: RankContext) -> None:
     whole = model()
     names = wrap_parameters(whole, Int8AllGatherTensor)
-    wrapped = _wrapped(ctx, whole)
+    wrapped = by_fsdp2(ctx, whole)
     weight = wrapped.blocks[0].up.weight
     payloads = weight.to_local().fsdp_pre_all_gather(ctx.mesh_1d(), weight.size(), weight.stride(), None, None)[0]
     assert "blocks.0.up.weight" in names
@@ -232,7 +226,7 @@ def quantized_gradients(ctx: RankContext) -> None:
             seen.append(input_tensor.dtype)
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
-    wrapped = _wrapped(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    wrapped = by_fsdp2(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
     wrapped.set_custom_reduce_scatter(Counting())
     backward(ctx, wrapped)
     assert seen == [torch.bfloat16]
@@ -247,7 +241,7 @@ def mics(ctx: RankContext) -> None:
 
 @ROWS("`set_z3_leaf_modules(model, [Block])`")
 def leaf_modules(ctx: RankContext) -> None:
-    wrapped = _wrapped(ctx)
+    wrapped = by_fsdp2(ctx)
     assert gathers(wrapped, lambda: forward(ctx, wrapped)).count("blocks.0") == 1
     wrapped.blocks[0].unshard()
     assert not any(isinstance(parameter, DTensor) for parameter in wrapped.blocks[0].parameters())
@@ -260,7 +254,7 @@ def nothing_to_set(ctx: RankContext) -> None:
             return self.blocks[1](x)
 
     torch.manual_seed(0)
-    wrapped = _wrapped(ctx, Partly(2))
+    wrapped = by_fsdp2(ctx, Partly(2))
     backward(ctx, wrapped)
     found = gradients(wrapped)
     assert found["blocks.0.up.weight"] is None
