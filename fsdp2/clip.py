@@ -105,6 +105,7 @@ class _Known:
             found.setdefault(_class_of(param), []).append(position)
         self.classes = [_Class(groups, device, positions) for (groups, device), positions in found.items()]
         self._locals: list[Callable[[], torch.Tensor | None]] = []
+        self._missing: list[int] | None = None  # without a gradient; None before the first use
         self._cuts: list[list[tuple[int, int]]] = []
 
     def gradients(self, params: Sequence[torch.Tensor]) -> list[list[list[torch.Tensor]]]:
@@ -114,11 +115,15 @@ class _Known:
         if any(map(_is_none, locals_)):
             pairs = zip(grads, locals_, strict=True)
             locals_ = [_local(grad) if local is None and grad is not None else local for grad, local in pairs]
-        were_seen = len(self._locals) == len(params) and all(map(is_, locals_, [ref() for ref in self._locals]))
+            missing = [at for at, local in enumerate(locals_) if local is None]
+        else:
+            missing = []
+        # A tensor that is gone leaves None, too: those without a gradient are told apart by their positions.
+        were_seen = self._missing == missing and all(map(is_, locals_, [ref() for ref in self._locals]))
         if were_seen:
             found = [joined(cast(list[torch.Tensor], locals_), cuts) for cuts in self._cuts]
         if not were_seen or None in found:
-            found = self._cut(locals_)
+            self._missing, found = missing, self._cut(locals_)
         return [_alike(tensors or []) for tensors in found]
 
     def _cut(self, locals_: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor] | None]:

@@ -125,6 +125,18 @@ def test_norm_of_half_precision_gradients_does_not_overflow(ctx: RankContext) ->
 
 
 @distributed(2)
+def test_gradients_may_come_and_go(ctx: RankContext) -> None:
+    model: Any = MLP()
+    _plain(model, ctx)
+    for present in (("blocks", "exit"), (), ("exit",), ("blocks", "exit")):
+        for name, parameter in model.named_parameters():
+            has_gradient = name.startswith(present) if present else False
+            parameter.grad = torch.ones_like(parameter) if has_gradient else None
+        numel = sum(parameter.numel() for parameter in model.parameters() if parameter.grad is not None)
+        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e6), torch.tensor(float(numel)).sqrt())
+
+
+@distributed(2)
 def test_nothing_to_clip(ctx: RankContext) -> None:
     assert clip_grad_norm_([], 1.0).item() == 0.0
 
