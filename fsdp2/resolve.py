@@ -125,6 +125,7 @@ def _resolve(
 ) -> ParamRecord:
     name, param = item.name, item.param
     _check_param(name, param, parallel, moves=item.moves)
+    _check_memory(name, param)
     dim = _resolve_dim(name, param, placement)
     spec = param_spec(name, param, dim, parallel)
     full = local_part(param)
@@ -171,6 +172,15 @@ def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh, *, move
             f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that was sharded before, and the tie "
             "would be lost. It moves to this unit only with tied_weights=MOVE, and before anything has run or was "
             "written or replaced. Or call fully_shard([a, b]) on the modules that share it, as one unit."
+        )
+
+
+def _check_memory(name: str, param: nn.Parameter) -> None:
+    layout = "nested" if param.is_nested else "quantized" if param.is_quantized else str(param.layout)
+    if layout != str(torch.strided):
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a {layout} tensor, which has no dense values to cut into shards. Make "
+            "it a dense tensor, or a tensor subclass with all-gather hooks; or list it in ignored_params."
         )
 
 

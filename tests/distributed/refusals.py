@@ -27,12 +27,17 @@ def _state(model: nn.Module) -> dict[str, Any]:
         "parameters": {name: id(parameter) for name, parameter in named.items()},
         "types": {name: (type(p), tuple(p.shape), p.dtype, p.device, p.requires_grad) for name, p in named.items()},
         "grads": {name: p.grad for name, p in named.items()},
+        "marks": {name: sorted(vars(p)) for name, p in named.items()},
+        "hooks": {
+            name: {key: len(value) for key, value in vars(module).items() if key.endswith("hooks")}
+            for name, module in model.named_modules()
+        },
     }
 
 
 def _values(model: nn.Module) -> list[torch.Tensor]:
     locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return [local.detach().clone() for local in locals_ if not local.is_meta]
+    return [local.detach().clone() for local in locals_ if not local.is_meta and not local.is_sparse]
 
 
 def refused(case: Case) -> str:

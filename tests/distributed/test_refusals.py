@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fsdp2
 from fsdp2 import TiedWeights, fully_shard
 from tests.distributed.refusals import Case, refused
-from tests.distributed.support import Block, Stack, same_on_all_ranks, seeded
+from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded
 from tests.harness.distributed import RankContext
 
 
@@ -81,6 +81,12 @@ def _mark(model: Stack) -> None:
 
 def _log(model: Stack) -> None:
     model.blocks[1].linear.weight = nn.Parameter(model.blocks[1].linear.weight.detach().as_subclass(_Logging))
+
+
+def _sparse(ctx: RankContext) -> Case:
+    model = seeded(Stack)
+    model.blocks[1].linear.weight = nn.Parameter(torch.eye(DIM).to_sparse())
+    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
 
 
 def _second_weight(model: Stack) -> dict[str, Any]:
@@ -166,6 +172,7 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "placement type": _call(shard_placement_fn=lambda parameter: Replicate()),
     "parameter class": _changed(_mark, _second_weight),
     "tensor class": _changed(_log, _second_weight),
+    "sparse": _sparse,
     "final class": _final,
     "DTensor": _distribute,
     "override is no function": _call(mp_policy=_overridden(torch.float32)),
@@ -312,6 +319,16 @@ def test_tensor_class_that_would_be_lost() -> None:
 ExtensionError: parameter 'blocks.1.linear.weight' is a _Logging without __torch_dispatch__. A
 DTensor keeps no such class: sharding would lose it and ignore its hooks. Make it a wrapper
 subclass, or the parameter a plain tensor.""",
+    )
+
+
+def test_sparse_parameter() -> None:
+    assert_expected_inline(
+        refusal("sparse"),
+        """\
+ValueError: fully_shard: parameter 'blocks.1.linear.weight' is a torch.sparse_coo tensor, which has
+no dense values to cut into shards. Make it a dense tensor, or a tensor subclass with all-gather
+hooks; or list it in ignored_params.""",
     )
 
 
