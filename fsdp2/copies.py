@@ -45,7 +45,10 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
         for group in unit.groups:
             group.settle()
             for param in group.params:
-                memo[id(param.sharded)] = _copied_parameter(param, memo)
+                if id(param.sharded) in memo:  # what refers to it, an optimizer for example, was copied first
+                    memo[id(param.sharded)].grad = None
+                else:
+                    memo[id(param.sharded)] = _copied_parameter(param, memo)
         memo[id(unit)] = None  # this call makes it, whatever refers to the unit's modules meanwhile
         modules = tuple(_copied_attributes(each, memo) for each in unit.modules)
         memo[id(unit)] = _copied_unit(unit, modules, memo)
@@ -54,12 +57,19 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
 
 
 def _copied_attributes(module: nn.Module, memo: Memo) -> nn.Module:
-    """As ``deepcopy`` of a plain module, in the same class."""
+    """As ``deepcopy`` of a plain module, in the same class: attribute by attribute.
+
+    A ``__deepcopy__`` of the module's own class is not called: what it builds anew would not be sharded, and nobody
+    could tell which of its parameters takes the place of which. A class that has one may refuse to tell its state, as
+    parametrized modules do, so it is not asked.
+    """
     if id(module) not in memo:
         memo[id(module)] = made = object.__new__(type(module))
-        state = dict(module.__getstate__())  # without what compile() has put there
+        has_own = sum("__deepcopy__" in vars(each) for each in type(module).__mro__) > 1  # beside that of FSDPModule
+        cls = nn.Module if has_own else type(module)
+        state = dict(cls.__getstate__(module))  # without what compile() has put there
         del state[UNIT_ATTRIBUTE]
-        made.__setstate__(copy.deepcopy(state, memo))
+        cls.__setstate__(made, copy.deepcopy(state, memo))
     return cast(nn.Module, memo[id(module)])
 
 

@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp2
@@ -133,6 +134,38 @@ def test_hooks_methods_and_buffers_of_the_copy_are_its_own(ctx: RankContext) -> 
     assert torch.equal(step(again), step(seeded(Stack)))
     del model, copied
     assert torch.equal(step(again), step(seeded(Stack)))
+
+
+@distributed(2)
+def test_an_optimizer_that_is_copied_ahead_of_its_model_steps_the_copy(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model)
+    optimizer.step()
+    optimizer_of_copy, copied = copy.deepcopy((optimizer, model))
+    assert all(parameter.grad is None for parameter in copied.parameters())
+    model.zero_grad()
+    for each, stepped in ((model, optimizer), (copied, optimizer_of_copy)):
+        step(each, seed=1)
+        stepped.step()
+    assert all(map(torch.equal, _whole(copied), _whole(model)))
+
+
+class _Singular(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        raise NotImplementedError
+
+
+@distributed(2)
+def test_a_module_with_its_own_way_of_copying_is_copied_by_its_attributes(ctx: RankContext) -> None:
+    """Parametrized modules have one, and refuse to tell their state."""
+    model = seeded(lambda: nn.Sequential(weight_norm(nn.Linear(32, 32)), _Singular(32, 32)))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=ctx.mesh_1d())
+    step(model)
+    copied = copy.deepcopy(model)
+    assert torch.equal(step(copied), step(model))
+    assert not {id(parameter) for parameter in model.parameters()} & {id(p) for p in copied.parameters()}
 
 
 @distributed(2)
