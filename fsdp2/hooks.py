@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.api import ScheduleError
 from fsdp2.nested import find_tensors, map_tensors
 from fsdp2.precision import cast_floating
 from fsdp2.runtime import Unit, unit_of
-from fsdp2.schedule import Phase
-from fsdp2.states import GroupState
+from fsdp2.schedule import Pass, Phase
+from fsdp2.states import GroupState, Lent
 
 
 class _PostBackward(torch.autograd.Function):
@@ -67,6 +68,8 @@ class ModuleHooks:
         if self._runs_method:
             return self._resume(args, kwargs)
         unit = self._unit
+        if unit.lent is not Lent.NOTHING and self._runs_plainly():
+            return args, kwargs
         context = unit.context
         context.recover(unit)
         # Outside of its root's forward, or in a backward, each of several modules is a forward of its own.
@@ -88,6 +91,8 @@ class ModuleHooks:
         unit = self._unit
         if self._runs_method:
             return self._handed_out(output)
+        if unit.lent is not Lent.NOTHING and self._runs_plainly():
+            return output
         if unit.missing_modules and not _torch.in_backward():
             unit.missing_modules.discard(module)
             if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
@@ -110,10 +115,12 @@ class ModuleHooks:
         pre_forward, post_forward = torch.compiler.disable(self.pre_forward), torch.compiler.disable(self.post_forward)
         resume, handed_out = torch.compiler.disable(self._resume), torch.compiler.disable(self._handed_out)
         forget_forward = torch.compiler.disable(self._forget_forward)
-        is_running = torch.compiler.disable(self._is_running)
+        is_running, runs_plainly = torch.compiler.disable(self._is_running), torch.compiler.disable(self._runs_plainly)
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self._unit.lent is not Lent.NOTHING and runs_plainly():
+                return method(*args, **kwargs)
             if is_running():
                 args, kwargs = resume(args, kwargs)
                 return handed_out(method(*args, **kwargs))
@@ -140,6 +147,25 @@ class ModuleHooks:
         if self._runs_method or len(unit.modules) > 1:
             return self._runs_method
         return unit.context.schedule.phases[unit.index] in (Phase.FORWARD, Phase.RECOMPUTE)
+
+    def _runs_plainly(self) -> bool:
+        """Whether a forward of the unit, whose parameters are lent, is none of the runtime's. If it is part of a pass
+        around it, the table of states refuses it.
+
+        Raises:
+            ScheduleError: it needs parameters that are not whole here, or records gradients.
+        """
+        unit = self._unit
+        if unit.running is not Pass.IDLE:
+            return False
+        if unit.lent is Lent.ALL and not torch.is_grad_enabled():
+            return True
+        problem = "not all of its parameters are whole on this rank. Leave that block first."
+        if unit.lent is Lent.ALL:
+            problem = (
+                "gradients would be lost with the whole parameters. Use torch.no_grad(), or leave that block first."
+            )
+        raise ScheduleError(f"forward of '{unit.name}' inside fsdp2.unsharded(...): {problem}")
 
     def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._unit.context.resume_forward(self._unit)

@@ -25,6 +25,7 @@ from fsdp2.param import Slot
 from fsdp2.performer import Performer
 from fsdp2.presence import Presence
 from fsdp2.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
+from fsdp2.states import Lent
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -46,6 +47,7 @@ class Unit:
         missing_modules: of several modules, those whose forward has not run in this pass.
         left_alone: where parameters stay plain, because the user asked for it or has been warned.
         left_out: where tied parameters stay plain until a unit around this one takes them.
+        lent: what ``fsdp2.unsharded`` has bound of its parameters.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Unit:
         self.missing_modules: set[nn.Module] = set()
         self.left_alone: set[Slot] = set()
         self.left_out: list[Slot] = []
+        self.lent = Lent.NOTHING
         self.hooks: UnitHooks | None = None
         self.name = type(modules[0]).__name__
         self.index = 0

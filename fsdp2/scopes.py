@@ -1,14 +1,14 @@
 """What holds inside a ``with`` block: whole parameters (``unsharded``), gradients that stay here (``no_sync``).
 
 ``unsharded`` lends the slots of parameters to the user. What it binds there has memory of its own and the dtype of the
-shards, so it is not what compute reads: nothing may run forward meanwhile, and the table of states sees to that. The
-shards are the truth before the block and after it.
+shards. Forwards without gradients compute with it, and the runtime takes no part in them; others are refused, since
+nobody would reduce their gradients. The shards are the truth before the block and after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.all_gather import Gather, GatheredMemory, flat_shards, shard_slice
 from fsdp2.api import ScheduleError
+from fsdp2.comm import exchange
 from fsdp2.group import ParamGroup, groups_by_slot
 from fsdp2.mesh import NO_AXIS, ParallelMesh
 from fsdp2.param import ShardedParam, Slot
@@ -27,7 +28,7 @@ from fsdp2.precision import ParamDtypes
 from fsdp2.runtime import units_under
 from fsdp2.schedule import Pass
 from fsdp2.services import services_for
-from fsdp2.states import GroupState
+from fsdp2.states import GroupState, Lent
 
 
 @contextmanager
@@ -69,10 +70,12 @@ def unsharded(
 ) -> Iterator[None]:
     """Inside the block, the parameters under ``module`` are whole, plain ``nn.Parameter`` s of the shards' dtype.
 
-    For what has to see whole parameters: initialisation, surgery on weights, ``state_dict`` of the unsharded model.
-    Read them, write them in place or replace them by others of the same shape. No sharded module may run inside the
-    block. All ranks enter and leave it together. Parameters that tensor parallelism has cut are the DTensors that it
-    made.
+    For what has to see whole parameters: initialisation, surgery on weights, ``state_dict`` of the unsharded model,
+    generation of many tokens. Read them, write them in place or replace them by others of the same shape. All ranks
+    enter and leave the block together. Parameters that tensor parallelism has cut are the DTensors that it made.
+
+    Under ``torch.no_grad()``, modules under ``module`` run as if they had never been sharded: nothing is communicated,
+    ranks may differ in what they run, and inputs and outputs are not cast.
 
     Args:
         module: any module of a sharded tree; of units around it, only its own parameters are gathered.
@@ -87,27 +90,52 @@ def unsharded(
 
     Raises:
         ValueError: no parameter under ``module`` is sharded; a replacement has another shape. Nothing is written then.
-        ScheduleError: a forward or backward runs; parameters are lent to another ``unsharded`` already.
-        RuntimeError: a parameter is still on the meta device.
+        ScheduleError: a forward or backward runs; parameters are lent to another ``unsharded`` already; a forward in
+            the block records gradients.
+        RuntimeError: a parameter is still on the meta device; with ``rank0_only``, the block raised on another rank.
 
     Source: ``FullyShardedDataParallel.summon_full_params`` of PyTorch, with its arguments.
     """
     loans = _loans(module)
-    lent: list[_Loan] = []
-    try:
+    meshes = dict.fromkeys(loan.group.mesh for loan in loans) if rank0_only and writeback else {}
+    with ExitStack() as stack:
         for loan in loans:
             loan.group.settle()
             loan.group.lend()
-            lent.append(loan)
+            stack.callback(loan.group.take_back)
             loan.hand_out(rank0_only=rank0_only, device=torch.device("cpu") if offload_to_cpu else None)
-        yield
-        values = [loan.values() for loan in loans]
-    finally:
-        for loan in lent:
-            loan.group.take_back()
+        whole = {loan.group for loan in loans if loan.is_whole(rank0_only=rank0_only)}
+        for _, unit in units_under(module):
+            stack.callback(setattr, unit, "lent", unit.lent)
+            unit.lent = Lent.ALL if whole.issuperset(unit.groups) else Lent.PART
+        with _raising_on_all_ranks(meshes):
+            yield
+            values = [loan.values() for loan in loans]
     if writeback:
         for loan, found in zip(loans, values, strict=True):
             loan.write(found, rank0_only=rank0_only)
+
+
+@contextmanager
+def _raising_on_all_ranks(meshes: Iterable[ParallelMesh]) -> Iterator[None]:
+    """If the block raises on some rank of ``meshes``, it does on all: those that did not would wait for what is
+    written."""
+    try:
+        yield
+    except Exception as error:
+        _problem(meshes, f"on rank {dist.get_rank()}: {type(error).__name__}: {error}")
+        raise
+    problem = _problem(meshes, None)
+    if problem is not None:
+        raise RuntimeError(f"unsharded(rank0_only=True): nothing is written, since the block raised {problem}")
+
+
+def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
+    """``mine``, or that of another rank."""
+    for mesh in meshes:
+        found = (each for row in exchange(mesh.replicate, exchange(mesh.shard, mine)) for each in row)
+        mine = next((each for each in found if each is not None), None)
+    return mine
 
 
 def _loans(module: nn.Module) -> list[_Loan]:
@@ -149,6 +177,10 @@ class _Loan:
 
     group: ParamGroup
     params: dict[int, ShardedParam] = field(default_factory=dict)
+
+    def is_whole(self, *, rank0_only: bool) -> bool:
+        """Whether this rank has all parameters of the group whole."""
+        return len(self.params) == len(self.group.params) and (not rank0_only or _is_first(self.group.mesh))
 
     def hand_out(self, *, rank0_only: bool, device: torch.device | None) -> None:
         """Bind whole parameters on ``device``, None for that of the mesh; with ``rank0_only`` on the first rank."""

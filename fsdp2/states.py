@@ -20,6 +20,14 @@ class GroupState(Enum):
     LENT = "LENT"
 
 
+class Lent(Enum):
+    """How much of a unit's parameters the user has whole, and may compute with."""
+
+    NOTHING = "nothing"
+    PART = "part"  # or all, but on another rank
+    ALL = "all"
+
+
 class GroupEvent(Enum):
     __hash__ = object.__hash__
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
@@ -116,6 +116,71 @@ def test_a_module_inside_of_a_unit_has_its_own_parameters_only(ctx: RankContext)
     assert (model.exit.bias.full_tensor() == 3).all()
 
 
+class _Generating(Stack):
+    def generate(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        for _ in range(tokens):
+            x = self(x)
+        return x
+
+
+RUNS: dict[str, Callable[[RankContext], dict[str, Any]]] = {
+    "FSDP": lambda ctx: {"mesh": ctx.mesh_1d()},
+    "HSDP in bf16": lambda ctx: {"mesh": ctx.mesh_2d(2, ctx.world_size // 2), "mp_policy": BF16},
+}
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("setup", RUNS)
+@distributed(2)
+def test_forwards_without_gradients_run_on_whole_parameters(ctx: RankContext, setup: str, rank0_only: bool) -> None:
+    """As those of the unsharded model: nothing is communicated, so ranks may differ; nothing is cast."""
+    model, reference = seeded(_Generating), seeded(_Generating)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, **RUNS[setup](ctx))
+    fsdp2.register_fsdp_forward_method(model, "generate")
+    step(model)
+    model.zero_grad()
+    tokens = 1 + ctx.rank
+    with trace.record(model) as seen, fsdp2.unsharded(model, rank0_only=rank0_only), torch.no_grad():
+        if rank0_only and ctx.rank > 0:
+            assert "not all of its parameters are whole" in error_of(lambda: model(batch()))
+        else:
+            assert torch.equal(model.generate(batch(), tokens), reference.generate(batch(), tokens))
+            assert torch.equal(model.blocks[1](batch()), reference.blocks[1](batch()))
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            assert not torch.equal(model(batch()), reference(batch()))
+    assert {entry.name for entry in seen.entries} <= {"reshard"}
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(2)
+    for name, value in _whole(model).items():
+        assert torch.equal(value, reference.get_parameter(name)), name
+    torch.testing.assert_close(step(model).float(), step(reference), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("cause", ["another shape on the first rank", "exception on the last rank"])
+@distributed(2)
+def test_what_one_rank_must_not_write_no_rank_waits_for(ctx: RankContext, cause: str) -> None:
+    model = sharded(ctx)
+    before = _whole(model)
+
+    def replace() -> None:
+        with fsdp2.unsharded(model, rank0_only=True):
+            if ctx.rank == 0:
+                nn.init.zeros_(model.entry.weight)
+                if cause == "another shape on the first rank":
+                    model.exit.bias = nn.Parameter(torch.zeros(3))
+            if ctx.rank == 1 and cause == "exception on the last rank":
+                raise ZeroDivisionError(cause)
+
+    error = " ".join(error_of(replace).split())
+    assert ("expected a parameter of shape (32,)" if "shape" in cause else "ZeroDivisionError: " + cause) in error
+    for name, value in _whole(model).items():
+        assert torch.equal(value, before[name]), name
+    step(model)
+
+
 @distributed(2)
 def test_nothing_is_written_if_not_asked_to_or_after_an_exception(ctx: RankContext) -> None:
     model = sharded(ctx)
@@ -142,6 +207,8 @@ def _refusals(ctx: RankContext) -> str:
     with fsdp2.unsharded(model.blocks[1]):
         found.append(error_of(lambda: fsdp2.unsharded(model).__enter__()))
         found.append(error_of(lambda: model.blocks[1](batch())))
+        with torch.no_grad():  # the root's own parameters are shards
+            found.append(error_of(lambda: model(batch())).partition(". Last")[0])
     model.reset_iter_state()
     model.blocks[1].register_forward_pre_hook(lambda *_: found.append(error_of(fsdp2.unsharded(model).__enter__)))
     assert torch.equal(step(model), expected)
@@ -157,11 +224,9 @@ was called on, or a module in it.
 ValueError: unsharded: parameter 'exit.bias' was replaced by a Parameter of shape (3,), expected a
 parameter of shape (32,). Nothing is written; change shapes before fully_shard.
 ScheduleError: unsharded: parameters of unit 'blocks.1' are lent to another unsharded(...).
-ScheduleError: unit 'blocks.1': unshard while LENT. Last events: pre_forward blocks.2, post_forward
-blocks.2, post_forward (root), pre_backward (root), pre_backward blocks.2, post_backward blocks.2,
-pre_backward blocks.1, post_backward blocks.1, pre_backward blocks.0, post_backward blocks.0,
-end_backward (root), pre_forward blocks.1.
-Its parameters are lent to fsdp2.unsharded(...): leave that block first.
+ScheduleError: forward of 'blocks.1' inside fsdp2.unsharded(...): gradients would be lost with the
+whole parameters. Use torch.no_grad(), or leave that block first.
+ScheduleError: unit 'blocks.1': unshard while LENT
 ScheduleError: unsharded: a forward of Stack is running. Call it between passes; after an exception,
 call reset_iter_state() first.""",
     )
