@@ -99,7 +99,7 @@ class FSDPModule(CommunicationSetters):
         """After an exception in forward or backward, return to rest so that the next iteration can run.
 
         What is in flight is waited for, all parameters are resharded, and gradients that were not reduced yet are
-        dropped. Call it on the root.
+        dropped; those in ``.grad`` stay. Call it on the root.
         """
         self._unit().context.reset()
 

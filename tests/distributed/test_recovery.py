@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import Observer, fully_shard, trace
+from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard, no_sync, trace
 from tests.distributed.support import (
     InjectedError,
     RaiseInBackward,
@@ -120,6 +120,27 @@ def test_reset_drops_gradients_that_were_not_reduced(ctx: RankContext) -> None:
     model.set_requires_gradient_sync(True)
     model.reset_iter_state()
     _assert_step_is_right(model)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+@distributed(2)
+def test_unreduced_gradients_survive_a_forward_that_raises(
+    ctx: RankContext, fault: str, reduce_dtype: torch.dtype
+) -> None:
+    """As those of a plain module do. A backward that raises has left parts of its own on them, so they are dropped."""
+    model = shard(ctx, seeded(Faulty), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    with no_sync(model):
+        step(model, seed=3)
+    optimizer = torch.optim.SGD(model.parameters())
+    _fail(model, fault)
+    optimizer.zero_grad()  # of the shards; the backward that raised has landed some
+    step(model, seed=1)
+    reference = seeded(Stack)
+    for seed in (3, 1) if fault == "forward" else (1,):
+        step(reference, seed)
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
 
 
 @distributed(2)
