@@ -100,6 +100,43 @@ def other_dims(ctx: RankContext) -> None:
     assert shard(fsdp2).weight.to_local().shape == (4, 4 - ctx.rank)
 
 
+@ROWS("scalars, parameters that are not contiguous")
+def scalars_and_strides(ctx: RankContext) -> None:
+    def shard(package: Any, parameter: Tensor) -> Tensor:
+        layer = nn.Linear(4, 4)
+        layer.weight = nn.Parameter(parameter)
+        return package.fully_shard(layer, mesh=ctx.mesh_1d()).weight
+
+    scalar, transposed = torch.tensor(1.0), torch.randn(4, 2).t()
+    raises(ValueError, lambda: shard(theirs, scalar))
+    raises(NotImplementedError, lambda: shard(theirs, transposed))
+    whole: Any = shard(fsdp2, scalar)
+    assert whole.to_local().shape == ()
+    assert whole.placements == (Replicate(),)
+    cut: Any = shard(fsdp2, transposed)
+    assert cut.to_local().is_contiguous()
+
+
+@ROWS("weights tied to one of another unit")
+def tied_weights(ctx: RankContext) -> None:
+    def are_tied(package: Any) -> bool:
+        layers: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        layers[1].weight = layers[0].weight
+        package.fully_shard(layers[0], mesh=ctx.mesh_1d())
+        package.fully_shard(layers, mesh=ctx.mesh_1d())
+        return layers[0].weight is layers[1].weight
+
+    assert [are_tied(package) for package in BOTH] == [True, False]
+
+
+@ROWS("models that differ between ranks")
+def differing_models(ctx: RankContext) -> None:
+    whole = model(num_blocks=2 + ctx.rank)  # torch would hang
+    wrapped = wrap(fsdp2, ctx.mesh_1d(), whole)
+    error = raises(fsdp2.ScheduleError, lambda: forward(ctx, wrapped))
+    assert "blocks.2" in str(error)
+
+
 @ROWS("forward prefetch")
 def forward_prefetch(ctx: RankContext) -> None:
     wrapped: Any = wrap(fsdp2, ctx.mesh_1d())
