@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -47,19 +47,20 @@ class CommunicationSetters(Controls):
         It gets one flat buffer of reduce dtype, and may change it in place: the gradients of all trainable parameters
         of the unit, zeros between them, summed over the shard axis and, on HSDP, over the replicate axis. They are
         divided already, except after :meth:`set_force_sum_reduction_for_comms`, and except for the second division of
-        float16. On HSDP it is not called where :meth:`set_requires_all_reduce` is off.
+        float16. On HSDP it is not called where :meth:`set_requires_all_reduce` is off. Scalars, which are whole on all
+        ranks, come in a buffer and a call of their own.
 
         Args:
             hook: None takes an earlier one away.
             stream: the accelerator's stream that the hook runs on, in order with the reduction. Not on HSDP, whose
-                hooks run on the stream of reductions. The CPU has no streams.
+                hooks run on the stream of reductions, and so do those on scalars. The CPU has no streams.
 
         Raises:
             TypeError: ``hook`` cannot be called.
             ValueError: ``stream`` on HSDP, or a unit of several groups.
         """
         caller = "set_all_reduce_hook"
-        groups = self._only_group(caller)
+        groups, scalars = self._only_group(caller)
         if hook is not None and not callable(hook):
             raise TypeError(f"{caller}: expected a function of a tensor, or None, got a {type(hook).__name__}.")
         if stream is not None and any(group.mesh.replicate.group is not None for group in groups):
@@ -67,7 +68,9 @@ class CommunicationSetters(Controls):
                 f"{caller}: this unit's mesh has a replicate axis (HSDP). Its all-reduce has a stream already, and the "
                 "hook runs on it. Leave stream out."
             )
-        self._configure(False, all_reduce_hook=None if hook is None else AllReduceHook(hook, stream))
+        for of, on in ((groups, stream), (scalars, None)):
+            for group in of:
+                group.configure(all_reduce_hook=None if hook is None else AllReduceHook(hook, on))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this unit's parameters by ``comm`` from the next time on; not recursive. See :class:`AllGather`.
@@ -148,15 +151,18 @@ class CommunicationSetters(Controls):
         for group, axis in zip(groups, axes, strict=True):
             group.configure(reduce_axis=axis)
 
-    def _only_group(self, caller: str) -> tuple[ParamGroup, ...]:
-        """The unit's group, if it has one."""
-        groups = self._unit().groups
+    def _only_group(self, caller: str) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
+        """The unit's group, if it has one; and that of its scalars, which are not cut, so no comm moves them."""
+        groups: list[ParamGroup] = []
+        scalars: list[ParamGroup] = []
+        for group in self._unit().groups:
+            (groups if any(param.layout.shape for param in group.params) else scalars).append(group)
         if len(groups) > 1:
             raise ValueError(
                 f"{caller}: this unit has {len(groups)} parameter groups, on meshes of their own, and one comm would "
                 "have to serve them all. Call fully_shard on the modules of each mesh separately."
             )
-        return groups
+        return groups, scalars
 
     def _groups_without_custom_comm(self, caller: str, memory: type) -> tuple[ParamGroup, ...]:
         """The unit's groups, if they have no comm but those that ``caller`` itself sets, with ``memory``."""

@@ -225,6 +225,34 @@ SINGLE = {
 }
 
 
+class _Scaled(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@distributed(2)
+def test_unit_with_scalars_takes_comms_and_a_hook(ctx: RankContext, replicas: int) -> None:
+    def scaled() -> Any:
+        model = seeded(_Scaled)
+        for unit in (*model.blocks, model):
+            fsdp2.fully_shard(unit, mesh=ctx.mesh_2d(replicas, ctx.world_size // replicas))
+        return model
+
+    model, shapes = scaled(), []
+    gather, reduce = CountingAllGather(), CountingReduceScatter()
+    _set_comms(model, gather, reduce)
+    model.set_all_reduce_hook(lambda reduced: shapes.append(tuple(reduced.shape)))
+    compare_values("with a scalar", _trained(model, num_steps=1), _trained(scaled(), num_steps=1))
+    assert len(shapes) == 2
+    assert min(shapes) == (1,)
+    assert bool(gather.messages) is bool(reduce.messages) is (replicas == 1)
+
+
 def _refused_for_two_groups(ctx: RankContext) -> list[str]:
     model = seeded(Stack)
     shape = ctx.mesh_2d(2, 1)
