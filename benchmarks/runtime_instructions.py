@@ -1,4 +1,4 @@
-"""Claim: fsdp2's runtime executes 0.2 of the instructions of that of torch's ``fully_shard``.
+"""Claim: fsdp2's runtime executes a quarter of the instructions of that of torch's ``fully_shard``.
 
 The first case of runtime_overhead.py, counted by ``valgrind --tool=callgrind`` instead of timed: repeatable to a few
 parts in a thousand, on a busy machine, too. 5 steps of 8 blocks after a warm-up, without garbage collection. It takes

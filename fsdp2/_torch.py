@@ -177,6 +177,28 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+class GradientHook:
+    """``function``, to be called in backward with the gradients of many tensors, ahead of what computed these.
+
+    ``Tensor.register_hook`` makes a dict and a handle for each tensor, 20 thousand instructions more. Nodes of a graph
+    take the dict of any tensor, so that of one serves all.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
+        self._function = function
+        with torch.inference_mode(False), torch.enable_grad():
+            self._owner = torch.zeros((), device="cpu", requires_grad=True)
+        self._owner.register_hook(function)
+
+    def add_to(self, tensor: torch.Tensor) -> None:
+        """Call the function with the gradient of ``tensor``, which requires one."""
+        node = tensor.grad_fn
+        if node is None or tensor.output_nr:  # the dict counts for a node's first output
+            tensor.register_hook(self._function)
+        else:
+            node._register_hook_dict(self._owner)
+
+
 # To look up an attribute of a subclass, torch asks the class for ``__torch_function__`` first, which takes four fifths
 # of the time. DTensor has none to call. The functions below switch that off.
 _plain_access = torch._C.DisableTorchFunctionSubclass
@@ -217,6 +239,17 @@ def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]
         hooks = getattr(module, f"_{name}")
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in functions]:
             del hooks[key]
+
+
+def watch_calls(module: nn.Module, see: Callable[[Any], Any]) -> None:
+    """Have each call of ``module`` return what ``see`` makes of what it returned, for good.
+
+    With a forward hook, public as that is, torch calls modules on a way that takes 11 thousand instructions more; this
+    takes one. It is the attribute that ``Module.compile`` sets, with the same meaning. Copies and pickles of the module
+    leave it behind, and the compiler does not look at it where it traces through the module.
+    """
+    call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+    module.__dict__["_compiled_call_impl"] = lambda *args, **kwargs: see(call(*args, **kwargs))
 
 
 def have_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> bool:
@@ -402,6 +435,11 @@ def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a wrapper subclass is made of, however nested, or ``tensor`` itself."""
     names = inner_names(tensor)
     return [leaf for name in names for leaf in leaves(getattr(tensor, name))] if names else [tensor]
+
+
+def versioned(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What carries a version that autograd compares: the tensor, and under a compiled block what it is made of."""
+    return [tensor, *(leaf for leaf in leaves(tensor) if leaf is not tensor)]
 
 
 def rewrapped(like: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -51,7 +51,8 @@ class Admission:
             Action.RESHARD: self._reshard,
             Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
             Action.REDUCE_EARLY: partial(self._run, Action.REDUCE_EARLY),
-            Action.REDUCE: self._reduce,
+            Action.REDUCE: partial(self._reduce, Action.REDUCE),
+            Action.REDUCE_JOINTLY: partial(self._reduce, Action.REDUCE_JOINTLY),
             Action.KEEP: self._keep,
             Action.LAND: self._land,
         }
@@ -119,8 +120,8 @@ class Admission:
         self._run(Action.RESHARD_POST_FORWARD, index)
         self._ledger.reshard(index, self._left(index, rests=True))
 
-    def _reduce(self, index: int) -> None:
-        self._run(Action.REDUCE, index)
+    def _reduce(self, action: Action, index: int) -> None:
+        self._run(action, index)
         self._ledger.reduce(index, self._reductions.max_in_flight)
 
     def _keep(self, index: int) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from fsdp2.comm import exchange, match_channels
 from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
 from fsdp2.units import GroupedUnit
+
+_T = TypeVar("_T")
 
 
 def check_agreement(root_class: str, units: Sequence[GroupedUnit]) -> None:
@@ -36,15 +39,25 @@ def check_agreement(root_class: str, units: Sequence[GroupedUnit]) -> None:
             )
     # In an order that ranks with other meshes share, whatever their units are: meshes may overlap.
     for mesh, lines in sorted(by_groups.values(), key=_size):
-        if not _is_agreed(mesh, lines):
+        if not _is_agreed(mesh, "\n".join(lines)):
             match_channels(mesh.shard)  # for the models that are built next
             raise ScheduleError(_difference(root_class, mesh, lines))
 
 
-def _is_agreed(mesh: ParallelMesh, lines: Iterable[str]) -> bool:
+def compare(units: Sequence[GroupedUnit], found: _T) -> list[_T]:
+    """What the ranks of the largest mesh of ``units`` have ``found``, in rank order; one entry if that is the same.
+    ``found``: plain values."""
+    meshes = [group.mesh for unit in units for group in unit.groups]
+    mesh = max(meshes, key=lambda mesh: mesh.data_parallel_size)
+    if _is_agreed(mesh, repr(found)):
+        return [found]
+    return [each for row in exchange(mesh.replicate, exchange(mesh.shard, found)) for each in row]
+
+
+def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
     """Whether the least and the greatest hash of all ranks are one: each byte, and what it lacks to 255, reduced to
     their least."""
-    digest = torch.frombuffer(bytearray(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8)
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     bounds = torch.stack([digest, 255 - digest]).to(mesh.device)
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:

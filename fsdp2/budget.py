@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from fsdp2.schedule import Action, Actions, Schedule
+from fsdp2.skipped import nested
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def simulate(
 ) -> None:
     """Run a forward and a backward over the units in ``order``, from the root on, each inside its parent's forward, and
     have ``ledger`` count. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
-    events = _nested(order, parents)
+    events = nested(order, parents)
     for unit, is_start in events:
         if is_start:
             _replay(schedule.pre_forward(unit, in_backward=False, grad_enabled=True), schedule, ledger)
@@ -207,18 +208,6 @@ def simulate(
     _replay(schedule.end_backward(), schedule, ledger)
 
 
-def _nested(order: Sequence[int], parents: Sequence[int | None]) -> list[tuple[int, bool]]:
-    """Starts (True) and ends of the forwards of ``order``."""
-    events: list[tuple[int, bool]] = []
-    running: list[int] = []
-    for unit in order:
-        while running and running[-1] != parents[unit]:
-            events.append((running.pop(), False))
-        running.append(unit)
-        events.append((unit, True))
-    return events + [(unit, False) for unit in reversed(running)]
-
-
 def _replay(actions: Actions, schedule: Schedule, ledger: Ledger) -> None:
     for action, unit in actions:
         if action in (Action.UNSHARD, Action.PREFETCH):
@@ -229,7 +218,7 @@ def _replay(actions: Actions, schedule: Schedule, ledger: Ledger) -> None:
             ledger.reshard(unit)
         elif action is Action.RESHARD_POST_FORWARD:
             ledger.reshard(unit, ledger.sizes[unit].resting)
-        elif action is Action.REDUCE:
+        elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
             ledger.reduce(unit, 1)
         elif action is Action.KEEP:
             ledger.keep(unit)

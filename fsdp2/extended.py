@@ -260,7 +260,7 @@ class ExtendedParams:
         filled = [(extended, extended.param.unsharded_local) for extended in self._params]
         self._fills = [(ext.hooks.call_post, ext, tensor) for ext, tensor in filled if tensor is not None]
         made = [param.unsharded for param in (extended.param for extended in self._params)]
-        self._versioned = tuple(leaf for tensor in made if tensor is not None for leaf in _versioned(tensor))
+        self._versioned = tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
         self._is_new = False
 
 
@@ -320,8 +320,3 @@ def _difference(first: list[list[Report]], other: list[list[Report]]) -> str:
 
 def _memory_of(tensor: torch.Tensor) -> list[int]:
     return [leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(tensor)]
-
-
-def _versioned(unsharded: torch.Tensor) -> list[torch.Tensor]:
-    """What carries a version counter that autograd compares: the parameter, and under a compiled block its leaves."""
-    return [unsharded, *(leaf for leaf in _torch.leaves(unsharded) if leaf is not unsharded)]

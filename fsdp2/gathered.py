@@ -19,6 +19,7 @@ from fsdp2.comm import AxisComm, comm_for
 from fsdp2.custom_comm import gather_comm
 from fsdp2.extended import ExtendedParams
 from fsdp2.footprint import gather_bytes
+from fsdp2.freed import FreedGuard
 from fsdp2.mesh import ParallelMesh
 from fsdp2.offload import FlatStage, Home
 from fsdp2.param import ShardedParam
@@ -58,6 +59,7 @@ class GatheredParams:
         self._resting: RestingShards | None = None
         self.parameters: list[nn.Parameter] = []
         self.trainable: tuple[int, ...] = ()
+        self._guard = FreedGuard(())
 
     # What is asked for
 
@@ -183,6 +185,7 @@ class GatheredParams:
                 if param.unsharded is None:
                     param.unsharded = param.unsharded_parameter(self._gather.outputs[index])
         self.parameters = [param.unsharded for param in self._params if param.unsharded is not None]
+        self._guard = FreedGuard(self.parameters)
         for param in self._params:
             param.follow_compute_dtype()
 
@@ -200,6 +203,10 @@ class GatheredParams:
         gather = self._gather if self._resting is None or not is_resting else self._resting
         assert gather is not None
         return gather.issue()
+
+    def open(self) -> None:
+        """What was gathered may be read."""
+        self._guard.open()
 
     def wait_for_reads(self) -> None:
         """Have the CPU wait until no copy to the device reads the shards any more."""
@@ -227,6 +234,8 @@ class GatheredParams:
     def release(self, *, keeps_memory: bool) -> None:
         """Free the unsharded parameters when compute has read them; or keep their memory, to be written then."""
         assert self._gather is not None
+        if isinstance(self._gather, Gather) and not keeps_memory:
+            self._guard.close()
         self._gather.release(keeps_memory=keeps_memory)
 
 

@@ -44,6 +44,14 @@ class GradientState(Enum):
     REDUCED = "REDUCED"
 
 
+class Unused(Enum):
+    """What a reduction makes of parameters without a gradient on this rank."""
+
+    LEAVE = "leave"  # if that is all of them, nothing is reduced
+    JOIN = "join"  # they contribute zeros to what other ranks may have
+    ZERO = "zero"  # their gradient is one of zeros
+
+
 @dataclass(frozen=True)
 class GroupOptions:
     """What the setters of ``FSDPModule`` configure for one group: its gradients, and what carries its bytes."""
@@ -150,10 +158,9 @@ class GroupGradients:
                 _accumulate(param, grad.to(param.compute_dtypes.reduce))
 
     def reduce(
-        self, trainable: tuple[int, ...], options: GroupOptions, services: Services, *, with_unused: bool
+        self, trainable: tuple[int, ...], options: GroupOptions, services: Services, unused: Unused
     ) -> PendingReduce | None:
-        """Start reducing the gradients of the parameters ``trainable`` (indices); None if there are none.
-        ``with_unused``: a parameter without a gradient has one of zeros."""
+        """Start reducing the gradients of the parameters ``trainable`` (indices); None if nothing has to be."""
         if not trainable:
             return None
         begun: Begun | None = None
@@ -166,9 +173,9 @@ class GroupGradients:
             (bound, begun), self._begun = self._begun, None
             grads = [self._take(param) for param in bound.late]
         present = list(map(_is_there, grads))
-        if with_unused:
+        if unused is Unused.ZERO:
             present = [True] * len(present)
-        elif begun is None and True not in present:
+        elif unused is Unused.LEAVE and begun is None and True not in present:
             return self.reduce_partial(options, services)
         earlier, self._partial = self._partial, None
         if earlier is not None and not is_alike(earlier.bound, bound):

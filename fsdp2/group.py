@@ -22,7 +22,7 @@ from fsdp2.budget import UnitBytes
 from fsdp2.comm import comm_for
 from fsdp2.custom_comm import reduce_comm
 from fsdp2.gathered import GatheredParams
-from fsdp2.gradients import GradientState, GroupGradients, GroupOptions
+from fsdp2.gradients import GradientState, GroupGradients, GroupOptions, Unused
 from fsdp2.mesh import ParallelMesh
 from fsdp2.offload import Home
 from fsdp2.param import ParamRecord, ShardedParam, Slot
@@ -223,6 +223,7 @@ class ParamGroup:
         except BaseException:
             self.state = before
             raise
+        self.gathered.open()
         self._rebind(self.gathered.parameters)
 
     def note_writes(self) -> None:
@@ -322,13 +323,12 @@ class ParamGroup:
         if self.gathered.parameters:
             self.gradients.keep_unreduced()
 
-    def reduce(self, *, with_unused: bool) -> PendingReduce | None:
-        """Start reducing what this and earlier backwards left; None if that is nothing. ``with_unused``: parameters
-        without a gradient are reduced, too."""
+    def reduce(self, unused: Unused) -> PendingReduce | None:
+        """Start reducing what this and earlier backwards left; None if there is nothing to reduce."""
         gathered = self.gathered
         if not gathered.parameters:
             return None
-        return self.gradients.reduce(gathered.trainable, self.options, gathered.services, with_unused=with_unused)
+        return self.gradients.reduce(gathered.trainable, self.options, gathered.services, unused)
 
     def begin_reduce(self) -> PendingReduce | None:
         """Start reducing what is reduced ahead of the rest; ``reduce`` goes on with that."""

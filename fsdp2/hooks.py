@@ -15,10 +15,12 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api import ScheduleError
+from fsdp2.inner_gradients import InnerGradients
 from fsdp2.nested import find_tensors, map_tensors
 from fsdp2.precision import cast_floating
 from fsdp2.runtime import Unit, unit_of
 from fsdp2.schedule import Pass, Phase
+from fsdp2.skipped import Outcome
 from fsdp2.states import GroupState, Lent
 
 
@@ -52,15 +54,17 @@ class ModuleHooks:
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
         self._runs_method = False  # a registered method of the unit is running
+        self._leads_to = Outcome.NOTHING  # this forward, as far as it has handed out anything
         pre_forward = torch.compiler.disable(self.pre_forward)
         post_forward = torch.compiler.disable(self.post_forward)
-        self._pre_backward = torch.compiler.disable(self._on_output_gradient)
-        self._post_backward = torch.compiler.disable(self._on_input_gradient)
+        self._pre_backward = _torch.GradientHook(torch.compiler.disable(self._on_output_gradient))
+        self._post_backward = _torch.GradientHook(torch.compiler.disable(self._on_input_gradient))
         for module in unit.modules:
             module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(post_forward)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
         holders = list(dict.fromkeys(slot.module for slot in slots))
+        self._inner = InnerGradients(unit, holders)
         self.modules = [*unit.modules, *holders]
         self.functions = [pre_forward, post_forward, *_install_state_dict_hooks(holders, unit)]
 
@@ -107,8 +111,10 @@ class ModuleHooks:
             return self._cast_output(output)
         if context.schedule.forward_root == unit.index:
             output = self._end_incomplete(output)
-        context.post_forward(unit)
-        return self._handed_out(output)
+        output = self._handed_out(output)
+        context.post_forward(unit, self._leads_to)
+        self._leads_to = Outcome.NOTHING
+        return output
 
     def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method`` of ``module``, run like its forward; what it calls of the same unit belongs to it."""
@@ -176,7 +182,10 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             for tensor in find_tensors(output, []):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._pre_backward)
+                    self._pre_backward.add_to(tensor)
+                    self._leads_to = Outcome.BACKWARD
+        else:
+            self._leads_to = Outcome.UNKNOWN
         return self._cast_output(output)
 
     def _end_incomplete(self, output: Any) -> Any:
@@ -208,7 +217,7 @@ class ModuleHooks:
         if not tensor.requires_grad:
             return tensor
         marked = tensor.view_as(tensor)
-        marked.register_hook(self._post_backward)
+        self._post_backward.add_to(marked)
         return marked
 
     def _on_input_gradient(self, _: torch.Tensor) -> None:

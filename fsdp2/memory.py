@@ -15,6 +15,7 @@ from fsdp2.budget import Ledger, UnitBytes, simulate
 from fsdp2.controls import sharded_unit
 from fsdp2.runtime import RootContext, Unit
 from fsdp2.schedule import Schedule
+from fsdp2.units import parents_of
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,8 @@ def _peak(context: RootContext, *, overlaps: bool) -> int:
     if not overlaps:
         rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
     schedule, sizes = Schedule(rules), [footprint_of(unit) for unit in units]
-    order, parents = context.schedule.last_order or range(len(units)), _parents(units)
+    order, parents = context.schedule.last_order or range(len(units)), parents_of(units)
     simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
     ledger = Ledger(sizes)
     simulate(schedule, order, parents, ledger, overlaps=overlaps)
     return ledger.peak
-
-
-def _parents(units: list[Unit]) -> list[int | None]:
-    """For each unit the innermost one around it, by their names; units[0] is the root."""
-    parents: list[int | None] = [None]
-    for unit in units[1:]:
-        around = [i for i, other in enumerate(units) if unit.name.startswith(f"{other.name}.")]
-        parents.append(max(around, key=lambda i: len(units[i].name), default=0))
-    return parents

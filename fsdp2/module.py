@@ -207,16 +207,27 @@ class FSDPModule(CommunicationSetters):
         self._set_rules(False, unshard_in_backward=unshard_in_backward)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether trainable parameters without a gradient are reduced as zeros, so that ranks whose backwards reach
-        other parameters reduce the same. ``.grad`` of the shards is then never ``None``.
+        """Whether trainable parameters that no rank has a gradient of get one of zeros; ``None`` by default.
 
-        Under a root where it is on for some unit, reductions start in the reverse order of units, whatever the order of
-        backward: gradients of a rank that skips a unit wait for the end of its backward.
-
-        Backwards may skip whole units, too, if they gather the same on all ranks: with ``reshard_after_forward=False``
-        they gather nothing.
+        In torch this is what lets ranks use different parameters. Here they may anyway, and whole units: see
+        ``set_ranks_may_skip``.
         """
         self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
+
+    def set_ranks_may_skip(self, ranks_may_skip: bool, *, recurse: bool = True) -> None:
+        """Whether ranks may skip this module in a pass in which others use it; they may by default.
+
+        Where the data decides which modules run (experts without tokens, batches without images), a rank that skips a
+        unit gathers it all the same when it comes to what follows, lets go of it, and reduces zeros for it. So all
+        ranks issue the same collectives, and each ends with the mean gradient. A unit that all ranks use costs nothing
+        more; one that no rank uses in a pass still travels. Switch that off for units that all ranks skip alike, such
+        as a head that only some stages of training use: then nothing is gathered or reduced for them, and a rank that
+        skips one alone makes the others wait for the process group's timeout.
+
+        From the next forward on. A rank may not use a unit more often than others do, nor take units in an order that
+        contradicts theirs.
+        """
+        self._set_rules(recurse, ranks_may_skip=ranks_may_skip)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight at a time; 1 by default. Each holds the gradients that it reads. More

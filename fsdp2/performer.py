@@ -14,6 +14,7 @@ import torch
 
 from fsdp2.admission import Admission, Programs
 from fsdp2.api import Observer
+from fsdp2.gradients import Unused
 from fsdp2.group import ParamGroup
 from fsdp2.reductions import Reductions
 from fsdp2.schedule import Action, Actions
@@ -22,6 +23,7 @@ from fsdp2.states import GroupState
 from fsdp2.units import GroupedUnit
 
 _STORY_LENGTH = 12
+_REDUCTIONS = (Action.REDUCE, Action.REDUCE_JOINTLY, Action.REDUCE_EARLY)
 _OF_GROUPS = {  # methods of a group
     Action.UNSHARD: "unshard",
     Action.PREFETCH: "unshard",
@@ -95,8 +97,10 @@ class Performer:
         unit = self._units[index]
         if action is Action.LAND:
             return (self.reductions.land,)
-        if action in (Action.REDUCE, Action.REDUCE_EARLY):
-            return (partial(self._reduce if action is Action.REDUCE else self._reduce_early, unit),)
+        if action is Action.REDUCE_EARLY:
+            return (partial(self._reduce_early, unit),)
+        if action in _REDUCTIONS:
+            return (partial(self._reduce, unit, Unused.JOIN if action is Action.REDUCE_JOINTLY else Unused.LEAVE),)
         return tuple(getattr(group, _OF_GROUPS[action]) for group in unit.groups)
 
     def _do_observed(self, actions: Actions) -> bool:
@@ -110,18 +114,21 @@ class Performer:
                 has_gathered |= run() is True
             sizes = [group.unsharded_nbytes for group in unit.groups]
             changed = [n for n, old, group in zip(sizes, before, unit.groups, strict=True) if old is not group.state]
-            if action in (Action.REDUCE, Action.REDUCE_EARLY):
+            if action in _REDUCTIONS:
                 changed = [0] if self._has_reduced else []
             elif action is Action.LAND:
                 changed = [0] * pending
             if changed:
-                self._tell(action.value, unit, sum(changed))
+                name = "reduce" if action is Action.REDUCE_JOINTLY else action.value
+                self._tell(name, unit, sum(changed))
         return has_gathered
 
-    def _reduce(self, unit: GroupedUnit) -> None:
+    def _reduce(self, unit: GroupedUnit, unused: Unused) -> None:
+        if unit.rules.reduces_unused:
+            unused = Unused.ZERO
         for group in unit.groups:
             group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
-            self._has_reduced |= self.reductions.start(group, with_unused=unit.rules.reduces_unused)
+            self._has_reduced |= self.reductions.start(group, unused)
 
     def _reduce_early(self, unit: GroupedUnit) -> None:
         for group in unit.groups:

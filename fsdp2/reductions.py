@@ -7,6 +7,7 @@ gradients of one group land in the order in which they were reduced.
 from __future__ import annotations
 
 from fsdp2.api import CommunicationError
+from fsdp2.gradients import Unused
 from fsdp2.group import ParamGroup
 from fsdp2.reduce_scatter import PendingReduce
 
@@ -26,14 +27,14 @@ class Reductions:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def start(self, group: ParamGroup, *, with_unused: bool) -> bool:
+    def start(self, group: ParamGroup, unused: Unused) -> bool:
         """Start reducing ``group``, when there is room. Returns whether anything was started."""
         self.make_room(group)
-        has_started = self._add(group, group.reduce(with_unused=with_unused))
+        has_started = self._add(group, group.reduce(unused))
         if group.gradients.has_latecomers:
             group.gradients.has_latecomers = False
             self.make_room(group)
-            self._add(group, group.reduce(with_unused=with_unused))
+            self._add(group, group.reduce(unused))
         return has_started
 
     def begin(self, group: ParamGroup) -> bool:

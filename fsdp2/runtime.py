@@ -22,10 +22,13 @@ from fsdp2.changes import change_count, note_change, warn_of_unsharded
 from fsdp2.group import ParamGroup
 from fsdp2.mesh import ParallelMesh
 from fsdp2.param import Slot
+from fsdp2.passes import Passes
 from fsdp2.performer import Performer
 from fsdp2.presence import Presence
-from fsdp2.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
+from fsdp2.schedule import Action, AfterForward, Pass, Phase, UnitRules
+from fsdp2.skipped import Outcome
 from fsdp2.states import Lent
+from fsdp2.units import reshard_outdated
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -63,7 +66,9 @@ class Unit:
         self.mesh = mesh
         self.policy = policy
         self.auto_reshard = after_forward is None
-        self.rules = UnitRules(after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1)
+        self.rules = UnitRules(
+            after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1, ranks_may_skip=True
+        )
         self.max_reductions = 1
         self.memory_limit: int | None = None
         self.forward_prefetch: list[Unit] | None = None
@@ -113,7 +118,7 @@ class Unit:
     def unshard(self) -> None:
         """The user asks for it; returns before the data has arrived."""
         self.context.order_gathers()
-        self.reshard_outdated()
+        reshard_outdated(self)
         self.context.perform(Action.UNSHARD, self)
         for group in self.groups:
             group.note_writes()
@@ -122,12 +127,6 @@ class Unit:
         """The user asks for it."""
         for group in self.groups:
             group.gather_on_compute_stream(enabled)
-
-    def reshard_outdated(self) -> None:
-        """Have parameters gathered again whose shards were written since."""
-        for group in self.groups:
-            if group.is_outdated():
-                group.reshard()
 
     def join(self, context: RootContext, index: int, name: str, *, is_leaf: bool) -> None:
         """Work in ``context`` from now on, under ``name``, the module's name from its root. ``is_leaf``: no other unit
@@ -147,6 +146,13 @@ class Unit:
         """Carry rules and prefetch lists over to the schedule."""
         if self._context is not None:
             self._context.update_rules(self)
+
+    def is_in_tree(self) -> bool:
+        """Whether the module is still where its root has seen it."""
+        try:
+            return self.context.root.modules[0].get_submodule(self.name) in self.modules
+        except AttributeError:
+            return self.is_root
 
     @property
     def is_root(self) -> bool:
@@ -179,10 +185,11 @@ class RootContext:
     """See the module's text."""
 
     def __init__(self, root: Unit) -> None:
-        self.schedule = Schedule(())
         self.root = root
         self.units: list[Unit] = []
         self.performer = Performer(root.mesh.device)
+        self.passes = Passes(self.performer)
+        self.schedule = self.passes.schedule
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False  # finalize_backward has started to, and nobody has waited so far
         self.num_resets = 0
@@ -221,9 +228,8 @@ class RootContext:
             is_leaf = not any(other.startswith(f"{name}." if name else "") for other in following)
             unit.join(self, index, name, is_leaf=is_leaf)
         if self.units != before:
-            earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
-            self.schedule.take_over(earlier)
-            self.performer.take(self.units)
+            self.passes.take(self.units, [self._rules_of(unit) for unit in self.units])
+            self.schedule = self.passes.schedule
             self.presence = Presence([group for unit in self.units for group in unit.groups])
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
@@ -249,10 +255,12 @@ class RootContext:
 
     def update_rules(self, unit: Unit) -> None:
         """``unit`` was configured."""
-        self.schedule.rules[unit.index] = self._rules_of(unit)
+        self.passes.configure(unit.index, self._rules_of(unit))
 
     def _rules_of(self, unit: Unit) -> UnitRules:
         rules = unit.rules
+        if all(group.mesh.data_parallel_size == 1 for group in unit.groups):
+            rules = replace(rules, ranks_may_skip=False)
         if unit.auto_reshard and unit is self.root:  # it would be gathered again at once
             rules = replace(rules, after_forward=AfterForward.KEEP)
         return replace(
@@ -296,59 +304,56 @@ class RootContext:
 
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute. Returns the phase it is in now."""
-        in_backward = _torch.in_backward()
-        if self.schedule.forward_root is None and not in_backward:
+        if _torch.in_backward():
+            return self.passes.pre_recompute(unit.index)
+        if self.schedule.forward_root is None:
             if self._seen_changes != change_count():
                 self._collect()
             self._agree()
             self.order_gathers()
             self.post_optim_event = None
             self._free_unused_gradients()
-            self.performer.begin_pass(self.root.memory_limit)
-        self.performer.note("pre_forward", unit)
-        if not in_backward:
-            unit.reshard_outdated()
-        schedule = self.schedule
-        actions = schedule.pre_forward(unit.index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
-        if in_backward:
-            self.performer.do(actions)  # its own backward prefetches
-        else:
-            self.performer.start(actions)
-        return schedule.phases[unit.index]
+            self.passes.begin(unit.index, self.root.memory_limit)
+        return self.passes.pre_forward(unit.index)
 
     def resume_forward(self, unit: Unit) -> Phase:
         """``unit``'s forward goes on, in a further module or method; the user may have resharded meanwhile."""
-        self.performer.do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
-        return self.schedule.phases[unit.index]
+        return self.passes.resume_forward(unit.index)
 
     def forget_forward(self, unit: Unit) -> None:
         """``unit``'s forward has raised: the next one is not part of it."""
         self.schedule.phases[unit.index] = Phase.IDLE
 
-    def post_forward(self, unit: Unit) -> None:
-        self.performer.note("post_forward", unit)
-        self.performer.do(self.schedule.post_forward(unit.index))
+    def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
+        """``unit`` has computed. ``leads_to``: what its output leads to."""
+        is_root = self.schedule.forward_root == unit.index
+        self.passes.post_forward(unit.index, leads_to)
         if self.schedule.forward_root is None:
             self._end_pass()
+            if is_root:
+                self.passes.agree()
 
     def pre_backward(self, unit: Unit) -> None:
+        """A gradient has reached ``unit``: its output, or what something inside has returned."""
         if not self.schedule.in_backward:
             _torch.at_end_of_backward(self.end_backward)
             self._free_unused_gradients()
+            self.passes.begin_backward()
             self.performer.reductions.max_in_flight = max(each.max_reductions for each in self.units)
             if any(group.has_hooks for each in self.units for group in each.groups):
                 # Pre-hooks may read what was written since forward began.
                 self.performer.services.streams.gather_after_compute()
         elif self.schedule.phases[unit.index] is Phase.BACKWARD:
             return
-        self.performer.note("pre_backward", unit)
-        if self.performer.admission is not None:
-            self.performer.admission.begin_backward(unit)
-        self.performer.start(self.schedule.pre_backward(unit.index))
+        self.passes.pre_backward(unit.index)
 
     def post_backward(self, unit: Unit) -> None:
-        self.performer.note("post_backward", unit)
-        self.performer.do(self.schedule.post_backward(unit.index))
+        """The gradients of ``unit``'s parameters are there."""
+        if self.schedule.phases[unit.index] is Phase.FORWARD:
+            return  # the unit's own forward takes gradients on the way
+        if not self.schedule.in_backward:  # of a loss that no output led to, and of parameters that were kept
+            self.pre_backward(unit)
+        self.passes.post_backward(unit.index)
 
     def on_early(self, unit: Unit) -> None:
         """The gradients of a large unit are there that leave now and are freed while the others are computed."""
@@ -373,15 +378,15 @@ class RootContext:
         self.performer.note("end_backward", self.root)
         for unit in self.units:
             unit.missing_modules.clear()
-        self.performer.do(self.schedule.end_backward())
+        is_last = self.passes.end_backward()
         self._end_pass()
-        if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
+        if is_last:
             self._settle()
 
     def finalize_backward(self) -> None:
         """Start reducing what backwards have left, as the user asks for."""
         self.performer.note("finalize_backward()", self.root)
-        self.performer.do(self.schedule.finalize())
+        self.passes.finalize()
         for unit in reversed(self.units):
             for group in unit.groups:
                 self.performer.reductions.start_partial(group)
@@ -404,7 +409,10 @@ class RootContext:
         """The user asks for ``action``."""
         self.performer.note(f"{action.value}()", unit)
         self.performer.do([(action, unit.index)])
-        if action is Action.RESHARD:
+        if action is Action.UNSHARD:
+            self.passes.skipped.by_hand.add(unit.index)
+        elif action is Action.RESHARD:
+            self.passes.skipped.by_hand.discard(unit.index)
             self.performer.flush()
             self.performer.wait_for_reads()
 
@@ -415,7 +423,7 @@ class RootContext:
         self.presence.forget()
         self.is_reducing = False
         self.num_resets += 1
-        self.schedule.reset()
+        self.passes.reset()
         for unit in self.units:
             unit.missing_modules.clear()
             for group in unit.groups:

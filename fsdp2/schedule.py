@@ -7,13 +7,13 @@ Units are numbered. Each method stands for one event and returns the actions to 
 * The order of a pass is recorded as it runs. A forward prefetches along the order of the forward before it, a backward
   along its own forward in reverse. A wrong prediction costs memory until the end of the pass, never correctness.
 * A forward inside a backward (activation checkpointing) gathers what it needs and decides nothing else.
-* Each unit's backward reduces it, in whatever order autograd takes. Where units without a gradient are reduced, too,
-  that order may differ between ranks: reductions then start in the order of the units, last one first.
+* Each unit's backward reduces it. Which units this rank skips, and others may not, is another room's business: their
+  events come in between, as if they had run (``skipped``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,7 +27,8 @@ class Action(Enum):
     RESHARD = "reshard"  # back to the shards
     RESHARD_POST_FORWARD = "reshard_post_forward"  # back to shards on the smaller mesh
     REDUCE_EARLY = "reduce_early"  # start reducing the gradients that are there in the middle of a backward
-    REDUCE = "reduce"  # start reducing the gradients that the backward left
+    REDUCE = "reduce"  # start reducing the gradients that the backward left, if any
+    REDUCE_JOINTLY = "reduce_jointly"  # the same, zeros if it left none here: it may have on other ranks
     KEEP = "keep"  # or keep them on this rank
     LAND = "land"  # every started reduction has arrived in its gradients
 
@@ -69,6 +70,7 @@ class UnitRules:
     reshard_after_backward: bool = True
     reduces: bool = True
     reduces_unused: bool = False
+    ranks_may_skip: bool = False  # what this rank has no gradient of, others may have
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
 
@@ -103,7 +105,6 @@ class Schedule:
         self._records_uses = False
         self._uses: list[int] = []  # post-forward order of every forward since the last backward
         self._use_positions: list[list[int]] = [[] for _ in self.rules]
-        self._next_in_order = -1  # all units behind this one may reduce whenever their backward has run
         self._last_begun = -1  # the unit whose backward began last
         self._ran_alone = [False] * len(self.rules)  # units in whose last backward no other's began
         self._owed: set[int] = set()  # units that backwards have left to be reduced
@@ -119,6 +120,10 @@ class Schedule:
     def last_order(self) -> Sequence[int]:
         """The order in which units began in the last complete forward."""
         return self._last_order
+
+    def expect(self, order: Sequence[int]) -> None:
+        """The next forward is more likely to take this order than that of the last one."""
+        self._last_order = list(order)
 
     @property
     def in_backward(self) -> bool:
@@ -165,10 +170,7 @@ class Schedule:
         return (*actions, *self._end_forward()) if is_root else actions
 
     def pre_backward(self, unit: int) -> Actions:
-        if not self._in_backward:
-            self._in_backward = True
-            in_order = any(rules.reduces_unused for rules in self.rules)
-            self._next_in_order = len(self.rules) - 1 if in_order else -1
+        self._in_backward = True
         if self.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
             return ()
         self.phases[unit] = Phase.BACKWARD
@@ -180,7 +182,7 @@ class Schedule:
     def half_backward(self, unit: int) -> Actions:
         """About half of ``unit``'s gradients are there. No other unit may gather or reduce before its backward ends,
         since ranks that lack one of these gradients start all of them only then (I4): as in its last backward."""
-        is_own = self.phases[unit] is Phase.BACKWARD and unit > self._next_in_order and self._ran_alone[unit]
+        is_own = self.phases[unit] is Phase.BACKWARD and self._ran_alone[unit]
         if not is_own or not self.rules[unit].reduces or self.finalizes_by_hand:
             return ()
         return ((Action.REDUCE_EARLY, unit),)
@@ -188,30 +190,22 @@ class Schedule:
     def post_backward(self, unit: int) -> Actions:
         self.phases[unit] = Phase.REDUCED
         self._ran_alone[unit] = self._last_begun == unit
-        if unit > self._next_in_order:
-            return (*self._reshard_after_backward(unit), self._reduce(unit))
-        actions = list(self._reshard_after_backward(unit))
-        while (after := self._next_in_order) >= 0 and self._has_all_gradients(after):
-            actions.append(self._reduce(after))
-            self._next_in_order -= 1
-        return actions
+        return (*self._reshard_after_backward(unit), self._reduce_jointly(unit))
 
-    def end_backward(self) -> Actions:
-        """Units whose inputs needed no gradient, or that took no part, have had no ``post_backward``: run it now."""
+    def end_backward(self, ended: Collection[int] = ()) -> Actions:
+        """Units whose inputs needed no gradient, or that took no part, have had no ``post_backward``: run it now, and
+        a second time for those that are ``ended``."""
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.phases))):
-            is_open = self.phases[unit] is not Phase.REDUCED
-            if is_open:
+            if self.phases[unit] is not Phase.REDUCED or unit in ended:
                 self._ran_alone[unit] = self._last_begun == unit
                 actions += self._reshard_after_backward(unit)
-            if is_open or unit <= self._next_in_order:
                 actions.append(self._keep(unit) if self.finalizes_by_hand else self._reduce(unit))
         unused, self._prefetched = self._prefetched, set()
         actions += [(Action.RESHARD, unit) for unit in sorted(unused) if self.rules[unit].reshard_after_backward]
         self.phases = [Phase.IDLE] * len(self.phases)
         self._in_backward = False
         self.forward_root = None
-        self._next_in_order = -1
         self.awaits_finalization = self.finalizes_by_hand
         if self.is_last_backward and not self.finalizes_by_hand:
             self._forget_uses()
@@ -224,7 +218,7 @@ class Schedule:
         for unit in reversed(range(len(self.phases))):
             actions += self._reshard_after_backward(unit)
             if unit in self._owed:
-                actions.append(self._reduce(unit))
+                actions.append(self._reduce_jointly(unit))
         self.awaits_finalization = False
         self._forget_uses()
         return actions
@@ -234,7 +228,6 @@ class Schedule:
         self.phases = [Phase.IDLE] * len(self.phases)
         self._in_backward = False
         self.forward_root = None
-        self._next_in_order = -1
         self.awaits_finalization = False
         self._prefetched.clear()
         self._forget_uses()
@@ -253,16 +246,13 @@ class Schedule:
         self._owed.discard(unit)
         return Action.REDUCE, unit
 
+    def _reduce_jointly(self, unit: int) -> tuple[Action, int]:
+        action, _ = reduce = self._reduce(unit)
+        return (Action.REDUCE_JOINTLY, unit) if action is Action.REDUCE and self.rules[unit].ranks_may_skip else reduce
+
     def _keep(self, unit: int) -> tuple[Action, int]:
         self._owed.add(unit)
         return Action.KEEP, unit
-
-    def _has_all_gradients(self, unit: int) -> bool:
-        """Whether no backward of ``unit`` follows, as far as its uses were recorded; no rank can know that if several
-        backwards precede one finalization."""
-        if self.finalizes_by_hand or self._use_positions[unit]:
-            return False
-        return self.phases[unit] is Phase.REDUCED
 
     def _start_forward(self, unit: int, grad_enabled: bool) -> None:
         self.forward_root = unit

@@ -15,10 +15,10 @@ import fsdp2
 LAYERS: list[set[str]] = [
     {"api", "_torch"},  # words; the door to private torch
     {"layout", "mesh", "specs", "precision", "nested", "extensions"}  # rules
-    | {"schedule", "states", "budget"},
+    | {"schedule", "skipped", "states", "budget"},
     {"offload", "streams", "buffers", "comm", "custom_comm", "services"}  # devices
     | {"same_host", "host_meeting", "host_ranks", "remote_memory"},
-    {"param", "plan", "footprint", "changes", "bindings"},  # compiled, plain data
+    {"param", "plan", "footprint", "changes", "bindings", "freed"},  # compiled, plain data
     {"all_gather", "packing", "reduce_scatter", "kept_gradients", "landing"}  # effects, on one group
     | {"extended", "shards", "gradients", "watch", "resting", "gathered", "group"}
     | {
@@ -28,9 +28,20 @@ LAYERS: list[set[str]] = [
         "reductions",
         "admission",
         "performer",
+        "passes",
         "runtime",
     },  # and on all groups of a root
-    {"hooks", "copies", "ties", "controls", "communication", "module", "resolve", "fully_shard"},  # torch.nn surface
+    {
+        "hooks",
+        "inner_gradients",
+        "copies",
+        "ties",
+        "controls",
+        "communication",
+        "module",
+        "resolve",
+        "fully_shard",
+    },  # torch.nn surface
     {"trace", "memory", "clip", "scopes", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
     {"__init__"},
 ]
@@ -53,7 +64,7 @@ TREES = {
 
 # "rules: no stream, no process group"; of all rules, only the mesh knows groups. Others name types: of a mesh, of a
 # placement, of what users implement.
-WITHOUT_TORCH = {"layout", "schedule", "budget"}
+WITHOUT_TORCH = {"layout", "schedule", "skipped", "budget"}
 WITHOUT_DISTRIBUTED = (LAYERS[1] - {"mesh", "specs", "extensions"}) | {"streams", "buffers", "offload", "plan"}
 
 

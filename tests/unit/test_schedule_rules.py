@@ -70,11 +70,7 @@ def test_reductions_in_flight_land_in_the_last_backward_only() -> None:
         assert ((Action.LAND, 0) in schedule.end_backward()) is is_last
 
 
-# The order of reductions where units without a gradient are reduced, too
-
-
-def _with_unused(num_units: int = 4) -> Schedule:
-    return schedule_of(num_units, unit1=UnitRules(reduces_unused=True))
+# The order of reductions
 
 
 def _reduced(schedule: Schedule, order: Sequence[int]) -> list[int]:
@@ -87,36 +83,10 @@ def _reduced(schedule: Schedule, order: Sequence[int]) -> list[int]:
     return [unit for action, unit in found if action is Action.REDUCE]
 
 
-def test_without_unused_units_reductions_follow_the_backward() -> None:
+def test_reductions_follow_the_backward() -> None:
     schedule = schedule_of()
     forward(schedule, [1, 2, 3])
     assert _reduced(schedule, [1, 3]) == [1, 3, 2, 0]
-
-
-def test_with_unused_units_reductions_start_in_one_order_whatever_backward_reaches() -> None:
-    for order in ([3, 2, 1], [3, 1], [1], [1, 2, 3], [0, 2]):
-        schedule = _with_unused()
-        for _ in range(2):
-            forward(schedule, [1, 2, 3])
-            assert _reduced(schedule, order) == [3, 2, 1, 0], order
-
-
-def test_with_unused_units_reductions_overlap_a_backward_that_takes_their_order() -> None:
-    schedule = _with_unused()
-    forward(schedule, [1, 2, 3])
-    schedule.pre_backward(3)
-    assert text(schedule.post_backward(3)) == "reshard 3, reduce 3"
-    schedule.pre_backward(1)
-    assert text(schedule.post_backward(1)) == "reshard 1"  # it waits for 2
-    schedule.pre_backward(2)
-    assert text(schedule.post_backward(2)) == "reshard 2, reduce 2, reduce 1"
-
-
-def test_with_unused_units_a_unit_used_twice_is_reduced_once() -> None:
-    for order in ([2, 1, 2], [2, 1], [1]):
-        schedule = _with_unused(3)
-        forward(schedule, [2, 1, 2])
-        assert _reduced(schedule, order) == [2, 1, 0], order
 
 
 # Backwards that the user finalizes
@@ -167,14 +137,6 @@ def test_finalization_without_sync_leaves_gradients_for_the_next_one() -> None:
     assert text(schedule.finalize()) == "reshard 3, reshard 2, reshard 1, reduce 1, reshard 0"
 
 
-def test_with_unused_units_all_reductions_of_several_backwards_wait_for_finalization() -> None:
-    schedule = _by_hand(unit1=UnitRules(reduces_unused=True))
-    for order in ([3, 2, 1], [3, 1]):
-        forward(schedule, [1, 2, 3])
-        assert _reduced(schedule, order) == []
-    assert [unit for action, unit in schedule.finalize() if action is Action.REDUCE] == [3, 2, 1, 0]
-
-
 def test_reset_ends_the_wait_for_finalization() -> None:
     schedule = _by_hand()
     forward(schedule, [1, 2, 3])
@@ -211,7 +173,6 @@ def test_nothing_is_reduced_early_of_a_unit_in_whose_backward_another_began() ->
 
 
 def test_nothing_is_reduced_early_where_reductions_wait() -> None:
-    unsynced, in_order, by_hand = schedule_of(unit2=UnitRules(reduces=False)), _with_unused(), _by_hand()
-    for schedule in (unsynced, in_order, by_hand):
+    for schedule in (schedule_of(unit2=UnitRules(reduces=False)), _by_hand()):
         backward(schedule, [3, 2, 1])
         assert _half_backward(schedule) == ""

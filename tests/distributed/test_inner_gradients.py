@@ -1,0 +1,269 @@
+"""Losses on activations inside a unit, not on what it returns: gradients are those of the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from tests.distributed.compile_support import BACKEND, start_compiling
+from tests.distributed.support import DIM, batch, same_on_all_ranks, seeded
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+
+
+class _Splitter(nn.Module):
+    """Returns views that one node of the graph makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, 2 * DIM) / DIM)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        gate, value = (x @ self.weight).chunk(2, dim=-1)
+        return {"gate": gate, "values": [value]}
+
+
+class _Experts(nn.Module):
+    """Computes with parameters in a list, which has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(DIM, DIM) / DIM for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weights[0]) @ self.weights[1]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+        self.split = _Splitter()
+        self.experts = _Experts()
+        self.scale = nn.Parameter(torch.rand(DIM))
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(x))
+        parts = self.split(hidden)
+        mixed = torch.sigmoid(parts["gate"]) * parts["values"][0]
+        y = self.experts(mixed)
+        self.kept |= {"hidden": hidden, "value": parts["values"][0], "experts": y, "scaled": x * self.scale}
+        return x + y * self.scale
+
+
+class _Outer(nn.Module):
+    """A unit around a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Block()
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([_Block(), _Outer(), _Block()])
+        self.exit = nn.Linear(DIM, DIM)
+        self.checkpoints = False
+        self.entered: list[Tensor] = []
+        self.entry.register_forward_hook(lambda module, args, output: self.entered.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.exit(x)
+
+
+def _sharded(ctx: RankContext, model: Any = None, **options: Any) -> Any:
+    model = model or seeded(_Model)
+    for unit in (model.blocks[0], model.blocks[1].inner, model.blocks[1], model.blocks[2], model):
+        fsdp2.fully_shard(unit, mesh=ctx.mesh_1d(), **options)
+    return model
+
+
+def _loss(tensor: Tensor) -> Tensor:
+    return tensor.float().square().mean()
+
+
+def _of(model: Any, index: int, name: str) -> Tensor:
+    block = model.blocks[index]
+    return _loss(getattr(block, "inner", block).kept[name])
+
+
+def _alone(index: int, name: str) -> Callable[[Any, Tensor], None]:
+    def run(model: Any, x: Tensor) -> None:
+        model(x)
+        _of(model, index, name).backward()
+
+    return run
+
+
+def _hook_of_the_root(model: Any, x: Tensor) -> None:
+    model(x)
+    _loss(model.entered[-1]).backward()
+
+
+def _checkpointed(model: Any, x: Tensor) -> None:
+    model.checkpoints = True
+    _alone(2, "hidden")(model, x)
+
+
+def _with_output(model: Any, x: Tensor) -> None:
+    output = model(x)
+    (_loss(output) + _of(model, 1, "hidden") + _of(model, 2, "scaled")).backward()
+
+
+def _one_after_the_other(model: Any, x: Tensor) -> None:
+    output = model(x)
+    loss = _of(model, 2, "experts")
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    _loss(output).backward()
+
+
+def _earlier_forward(model: Any, x: Tensor) -> None:
+    model(x)
+    earlier = _of(model, 1, "experts")
+    (_loss(model(2 * x)) + earlier).backward()
+
+
+LOSSES: dict[str, Callable[[Any, Tensor], None]] = {
+    "relu of a layer": _alone(2, "hidden"),
+    "second output of a node": _alone(0, "value"),
+    "what a list of parameters made": _alone(2, "experts"),
+    "inner unit": _alone(1, "hidden"),
+    "hook of the root": _hook_of_the_root,
+    "checkpointed": _checkpointed,
+    "with output": _with_output,
+    "one after the other": _one_after_the_other,
+    "earlier forward": _earlier_forward,
+}
+
+
+def _assert_trains_like_unsharded(ctx: RankContext, model: Any, run: Callable[[Any, Tensor], None]) -> None:
+    references = [seeded(_Model) for _ in range(ctx.world_size)]
+    for _ in range(2):  # the second shows what the first has left behind
+        run(model, batch(seed=ctx.rank))
+        for rank, reference in enumerate(references):
+            run(reference, batch(seed=rank))
+    named = zip(model.named_parameters(), zip(*(each.parameters() for each in references), strict=True), strict=True)
+    for (name, parameter), others in named:
+        grads = [other.grad for other in others]
+        assert (parameter.grad is None) is (grads[0] is None), name
+        if parameter.grad is not None:
+            assert torch.allclose(parameter.grad.full_tensor(), sum(grads) / len(grads), atol=1e-6), name
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["reshards", "keeps"])
+@pytest.mark.parametrize("name", list(LOSSES))
+@distributed(2)
+def test_gradients_are_those_of_the_unsharded_model(ctx: RankContext, name: str, kept: bool) -> None:
+    _assert_trains_like_unsharded(ctx, _sharded(ctx, reshard_after_forward=kept), LOSSES[name])
+
+
+@distributed(2)
+def test_copies_unshard_their_own_units(ctx: RankContext) -> None:
+    model = _sharded(ctx)
+    _assert_trains_like_unsharded(ctx, copy.deepcopy(model), LOSSES["relu of a layer"])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@distributed(2)
+def test_mixed_precision(ctx: RankContext) -> None:
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, reference = _sharded(ctx, mp_policy=policy), seeded(_Model)
+    for each in (model, reference):
+        _alone(1, "hidden")(each, batch())
+    found = model.blocks[1].inner.up.weight.grad.full_tensor()
+    assert torch.allclose(found, reference.blocks[1].inner.up.weight.grad, atol=1e-3)
+    assert found.abs().max() > 1e-2
+
+
+def _used_by_the_unit_itself(ctx: RankContext) -> str:
+    model = _sharded(ctx)
+    error = error_of(lambda: _alone(2, "scaled")(model, batch()))
+    model.reset_iter_state()
+    _assert_trains_like_unsharded(ctx, model, _with_output)
+    return error
+
+
+def test_parameter_that_the_unit_itself_used_is_not_read_while_it_is_freed() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_used_by_the_unit_itself),
+        """\
+RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
+operation: [torch.FloatTensor [32]] is at version 2; expected version 1 instead. Hint: enable
+anomaly detection to find the operation that failed to compute its gradient, with
+torch.autograd.set_detect_anomaly(True, check_nan=False).""",
+    )
+
+
+def _unsharded_by_hand(model: Any, x: Tensor) -> None:
+    model(x)
+    if isinstance(model, fsdp2.FSDPModule):
+        model.blocks[2].unshard()
+    _of(model, 2, "scaled").backward()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["unsharded by hand", "keeps"])
+@distributed(2)
+def test_parameter_that_the_unit_itself_used_is_reduced_if_it_is_there(ctx: RankContext, kept: bool) -> None:
+    run = _unsharded_by_hand if kept else _alone(2, "scaled")
+    _assert_trains_like_unsharded(ctx, _sharded(ctx, reshard_after_forward=kept), run)
+
+
+class _Forces(nn.Module):
+    """Takes gradients in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force * self.energy(x)
+
+
+@distributed(2)
+def test_forward_that_takes_gradients(ctx: RankContext) -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(DIM, DIM), _Forces())
+
+    sharded, reference = seeded(model), seeded(model)
+    for unit in (sharded[1], sharded):
+        fsdp2.fully_shard(unit, mesh=ctx.mesh_1d())
+    for each in (sharded, reference):
+        _loss(each(batch())).backward()
+    for (name, parameter), other in zip(sharded.named_parameters(), reference.parameters(), strict=True):
+        assert (parameter.grad is None) is (other.grad is None), name
+        if parameter.grad is not None:
+            assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-6), name
+
+
+@distributed(2)
+def test_compiled_block(ctx: RankContext) -> None:
+    """All that a graph returns comes out of one node."""
+    start_compiling()
+    model, reference = _sharded(ctx), seeded(_Model)
+    model.blocks[2].compile(backend=BACKEND, fullgraph=True)
+    for each in (model, reference):
+        _alone(2, "hidden")(each, batch())
+    for name in ("blocks.2.up.weight", "blocks.0.scale", "entry.weight"):
+        found, expected = model.get_parameter(name).grad, reference.get_parameter(name).grad
+        assert torch.allclose(found.full_tensor(), expected, atol=1e-6), name

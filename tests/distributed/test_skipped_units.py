@@ -1,0 +1,311 @@
+"""Units that some ranks skip: nobody hangs, and every rank ends with the mean over all ranks, with default settings."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2 import trace
+from fsdp2.offload import StagedOffloadPolicy
+from tests.distributed.support import DIM, Block, Stack, batch, seeded, shard, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.pool import shared_pool
+
+Way = Sequence[int]
+
+
+class Tower(nn.Module):
+    """Parameters of its own around two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Routed(nn.Module):
+    """Blocks, of which ``way`` names those that run, in that order, and a tower that runs if it names 4. No gradient
+    reaches a block that is named by its complement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.tower = Tower()
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = self.entry(x)
+        for each in way:
+            if each < 0:
+                x = x + self.blocks[~each](x).detach()
+            else:
+                x = self.run(self.tower if each == 4 else self.blocks[each], x)
+        return x
+
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        return module(x)
+
+
+def _sharded(ctx: RankContext, model_class: type[Routed] = Routed, **kwargs: Any) -> Any:
+    kwargs.setdefault("mesh", ctx.mesh_1d() if ctx.world_size == 2 else ctx.mesh_2d(2, 2))
+    model = seeded(model_class)
+    for block in (*model.blocks, *model.tower.blocks, model.tower):
+        fsdp2.fully_shard(block, **kwargs)
+    return fsdp2.fully_shard(model, **kwargs)
+
+
+class Bare(Routed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Identity()  # type: ignore[assignment]
+
+
+class Checkpointed(Routed):
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(module, x, use_reentrant=False)
+
+
+class Reentrant(Routed):
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(module, x, use_reentrant=True) if torch.is_grad_enabled() else module(x)
+
+
+def _loss(model: Any, way: Way, seed: int) -> Tensor:
+    return model(batch(seed), way).float().square().mean()
+
+
+def _expected(steps: Sequence[Callable[[Any], None]]) -> list[Tensor | None]:
+    """The mean of gradients, of the unsharded model. ``steps``: what each rank does."""
+    models = [seeded(Routed) for _ in steps]
+    for model, compute in zip(models, steps, strict=True):
+        compute(model)
+    found = zip(*([parameter.grad for parameter in model.parameters()] for model in models), strict=True)
+    sums = [[grad for grad in grads if grad is not None] for grads in found]
+    return [torch.stack(grads).sum(0) / len(steps) if grads else None for grads in sums]
+
+
+def _assert_gradients(model: nn.Module, expected: Sequence[Tensor | None], tolerance: float = 1e-6) -> None:
+    for (name, parameter), gradient in zip(model.named_parameters(), expected, strict=True):
+        assert (parameter.grad is None) is (gradient is None), name
+        if gradient is not None:
+            found = parameter.grad.full_tensor()  # type: ignore[union-attr]
+            assert torch.allclose(found, gradient, atol=tolerance), (name, found, gradient)
+
+
+def _assert_steps(
+    ctx: RankContext, model: Any, ways: Sequence[Sequence[Way]], step: Callable[[Any, Way, int], None], **kwargs: float
+) -> None:
+    """``ways``: per step, one for each rank. ``step(model, way, seed)`` computes gradients."""
+    for number, by_rank in enumerate(ways):
+        seeds = range(10 * number, 10 * number + ctx.world_size)
+        steps = [functools.partial(step, way=way, seed=seed) for way, seed in zip(by_rank, seeds, strict=False)]
+        steps[ctx.rank](model)
+        _assert_gradients(model, _expected(steps), **kwargs)
+        model.zero_grad()
+
+
+# The tower's first use is in the third step, by one rank only. 3 is never used.
+WAYS: list[list[Way]] = [
+    [[0, 2], [1], [], [0, 1]],
+    [[1], [0, 1, 2], [0], []],
+    [[0, 4], [1], [2], [0]],
+    [[], [1, 4], [4], [0, 4]],
+]
+MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed": {"mp_policy": MIXED},
+    "offloaded": {"offload_policy": StagedOffloadPolicy()},
+    "kept": {"reshard_after_forward": False},
+    "checkpointed": {"model_class": Checkpointed},
+    "reentrant": {"model_class": Reentrant},
+}
+
+
+def _step(model: Any, way: Way, seed: int) -> None:
+    _loss(model, way, seed).backward()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@distributed(2, 4)
+def test_every_rank_ends_with_the_mean(ctx: RankContext, setting: str) -> None:
+    model = _sharded(ctx, **SETTINGS[setting])
+
+    def step(each: Any, way: Way, seed: int) -> None:
+        with torch.no_grad():  # ranks part in evaluation, too
+            _loss(each, way[:1], 0)
+        _step(each, way, seed)
+
+    ways = WAYS if setting != "reentrant" else WAYS[:2]  # the tower is a checkpoint around several units
+    _assert_steps(ctx, model, ways, step, tolerance=4e-3 if setting == "mixed" else 1e-6)
+
+
+@distributed(4)
+def test_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
+    _assert_steps(ctx, _sharded(ctx, mesh=ctx.mesh_1d(), reshard_after_forward=2), WAYS, _step)
+
+
+def _micro_batches(model: Any, way: Way, seed: int) -> None:
+    with fsdp2.no_sync(model) if isinstance(model, fsdp2.FSDPModule) else nullcontext():
+        _step(model, way[:1], seed)
+    _step(model, way[1:], seed + 1)
+
+
+def _two_forwards(model: Any, way: Way, seed: int) -> None:
+    (_loss(model, way, seed) + _loss(model, way[-1:], seed + 1)).backward()
+
+
+def _two_backwards(model: Any, way: Way, seed: int) -> None:
+    loss = _loss(model, way, seed)
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+
+
+@pytest.mark.parametrize("step", [_micro_batches, _two_forwards, _two_backwards])
+@distributed(2)
+def test_steps_of_several_passes(ctx: RankContext, step: Callable[[Any, Way, int], None]) -> None:
+    _assert_steps(ctx, _sharded(ctx), [[[0, 2], [1]], [[1], [0, 1, 2]], [[0, 4], [1]], [[3], [1, 4]]], step)
+
+
+@distributed(2)
+def test_gradients_that_reach_other_units(ctx: RankContext) -> None:
+    """Every rank computes with both; the gradient of one rank reaches the first, that of the other the second."""
+    ways = [[[~0, 1, 2], [0, ~1, 2]], [[0, 1, ~2], [~0, ~1, 2]], [[~0], [~0]]]
+    _assert_steps(ctx, _sharded(ctx), ways, _step)
+
+
+@distributed(2)
+def test_order_that_is_not_that_of_registration(ctx: RankContext) -> None:
+    ways = [[[4, 2, 1, 0], [4, 2, 1, 0]], [[4, 0], [2, 1]], [[1], [4, 2]], [[3, 0], [1]]]
+    _assert_steps(ctx, _sharded(ctx), ways, _step)
+
+
+@distributed(2)
+def test_root_without_parameters(ctx: RankContext) -> None:
+    """A unit's hook on a tensor comes ahead of the root's on the same one."""
+    model = _sharded(ctx, Bare)
+    for ways in WAYS[:2]:
+        _step(model, [*ways[ctx.rank], 3], 0)
+    assert model.blocks[1].linear.weight.grad is not None
+
+
+@distributed(2)
+def test_zeros_for_what_nobody_used(ctx: RankContext) -> None:
+    model = _sharded(ctx)
+    model.set_reduce_scatter_unused_params(True)
+    _loss(model, [0, ctx.rank + 1], ctx.rank).backward()
+    steps = [functools.partial(_step, way=[0, rank + 1], seed=rank) for rank in range(2)]
+    unused = [torch.zeros_like(p) for p in seeded(Routed).parameters()]
+    expected = [zeros if grad is None else grad for grad, zeros in zip(_expected(steps), unused, strict=True)]
+    _assert_gradients(model, expected)
+
+
+@distributed(2)
+def test_limit_on_memory(ctx: RankContext) -> None:
+    """Ranks withhold the same prefetches."""
+    model = _sharded(ctx)
+    _step(model, [0, 1, 2, 3, 4], 0)
+    model.zero_grad()
+    model.set_temporary_memory_limit(fsdp2.memory_plan(model).at_least)
+    _assert_steps(ctx, model, WAYS, _step)
+
+
+@distributed(2)
+def test_frozen_units_are_gathered_as_often_as_on_ranks_that_use_them(ctx: RankContext) -> None:
+    """No gradient reaches the tower, which comes first."""
+    model = _sharded(ctx)
+    for module in (model.entry, model.tower):
+        module.requires_grad_(False)
+    ways: list[list[Way]] = [[[4, 0], [4, 0]], [[4, 0], [1]], [[0], [4, 1]]]
+    for number, by_rank in enumerate(ways):
+        with trace.record(model) as recorded:
+            _step(model, by_rank[ctx.rank], number)
+        gathers = [
+            action for action in recorded.actions() if action.startswith(("unshard", "prefetch")) and "tower" in action
+        ]
+        assert len(gathers) == 3 + 1, gathers  # one of the tower's blocks is prefetched in vain
+        model.zero_grad()
+
+
+# What a rank does for units that it skips
+
+
+class Short(Stack):
+    """Two blocks, of which rank 1 skips the second from the second forward on."""
+
+    num_forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        x = self.blocks[0](self.entry(x))
+        if self.num_forwards == 1 or dist.get_rank() == 0:
+            x = self.blocks[1](x)
+        return self.exit(x)
+
+
+def _trace(ctx: RankContext) -> str:
+    model = shard(ctx, seeded(Short))
+    step(model)
+    model.zero_grad()
+    with trace.record(model) as recorded:
+        step(model)
+    return str(recorded)
+
+
+def test_a_rank_that_skips_a_unit_gathers_and_reduces_it_without_computing() -> None:
+    used, skipped = shared_pool(2).run(_trace)
+    assert_expected_inline(
+        skipped,
+        """\
+pre_forward (root)
+    unshard (root)  8448 bytes
+    wait (root)  8448 bytes
+    prefetch blocks.0  4224 bytes
+pre_forward blocks.0
+    wait blocks.0  4224 bytes
+    prefetch blocks.1  4224 bytes
+post_forward blocks.0
+    reshard blocks.0  4224 bytes
+join_forward blocks.1
+    wait blocks.1  4224 bytes
+    reshard blocks.1  4224 bytes
+post_forward (root)
+pre_backward (root)
+    prefetch blocks.1  4224 bytes
+join_backward blocks.1
+    wait blocks.1  4224 bytes
+    prefetch blocks.0  4224 bytes
+    reshard blocks.1  4224 bytes
+    reduce blocks.1
+pre_backward blocks.0
+    wait blocks.0  4224 bytes
+post_backward blocks.0
+    reshard blocks.0  4224 bytes
+    reduce blocks.0
+end_backward (root)
+    reshard (root)  8448 bytes
+    reduce (root)
+    land (root)""",
+    )
+    assert [line for line in skipped.splitlines() if line.startswith("  ")] == [
+        line for line in used.splitlines() if line.startswith("  ")
+    ]

@@ -1,0 +1,295 @@
+"""Ranks that use other units gather and reduce the same, in the same order: simulated, with plain values.
+
+Unit 0 is the root. A rank's program is the list of units that it uses, in order; each runs inside its parent.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from fsdp2.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.skipped import Outcome, SkippedUnits, nested
+
+Program = Sequence[int]
+FLAT = (None, 0, 0, 0, 0)
+
+
+class Rank:
+    """What one rank performs for the events that its programs make. Attributes: log: the collectives that it starts."""
+
+    def __init__(self, parents: Sequence[int | None], rules: Sequence[UnitRules], frozen: Collection[int] = ()) -> None:
+        self.schedule = Schedule(rules)
+        self.skipped = SkippedUnits(parents)
+        self.log: list[str] = []
+        self._parents, self.frozen = parents, frozen
+        self._unsharded: set[int] = set()
+
+    def forward(self, program: Program, *, grad_enabled: bool = True, without_gradient: Collection[int] = ()) -> object:
+        """One forward over ``program``. ``without_gradient``: units whose output needs none. Returns what ranks have
+        to compare."""
+        self.skipped.begin_forward(program[0], grad_enabled=grad_enabled)
+        self._events = nested(program, self._parents)
+        for unit, begins in self._events:
+            if begins:
+                self._join_forward(self.skipped.forward(unit))
+                self._do(self.schedule.pre_forward(unit, in_backward=False, grad_enabled=grad_enabled))
+            else:
+                self._join_forward(
+                    self.skipped.forward(~unit, Outcome.NOTHING if unit in without_gradient else Outcome.BACKWARD)
+                )
+                self._do(self.schedule.post_forward(unit))
+        return self.skipped.end_forward(self._trainable)
+
+    def agree(self, used: Sequence[object]) -> None:
+        self.schedule.expect(self.skipped.agree(used, self._trainable))  # type: ignore[arg-type]
+
+    def backward(self, *, unreached: Collection[int] = (), unreported: Collection[int] = ()) -> None:
+        """Back through the last forward. ``unreached``: units that no gradient reaches; ``unreported``: whose end
+        nobody reports, because their inputs need no gradient."""
+        self.skipped.begin_backward()
+        for unit, begins in reversed(self._events):
+            if unit in unreached:
+                continue
+            if not begins:
+                self._join_backward(self.skipped.backward(~unit))
+                self._do(self.schedule.pre_backward(unit))
+            elif unit not in unreported:
+                self._join_backward(self.skipped.backward(unit))
+                if unit not in self.skipped.ended:
+                    self._do(self.schedule.post_backward(unit))
+        self._join_backward(self.skipped.end_backward(is_last=True, ends_open=True))
+        self._do(self.schedule.end_backward())
+
+    @property
+    def _trainable(self) -> set[int]:
+        return {unit for unit in range(len(self._parents)) if unit not in self.frozen}
+
+    @property
+    def is_at_rest(self) -> bool:
+        return set(self.schedule.phases) == {Phase.IDLE} and not self._unsharded
+
+    def _join_forward(self, events: Sequence[int]) -> None:
+        for event in events:
+            if event >= 0:
+                self._do(self.schedule.pre_forward(event, in_backward=False, grad_enabled=True))
+            else:
+                self._do(self.schedule.post_forward(~event))
+
+    def _join_backward(self, events: Sequence[int]) -> None:
+        for event in events:
+            self._do(self.schedule.pre_backward(~event) if event < 0 else self.schedule.post_backward(event))
+
+    def _do(self, actions: Actions) -> None:
+        for action, unit in actions:
+            if action in (Action.UNSHARD, Action.PREFETCH) and unit not in self._unsharded:
+                self._unsharded.add(unit)
+                self.log.append(f"all-gather {unit}")
+            elif action is Action.RESHARD:
+                self._unsharded.discard(unit)
+            elif action is Action.REDUCE_JOINTLY and unit not in self.frozen:
+                self.log.append(f"reduce {unit}")
+
+
+def ranks_of(parents: Sequence[int | None] = FLAT, num_ranks: int = 2, frozen: Collection[int] = ()) -> list[Rank]:
+    root = UnitRules(after_forward=AfterForward.KEEP, ranks_may_skip=True)
+    rules = [root, *[UnitRules(ranks_may_skip=True)] * (len(parents) - 1)]
+    return [Rank(parents, rules, frozen) for _ in range(num_ranks)]
+
+
+def step(
+    ranks: Sequence[Rank],
+    *programs: Program,
+    without_gradient: Collection[int] = (),
+    backwards: Sequence[dict[str, list[int]]] = (),
+) -> str:
+    """Forward and backward of every rank over its own program. Returns the collectives, the same on all ranks."""
+    for rank in ranks:
+        rank.log.clear()
+    passes = zip(ranks, programs, strict=True)
+    used = [rank.forward(program, without_gradient=without_gradient) for rank, program in passes]
+    assert used.count(None) in (0, len(used))
+    if used[0] is not None:
+        for rank in ranks:
+            rank.agree(used)
+    for rank, how in zip(ranks, [*backwards, *[{}] * len(ranks)], strict=False):
+        unreached = [*without_gradient, *how.get("unreached", ())]
+        rank.backward(unreached=unreached, unreported=how.get("unreported", ()))
+    first, *others = [rank.log for rank in ranks]
+    for other in others:
+        assert other == first
+    assert all(rank.is_at_rest for rank in ranks)
+    return ", ".join(first)
+
+
+ALL = (
+    "all-gather 0, all-gather 1, all-gather 2, all-gather 3, all-gather 4, "
+    "reduce 4, all-gather 3, reduce 3, all-gather 2, reduce 2, all-gather 1, reduce 1, reduce 0"
+)
+
+
+def _sorted(log: str) -> list[str]:
+    return sorted(log.split(", "))
+
+
+def test_ranks_that_skip_other_units_start_the_same_collectives_from_the_first_step_on() -> None:
+    ranks = ranks_of()
+    for _ in range(3):
+        assert _sorted(step(ranks, [0, 1, 3, 4], [0, 2, 3])) == _sorted(
+            ALL.replace("reduce 4", "all-gather 4, reduce 4")
+        )
+
+
+def test_no_rank_that_uses_all_units_does_more_than_without_others() -> None:
+    ranks = ranks_of()
+    alone = ranks_of(num_ranks=1)
+    for unit in range(5):
+        alone[0].skipped.may_skip(unit, enabled=False)
+    for _ in range(3):
+        program = [0, 1, 2, 3, 4]
+        assert step(ranks, program, program) == step(alone, program)
+
+
+def test_first_forward_takes_another_order_than_registration_and_later_ones_may_skip() -> None:
+    ranks = ranks_of()
+    order = [0, 4, 2, 3, 1]
+    step(ranks, order, order)
+    found = step(ranks, order, order)
+    for _ in range(2):
+        assert _sorted(step(ranks, [0, 4, 3], [0, 2, 1])) == _sorted(found)
+
+
+def test_unit_that_no_rank_has_used_yet_keeps_its_place() -> None:
+    ranks = ranks_of()
+    for _ in range(2):
+        step(ranks, [0, 1, 4], [0, 1, 4])
+    step(ranks, [0, 1, 3, 4], [0, 1, 2, 4])
+
+
+def test_frozen_units_that_no_gradient_reaches_are_not_gathered_in_backward() -> None:
+    """But for 2, which is prefetched: it ran before 3."""
+    ranks = ranks_of(frozen=(1, 2))
+    for _ in range(2):
+        log = step(ranks, [0, 1, 2, 3, 4], [0, 2, 3, 4], without_gradient=(1, 2))
+        assert (log.count("all-gather 1"), log.count("all-gather 2"), log.count("all-gather 3")) == (1, 2, 2)
+
+
+def test_ranks_compare_again_when_other_units_are_trained() -> None:
+    ranks = ranks_of(frozen=(1, 2))
+    for _ in range(2):
+        step(ranks, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], without_gradient=(1, 2))
+    for rank in ranks:
+        rank.frozen = ()
+    assert step(ranks, [0, 1, 3, 4], [0, 2, 3, 4]).endswith("reduce 2, reduce 1, reduce 0")
+
+
+def test_unit_whose_end_nobody_reports_is_reduced_before_the_next_one_begins() -> None:
+    """Its inputs need a gradient on the other rank only."""
+    ranks = ranks_of()
+    program = [0, 1, 2, 3, 4]
+    step(ranks, program, program)
+    for rank in ranks:
+        rank.log.clear()
+        rank.forward(program)
+    ranks[0].backward(unreported=(3,))
+    ranks[1].backward()
+    assert ranks[0].log == ranks[1].log
+
+
+def test_unit_used_again_is_left_to_the_program() -> None:
+    ranks = ranks_of()
+    once = step(ranks, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    again = [0, 1, 2, 1, 2, 3, 4]
+    assert len(step(ranks, again, again)) > len(once)
+    step(ranks, [0, 1, 2, 1, 2, 3], [0, 1, 2, 1, 2, 4])
+
+
+def test_units_unsharded_by_hand_are_left_alone() -> None:
+    ranks = ranks_of()
+    for rank in ranks:
+        rank.skipped.by_hand.add(2)
+        rank.forward([0, 1, 3, 4])
+    assert "all-gather 2" not in ranks[0].log
+
+
+def test_units_that_ranks_skip_alike_are_left_out() -> None:
+    ranks = ranks_of()
+    for rank in ranks:
+        rank.skipped.may_skip(2, enabled=False)
+        rank.schedule.rules[2] = UnitRules()
+    for _ in range(2):
+        found = step(ranks, [0, 1, 3], [0, 4])
+        assert "2" not in found
+        assert "3" in found
+    assert "2" in step(ranks, [0, 2], [0, 2, 3])
+
+
+def test_a_pass_of_an_inner_root_joins_what_is_inside_it_only() -> None:
+    parents = (None, 0, 1, 1, 0, 4)
+    ranks = ranks_of(parents)
+    assert "4" not in step(ranks, [1, 2], [1, 3])
+    step(ranks, [0, 1, 2, 4], [0, 4, 5])
+
+
+def test_exception_forgets_the_pass() -> None:
+    ranks = ranks_of()
+    program = [0, 1, 2, 3, 4]
+    step(ranks, program, program)
+    for rank in ranks:
+        rank.forward(program)
+        rank.skipped.reset()
+        rank.schedule.reset()
+        rank._unsharded.clear()
+    assert step(ranks, [0, 1, 2, 4], [0, 3])
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_any_ranks_start_the_same_collectives(seed: int) -> None:
+    """Random trees of units and orders of modules; each of three ranks uses some units, gradients reach some of those,
+    and some of their ends are not reported."""
+    chance = random.Random(seed)
+    parents = _tree(chance.randint(2, 9), chance)
+    ranks = ranks_of(parents, 3)
+    order = _walk(0, parents, chance)
+    if order != sorted(order):  # the first forward has to show it
+        step(ranks, *[order] * 3)
+    for _ in range(4):
+        programs = [_some(order, parents, chance) for _ in ranks]
+        step(ranks, *programs, backwards=[_some_backward(program, parents, chance) for program in programs])
+
+
+def _tree(num_units: int, chance: random.Random) -> list[int | None]:
+    """Parents, in the order of registration."""
+    parents: list[int | None] = [None]
+    around = [0]
+    for unit in range(1, num_units):
+        del around[chance.randint(1, len(around)) :]
+        parents.append(around[-1])
+        around.append(unit)
+    return parents
+
+
+def _walk(unit: int, parents: Sequence[int | None], chance: random.Random) -> list[int]:
+    """The order of a forward that takes children in an order of its own."""
+    children = [child for child, parent in enumerate(parents) if parent == unit]
+    if chance.random() < 0.5:
+        chance.shuffle(children)
+    return [unit, *(each for child in children for each in _walk(child, parents, chance))]
+
+
+def _some(order: Program, parents: Sequence[int | None], chance: random.Random) -> list[int]:
+    used: list[int] = []
+    for unit in order:
+        if parents[unit] is None or (parents[unit] in used and chance.random() < 0.6):
+            used.append(unit)
+    return used
+
+
+def _some_backward(program: Program, parents: Sequence[int | None], chance: random.Random) -> dict[str, list[int]]:
+    leaves = [unit for unit in program[1:] if unit not in parents]
+    return {
+        "unreached": [unit for unit in leaves if chance.random() < 0.3],
+        "unreported": [unit for unit in program if chance.random() < 0.3],
+    }
