@@ -95,13 +95,13 @@ class SkippedUnits:
     def begin_forward(self, root: int, *, grad_enabled: bool) -> None:
         """The forward of ``root`` is a pass of its own."""
         self._position, self._is_following = 0, len(self._alike) < len(self._parents)
+        self._used, self._leads_to, self._joined = [], {}, set()
         if not self._is_following:
             self._expected, self._tape = (), None
             return
         self._current = (root, grad_enabled)
         order = self._orders.get(self._current)
         self._expected = self._registered(root) if order is None else order.events
-        self._used, self._leads_to, self._joined = [], {}, set()
         self._tape = [] if grad_enabled else None
         if self._tape is not None:
             self._forwards.append(_Forward(self._current, self._tape))
