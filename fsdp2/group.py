@@ -8,7 +8,7 @@ when, ``states`` says: any other is refused, and nothing changes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -52,6 +52,8 @@ class ParamGroup:
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
         self.story: Callable[[], str] = lambda: "none"  # the root's recent events, for error messages
         self._watch = GradientWatch()
+        self._own: set[ShardedParam] = set()  # bound in the unit's own modules
+        self._on_own: weakref.WeakMethod[Callable[[], None]] | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
         comm = comm_for(mesh.shard, mesh.device)
         self.shards = GroupShards(records, self.params, home, comm)
@@ -85,6 +87,11 @@ class ParamGroup:
             self._watch.on_early = on_early
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
+
+    def watch_own(self, modules: Container[nn.Module], on_gradient: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Call ``on_gradient`` for every gradient of a parameter that is bound in one of ``modules``."""
+        self._own = {param for param in self.params if any(slot.module in modules for slot in param.slots)}
+        self._on_own = on_gradient
 
     def rest_on(self, mesh: ParallelMesh | None) -> None:
         """Between forward and backward, rest on this smaller mesh when asked to."""
@@ -344,6 +351,9 @@ class ParamGroup:
         self.gathered.follow_requires_grad()
         self._footprint = None
         self.watch_gradients()
+        if self._on_own is not None:
+            own = [self.params[i].unsharded for i in self.gathered.trainable if self.params[i] in self._own]
+            self._watch.for_each_of([param for param in own if param is not None], self._on_own)
 
     def watch_gradients(self) -> None:
         """Have the watch tell when gradients are there that are reduced ahead of the rest, or half of all."""

@@ -3,11 +3,13 @@
 A unit's parameters must be there before the first node runs that saved one. Nearly all such nodes are in the forward of
 a submodule that has parameters, so gradients of what those submodules return lead to the unit's backward, too. Autograd
 runs the node that was made last first: what such a submodule returns comes ahead of what it computed with. Compiled
-graphs are left alone; each is one node, with the unit's output among its results.
+graphs are left alone; each is one node, with the unit's output among its results. Of parameters that a unit uses
+itself, the gradients are watched: that is too late to gather, but nothing that was kept unsharded stays unreduced.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +31,8 @@ class InnerGradients:
         self._hook = _torch.GradientHook(self._on_gradient)
         for module in _called(unit.modules, holders):
             _torch.watch_calls(module, self._handed_out)
+        for group in unit.groups:
+            group.watch_own(unit.modules, weakref.WeakMethod(self._on_own_gradient))
 
     def _handed_out(self, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -42,7 +46,14 @@ class InnerGradients:
                     self._hook.add_to(tensor)
         return output
 
+    def _on_own_gradient(self) -> None:
+        """A parameter that the unit itself uses has one: of a loss that may have reached nothing else."""
+        self._begin_if_outside()
+
     def _on_gradient(self, _: torch.Tensor) -> None:
+        self._begin_if_outside()
+
+    def _begin_if_outside(self) -> None:
         """Most often the unit's own output has come first. In its forward, the user takes gradients on the way."""
         unit = self._unit
         phase = unit.context.schedule.phases[unit.index]

@@ -28,6 +28,7 @@ class GradientWatch:
         self.on_early: Callable[[], None] = lambda: None
         self.on_halfway: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
+        self._own_handles: list[RemovableHandle] = []
         self._num_watched = 0
         self._num_missing = 0  # in the backward that was seen last
         self._seen_backward = -1
@@ -55,6 +56,13 @@ class GradientWatch:
                 report = partial(_tell, weakref.WeakMethod(self._report))
                 self._handles = [param.register_post_accumulate_grad_hook(report)]
                 return
+
+    def for_each_of(self, params: Sequence[nn.Parameter], on_gradient: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Beside the above, call ``on_gradient`` for every gradient of ``params``."""
+        for handle in self._own_handles:
+            handle.remove()
+        tell = partial(_tell, on_gradient)
+        self._own_handles = [param.register_post_accumulate_grad_hook(tell) for param in params]
 
     def _report(self) -> None:
         self.on_halfway()

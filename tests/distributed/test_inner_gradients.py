@@ -227,6 +227,28 @@ def test_parameter_that_the_unit_itself_used_is_reduced_if_it_is_there(ctx: Rank
     _assert_trains_like_unsharded(ctx, _sharded(ctx, reshard_after_forward=kept), run)
 
 
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x * self.scale
+        return x + self.kept
+
+
+@distributed(2)
+def test_parameter_that_the_root_itself_used_is_reduced_if_the_loss_reaches_nothing_else(ctx: RankContext) -> None:
+    """Neither an output nor an input that needs a gradient tells of this backward."""
+    model, references = fsdp2.fully_shard(seeded(_Scaled), mesh=ctx.mesh_1d()), [seeded(_Scaled) for _ in range(2)]
+    for _ in range(2):
+        for rank, each in [*enumerate(references), (ctx.rank, model)]:
+            each(batch(seed=rank))
+            _loss(each.kept).backward()
+    grads = [reference.scale.grad for reference in references]
+    assert torch.allclose(model.scale.grad.full_tensor(), sum(grads) / 2, atol=1e-6)
+
+
 class _Forces(nn.Module):
     """Takes gradients in its forward."""
 
