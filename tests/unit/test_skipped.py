@@ -168,6 +168,23 @@ def test_unit_that_no_rank_has_used_yet_keeps_its_place() -> None:
     step(ranks, [0, 1, 3, 4], [0, 1, 2, 4])
 
 
+def test_unit_that_an_order_of_its_own_left_out_keeps_its_place_behind_its_sibling() -> None:
+    ranks = ranks_of()
+    step(ranks, [0, 4, 2], [0, 4, 2])
+    step(ranks, [0, 4, 3], [0, 1, 2])
+
+
+def test_end_that_is_reported_late_changes_nothing() -> None:
+    """The unit was ended when the one before it began."""
+    (rank,) = ranks_of(num_ranks=1)
+    step([rank], [0, 1, 2, 3, 4])
+    rank.forward([0, 1, 2, 3, 4])
+    rank.skipped.begin_backward()
+    assert [list(rank.skipped.backward(event)) for event in (~0, ~4, ~3)] == [[], [], [4]]
+    assert rank.skipped.backward(4) == ()
+    assert rank.skipped.ended == {4}
+
+
 def test_frozen_units_that_no_gradient_reaches_are_not_gathered_in_backward() -> None:
     """But for 2, which is prefetched: it ran before 3."""
     ranks = ranks_of(frozen=(1, 2))
