@@ -1,5 +1,5 @@
-"""Claim: on 2 gloo ranks of one host, a step takes at most half the time that it takes under torch's ``fully_shard``;
-on 4 ranks, where cores allow it.
+"""Claim: on 2 gloo ranks of one host, a step takes about half the time that it takes under torch's ``fully_shard``, or
+less; on 4 ranks, where cores allow it.
 
 Forward and backward of transformer blocks, one thread per rank; all peers take turns in the same processes. The second
 table says how far from the floor that is: the model's computation beside bare collectives of the same bytes.
