@@ -32,7 +32,7 @@ class InnerGradients:
         for module in _called(unit.modules, holders):
             _torch.watch_calls(module, self._handed_out)
         for group in unit.groups:
-            group.watch_own(unit.modules, weakref.WeakMethod(self._on_own_gradient))
+            group.watch_own(unit.modules, weakref.WeakMethod(self._begin_if_outside))
 
     def _handed_out(self, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -45,10 +45,6 @@ class InnerGradients:
                 if tensor.requires_grad:
                     self._hook.add_to(tensor)
         return output
-
-    def _on_own_gradient(self) -> None:
-        """A parameter that the unit itself uses has one: of a loss that may have reached nothing else."""
-        self._begin_if_outside()
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         self._begin_if_outside()

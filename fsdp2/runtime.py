@@ -1,8 +1,8 @@
-"""From events to the schedule, and from its answer to the performer.
+"""Who the units are, and what they share while they work under one root.
 
-``Unit`` is one ``fully_shard`` call. ``RootContext`` is what the units under one root share: the schedule, what
-performs its actions, and the way back to rest after an exception. The first unit whose forward runs becomes the root;
-if a module around it runs later, that one takes over. Hooks report events here; nothing else does.
+``Unit`` is one ``fully_shard`` call. ``RootContext`` is what the units under one root share: which there are, the
+passes that their events go through, and the way back to rest after an exception. The first unit whose forward runs
+becomes the root; if a module around it runs later, that one takes over. Hooks report events here; nothing else does.
 """
 
 from __future__ import annotations
