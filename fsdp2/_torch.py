@@ -200,34 +200,39 @@ class GradientHook:
 
 
 # To look up an attribute of a subclass, torch asks the class for ``__torch_function__`` first, which takes four fifths
-# of the time. DTensor has none to call. The functions below switch that off.
-_plain_access = torch._C.DisableTorchFunctionSubclass
+# of the time. DTensor has none to call. The functions below switch that off, for the time of a ``with`` block.
+plain_access = torch._C.DisableTorchFunctionSubclass
 _get_requires_grad, _get_grad = attrgetter("requires_grad"), attrgetter("grad")
 _get_hooks, _get_version = attrgetter("_post_accumulate_grad_hooks"), attrgetter("_version")
 
 
 def requires_grad_of(params: Sequence[torch.Tensor]) -> list[bool]:
     """``requires_grad`` of each."""
-    with _plain_access():
+    with plain_access():
         return list(map(_get_requires_grad, params))
 
 
 def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """``grad`` of each."""
-    with _plain_access():
+    with plain_access():
         return list(map(_get_grad, params))
 
 
-def set_grads(params: Sequence[torch.Tensor], grads: Iterable[torch.Tensor]) -> None:
+def set_grads(params: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None]) -> None:
     """Set ``grad`` of each."""
-    with _plain_access():
+    with plain_access():
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
 
 
+def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether one is a view of the other, or both of a third; 1 us less than by the addresses of their storages."""
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each was written in place."""
-    with _plain_access():
+    with plain_access():
         return list(map(_get_version, tensors))
 
 
@@ -241,20 +246,45 @@ def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]
             del hooks[key]
 
 
-def watch_calls(module: nn.Module, see: Callable[[Any], Any]) -> None:
-    """Have each call of ``module`` return what ``see`` makes of what it returned, for good.
+def watch_calls(module: nn.Module, see: Callable[[Any], Any], on_first: Callable[[], None] | None = None) -> None:
+    """Have each call of ``module`` return what ``see`` makes of what it returned, for good. ``on_first`` is called at
+    the end of the first.
 
     With a forward hook, public as that is, torch calls modules on a way that takes 11 thousand instructions more; this
     takes one. It is the attribute that ``Module.compile`` sets, with the same meaning. Copies and pickles of the module
     leave it behind, and the compiler does not look at it where it traces through the module.
     """
     call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
-    module.__dict__["_compiled_call_impl"] = lambda *args, **kwargs: see(call(*args, **kwargs))
+    watched = module.__dict__["_compiled_call_impl"] = lambda *args, **kwargs: see(call(*args, **kwargs))
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        output = watched(*args, **kwargs)
+        if module.__dict__["_compiled_call_impl"] is first:  # Module.compile may have taken its place
+            module.__dict__["_compiled_call_impl"] = watched
+        on_first()  # type: ignore[misc]
+        return output
+
+    if on_first is not None:
+        module.__dict__["_compiled_call_impl"] = first
+
+
+def at_start_of_compilation(function: Callable[[], None]) -> None:
+    """Call ``function``, which lives as long as its module, before ``torch.compile`` traces anything. No public module
+    tells of that."""
+    from torch._dynamo import callback_handler  # takes a second, and is loaded anyway where something is compiled
+
+    if all(getattr(known, "tells", None) is not function for known in callback_handler.start_callbacks):
+
+        def tell(_: object) -> None:
+            function()
+
+        tell.tells = function  # type: ignore[attr-defined]
+        callback_handler.register_start_callback(tell)
 
 
 def have_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> bool:
     """Whether the user registered a hook on any of the sharded ``params``."""
-    with _plain_access():
+    with plain_access():
         return any(map(_get_hooks, params))
 
 

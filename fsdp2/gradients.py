@@ -278,9 +278,8 @@ class GroupGradients:
             return self._take_parts(bound)
         if not bound.plain or any(map(_is_there, map(_accumulated_of, self._params))):
             return [self._take(param) for param, _ in bound.parts]
-        grads = [param.grad for param in bound.plain]
-        for param in bound.plain:
-            param.grad = None
+        grads = _torch.grads_of(bound.plain)
+        _torch.set_grads(bound.plain, [None] * len(grads))
         return grads
 
     def _take_parts(self, bound: BoundReduce) -> list[torch.Tensor | None]:

@@ -1,16 +1,21 @@
 """Backwards that enter a unit elsewhere than at its outputs: a loss on an activation that somebody kept.
 
-A unit's parameters must be there before the first node runs that saved one. Nearly all such nodes are in the forward of
-a submodule that has parameters, so gradients of what those submodules return lead to the unit's backward, too. Autograd
-runs the node that was made last first: what such a submodule returns comes ahead of what it computed with. Compiled
-graphs are left alone; each is one node, with the unit's output among its results. Of parameters that a unit uses
-itself, the gradients are watched: that is too late to gather, but nothing that was kept unsharded stays unreduced.
+A unit's parameters must be there before the first node runs that saved one. Most such nodes are in the forward of a
+submodule that has parameters, so gradients of what those submodules return lead to the unit's backward, too. Autograd
+runs the node that was made last first: what such a submodule returns comes ahead of what it computed with, and torch's
+own layers hand out nothing else. Where other code uses parameters, each operation on them is watched (``direct_uses``).
+
+Compiled graphs are left alone. Each is one node, with the unit's output among its results; and the compiler traces
+parameters of torch's own class best, so it finds no others. What cannot be watched (parameters that all-gather hooks
+made, functions of ``torch.autograd.Function``) is told by gradients that are there. That is too late to gather, but
+nothing that was kept unsharded stays unreduced.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +23,9 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.nested import find_tensors
+from fsdp2.param import ShardedParam
 from fsdp2.runtime import Unit
-from fsdp2.schedule import Phase
+from fsdp2.schedule import Pass, Phase
 
 
 class InnerGradients:
@@ -29,10 +35,50 @@ class InnerGradients:
         self._unit = unit
         self._begin = torch.compiler.disable(self._begin_backward)
         self._hook = _torch.GradientHook(self._on_gradient)
-        for module in _called(unit.modules, holders):
-            _torch.watch_calls(module, self._handed_out)
+        self._uncalled: dict[ShardedParam, set[nn.Module]] = {}
+        around = {child: module for root in unit.modules for module in root.modules() for child in module.children()}
         for group in unit.groups:
             group.watch_own(unit.modules, weakref.WeakMethod(self._begin_if_outside))
+            for param in group.params if group.mesh.shard.size > 1 else ():
+                self._watch_uses(param, around)
+        _watching.add(self)
+        _torch.at_start_of_compilation(_leave_parameters_to_the_compiler)
+        awaited = set().union(*self._uncalled.values())
+        on_first_call = torch.compiler.disable(self._on_first_call)
+        for module in _called(unit.modules, holders, around):
+            on_first = partial(on_first_call, module) if module in awaited else None
+            _torch.watch_calls(module, self._handed_out, on_first)
+
+    def _watch_uses(self, param: ShardedParam, around: Mapping[nn.Module, nn.Module]) -> None:
+        """Watch operations on ``param``, unless it is torch's modules alone that use it. Those that other code reaches
+        into without a call have to be called first."""
+        holders = {slot.module for slot in param.slots}
+        if all(map(_is_torchs, holders)):
+            uncalled = {holder for holder in holders - set(self._unit.modules) if not _is_torchs(around[holder])}
+            if not uncalled:
+                return
+            self._uncalled[param] = uncalled
+        param.watch_uses(self._hook)
+
+    def stop_watching_uses(self) -> None:
+        """From now on, watch what submodules return, only."""
+        self._uncalled.clear()
+        for group in self._unit.groups:
+            for param in group.params:
+                param.watch_uses(None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its unit is part of a pass that is under way."""
+        return self._unit.running is not Pass.IDLE
+
+    def _on_first_call(self, module: nn.Module) -> None:
+        """Its parameters are used by calls of it, then."""
+        for param, uncalled in list(self._uncalled.items()):
+            uncalled.discard(module)
+            if not uncalled:
+                del self._uncalled[param]
+                param.watch_uses(None)
 
     def _handed_out(self, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -60,15 +106,36 @@ class InnerGradients:
         self._unit.context.pre_backward(self._unit)
 
 
-def _called(modules: tuple[nn.Module, ...], holders: Iterable[nn.Module]) -> list[nn.Module]:
+_watching: weakref.WeakSet[InnerGradients] = weakref.WeakSet()
+
+
+def _leave_parameters_to_the_compiler() -> None:
+    """In all units of the root at once: blocks that are alike share their graphs, if their parameters are alike."""
+    for each in list(_watching):
+        if each.is_running:
+            each.stop_watching_uses()
+
+
+def _called(
+    modules: tuple[nn.Module, ...], holders: Iterable[nn.Module], around: Mapping[nn.Module, nn.Module]
+) -> list[nn.Module]:
     """What computes with the parameters of ``holders``, below ``modules``: a list of parameters has no forward, so that
-    is a module around it."""
-    around = {child: module for root in modules for module in root.modules() for child in module.children()}
+    is a module ``around`` it."""
     found: dict[nn.Module, None] = {}
     for holder in holders:
         module: nn.Module | None = holder
-        while module is not None and module not in modules and type(module).forward is nn.Module.forward:
+        while module is not None and module not in modules and not _has_forward(module):
             module = around.get(module)
         if module is not None and module not in modules:
             found[module] = None
     return list(found)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether it is one of torch's layers. Those use their parameters, and those of modules inside, in calls only."""
+    is_container = isinstance(module, nn.Sequential) or not _has_forward(module)
+    return type(module).__module__.startswith("torch.nn.modules.") and not is_container

@@ -20,8 +20,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp2 import _torch
-from fsdp2._torch import GradDtype
+from fsdp2._torch import GradDtype, GradientHook
 from fsdp2.api import ExtensionError, MixedPrecisionPolicy
+from fsdp2.direct_uses import WatchedParameter, unwatch, watch
 from fsdp2.layout import ShardLayout, contiguous_stride
 from fsdp2.mesh import ParallelMesh
 from fsdp2.offload import Home
@@ -122,6 +123,7 @@ class ShardedParam:
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
         self.compute_dtypes = record.dtypes
         self.accumulated: torch.Tensor | None = None
+        self._use_hook: GradientHook | None = None
 
     @property
     def plan_input(self) -> PlanInput:
@@ -151,7 +153,7 @@ class ShardedParam:
     @property
     def is_wrapped(self) -> bool:
         """Whether compute reads a tensor subclass, which hooks have made."""
-        return type(self.unsharded_local) not in (nn.Parameter, torch.Tensor, type(None))
+        return type(self.unsharded_local) not in (nn.Parameter, WatchedParameter, torch.Tensor, type(None))
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -178,7 +180,19 @@ class ShardedParam:
 
     def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
         """``data`` of the unsharded shape as the parameter that compute reads."""
-        return nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
+        param = nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
+        if self._use_hook is not None:
+            watch(param, self._use_hook)
+        return param
+
+    def watch_uses(self, hook: GradientHook | None) -> None:
+        """Add ``hook`` to what operations on the unsharded parameter return, if no other hooks make that; None ends
+        this."""
+        self._use_hook = hook
+        if self.unsharded is not None:
+            unwatch(self.unsharded)
+            if hook is not None:
+                watch(self.unsharded, hook)
 
     def grad_dtype_of(self, bound: torch.Tensor) -> GradDtype | None:
         """What was set on ``bound``, else on what it replaces: dtype conversions and loading make tensors without."""

@@ -47,6 +47,7 @@ def start_compiling() -> None:
     for message in (
         r"The \.grad attribute of a Tensor that is not a leaf",  # it looks at .grad of every tensor it meets
         r"`torch\.jit\.script_method` is deprecated",  # Inductor's imports
+        r"<class 'torch\.autograd\.function\.Function'> should not be instantiated",  # it does so, to trace one
     ):
         warnings.filterwarnings("ignore", message=message)
     torch.compiler.reset()

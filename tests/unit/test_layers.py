@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     | {"schedule", "skipped", "states", "budget"},
     {"offload", "streams", "buffers", "comm", "custom_comm", "services"}  # devices
     | {"same_host", "host_meeting", "host_ranks", "remote_memory"},
-    {"param", "plan", "footprint", "changes", "bindings", "freed"},  # compiled, plain data
+    {"param", "plan", "footprint", "changes", "bindings", "freed", "direct_uses"},  # compiled, plain data
     {"all_gather", "packing", "reduce_scatter", "kept_gradients", "landing"}  # effects, on one group
     | {"extended", "shards", "gradients", "watch", "resting", "gathered", "group"}
     | {
