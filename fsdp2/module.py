@@ -95,13 +95,30 @@ class FSDPModule(CommunicationSetters):
         """Bind the shards and free the unsharded parameters, or the ones resting on a smaller mesh; not recursive."""
         self._unit().reshard()
 
-    def reset_iter_state(self) -> None:
+    def reset_iter_state(self, *, keep_unreduced: bool = False) -> None:
         """After an exception in forward or backward, return to rest so that the next iteration can run.
 
-        What is in flight is waited for, all parameters are resharded, and gradients that were not reduced yet are
-        dropped; those in ``.grad`` stay. Call it on the root.
+        All parameters are resharded. Gradients in ``.grad`` stay. Those of earlier micro-batches that are still on
+        their way (not reduced, or in flight) are dropped, as torch does: a step that is repeated as a whole would count
+        them twice. Call it on the root.
+
+        Args:
+            keep_unreduced: they stay, too, to go on with the next micro-batch after an exception in *forward*.
+
+        Raises:
+            ScheduleError: ``keep_unreduced`` after an exception in backward, which has added to some of them.
         """
-        self._unit().context.reset()
+        context = self._unit().context
+        if not keep_unreduced:
+            context.reset()
+        elif context.schedule.in_backward:
+            raise ScheduleError(
+                "reset_iter_state(keep_unreduced=True): an exception in backward has left parts of its own on "
+                "gradients that were not reduced yet. Call reset_iter_state() and zero_grad(), and repeat all "
+                "micro-batches."
+            )
+        else:
+            context.abandon_forward()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one over the forwards recorded so far. Call it on the root.

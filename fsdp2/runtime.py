@@ -107,7 +107,7 @@ class Unit:
         """Another root takes over, or none: the unit was taken out of the tree. A module does not run inside its own
         child: if a forward of the present root is under way, it has raised."""
         if self._context is not None and self._context.schedule.forward_root is not None:
-            self._context.abandon()
+            self._context.abandon_forward()
         self._context = None
 
     def reshard(self) -> None:
@@ -300,7 +300,7 @@ class RootContext:
         if schedule.in_backward:
             self.reset()
         elif schedule.forward_root == unit.index and not unit.missing_modules:
-            self.abandon()
+            self.abandon_forward()
 
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute. Returns the phase it is in now."""
@@ -395,10 +395,13 @@ class RootContext:
 
     def land(self) -> None:
         """The gradients that ``finalize_backward`` has started to reduce are there."""
-        self.performer.do(((Action.LAND, self.root.index),))
-        self.performer.finish_landings()
+        self._land()
         self.is_reducing = False
         self._settle()
+
+    def _land(self) -> None:
+        self.performer.do(((Action.LAND, self.root.index),))
+        self.performer.finish_landings()
 
     def _settle(self) -> None:
         """A step's gradients have landed: all ranks end with the same."""
@@ -416,26 +419,37 @@ class RootContext:
             self.performer.flush()
             self.performer.wait_for_reads()
 
-    def abandon(self) -> None:
-        """Back to rest after an exception: nothing in flight, shards bound. What has not landed is dropped: the user
-        may have zeroed the gradients since."""
-        self.performer.drop()
-        self.presence.forget()
-        self.is_reducing = False
+    def abandon_forward(self) -> None:
+        """Back to rest after an exception in forward: nothing in flight, shards bound. What earlier backwards have left
+        is as good as it was."""
+        try:
+            if self.is_reducing:
+                self.land()
+            else:
+                self._land()
+        finally:
+            self._come_to_rest()
+
+    def reset(self) -> None:
+        """Back to rest after any exception, with the gradients that have landed and no others: a backward has added to
+        some of them, and the user may have zeroed the gradients since."""
         self.num_resets += 1
+        self._come_to_rest()
+        self.presence.forget()
+        self.schedule.awaits_finalization = False
+        for unit in self.units:
+            for group in unit.groups:
+                group.gradients.discard_unreduced()
+
+    def _come_to_rest(self) -> None:
+        self.performer.drop()
+        self.is_reducing = False
         self.passes.reset()
         for unit in self.units:
             unit.missing_modules.clear()
             for group in unit.groups:
                 group.reshard()
         self._end_pass()
-
-    def reset(self) -> None:
-        """As ``abandon``, and unreduced gradients are dropped."""
-        self.abandon()
-        for unit in self.units:
-            for group in unit.groups:
-                group.gradients.discard_unreduced()
 
     @property
     def root_class(self) -> str:

@@ -226,9 +226,9 @@ class Schedule:
     def reset(self) -> None:
         """Forget the pass that an exception cut short; the order of the last complete forward stays."""
         self.phases = [Phase.IDLE] * len(self.phases)
+        self.awaits_finalization &= not self._in_backward
         self._in_backward = False
         self.forward_root = None
-        self.awaits_finalization = False
         self._prefetched.clear()
         self._forget_uses()
 

@@ -55,10 +55,11 @@ def seeded(model: Callable[[], Any], seed: int = 0) -> Any:
 
 
 def shard(ctx: RankContext, model: Any, **kwargs: Any) -> Any:
-    """Every block on its own, then the root."""
+    """Every block on its own, then the root; over all ranks if no other mesh is given."""
+    kwargs.setdefault("mesh", ctx.mesh_1d())
     for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=ctx.mesh_1d(), **kwargs)
-    return fsdp2.fully_shard(model, mesh=ctx.mesh_1d(), **kwargs)
+        fsdp2.fully_shard(block, **kwargs)
+    return fsdp2.fully_shard(model, **kwargs)
 
 
 def sharded(ctx: RankContext, num_blocks: int = 3, **kwargs: Any) -> Any:

@@ -1,15 +1,21 @@
-"""Wherever a step raises, ``reset_iter_state`` leaves a usable model with the gradients that it had accumulated."""
+"""Wherever a step raises, ``reset_iter_state`` leaves a usable model with the gradients that it had accumulated.
+
+Those in ``.grad``, always; those of earlier micro-batches that are still on their way, after a forward if asked to.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fsdp2
 from fsdp2 import Observer, trace
-from tests.distributed.support import InjectedError, Stack, UnshardedStorages, seeded, sharded, step
+from fsdp2.schedule import Pass
+from tests.distributed.support import InjectedError, Stack, UnshardedStorages, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -79,3 +85,61 @@ def test_a_model_is_usable_and_keeps_its_gradients(ctx: RankContext, setting: st
         model.zero_grad()
         position += 1
     assert position > 40
+
+
+def _no_sync(model: Any, enabled: bool) -> None:
+    model.set_requires_gradient_sync(not enabled)
+
+
+def _no_all_reduce(model: Any, enabled: bool) -> None:
+    model.set_requires_all_reduce(not enabled)
+
+
+def _no_landing(model: Any, enabled: bool) -> None:
+    model.set_reduce_scatter_max_input_buffers(8)
+    model.set_is_last_backward(not enabled)
+
+
+def _no_finalization(model: Any, enabled: bool) -> None:
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(not enabled)
+
+
+def _on_their_way(model: Any, leave: Any, seed: int) -> None:
+    """A micro-batch whose gradients are not in ``.grad`` when it ends."""
+    leave(model, True)
+    step(model, seed)
+    leave(model, False)
+
+
+def _go_on(model: Any, leave: Any, seed: int) -> None:
+    step(model, seed)
+    if leave is _no_finalization:
+        model.finalize_backward()
+
+
+@pytest.mark.parametrize("resets", [True, False], ids=["reset", "no reset"])
+@pytest.mark.parametrize("leave", [_no_sync, _no_all_reduce, _no_landing, _no_finalization])
+@distributed(4)
+def test_gradients_on_their_way_stay_after_a_forward_that_raises(ctx: RankContext, leave: Any, resets: bool) -> None:
+    reference = seeded(Stack)
+    for seed in (1, 3):
+        step(reference, seed)
+    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_2d(2, 2))
+    for position in itertools.count():
+        _on_their_way(model, leave, seed=1)
+        assert _fails_at(model, position)
+        if model.blocks[0]._unit().running is Pass.BACKWARD:
+            break
+        if resets:
+            model.reset_iter_state(keep_unreduced=True)
+        _go_on(model, leave, seed=3)
+        for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-6), (position, name)
+        model.zero_grad()
+    assert position > 20
+    with pytest.raises(fsdp2.ScheduleError, match="an exception in backward"):
+        model.reset_iter_state(keep_unreduced=True)
+    model.reset_iter_state()
+    model.zero_grad()
+    _go_on(model, leave, seed=3)

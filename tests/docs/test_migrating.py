@@ -58,11 +58,14 @@ def test_every_method_has_a_row_and_is_there() -> None:
 
 
 def test_every_argument_of_a_method_is_taken() -> None:
+    """Ours may take more, by keyword only and with a default."""
     for name in _methods(theirs.FSDPModule):
-        expected, found = (inspect.signature(getattr(package.FSDPModule, name)) for package in (theirs, fsdp2))
-        assert list(expected.parameters) == list(found.parameters), name
-        defaults = [[p.default for p in signature.parameters.values()] for signature in (expected, found)]
-        assert defaults[0] == defaults[1], name
+        expected, found = (
+            list(inspect.signature(getattr(package.FSDPModule, name)).parameters.values()) for package in (theirs, fsdp2)
+        )
+        shared, more = found[: len(expected)], found[len(expected) :]
+        assert [(p.name, p.default) for p in shared] == [(p.name, p.default) for p in expected], name
+        assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in more), name
 
 
 def test_additions_of_later_versions_are_there() -> None:

@@ -137,10 +137,14 @@ def test_finalization_without_sync_leaves_gradients_for_the_next_one() -> None:
     assert text(schedule.finalize()) == "reshard 3, reshard 2, reshard 1, reduce 1, reshard 0"
 
 
-def test_reset_ends_the_wait_for_finalization() -> None:
+def test_backward_that_was_cut_short_ends_the_wait_for_finalization_and_a_forward_does_not() -> None:
     schedule = _by_hand()
     forward(schedule, [1, 2, 3])
     backward(schedule, [3, 2, 1])
+    schedule.pre_forward(0, in_backward=False, grad_enabled=True)
+    schedule.reset()
+    assert schedule.awaits_finalization
+    schedule.pre_backward(0)
     schedule.reset()
     assert not schedule.awaits_finalization
 
