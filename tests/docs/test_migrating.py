@@ -60,9 +60,8 @@ def test_every_method_has_a_row_and_is_there() -> None:
 def test_every_argument_of_a_method_is_taken() -> None:
     """Ours may take more, by keyword only and with a default."""
     for name in _methods(theirs.FSDPModule):
-        expected, found = (
-            list(inspect.signature(getattr(package.FSDPModule, name)).parameters.values()) for package in (theirs, fsdp2)
-        )
+        methods = (getattr(package.FSDPModule, name) for package in (theirs, fsdp2))
+        expected, found = (list(inspect.signature(method).parameters.values()) for method in methods)
         shared, more = found[: len(expected)], found[len(expected) :]
         assert [(p.name, p.default) for p in shared] == [(p.name, p.default) for p in expected], name
         assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in more), name
