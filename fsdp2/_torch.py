@@ -377,10 +377,13 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return group.name()
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long an operation of ``group`` may take on ``device``. Users set it when they make the group; no public name
-    tells what they set."""
-    return group._get_backend(device).options._timeout
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long an operation of ``group`` may take on ``device``, if its backend has a limit. Users set it when they
+    make the group; no public name tells what they set."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # it is written in Python, such as torch's for threads
+        return None
 
 
 def all_gather(

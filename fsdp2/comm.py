@@ -252,8 +252,9 @@ def _transfers_on(axis: Axis, device: torch.device) -> Transfers | None:
     call on a process group lets its ranks find out together."""
     assert axis.group is not None
     if axis.group not in _same_host:
-        timeout_s = _torch.timeout_of(axis.group, device).total_seconds()
-        neighbours = meet(axis.rank, partial(exchange, axis), timeout_s)
+        timeout = _torch.timeout_of(axis.group, device)
+        assert timeout is not None  # gloo has one
+        neighbours = meet(axis.rank, partial(exchange, axis), timeout.total_seconds())
         _same_host[axis.group] = None if neighbours is None else Transfers(neighbours)
     return _same_host[axis.group]
 

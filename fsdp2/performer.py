@@ -173,9 +173,14 @@ class Performer:
         for observer in self.observers:
             observer.on_action(action, unit.name, nbytes)
 
+    @property
+    def last_event(self) -> object:
+        """An object of its own for each event; None before the first."""
+        return self._story[-1] if self._story else None
+
     def story(self) -> str:
         """The last events, oldest first."""
-        return ", ".join(f"{event} {unit}" for event, unit in self._story) or "none"
+        return ", ".join(f"{event} {unit}" for event, unit in self._story.copy()) or "none"
 
     def observe_transitions(self) -> None:
         """Report the groups' transitions to the observers; groups carry no callback while nobody watches."""

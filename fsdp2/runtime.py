@@ -27,6 +27,7 @@ from fsdp2.performer import Performer
 from fsdp2.presence import Presence
 from fsdp2.schedule import Action, AfterForward, Pass, Phase, UnitRules
 from fsdp2.skipped import Outcome
+from fsdp2.stalls import watch as watch_stalls
 from fsdp2.states import Lent
 from fsdp2.units import reshard_outdated
 
@@ -195,6 +196,7 @@ class RootContext:
         self.num_resets = 0
         self.presence = Presence(())
         self._is_agreed = False  # the ranks have compared their units
+        self._watch_stalls()
         note_change()  # for roots around this one, which have not seen its units yet
         self._collect()
 
@@ -234,6 +236,15 @@ class RootContext:
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         self.root.left_alone.update(warn_of_unsharded(self.root.modules, known))
+
+    def _watch_stalls(self) -> None:
+        """Where the CPU does not wait for collectives, nothing else tells of those that no other rank joins."""
+        mesh = self.root.mesh
+        groups = [axis.group for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
+        if groups and self.performer.services.streams.runs_ahead:
+            timeout = _torch.timeout_of(groups[0], mesh.device)
+            if timeout is not None:
+                watch_stalls(self.performer, timeout.total_seconds())
 
     def _agree(self) -> None:
         """Find out whether all ranks have these units, before they wait for each other."""

@@ -72,6 +72,10 @@ class Streams:
     def wait_on_cpu(self, event: torch.Event | None) -> None:
         """The CPU waits for ``event``: it is to read what was copied to the host, or write what was copied from it."""
 
+    def is_idle(self) -> bool:
+        """Whether all collectives that were enqueued are done. Other threads may ask."""
+        return True
+
     def gather_after_compute(self) -> None:
         """Gather stream waits for compute: it has written the shards, or other things that hooks read."""
 
@@ -129,6 +133,12 @@ class AcceleratorStreams(Streams):
     def wait_on_cpu(self, event: torch.Event | None) -> None:
         if event is not None:
             event.synchronize()
+
+    def is_idle(self) -> bool:
+        try:
+            return self._gather.query() and self._reduce.query()
+        except RuntimeError:  # the device has failed
+            return False
 
     def gather_after_compute(self) -> None:
         self._gather.wait_stream(self._module.current_stream())

@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
         "reductions",
         "admission",
         "performer",
+        "stalls",
         "passes",
         "runtime",
     },  # and on all groups of a root

@@ -1,0 +1,40 @@
+"""On CUDA: a rank whose device does not get on says what it did last, while this thread waits for the device."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from fsdp2 import stalls
+from tests.gpu.support import batch, on_gpus, sharded
+from tests.harness.distributed import RankContext
+
+TIMEOUT_S = 4
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@on_gpus
+def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankContext) -> None:
+    model, heard = sharded(ctx, num_blocks=2), _Heard()
+    model(batch())
+    performer = model._unit().context.performer  # type: ignore[attr-defined]
+    logging.getLogger("fsdp2").addHandler(heard)
+    try:
+        stalls.watch(performer, TIMEOUT_S)
+        with performer.services.streams.on_gather():
+            torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits
+        torch.cuda.synchronize()
+    finally:
+        logging.getLogger("fsdp2").removeHandler(heard)
+    assert len(heard.messages) == 1
+    assert f"timeout is {TIMEOUT_S} s" in heard.messages[0]
+    assert f"Last events there: {performer.story()}." in heard.messages[0]
