@@ -7,7 +7,7 @@ becomes the root; if a module around it runs later, that one takes over. Hooks r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from fsdp2.schedule import Action, AfterForward, Pass, Phase, UnitRules
 from fsdp2.skipped import Outcome
 from fsdp2.stalls import watch as watch_stalls
 from fsdp2.states import Lent
-from fsdp2.units import reshard_outdated
+from fsdp2.units import check_tree, reshard_outdated
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -196,7 +196,7 @@ class RootContext:
         self.num_resets = 0
         self.presence = Presence(())
         self._is_agreed = False  # the ranks have compared their units
-        self._watch_stalls()
+        watch_stalls(self.performer, root.mesh)
         note_change()  # for roots around this one, which have not seen its units yet
         self._collect()
 
@@ -204,19 +204,7 @@ class RootContext:
         """Take in the units of the tree as it is now; between passes only. Their order is recorded anew if they are
         others than before."""
         found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
-        for unit, name in found.items():
-            if unit is not self.root and unit.finalizes_by_hand:
-                raise ScheduleError(
-                    f"set_manual_backward_finalization was called on '{name}', which is no root: {self.root_class} "
-                    "runs around it. Call it on the root instead, after set_manual_backward_finalization(False) on "
-                    f"'{name}'."
-                )
-            if unit is not self.root and unit.memory_limit is not None:
-                raise ScheduleError(
-                    f"set_temporary_memory_limit was called on '{name}', which is no root: {self.root_class} runs "
-                    f"around it. Call it on the root instead, after set_temporary_memory_limit(None) on '{name}'."
-                )
-        self._check_ties(found)
+        check_tree(self.root_class, list(found.items()))
         before, self.units = self.units, list(found)
         self._is_agreed = self._is_agreed and self.units == before
         self._seen_changes = change_count()
@@ -237,30 +225,11 @@ class RootContext:
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         self.root.left_alone.update(warn_of_unsharded(self.root.modules, known))
 
-    def _watch_stalls(self) -> None:
-        """Where the CPU does not wait for collectives, nothing else tells of those that no other rank joins."""
-        mesh = self.root.mesh
-        groups = [axis.group for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
-        if groups and self.performer.services.streams.runs_ahead:
-            timeout = _torch.timeout_of(groups[0], mesh.device)
-            if timeout is not None:
-                watch_stalls(self.performer, timeout.total_seconds())
-
     def _agree(self) -> None:
         """Find out whether all ranks have these units, before they wait for each other."""
         if not self._is_agreed:
             check_agreement(self.root_class, self.units)
             self._is_agreed = True
-
-    def _check_ties(self, units: Mapping[Unit, str]) -> None:
-        for unit, name in units.items():
-            for slot in unit.left_out:
-                where = f"a {type(slot.module).__name__} in unit '{name or '(root)'}'"
-                raise ScheduleError(
-                    f"parameter '{slot.name}' of {where} is tied to one of another unit, and fully_shard was not "
-                    "called on a module that contains both. Call it on the outermost module, too, or list the "
-                    "parameter in ignored_params."
-                )
 
     # Configuration
 

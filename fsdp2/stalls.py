@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from fsdp2 import _torch
+from fsdp2.mesh import ParallelMesh
 from fsdp2.performer import Performer
 
 _LOOKS_PER_TIMEOUT = 40
@@ -74,9 +76,15 @@ class StallWatch:
 _watches: dict[object, tuple[StallWatch, threading.Thread]] = {}
 
 
-def watch(root: Performer, timeout_s: float) -> None:
-    """Have a thread of this process look at ``root`` from now on. It ends with the process, or with its roots."""
+def watch(root: Performer, mesh: ParallelMesh) -> None:
+    """Have a thread of this process look at ``root`` from now on, if the CPU does not wait for collectives on ``mesh``.
+    It ends with the process, or with its roots."""
     streams = root.services.streams
+    groups = [axis.group for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
+    timeout = _torch.timeout_of(groups[0], mesh.device) if groups and streams.runs_ahead else None
+    if timeout is None:
+        return
+    timeout_s = timeout.total_seconds()
     stalls, thread = _watches.get((streams, timeout_s), (None, None))
     if stalls is None or thread is None or not thread.is_alive():
         stalls = StallWatch(dist.get_rank(), streams.is_idle, timeout_s)

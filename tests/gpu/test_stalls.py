@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import torch
 
-from fsdp2 import stalls
+from fsdp2.stalls import StallWatch
 from tests.gpu.support import batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
 
@@ -29,7 +30,9 @@ def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankCont
     performer = model._unit().context.performer  # type: ignore[attr-defined]
     logging.getLogger("fsdp2").addHandler(heard)
     try:
-        stalls.watch(performer, TIMEOUT_S)
+        watch = StallWatch(ctx.rank, performer.services.streams.is_idle, TIMEOUT_S)
+        watch.add(performer)
+        threading.Thread(target=watch.run, daemon=True).start()
         with performer.services.streams.on_gather():
             torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits
         torch.cuda.synchronize()
