@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from tests.distributed.flat_optimizer_support import OPTIMIZERS, Mixed, Seen, Twins, adamw, sharded
-from tests.distributed.support import Stack, batch, seeded, shard
-from tests.distributed.support import step as stack_step
+from tests.distributed.support import Stack, batch, seeded, shard, step as stack_step
 from tests.harness.comms import direct_from
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import DIM, MLP, ParityModel, Transformer, Uneven

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.shards import flat_buffers
 from tests.distributed.flat_optimizer_support import seen_steps, sharded
-from tests.distributed.support import Stack, seeded, shard
-from tests.distributed.support import step as stack_step
+from tests.distributed.support import Stack, seeded, shard, step as stack_step
 from tests.harness.comms import direct_from
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import DIM, MLP, Uneven

@@ -17,8 +17,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd, shard_units_and_root
 from tests.parity.test_expert_meshes import same_data_for_all, with_torch_mesh_info
-from tests.parity.test_model_parallel import case as case_with_model_axes
-from tests.parity.test_model_parallel import shard as shard_tensor_parallel
+from tests.parity.test_model_parallel import case as case_with_model_axes, shard as shard_tensor_parallel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_PRECISION = Tolerance(rtol=5e-2, atol=5e-2)

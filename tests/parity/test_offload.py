@@ -35,8 +35,7 @@ from tests.harness.training import (
     train,
 )
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
-from tests.parity.test_model_parallel import case as tensor_parallel_case
-from tests.parity.test_model_parallel import shard as shard_tensor_parallel
+from tests.parity.test_model_parallel import case as tensor_parallel_case, shard as shard_tensor_parallel
 
 tied = functools.partial(Transformer, tied=True)
 

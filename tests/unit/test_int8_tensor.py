@@ -10,8 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from fsdp2.tensors import Int8AllGatherTensor
-from fsdp2.tensors import wire as wire_room
+from fsdp2.tensors import Int8AllGatherTensor, wire as wire_room
 from fsdp2.tensors.int8 import dequantise, quantise
 from tests.harness.messages import error_of
 from tests.unit.test_wire_tensors import gathered, pre, shards_of

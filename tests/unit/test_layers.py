@@ -142,7 +142,7 @@ def test_torchs_own_fsdp_is_imported_nowhere(room: str) -> None:
 def test_private_names_of_torch_are_used_behind_the_door_only(room: str) -> None:
     """Names reached from an imported torch module; attributes of tensors and modules are not looked at."""
     private = {chain for chain in _torch_chains(room) if any(_is_private(part) for part in chain.split("."))}
-    assert private == set(), "move them to _torch.py"
+    assert private == set(), "move them to _torch"
 
 
 @pytest.mark.parametrize("room", sorted(WITHOUT_TORCH))
