@@ -7,6 +7,7 @@ stand at different collectives.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
@@ -84,6 +85,7 @@ class WorkerPool:
         self.device_type = device_type
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
+        atexit.register(self.close, kill=True)  # multiprocessing would wait for ranks that are stopped
 
     def run(self, body: Callable[..., Any], timeout_s: float = CALL_TIMEOUT_S, **kwargs: Any) -> list[Any]:
         """Call ``body(ctx, **kwargs)`` on every rank; return the results in rank order.
