@@ -7,7 +7,6 @@ stand at different collectives.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
@@ -15,7 +14,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,9 +31,6 @@ GRACE_S = 2.0
 # Every process group keeps threads that wake a hundred times a second, used or not, and torch's oracle makes new groups
 # for each mesh that parameters rest on. Measured: a pool of 4 with 130 groups each took 65% of a core while idle.
 MAX_THREADS = 64
-# Between calls, ranks are stopped: gloo's threads would go on waking. Measured: idle pools of 2, 4 and 8 ranks with 20
-# groups each took 45% of a core. A stopped process that nobody wakes any more, the system has to kill: see worker.main.
-STOPS_BETWEEN_CALLS = sys.platform == "linux"
 # torch imports the last one at the first optimizer step, a second per rank.
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
 
@@ -85,7 +80,6 @@ class WorkerPool:
         self.device_type = device_type
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
-        atexit.register(self.close, kill=True)  # multiprocessing would wait for ranks that are stopped
 
     def run(self, body: Callable[..., Any], timeout_s: float = CALL_TIMEOUT_S, **kwargs: Any) -> list[Any]:
         """Call ``body(ctx, **kwargs)`` on every rank; return the results in rank order.
@@ -98,7 +92,6 @@ class WorkerPool:
         __tracebackhide__ = True
         if not self._ranks:
             self._start()
-        self._signal(signal.SIGCONT)
         message = pickle.dumps(Call(body.__module__, body.__qualname__, kwargs))
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # a dead rank is reported when its answer is read
@@ -107,7 +100,6 @@ class WorkerPool:
         if all(isinstance(answer, Success) for answer in answers.values()) and len(answers) == self.world_size:
             if any(rank.num_threads() > MAX_THREADS for rank in self._ranks):
                 self.close(kill=True)
-            self._signal(signal.SIGSTOP)
             return [answers[rank].value for rank in range(self.world_size)]
         report = self._report(answers, timeout_s)
         self.close(kill=True)
@@ -115,7 +107,6 @@ class WorkerPool:
 
     def close(self, kill: bool = False) -> None:
         """End the ranks: politely by closing their pipes, or at once."""
-        self._signal(signal.SIGCONT)
         for rank in self._ranks:
             rank.connection.close()
             if kill:
@@ -129,11 +120,6 @@ class WorkerPool:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-
-    def _signal(self, number: signal.Signals) -> None:
-        for rank in self._ranks if STOPS_BETWEEN_CALLS else ():
-            with contextlib.suppress(ProcessLookupError):  # it has died
-                os.kill(rank.process.pid, number)
 
     def _start(self) -> None:
         # A fork server imports torch once; a restarted pool then costs a fork, not an import of torch per rank.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -89,8 +88,6 @@ class RankContext:
 
 def main(rank: int, world_size: int, connection: Connection, store: str, stacks: str, device_type: str) -> None:
     """Entry point of a worker process."""
-    if sys.platform == "linux":
-        _die_with_parent()
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         faulthandler.enable(stacks_file, all_threads=True)
@@ -111,12 +108,6 @@ def main(rank: int, world_size: int, connection: Connection, store: str, stacks:
         except (EOFError, ConnectionError):
             pass  # the parent closed its end: the session is over
     os._exit(0)  # skip gloo's orderly shutdown, which waits for ranks that may be gone
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that forked it ends: it may be stopped then."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _answer(context: RankContext, call: Call) -> bytes:
