@@ -19,6 +19,7 @@ from fsdp2 import _torch
 from fsdp2.host_meeting import meet
 from fsdp2.mesh import Axis
 from fsdp2.same_host import SameHostComm, Transfers
+from fsdp2.services import services_for
 from fsdp2.streams import Waitable
 
 Launch = Callable[[], Sequence[Waitable]]
@@ -89,16 +90,21 @@ class CollectiveComm:
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
             return lambda: ()
         launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
-        return lambda: (launch(),)
+        return lambda: _works(launch())
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        return (self._reduce_scatter(outputs, inputs),)
+        return _works(self._reduce_scatter(outputs, inputs))
 
     def gather_buffer_nbytes(self, nbytes: int) -> int:
         return 0
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         return 0
+
+
+def _works(work: dist.Work | None) -> Sequence[Waitable]:
+    """NCCL returns no work for what is ordered on the current stream."""
+    return () if work is None else (work,)
 
 
 # Every comm has channels of its own: if the ranks' programs diverge, a message of one parameter group is never taken
@@ -241,7 +247,7 @@ def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> Axi
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
         transfers = _transfers_on(axis, device)
         return PeerComm(axis.group) if transfers is None else SameHostComm(transfers, *_new_channels(axis.group))
-    return CollectiveComm(axis.group, on_stream=device.type != "cpu" and not is_async)
+    return CollectiveComm(axis.group, on_stream=services_for(device).streams.runs_ahead and not is_async)
 
 
 _same_host: WeakKeyDictionary[dist.ProcessGroup, Transfers | None] = WeakKeyDictionary()
@@ -276,5 +282,4 @@ def match_channels(axis: Axis) -> None:
 
 def all_reduce(axis: Axis, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Sequence[Waitable]:
     """Reduce ``tensor`` over ``axis`` in place."""
-    work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
-    return () if work is None else (work,)
+    return _works(dist.all_reduce(tensor, op, group=axis.group, async_op=True))

@@ -33,8 +33,10 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 def all_gather(
     group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, on_stream: bool
-) -> Callable[[], dist.Work]:
+) -> Callable[[], dist.Work | None]:
     """What gathers each input into its output in one launch; ``on_stream`` uses the current stream of the call.
+
+    NCCL's group then returns no work: the collective is ordered on the stream. Other backends return one.
 
     The public ``all_gather_into_tensor`` takes one tensor and costs 5 us more of Python per call.
     """
@@ -48,16 +50,16 @@ def all_gather(
 
 def reduce_scatter(
     group: dist.ProcessGroup, op: Any, *, on_stream: bool
-) -> Callable[[list[torch.Tensor], list[torch.Tensor]], dist.Work]:
-    """What reduce-scatters each input into its output in one launch, (outputs, inputs); ``on_stream`` uses the current
-    stream of the call. The public ``reduce_scatter_tensor`` is in Python, as is making the options."""
+) -> Callable[[list[torch.Tensor], list[torch.Tensor]], dist.Work | None]:
+    """What reduce-scatters each input into its output in one launch, (outputs, inputs); ``on_stream`` as for
+    ``all_gather``. The public ``reduce_scatter_tensor`` is in Python, as is making the options."""
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = not on_stream
     single = _method(group, "reduce_scatter_single", "_reduce_scatter_base")
     coalesced = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
-    def launch(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> dist.Work:
+    def launch(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> dist.Work | None:
         if len(outputs) == 1:
             return single(outputs[0], inputs[0], options)
         return coalesced(outputs, inputs, options)
@@ -94,6 +96,6 @@ def exchange_addresses(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     _symmetric_memory.rendezvous(tensor, group.group_name)
 
 
-def _method(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work]:
+def _method(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work | None]:
     """torch 2.13 renamed these methods; groups written in Python have one of the names only."""
-    return cast(Callable[..., dist.Work], getattr(group, name, None) or getattr(group, older_name))
+    return cast(Callable[..., dist.Work | None], getattr(group, name, None) or getattr(group, older_name))

@@ -59,9 +59,12 @@ class Simulation(TorchDispatchMode):
         self._note(func, args, kwargs, result)
         return result
 
-    def collective(self, name: str, outputs: list[Tensor], inputs: list[Tensor], run: Callable[[], None]) -> _Work:
-        """``run``, beside the current stream from here on."""
-        stream = next(self._backend)
+    def collective(
+        self, name: str, outputs: list[Tensor], inputs: list[Tensor], run: Callable[[], None], *, is_async: bool
+    ) -> _Work | None:
+        """``run``, beside the current stream from here on, or on it. As NCCL's group does, returns a work only if
+        ``is_async``."""
+        stream = next(self._backend) if is_async else self.device.current_stream()
         stream.wait_stream(self.device.current_stream())
         with self._paused():
             run()
@@ -70,7 +73,7 @@ class Simulation(TorchDispatchMode):
             self.races.access(tensor, stream, number, what, writes=False)
         for tensor in outputs:
             self.races.access(tensor, stream, number, what, writes=True)
-        return _Work(self.device, stream)
+        return _Work(self.device, stream) if is_async else None
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int, resize: Callable[[int], Any]) -> Any:
         """``storage.resize_(nbytes)``"""
@@ -166,7 +169,10 @@ class _Work:
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """Every rank is like this one: it gathers copies of its own part, and sums are its own part times the size."""
+    """Every rank is like this one: it gathers copies of its own part, and sums are its own part times the size.
+
+    Its contract is NCCL's: without ``asyncOp``, a collective is ordered on the current stream, and there is no work.
+    """
 
     simulation: Simulation | None = None
 
@@ -186,7 +192,7 @@ class SimulatedGroup(dist.ProcessGroup):
             for output, mine in zip(outputs, inputs, strict=True):
                 output.view(self._size, -1).copy_(mine.clone().view(1, -1).expand(self._size, -1))
 
-        return self._run("all-gather", outputs, inputs, run)
+        return self._run("all-gather", outputs, inputs, run, opts)
 
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
         return self.allgather_into_tensor_coalesced([output], [mine], opts)
@@ -196,7 +202,7 @@ class SimulatedGroup(dist.ProcessGroup):
             for output, values in zip(outputs, inputs, strict=True):
                 output.copy_(values.view(self._size, -1)[self.rank()]).mul_(self._size)
 
-        return self._run("reduce-scatter", outputs, inputs, run)
+        return self._run("reduce-scatter", outputs, inputs, run, opts)
 
     def _reduce_scatter_base(self, output: Tensor, values: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_tensor_coalesced([output], [values], opts)
@@ -207,7 +213,7 @@ class SimulatedGroup(dist.ProcessGroup):
                 for tensor in tensors:
                     tensor.mul_(self._size)
 
-        return self._run("all-reduce", tensors, tensors, run)
+        return self._run("all-reduce", tensors, tensors, run, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         def run() -> None:
@@ -215,18 +221,19 @@ class SimulatedGroup(dist.ProcessGroup):
                 for output in per_rank:
                     output.copy_(mine)
 
-        return self._run("all-gather", [tensor for per_rank in outputs for tensor in per_rank], inputs, run)
+        return self._run("all-gather", [tensor for per_rank in outputs for tensor in per_rank], inputs, run, opts)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._run("barrier", [], [], lambda: None)
+        return self._run("barrier", [], [], lambda: None, opts)
 
     # The names of torch 2.13
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
 
-    def _run(self, name: str, outputs: list[Tensor], inputs: list[Tensor], run: Callable[[], None]) -> Any:
+    def _run(self, name: str, outputs: list[Tensor], inputs: list[Tensor], run: Callable[[], None], opts: Any) -> Any:
         assert SimulatedGroup.simulation is not None
-        return SimulatedGroup.simulation.collective(name, outputs, inputs, run)
+        is_async = getattr(opts, "asyncOp", True)
+        return SimulatedGroup.simulation.collective(name, outputs, inputs, run, is_async=is_async)
 
 
 def _simulated_group(store: Any, rank: int, size: int, timeout: Any) -> SimulatedGroup:
