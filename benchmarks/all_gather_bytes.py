@@ -40,7 +40,7 @@ from lm_task import Transformer, read_corpus
 from lora import quantise_and_adapt
 from train_lm import Trainer
 
-from fsdp2.host_meeting import SWITCH
+from fsdp2.comm.same_host.host_meeting import SWITCH
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,

@@ -25,10 +25,10 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
-from fsdp2 import same_host
-from fsdp2.comm import comm_for
-from fsdp2.host_meeting import SWITCH
-from fsdp2.mesh import Axis
+from fsdp2.comm.backends import comm_for
+from fsdp2.comm.same_host import transfers as same_host
+from fsdp2.comm.same_host.host_meeting import SWITCH
+from fsdp2.plan.mesh import Axis
 
 Step = Callable[[Tensor], None]
 CPU = torch.device("cpu")

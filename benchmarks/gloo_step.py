@@ -31,9 +31,10 @@ from common import Bars, Table, publish
 from gloo_peers import FLOORS, PEERS, Block, Step, Waits, missing_peers
 from torch import Tensor, nn
 
-from fsdp2 import buffers, host_ranks, same_host
-from fsdp2.buffers import BlockPool
-from fsdp2.comm import PeerComm
+from fsdp2.comm import memory as buffers
+from fsdp2.comm.backends import PeerComm
+from fsdp2.comm.memory import BlockPool
+from fsdp2.comm.same_host import host_ranks, transfers as same_host
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

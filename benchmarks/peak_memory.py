@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
 import fsdp2.tensors
-from fsdp2 import plan
+from fsdp2.plan import plan
 from fsdp2.tensors import wrap_parameters
 
 VOCABULARY = 50257

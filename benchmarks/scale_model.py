@@ -21,7 +21,7 @@ from scale.memory import Held
 from scale.scenario import Choice, Result, Scenario, simulate
 from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama
 
-from fsdp2.schedule import AfterForward
+from fsdp2.schedule.schedule import AfterForward
 
 NUM_GPUS = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
 FSDP = Choice("FSDP")

@@ -1,7 +1,15 @@
 """fsdp2: a composable ``fully_shard`` runtime for PyTorch."""
 
-from fsdp2 import extensions, trace
-from fsdp2.api import (
+from fsdp2.api.contexts import no_sync, unsharded
+from fsdp2.api.fully_shard import fully_shard
+from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.group import extensions
+from fsdp2.runtime.hooks import register_fsdp_forward_method
+from fsdp2.tools import trace
+from fsdp2.tools.clip import clip_grad_norm_
+from fsdp2.tools.flat_optimizer import flatten_optimizer
+from fsdp2.tools.memory_plan import memory_plan
+from fsdp2.types import (
     AllGather,
     Comm,
     CommunicationError,
@@ -17,13 +25,6 @@ from fsdp2.api import (
     ScheduleError,
     TiedWeights,
 )
-from fsdp2.clip import clip_grad_norm_
-from fsdp2.fully_shard import fully_shard
-from fsdp2.hooks import register_fsdp_forward_method
-from fsdp2.memory import memory_plan
-from fsdp2.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp2.optim import flatten_optimizer
-from fsdp2.scopes import no_sync, unsharded
 
 __all__ = [
     "AllGather",

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.comm import PeerComm
-from fsdp2.host_meeting import SWITCH
-from fsdp2.layout import ShardLayout
-from fsdp2.plan import PlanInput, Route, compile_gather, compile_reduces
-from fsdp2.precision import ParamDtypes
-from fsdp2.schedule import AfterForward, UnitRules
+from fsdp2.comm.backends import PeerComm
+from fsdp2.comm.same_host.host_meeting import SWITCH
+from fsdp2.plan.dtypes import ParamDtypes
+from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
+from fsdp2.schedule.schedule import AfterForward, UnitRules
 
 from .groups import Flight, GroupCost
 from .hardware import Contention, Resource, Transfer

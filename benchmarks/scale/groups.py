@@ -1,4 +1,4 @@
-"""What a parameter group sends and holds, read off the plans that ``fsdp2.plan`` compiles for it.
+"""What a parameter group sends and holds, read off the plans that ``fsdp2.plan.plan`` compiles for it.
 
 Ranks hold equal parts, so one rank's plan is every rank's. Plans are compiled once per kind of group.
 """
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from fsdp2.comm import CollectiveComm, LocalComm
-from fsdp2.layout import ShardLayout, join
-from fsdp2.plan import (
+from fsdp2.comm.backends import CollectiveComm, LocalComm
+from fsdp2.plan.dtypes import ParamDtypes
+from fsdp2.plan.layout import ShardLayout, join
+from fsdp2.plan.plan import (
     GatherInput,
     GatherPlan,
     HookInput,
@@ -25,7 +26,6 @@ from fsdp2.plan import (
     compile_gather,
     compile_reduces,
 )
-from fsdp2.precision import ParamDtypes
 
 from .hardware import Hardware, Ranks, Transfer, all_reduce, gather
 from .workload import Param
@@ -121,7 +121,7 @@ class _Plans:
 
 @cache
 def _compiled(params: tuple[Param, ...], num_shards: int, num_replicas: int, resting: int | None, wire: Wire) -> _Plans:
-    """As ``fsdp2.gathered`` and ``fsdp2.gradients`` compile them; what matters of a comm are its preferences."""
+    """As ``fsdp2.group.unsharded`` and ``fsdp2.group.gradients`` compile them; of a comm, its preferences matter."""
     comm: Any = LocalComm if num_shards == 1 else CollectiveComm
     plain = [PlanInput(param.name, ShardLayout(param.shape, 0, num_shards), _DTYPES) for param in params]
     inputs: dict[int, GatherInput] = dict(enumerate(plain))
@@ -139,13 +139,13 @@ def _compiled(params: tuple[Param, ...], num_shards: int, num_replicas: int, res
 
 
 def _in_float8(param: PlanInput, num_shards: int) -> HookInput:
-    """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``fsdp2.extended`` joins it."""
+    """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``fsdp2.group.group.hooked_params`` joins it."""
     shapes = [param.layout.shard_shape(rank) for rank in range(num_shards)]
     return HookInput(param.name, join(shapes, 0), torch.uint8, Lifetime.UNSHARDED)
 
 
 def _resting_input(plan: GatherPlan, index: int, num_shards: int) -> PlanInput:
-    """As ``fsdp2.resting`` cuts it; what hooks sent is cut wherever it falls."""
+    """As ``fsdp2.group.group.post_forward`` cuts it; what hooks sent is cut wherever it falls."""
     step = next(step for step in plan.steps if step.index == index)
     shape = (step.layout.numel,) if step in plan.hooked else step.layout.shape
     return PlanInput(step.name, ShardLayout(shape, 0, num_shards), ParamDtypes(*4 * (step.dtype,)))

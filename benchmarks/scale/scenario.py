@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fsdp2.schedule import AfterForward, UnitRules
+from fsdp2.schedule.schedule import AfterForward, UnitRules
 
 from .groups import Axes, Wire, group_cost
 from .hardware import Hardware, all_reduce, gather, ranks_of

@@ -1,5 +1,5 @@
-"""Steps of one rank: the events of a model go to the real ``fsdp2.schedule.Schedule``, and what it answers is enqueued
-as ``fsdp2.performer`` and ``fsdp2.group`` would. Nothing here decides an order.
+"""Steps of one rank: the events of a model go to the real ``Schedule``, and what it answers is enqueued
+as ``fsdp2.runtime.executor`` and ``fsdp2.group.group`` would. Nothing here decides an order.
 
 The CPU of an ``Accelerator`` runs ahead of it: memory is counted in the order of the program, which is the order in
 which the caching allocator sees it. On a ``Cpu`` the program and the computation are one.
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp2.schedule import Action, Actions, Schedule, UnitRules
-from fsdp2.states import TRANSITIONS, GroupEvent, GroupState
+from fsdp2.schedule.schedule import Action, Actions, Schedule, UnitRules
+from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
 
 from .groups import Flight, GroupCost
 from .hardware import Contention

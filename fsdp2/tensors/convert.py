@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.resolve import SHARDED_AS
-from fsdp2.specs import local_part
+from fsdp2.api.resolve import SHARDED_AS
+from fsdp2.plan.placements import local_part
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.nested import map_tensors
+from fsdp2.plan.trees import map_tensors
 from fsdp2.tensors.wire import WireFormatTensor, row_pieces, written_by
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp2.nested import find_tensors, map_tensors
+from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.tensors.normal_float import ZERO_CODE, dequantise, quantise
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp2.nested import find_tensors, map_tensors
+from fsdp2.plan.trees import find_tensors, map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fsdp2.api import MixedPrecisionPolicy
+    from fsdp2.types import MixedPrecisionPolicy
 
 
 class TwoTensor(torch.Tensor):

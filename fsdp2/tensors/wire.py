@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.nested import find_tensors, map_tensors
+from fsdp2.plan.trees import find_tensors, map_tensors
 
 aten = torch.ops.aten
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api import ExtensionError, MixedPrecisionPolicy
-from fsdp2.extensions import is_plain
-from fsdp2.precision import param_dtypes
+from fsdp2.group.extensions import is_plain
+from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.testing.findings import Findings, check_equal, values_of
 from fsdp2.testing.handling import check_handling
 from fsdp2.testing.subject import Case, Subject, gradient_names
 from fsdp2.testing.world import Rank, Setting, World
+from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 
 SHAPES: tuple[tuple[int, ...], ...] = ((8, 4), (5, 3), (1, 4), (3, 2, 2), (7,))
 """Evenly cut, unevenly, fewer rows than ranks, three dims, and one."""

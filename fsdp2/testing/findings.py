@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fsdp2 import _torch
-from fsdp2.api import ExtensionError
 from fsdp2.testing.world import PARAMETER
+from fsdp2.types import ExtensionError
 
 
 @dataclass(frozen=True)

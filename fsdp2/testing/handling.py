@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api import ExtensionError
 from fsdp2.testing.findings import Findings, are_equal, check_equal, values_of
 from fsdp2.testing.stand_in import StandInDTensor, local_of
 from fsdp2.testing.subject import Case, gradient_names
 from fsdp2.testing.world import World
+from fsdp2.types import ExtensionError
 
 Values = list[torch.Tensor]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -7,8 +7,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from fsdp2.api import ExtensionError
-from fsdp2.nested import map_tensors
+from fsdp2.plan.trees import map_tensors
+from fsdp2.types import ExtensionError
 
 
 class StandInMesh:

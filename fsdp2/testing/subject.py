@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fsdp2 import _torch
-from fsdp2.layout import ShardLayout
-from fsdp2.param import subclass_shard
+from fsdp2.group.param import subclass_shard
+from fsdp2.plan.layout import ShardLayout
 from fsdp2.testing.stand_in import sharded_parameter
 from fsdp2.testing.world import PARAMETER, Setting, World
 

@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
-from fsdp2.all_gather import pieces
-from fsdp2.api import ExtensionError, MixedPrecisionPolicy
-from fsdp2.buffers import tensor_on
-from fsdp2.extensions import HookContext, Hooks
-from fsdp2.layout import JoinedLayout, ShardLayout, contiguous_stride, join
-from fsdp2.param import write_stamp
+from fsdp2.comm.memory import tensor_on
+from fsdp2.group.all_gather import pieces
+from fsdp2.group.extensions import HookContext, Hooks
+from fsdp2.group.param import write_stamp
+from fsdp2.plan.layout import JoinedLayout, ShardLayout, contiguous_stride, join
 from fsdp2.testing.stand_in import StandInMesh, local_of
+from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard, trace
+from fsdp2 import fully_shard
+from fsdp2.tools import trace
 from tests.distributed.changes import USES, assert_step_is_that_of, step_and_zero
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed

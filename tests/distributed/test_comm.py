@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.comm import PeerComm, comm_for
-from fsdp2.mesh import Axis
-from fsdp2.same_host import SameHostComm
+from fsdp2.comm.backends import PeerComm, comm_for
+from fsdp2.comm.same_host.transfers import SameHostComm
+from fsdp2.plan.mesh import Axis
 from tests.harness.comms import RANKS_MAY_READ_EACH_OTHER, messages_only
 from tests.harness.distributed import RankContext, distributed
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard, trace
+from fsdp2 import fully_shard
+from fsdp2.tools import trace
 from tests.distributed.compile_support import (
     BACKEND,
     Unrolled,

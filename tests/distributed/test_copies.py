@@ -15,9 +15,10 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, trace
-from fsdp2.offload import StagedOffloadPolicy
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
+from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of

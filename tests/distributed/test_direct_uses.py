@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.direct_uses import WatchedParameter
+from fsdp2.group.direct_uses import WatchedParameter
 from tests.distributed.compile_support import BACKEND, start_compiling
 from tests.distributed.support import DIM, batch, seeded
 from tests.harness.distributed import RankContext, distributed

@@ -10,7 +10,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.tools import trace
 from tests.distributed.support import InjectedError, RaiseInBackward, same_on_all_ranks, seeded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.runtimes import oracle

@@ -9,7 +9,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from fsdp2 import FSDPModule, GradientReductionHandle, fully_shard, trace
+from fsdp2 import FSDPModule, GradientReductionHandle, fully_shard
+from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.shards import flat_buffers
+from fsdp2.group.shards import flat_buffers
 from tests.distributed.flat_optimizer_support import seen_steps, sharded
 from tests.distributed.support import Stack, seeded, shard, step as stack_step
 from tests.harness.comms import direct_from

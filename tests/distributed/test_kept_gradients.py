@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.runtime import units_under
+from fsdp2.runtime.root import units_under
 from tests.distributed.support import Stack, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.stalls import StallWatch
+from fsdp2.runtime.stalls import StallWatch
 from tests.distributed.support import Stack, batch, seeded
 from tests.harness.comms import messages_only
 from tests.harness.distributed import RankContext

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard, trace
-from fsdp2.reduce_scatter import Reduce
+from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard
+from fsdp2.group.reduce_scatter import Reduce
+from fsdp2.tools import trace
 from tests.distributed.support import (
     BLOCK_NBYTES,
     DIM,

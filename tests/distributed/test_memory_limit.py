@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.tools import trace
 from tests.distributed.support import batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of

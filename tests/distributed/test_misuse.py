@@ -10,7 +10,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
-from fsdp2 import fully_shard, trace
+from fsdp2 import fully_shard
+from fsdp2.tools import trace
 from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext

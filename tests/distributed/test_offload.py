@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, fully_shard
 from fsdp2._torch import leaves
-from fsdp2.offload import StagedOffloadPolicy
+from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.offload import StagedOffloadPolicy
+from fsdp2.comm.offload import StagedOffloadPolicy
 from tests.distributed.support import batch, seeded
 from tests.harness.distributed import RankContext, distributed
 

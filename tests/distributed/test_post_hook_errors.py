@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from fsdp2.nested import map_tensors
+from fsdp2.plan.trees import map_tensors
 from tests.distributed.faulty import (
     LATER_POST,
     POST,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard, no_sync, trace
+from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard, no_sync
+from fsdp2.tools import trace
 from tests.distributed.support import (
     InjectedError,
     RaiseInBackward,

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import host_meeting, host_ranks, remote_memory
-from fsdp2.comm import PeerComm, comm_for
-from fsdp2.mesh import Axis
-from fsdp2.same_host import SameHostComm
+from fsdp2.comm.backends import PeerComm, comm_for
+from fsdp2.comm.same_host import host_meeting, host_ranks, remote_memory
+from fsdp2.comm.same_host.transfers import SameHostComm
+from fsdp2.plan.mesh import Axis
 from tests.distributed.extension_support import EVEN, Twins
 from tests.distributed.support import Stack, batch, seeded, shard, step
 from tests.harness.comms import RANKS_MAY_READ_EACH_OTHER, direct_from, messages_only

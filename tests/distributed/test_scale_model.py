@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 import fsdp2
-from fsdp2 import trace
-from fsdp2.schedule import AfterForward, UnitRules
+from fsdp2.schedule.schedule import AfterForward, UnitRules
+from fsdp2.tools import trace
 from tests.distributed.support import Block, same_on_all_ranks, seeded, step
 from tests.harness.distributed import RankContext
 

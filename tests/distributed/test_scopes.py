@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
+from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import trace
-from fsdp2.offload import StagedOffloadPolicy
+from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.tools import trace
 from tests.distributed.support import DIM, Block, Stack, batch, seeded, shard, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import shared_pool

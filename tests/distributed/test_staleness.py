@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import fully_shard, trace
+from fsdp2 import fully_shard
+from fsdp2.tools import trace
 from tests.distributed.changes import GATHERS, evaluate
 from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed

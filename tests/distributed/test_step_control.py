@@ -12,8 +12,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx, trace
-from fsdp2.runtime import unit_of
+from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.runtime.root import unit_of
+from fsdp2.tools import trace
 from tests.distributed.support import BLOCK_NBYTES, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fsdp2
-from fsdp2.streams import AcceleratorStreams
+from fsdp2.comm.streams import AcceleratorStreams
 from tests.distributed import stream_scenarios as scenarios
 from tests.harness.models import Uneven
 from tests.harness.simulated import Simulation, simulated_accelerator
@@ -45,16 +45,16 @@ def test_all_accesses_to_memory_of_the_host_are_ordered() -> None:
 # The tests above find what is missing: each wait is needed by one of them
 
 _WAITS = [
-    ("wait_here", "all_gather.wait", scenarios.direct),
-    ("wait_here", "all_gather.drop", scenarios.resting_and_gathered_in_vain),
-    ("wait_here", "buffers.flush", scenarios.direct),
-    ("wait_here", "buffers.flush", scenarios.resting_on_a_smaller_mesh),
-    ("wait_here", "reduce_scatter.finish", scenarios.direct_cast),
-    ("wait_here", "reduce_scatter.wait", scenarios.plain),
-    ("gather_after_compute", "runtime.order_gathers", scenarios.plain),
-    ("reduce_after_compute", "reduce_scatter.issue", scenarios.direct),
-    ("reduce_after_compute", "gradients._carry_on", scenarios.partial_sums_carried_on_alone),
-    ("wait_on_cpu", "offload.wait", scenarios.offloaded),
+    ("wait_here", "group.all_gather.wait", scenarios.direct),
+    ("wait_here", "group.all_gather.drop", scenarios.resting_and_gathered_in_vain),
+    ("wait_here", "comm.memory.flush", scenarios.direct),
+    ("wait_here", "comm.memory.flush", scenarios.resting_on_a_smaller_mesh),
+    ("wait_here", "group.reduce_scatter.finish", scenarios.direct_cast),
+    ("wait_here", "group.reduce_scatter.wait", scenarios.plain),
+    ("gather_after_compute", "runtime.root.order_gathers", scenarios.plain),
+    ("reduce_after_compute", "group.reduce_scatter.issue", scenarios.direct),
+    ("reduce_after_compute", "group.gradients._carry_on", scenarios.partial_sums_carried_on_alone),
+    ("wait_on_cpu", "comm.offload.wait", scenarios.offloaded),
 ]
 
 

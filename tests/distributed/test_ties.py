@@ -10,7 +10,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard, trace
+from fsdp2 import fully_shard
+from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from expecttest import assert_expected_inline
 
-from fsdp2 import trace
+from fsdp2.tools import trace
 from tests.distributed.support import Stack, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext
 

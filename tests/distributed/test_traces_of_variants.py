@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import trace
+from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext
 

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-import fsdp2.gradients
-import fsdp2.schedule
-from fsdp2.states import TRANSITIONS, GroupEvent, GroupState
-from tests.docs.markdown import ROOT, read
-from tests.unit.test_layers import LAYERS, ROOMS
+import fsdp2.group.gradients
+import fsdp2.schedule.schedule
+from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
+from tests.docs.markdown import ROOT
+from tests.unit.test_layers import FOLDERS, PACKAGE
 
 PAGE = ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text()
@@ -34,8 +34,8 @@ def test_group_states_are_those_of_the_code() -> None:
 @pytest.mark.parametrize(
     ("section", "enum"),
     [
-        ("States of a group's gradients", fsdp2.gradients.GradientState),
-        ("Where the model and a unit stand", fsdp2.schedule.Phase),
+        ("States of a group's gradients", fsdp2.group.gradients.GradientState),
+        ("Where the model and a unit stand", fsdp2.schedule.schedule.Phase),
     ],
 )
 def test_other_states_are_those_of_the_code(section: str, enum: type) -> None:
@@ -43,22 +43,25 @@ def test_other_states_are_those_of_the_code(section: str, enum: type) -> None:
     assert re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE) == [member.name for member in enum]  # type: ignore[attr-defined]
 
 
-def test_picture_shows_every_room_on_its_layer() -> None:
-    (picture,) = [block for block in read(PAGE).blocks if block.section == "Rooms"]
-    shown = {}
-    for line in picture.text.splitlines():
-        number, rooms, _ = re.split(r"(?<=\d)  |   {3,}", line.strip(), maxsplit=2)
-        shown[int(number)] = set(rooms.split())
-    assert shown == {number: rooms for number, rooms in enumerate(LAYERS) if rooms != {"__init__"}}
+def test_folders_are_those_of_the_package() -> None:
+    (body,) = re.findall(r"^## Folders\n(.*?)^## ", TEXT, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?`) \|", body, re.MULTILINE)
+    shown = [{name.removesuffix(".py").rstrip("/") for name in re.findall(r"`([^`]+)`", row)} for row in rows]
+    assert shown == FOLDERS
 
 
 def test_tour_visits_every_file_once() -> None:
-    visited = re.findall(r"^\| `(\w+)(?:\.py|/)` \|", TEXT, re.MULTILINE)
-    assert sorted(visited) == ROOMS
+    """``tensors``, ``testing`` and ``_torch`` are visited as a whole."""
+    (body,) = re.findall(r"^## Tour\n(.*?)^## ", TEXT, re.DOTALL | re.MULTILINE)
+    visited = re.findall(r"^\| `([\w/]+(?:\.py|/))` \|", body, re.MULTILINE)
+    files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
+    whole = [name for name in visited if name.endswith("/")]
+    inside = {name for name in files if name.startswith(tuple(whole))}
+    assert sorted(visited) == sorted({*files, *whole} - inside - {n for n in files if n.endswith("/__init__.py")})
 
 
 def test_every_invariant_cited_in_code_is_on_the_page() -> None:
     stated = re.findall(r"^- \*\*(I\d+)\. ", TEXT, re.MULTILINE)
     assert stated == [f"I{number}" for number in range(1, len(stated) + 1)]
-    cited = {name for path in (ROOT / "fsdp2").glob("*.py") for name in re.findall(r"\bI\d+\b", path.read_text())}
+    cited = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r"\bI\d+\b", path.read_text())}
     assert cited <= set(stated)

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from fsdp2.stalls import StallWatch
+from fsdp2.runtime.stalls import StallWatch
 from tests.gpu.support import batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
 

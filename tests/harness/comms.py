@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp2
-import fsdp2.comm
-from fsdp2 import host_meeting, remote_memory
-from fsdp2.comm import PeerComm
-from fsdp2.same_host import SameHostComm
+import fsdp2.comm.backends
+from fsdp2.comm.backends import PeerComm
+from fsdp2.comm.same_host import host_meeting, remote_memory
+from fsdp2.comm.same_host.transfers import SameHostComm
 
 GLOO_COMMS: tuple[type[Any], ...] = (PeerComm, SameHostComm)
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -33,12 +33,12 @@ RANKS_MAY_READ_EACH_OTHER = remote_memory.is_supported() and (
 @contextmanager
 def messages_only() -> Iterator[None]:
     """Models that are sharded meanwhile communicate by gloo's messages, as between hosts."""
-    found, fsdp2.comm._same_host = fsdp2.comm._same_host, WeakKeyDictionary()
+    found, fsdp2.comm.backends._same_host = fsdp2.comm.backends._same_host, WeakKeyDictionary()
     os.environ[host_meeting.SWITCH] = "0"
     try:
         yield
     finally:
-        fsdp2.comm._same_host = found
+        fsdp2.comm.backends._same_host = found
         del os.environ[host_meeting.SWITCH]
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2 import offload, services, shards
-from fsdp2.streams import AcceleratorStreams
+from fsdp2.comm import offload, services
+from fsdp2.comm.streams import AcceleratorStreams
+from fsdp2.group import shards
 from tests.harness.races import Races, SimulatedDevice, SimulatedStream, caller
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import Shard
 
 from fsdp2 import ParamPlacement
-from fsdp2.runtime import unit_of
+from fsdp2.runtime.root import unit_of
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.nested import map_tensors
+from fsdp2.plan.trees import map_tensors
 from fsdp2.testing import check_all_gather_extension
 from tests.harness.extensions import is_in_place
 from tests.harness.messages import error_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.schedule import Action, Actions, AfterForward, Schedule, UnitRules
+from fsdp2.schedule.schedule import Action, Actions, AfterForward, Schedule, UnitRules
 
 
 def schedule_of(num_units: int = 4, **rules: UnitRules) -> Schedule:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2 import buffers
-from fsdp2.buffers import BlockPool, alias, tensor_on
+from fsdp2.comm import memory as buffers
+from fsdp2.comm.memory import BlockPool, alias, tensor_on
 
 BLOCK = 4 << 20
 SMAPS = Path("/proc/self/smaps")

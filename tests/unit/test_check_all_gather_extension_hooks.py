@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from fsdp2.nested import map_tensors
+from fsdp2.plan.trees import map_tensors
 from tests.unit.checked_wrapper import Leaks, Wrapper, errors_of_check
 
 

@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from fsdp2.nested import find_tensors, map_tensors
+from fsdp2.plan.trees import find_tensors, map_tensors
 from tests.harness.extensions import is_in_place
 from tests.unit.checked_wrapper import LooksAtItsValues, LosesItsClassOnClone, Wrapper, aten, errors_of_check
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2 import _torch
-from fsdp2.direct_uses import WatchedParameter, WatchedView, unwatch, watch
+from fsdp2.group.direct_uses import WatchedParameter, WatchedView, unwatch, watch
 
 
 class _Watched:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, pieces
-from fsdp2.api import MixedPrecisionPolicy
-from fsdp2.layout import JoinedLayout, ShardLayout, join
-from fsdp2.plan import GatherInput, GatherPlan, HookInput, Lifetime, Origin, PlanInput, Route, compile_gather
-from fsdp2.precision import param_dtypes
-from fsdp2.services import services_for
+from fsdp2.comm.services import services_for
+from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, pieces
+from fsdp2.plan.dtypes import param_dtypes
+from fsdp2.plan.layout import JoinedLayout, ShardLayout, join
+from fsdp2.plan.plan import GatherInput, GatherPlan, HookInput, Lifetime, Origin, PlanInput, Route, compile_gather
+from fsdp2.types import MixedPrecisionPolicy
 
 F32, BF16, I8, U8 = torch.float32, torch.bfloat16, torch.int8, torch.uint8
 WORLD_SIZE = 4

@@ -10,8 +10,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn, optim
 
 import fsdp2
-from fsdp2.neighbours import Apart, Buffers, Code, codes_of, cuts_of, joined, spanned, spans
-from fsdp2.optim import ELEMENTWISE
+from fsdp2.tools.flat_optimizer import ELEMENTWISE
+from fsdp2.tools.neighbours import Apart, Buffers, Code, codes_of, cuts_of, joined, spanned, spans
 from tests.harness.messages import error_of
 
 

@@ -1,7 +1,4 @@
-"""Imports go down only, and private torch stays behind one door.
-
-``LAYERS`` is the picture of the design as data. A new room is entered here, or the first test fails.
-"""
+"""Imports go down the list of folders only, and private torch stays behind one door."""
 
 from __future__ import annotations
 
@@ -12,84 +9,75 @@ import pytest
 
 import fsdp2
 
-LAYERS: list[set[str]] = [
-    {"api", "_torch"},  # words; the door to private torch
-    {"layout", "mesh", "specs", "precision", "nested", "extensions"}  # rules
-    | {"schedule", "skipped", "states", "budget"},
-    {"offload", "streams", "buffers", "comm", "custom_comm", "services"}  # devices
-    | {"same_host", "host_meeting", "host_ranks", "remote_memory"},
-    {"param", "plan", "footprint", "changes", "bindings", "freed", "direct_uses"},  # compiled, plain data
-    {"all_gather", "packing", "reduce_scatter", "kept_gradients", "landing"}  # effects, on one group
-    | {"extended", "shards", "gradients", "watch", "resting", "gathered", "group"}
-    | {
-        "units",
-        "agreement",
-        "presence",
-        "reductions",
-        "admission",
-        "performer",
-        "stalls",
-        "passes",
-        "runtime",
-    },  # and on all groups of a root
-    {
-        "hooks",
-        "inner_gradients",
-        "copies",
-        "ties",
-        "controls",
-        "communication",
-        "module",
-        "resolve",
-        "fully_shard",
-    },  # torch.nn surface
-    {"trace", "memory", "clip", "scopes", "neighbours", "runs", "optim", "tensors", "testing"},  # companions
-    {"__init__"},
+# From the top to the bottom. A folder imports from folders below it; its own files import each other without circles.
+FOLDERS: list[set[str]] = [
+    {"tools", "tensors", "testing"},
+    {"api"},
+    {"runtime"},
+    {"group"},
+    {"comm"},
+    {"schedule"},
+    {"plan"},
+    {"types", "_torch"},
 ]
-LAYER_OF = {room: index for index, rooms in enumerate(LAYERS) for room in rooms}
+LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for folder in folders}
+# Imports that go up all the same: features that have to be plugged in from above instead.
+UPWARD: dict[str, set[str]] = {
+    "group.gradients": {"tools.budget", "tools.footprint"},
+    "group.group": {"tools.budget"},
+    "group.unsharded": {"tools.budget", "tools.footprint"},
+    "plan.plan": {"comm.backends"},
+    "runtime.executor": {"tools.memory_limit"},
+    "runtime.hooks": {"tools.inner_gradients"},
+}
 PACKAGE = Path(fsdp2.__file__).parent
 
 
-def _files(room: str) -> list[Path]:
-    """A room is a file, or a folder of files with one subject."""
-    file = PACKAGE / f"{room}.py"
-    return [file] if file.exists() else sorted((PACKAGE / room).glob("*.py"))
+def _module_name(path: Path) -> str:
+    """Dotted, from the package on: ``group.all_gather``; of a folder's ``__init__.py`` the folder's."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-ROOMS = sorted(
-    {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-)
-TREES = {
-    room: ast.Module([node for file in _files(room) for node in ast.parse(file.read_text()).body], []) for room in ROOMS
-}
-
-# "rules: no stream, no process group"; of all rules, only the mesh knows groups. Others name types: of a mesh, of a
-# placement, of what users implement.
-WITHOUT_TORCH = {"layout", "schedule", "skipped", "budget"}
-WITHOUT_DISTRIBUTED = (LAYERS[1] - {"mesh", "specs", "extensions"}) | {"streams", "buffers", "offload", "plan"}
+MODULES = {name: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if (name := _module_name(path))}
+KNOWS_NO_TORCH = {name for name in MODULES if name.split(".")[0] == "schedule"} | {"plan.layout"}
+# Types of meshes and placements are words; process groups are not.
+KNOWS_NO_PROCESS_GROUP = {name for name in MODULES if name.split(".")[0] == "plan"} - {"plan.mesh", "plan.placements"}
 
 
-def _imported_names(room: str) -> set[str]:
+def _folder(module: str) -> str:
+    return module.split(".")[0]
+
+
+def _imported_names(module: str) -> set[str]:
     """Every module and every name imported, as dotted paths."""
     found: set[str] = set()
-    for node in ast.walk(TREES[room]):
+    for node in ast.walk(MODULES[module]):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{room}, line {node.lineno}: relative import"
+            assert node.level == 0, f"{module}, line {node.lineno}: relative import"
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return found
 
 
-def _imported_rooms(room: str) -> set[str]:
-    parts = [name.split(".") for name in _imported_names(room)]
-    return {part[1] for part in parts if part[0] == "fsdp2" and len(part) > 1} - {room}
+def _imported_modules(module: str) -> set[str]:
+    """The modules of this package that ``module`` imports."""
+    found = set()
+    for name in _imported_names(module):
+        parts = name.split(".")
+        if parts[0] != "fsdp2":
+            continue
+        candidates = [".".join(parts[1:stop]) for stop in range(len(parts), 1, -1)]
+        found.update([each for each in candidates if each in MODULES][:1])
+    return found - {module}
 
 
-def _torch_chains(room: str) -> set[str]:
+def _torch_chains(module: str) -> set[str]:
     """Dotted paths of all torch names that are imported, or read from an imported torch module."""
+    tree = MODULES[module]
     bound: dict[str, str] = {}
-    for node in ast.walk(TREES[room]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             bound.update({alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names if alias.asname})
             bound.update(
@@ -98,7 +86,7 @@ def _torch_chains(room: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             bound.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     chains = set(bound.values())
-    for node in ast.walk(TREES[room]):
+    for node in ast.walk(tree):
         attributes: list[str] = []
         value: ast.expr | None = node if isinstance(node, ast.Attribute) else None
         while isinstance(value, ast.Attribute):
@@ -114,42 +102,43 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def test_every_room_has_a_layer() -> None:
-    assert set(ROOMS) == set(LAYER_OF)
+def test_every_folder_has_a_level() -> None:
+    assert {_folder(module) for module in MODULES} == set(LEVEL_OF)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_room_imports_from_its_own_or_lower_layers_only(room: str) -> None:
-    upward = {other for other in _imported_rooms(room) & set(LAYER_OF) if LAYER_OF[other] > LAYER_OF[room]}
-    assert upward == set()
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_from_its_own_or_lower_folders_only(module: str) -> None:
+    own = LEVEL_OF[_folder(module)]
+    upward = {other for other in _imported_modules(module) if LEVEL_OF[_folder(other)] < own}
+    assert upward == UPWARD.get(module, set())
 
 
-def test_no_two_rooms_import_each_other_by_any_way_round() -> None:
-    remaining = {room: _imported_rooms(room) & set(ROOMS) for room in ROOMS}
-    while leaves := {room for room, imported in remaining.items() if not imported & set(remaining)}:
-        for room in leaves:
-            del remaining[room]
+def test_no_two_modules_import_each_other_by_any_way_round() -> None:
+    remaining = {module: _imported_modules(module) for module in MODULES}
+    while leaves := {module for module, imported in remaining.items() if not imported & set(remaining)}:
+        for module in leaves:
+            del remaining[module]
     assert remaining == {}, "these import each other in a circle, or are imported by such"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_torchs_own_fsdp_is_imported_nowhere(room: str) -> None:
-    assert {name for name in _imported_names(room) if name.startswith("torch.distributed.fsdp")} == set()
-    assert {chain for chain in _torch_chains(room) if chain.startswith("torch.distributed.fsdp")} == set()
+@pytest.mark.parametrize("module", MODULES)
+def test_torchs_own_fsdp_is_imported_nowhere(module: str) -> None:
+    assert {name for name in _imported_names(module) if name.startswith("torch.distributed.fsdp")} == set()
+    assert {chain for chain in _torch_chains(module) if chain.startswith("torch.distributed.fsdp")} == set()
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if room != "_torch"])
-def test_private_names_of_torch_are_used_behind_the_door_only(room: str) -> None:
+@pytest.mark.parametrize("module", [module for module in MODULES if _folder(module) != "_torch"])
+def test_private_names_of_torch_are_used_behind_the_door_only(module: str) -> None:
     """Names reached from an imported torch module; attributes of tensors and modules are not looked at."""
-    private = {chain for chain in _torch_chains(room) if any(_is_private(part) for part in chain.split("."))}
+    private = {chain for chain in _torch_chains(module) if any(_is_private(part) for part in chain.split("."))}
     assert private == set(), "move them to _torch"
 
 
-@pytest.mark.parametrize("room", sorted(WITHOUT_TORCH))
-def test_room_of_plain_values_knows_no_torch(room: str) -> None:
-    assert {name for name in _imported_names(room) if name.split(".")[0] == "torch"} == set()
+@pytest.mark.parametrize("module", sorted(KNOWS_NO_TORCH))
+def test_module_of_plain_values_knows_no_torch(module: str) -> None:
+    assert {name for name in _imported_names(module) if name.split(".")[0] == "torch"} == set()
 
 
-@pytest.mark.parametrize("room", sorted(WITHOUT_DISTRIBUTED))
-def test_room_knows_no_process_group(room: str) -> None:
-    assert {chain for chain in _torch_chains(room) if chain.startswith("torch.distributed")} == set()
+@pytest.mark.parametrize("module", sorted(KNOWS_NO_PROCESS_GROUP))
+def test_module_knows_no_process_group(module: str) -> None:
+    assert {chain for chain in _torch_chains(module) if chain.startswith("torch.distributed")} == set()

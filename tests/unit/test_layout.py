@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from fsdp2.layout import ALIGNMENT_NBYTES, ShardLayout, contiguous_stride, pack
+from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout, contiguous_stride, pack
 
 
 def _random_layouts(count: int) -> list[ShardLayout]:

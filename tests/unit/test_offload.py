@@ -12,17 +12,17 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from fsdp2.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
-from fsdp2.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp2.comm import LocalComm
-from fsdp2.gradients import Landing
-from fsdp2.layout import ShardLayout
-from fsdp2.offload import HOST, FlatStage, Home, HostCopies, StagedOffloadPolicy, home_for
-from fsdp2.param import check_device, pinned
-from fsdp2.plan import PlanInput, compile_gather
-from fsdp2.precision import param_dtypes
-from fsdp2.services import services_for
-from fsdp2.streams import AcceleratorStreams, Streams
+from fsdp2.comm.backends import LocalComm
+from fsdp2.comm.offload import HOST, FlatStage, Home, HostCopies, StagedOffloadPolicy, home_for
+from fsdp2.comm.services import services_for
+from fsdp2.comm.streams import AcceleratorStreams, Streams
+from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
+from fsdp2.group.gradients import Landing
+from fsdp2.group.param import check_device, pinned
+from fsdp2.plan.dtypes import param_dtypes
+from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.plan import PlanInput, compile_gather
+from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from tests.harness.extensions import Halved
 from tests.harness.messages import error_of
 

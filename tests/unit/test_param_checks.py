@@ -6,8 +6,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fsdp2.offload import Home
-from fsdp2.param import check_device
+from fsdp2.comm.offload import Home
+from fsdp2.group.param import check_device
 from tests.harness.messages import error_of
 
 

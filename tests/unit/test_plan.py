@@ -16,12 +16,12 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fsdp2 import plan
 from fsdp2._torch import GradDtype
-from fsdp2.api import MixedPrecisionPolicy
-from fsdp2.layout import ALIGNMENT_NBYTES, ShardLayout
-from fsdp2.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces
-from fsdp2.precision import param_dtypes
+from fsdp2.plan import plan
+from fsdp2.plan.dtypes import param_dtypes
+from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout
+from fsdp2.plan.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces
+from fsdp2.types import MixedPrecisionPolicy
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 WORLD_SIZE = 4

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdp2 import remote_memory
-from fsdp2.remote_memory import Spans
+from fsdp2.comm.same_host import remote_memory
+from fsdp2.comm.same_host.remote_memory import Spans
 
 pytestmark = pytest.mark.skipif(not remote_memory.is_supported(), reason="this system cannot read other processes")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.schedule import AfterForward, UnitRules
+from fsdp2.schedule.schedule import AfterForward, UnitRules
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import published

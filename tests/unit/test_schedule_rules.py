@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.schedule import Action, Schedule, UnitRules
+from fsdp2.schedule.schedule import Action, Schedule, UnitRules
 from tests.unit.schedule_support import backward, forward, pre_forward, prefetches, schedule_of, text
 
 # Rules for single units

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdp2.schedule import Actions, AfterForward, Pass, Phase, Schedule, UnitRules
+from fsdp2.schedule.schedule import Actions, AfterForward, Pass, Phase, Schedule, UnitRules
 
 UNIT = 2
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from fsdp2.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
-from fsdp2.skipped import Outcome, SkippedUnits, nested
+from fsdp2.schedule.rank_skipping import Outcome, SkippedUnits, nested
+from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 
 Program = Sequence[int]
 FLAT = (None, 0, 0, 0, 0)

@@ -6,8 +6,8 @@ import pytest
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp2.mesh import AxisRole
-from fsdp2.specs import _placements
+from fsdp2.plan.mesh import AxisRole
+from fsdp2.plan.placements import _placements
 
 S, R, M = AxisRole.SHARD, AxisRole.REPLICATE, AxisRole.MODEL
 

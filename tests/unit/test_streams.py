@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.buffers import Memory
-from fsdp2.services import compute_stream_services, services_for
-from fsdp2.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
+from fsdp2.comm.memory import Memory
+from fsdp2.comm.services import compute_stream_services, services_for
+from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
 
 
 class RecordingStreams(Streams):

@@ -15,8 +15,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from fsdp2.api import MixedPrecisionPolicy
-from fsdp2.nested import map_tensors
+from fsdp2.plan.trees import map_tensors
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,
@@ -26,6 +25,7 @@ from fsdp2.tensors import (
     wrap_parameters,
 )
 from fsdp2.tensors.wire import written_by
+from fsdp2.types import MixedPrecisionPolicy
 from tests.harness.messages import error_of
 
 MAKERS: dict[str, Callable[[torch.Tensor], WireFormatTensor]] = {

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import trace
+from fsdp2.tools import trace
 from tests.docs.markdown import ROOT, table
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext

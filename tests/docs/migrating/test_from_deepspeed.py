@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import trace
+from fsdp2.tools import trace
 from tests.docs.migrating.rows import (
     Rows,
     adamw,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import trace
 from fsdp2.tensors import Int8AllGatherTensor, wrap_parameters
+from fsdp2.tools import trace
 from tests.docs.migrating.rows import (
     Rows,
     actions,

@@ -11,7 +11,7 @@ import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.offload import StagedOffloadPolicy
+from fsdp2.comm.offload import StagedOffloadPolicy
 from tests.docs.migrating.rows import Rows, backward, batch, close, forward, gradients, model, raises, wrap
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP

@@ -1,0 +1,1 @@
+"""What users call. Everything is validated first; then the model changes, and nothing can be refused any more."""

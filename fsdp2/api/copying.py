@@ -1,0 +1,144 @@
+"""``copy.deepcopy`` of sharded modules: a unit of the copy for each unit, with shards, groups and hooks of its own.
+
+What belongs to the ranks is shared: meshes, process groups, what the user gave to carry bytes. As ``nn.Module`` does,
+a copy leaves gradients behind. The shards of the copy are put into ``deepcopy``'s memo first, so whatever else refers
+to a parameter, an optimizer in the same call for example, refers to its copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.group.extensions import is_plain
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.param import ParamRecord, ShardedParam, Slot
+from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
+from fsdp2.runtime.root import UNIT_ATTRIBUTE, Unit, unit_of
+from fsdp2.schedule.schedule import Pass
+from fsdp2.types import ScheduleError
+
+Memo = dict[Any, Any]
+
+# Prefetch lists of copied units, with units whose copies may come later.
+_PENDING = "fsdp2 prefetch lists"
+
+
+def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
+    """A copy of a module that ``fully_shard`` was called on, and of all modules of its unit.
+
+    Raises:
+        ScheduleError: a forward or backward runs, or the parameters are lent.
+    """
+    unit = unit_of(module)
+    assert unit is not None
+    if id(unit) not in memo:
+        if unit.running is not Pass.IDLE or _torch.in_backward():
+            raise ScheduleError(
+                f"deepcopy of '{unit.name}': a pass is running. Copy between passes; after an exception, call "
+                "reset_iter_state() first."
+            )
+        for group in unit.groups:
+            group.settle()
+            for param in group.params:
+                if id(param.sharded) in memo:  # what refers to it, an optimizer for example, was copied first
+                    memo[id(param.sharded)].grad = None
+                else:
+                    memo[id(param.sharded)] = _copied_parameter(param, memo)
+        memo[id(unit)] = None  # this call makes it, whatever refers to the unit's modules meanwhile
+        modules = tuple(_copied_attributes(each, memo) for each in unit.modules)
+        memo[id(unit)] = _copied_unit(unit, modules, memo)
+        _resolve_prefetch(memo)
+    return _copied_attributes(module, memo)
+
+
+def _copied_attributes(module: nn.Module, memo: Memo) -> nn.Module:
+    """As ``deepcopy`` of a plain module, in the same class: attribute by attribute.
+
+    A ``__deepcopy__`` of the module's own class is not called: what it builds anew would not be sharded, and nobody
+    could tell which of its parameters takes the place of which. A class that has one may refuse to tell its state, as
+    parametrized modules do, so it is not asked.
+    """
+    if id(module) not in memo:
+        memo[id(module)] = made = object.__new__(type(module))
+        has_own = sum("__deepcopy__" in vars(each) for each in type(module).__mro__) > 1  # beside that of FSDPModule
+        cls = nn.Module if has_own else type(module)
+        state = dict(cls.__getstate__(module))  # without what compile() has put there
+        del state[UNIT_ATTRIBUTE]
+        cls.__setstate__(made, copy.deepcopy(state, memo))
+    return cast(nn.Module, memo[id(module)])
+
+
+def _copied_parameter(param: ShardedParam, memo: Memo) -> nn.Parameter:
+    """The DTensor of the copy. A plain shard is copied when its group takes it into a flat buffer."""
+    with torch.no_grad():
+        local = _torch.local_of(param.sharded)
+        local = local if is_plain(local) else copy.deepcopy(local, memo)
+        made = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
+    for name, value in vars(param.sharded).items():
+        if name not in vars(made):
+            setattr(made, name, copy.deepcopy(value, memo))
+    return made
+
+
+def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit:
+    groups = tuple(_copied_group(group, memo) for group in unit.groups)
+    made = Unit(modules, groups, unit.mesh, unit.policy, None if unit.auto_reshard else unit.rules.after_forward)
+    made.rules, made.max_reductions, made.memory_limit = unit.rules, unit.max_reductions, unit.memory_limit
+    made.left_alone = {Slot(memo[id(slot.module)], slot.name) for slot in unit.left_alone if id(slot.module) in memo}
+    made.left_out = [Slot(memo[id(slot.module)], slot.name) for slot in unit.left_out]
+    for name in ("forward_prefetch", "backward_prefetch"):
+        if getattr(unit, name) is not None:
+            memo.setdefault(_PENDING, []).append((made, name, getattr(unit, name)))
+    _renew_hooks(unit, made, memo)
+    if unit.finalizes_by_hand:
+        made.context.schedule.finalizes_by_hand = True
+    return made
+
+
+def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
+    records = []
+    for param in group.params:
+        bound = memo[id(param.sharded)]
+        records.append(
+            ParamRecord(
+                name=param.name,
+                param=bound,
+                slots=tuple(Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in param.slots),
+                layout=param.layout,
+                spec=param.spec,
+                dtypes=param.dtypes,
+                policy=param.policy,
+                local=_torch.local_of(bound),
+                grad_dtype=param.grad_dtype,
+                is_cut=True,
+            )
+        )
+    made = ParamGroup(records, group.mesh, group.home)
+    made.set_up_like(group)
+    return made
+
+
+def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
+    """Copying has taken the unit's own hooks along, which report to that unit."""
+    assert isinstance(unit.hooks, ModuleHooks)
+    for module in unit.hooks.modules:
+        if id(module) in memo:
+            _torch.remove_hooks(memo[id(module)], unit.hooks.functions)
+    made.hooks = hooks = ModuleHooks(made)
+    for module in made.modules:
+        for name, value in list(vars(module).items()):
+            method = getattr(value, FORWARD_METHOD, None)
+            if method is not None:
+                setattr(module, name, hooks.forward_method(module, copy.deepcopy(method, memo)))
+
+
+def _resolve_prefetch(memo: Memo) -> None:
+    """Lists whose units are all copied by now; one that names a unit outside of what is copied is left out."""
+    for made, name, units in memo.get(_PENDING, ()):
+        if all(memo.get(id(unit)) is not None for unit in units):
+            setattr(made, name, [memo[id(unit)] for unit in units])

@@ -1,0 +1,297 @@
+"""``fully_shard``: collect, resolve, commit.
+
+Everything that can be refused is refused while resolving, into frozen records; commit cannot fail on user input, so a
+refused call leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2 import _torch
+from fsdp2.api.module import FSDPModule
+from fsdp2.api.resolve import (
+    Found,
+    ResolvedGroup,
+    ShardPlacementFn,
+    check_reshard_after_forward,
+    described,
+    resolve_after_forward,
+    resolve_groups,
+)
+from fsdp2.api.ties import settle_ties
+from fsdp2.comm.offload import Home, home_for
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.param import SHARDED_AS, Slot
+from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
+from fsdp2.runtime.hooks import ModuleHooks
+from fsdp2.runtime.root import Unit, unit_of
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, TiedWeights
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    tied_weights: TiedWeights = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    tied_weights: TiedWeights = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    tied_weights: TiedWeights = TiedWeights.MOVE,
+) -> FSDPModule | list[FSDPModule]:
+    """Shard ``module``'s parameters, their gradients and so the optimizer's states over the ranks of ``mesh``.
+
+    All parameters under ``module`` that no earlier call has taken form one unit: they are all-gathered together before
+    the module's forward and backward, and their gradients are reduce-scattered together after it. Call it bottom-up, on
+    every block and then on the root, so that few units are unsharded at a time.
+
+    Parameters may be DTensors already, cut over model axes (TP, EP) of the same mesh: what each rank has of them is
+    sharded, and compute reads them as the DTensors that they were.
+
+    Parameters become ``DTensor`` shards in place; the optimizer is built after this call. The module's class gains
+    :class:`FSDPModule`; ``isinstance`` with its original class still holds.
+
+    Args:
+        module: the module, or modules that are unsharded and reduced as one unit.
+        mesh: 1D for FSDP; 2D (replicate, shard) for HSDP. Its device type says where parameters live. Default: all
+            ranks, on the accelerator if there is one.
+        reshard_after_forward: True frees unsharded parameters between forward and backward; False keeps them; an int
+            reshards them over groups of that many ranks. Default: True, but False for the root.
+        shard_placement_fn: per parameter, ``Shard(dim)`` to cut along another dimension than 0, a
+            :class:`ParamPlacement` to shard over other ranks (experts), or None. Parameters that are sharded over the
+            same ranks travel together.
+        mp_policy: dtypes of compute, reduction and output.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so optimizer states on the host; the default
+            keeps them on the mesh's device.
+        ignored_params: parameters to leave as they are: neither sharded, moved nor reduced.
+        dp_mesh_dims: ``mesh`` has all axes of the model, every parameter is a DTensor on it, and these of its axes are
+            data-parallel. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
+        tied_weights: a parameter that an inner unit has taken, and that is bound outside of that unit, too, moves to
+            this unit, or is refused.
+
+    Returns:
+        ``module`` itself, changed in place.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: the mesh, a placement, a dtype or a parameter cannot be sharded as asked; ``module`` was given to
+            ``fully_shard`` before. Nothing has changed then.
+        ExtensionError: a parameter is of a tensor subclass that cannot be cut into shards.
+
+    Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
+    """
+    roots = _root_modules(module)
+    _check_policies(mp_policy, offload_policy)
+    ignored = _checked_ignored(ignored_params)
+    parallel = parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims))
+    found, managed, left_alone = _collect(roots, ignored)
+    ties = settle_ties(found, roots, _checked_ties(tied_weights))
+    check_reshard_after_forward(reshard_after_forward, parallel)
+    home = home_for(offload_policy, parallel.device)
+    resolved = resolve_groups(ties.found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
+    after_forward = resolve_after_forward(reshard_after_forward, resolved)
+    _change_classes(roots)
+    ties.commit()
+    unit = _commit(roots, managed, resolved, parallel, mp_policy, home, after_forward)
+    unit.left_alone.update(left_alone)
+    unit.left_out = ties.left_out
+    return module  # type: ignore[return-value]
+
+
+# Collect and check
+
+
+def _root_modules(module: object) -> tuple[nn.Module, ...]:
+    given = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not given:
+        raise ValueError("fully_shard: got an empty list of modules, expected at least one.")
+    for item in given:
+        if not isinstance(item, nn.Module):
+            raise TypeError(f"fully_shard: expected an nn.Module or a list of them, found {type(item).__name__}.")
+    modules = tuple(dict.fromkeys(given))
+    inner = {child for item in modules for child in item.modules() if child is not item}
+    roots = tuple(item for item in modules if item not in inner)
+    for item in roots:
+        if unit_of(item) is not None:
+            raise ValueError(
+                f"fully_shard: this {_original_name(item)} was given to fully_shard before. Call it once per module, "
+                "on inner modules first."
+            )
+        if isinstance(item, (nn.ModuleList, nn.ModuleDict)) and type(item).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard: {type(item).__name__} has no forward, so its parameters would never be unsharded. "
+                "Call fully_shard on each module in it, or pass list(...) of them as one unit."
+            )
+    return roots
+
+
+def _check_policies(mp_policy: object, offload_policy: object) -> None:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"fully_shard: mp_policy must be an fsdp2.MixedPrecisionPolicy, not {described(mp_policy)}.")
+    override = mp_policy.param_dtype_override_fn
+    if override is not None and not callable(override):
+        raise TypeError(
+            "fully_shard: mp_policy.param_dtype_override_fn must be a function from a parameter to a dtype or None, "
+            f"not {described(override)}."
+        )
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"fully_shard: offload_policy must be an fsdp2.OffloadPolicy, not {described(offload_policy)}.")
+
+
+def _checked_dims(dims: object) -> DataParallelMeshDims | None:
+    """``dims``, or ours for torch's class of that name."""
+    if dims is None or isinstance(dims, DataParallelMeshDims):
+        return dims
+    if not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
+        raise TypeError(
+            f"fully_shard: dp_mesh_dims must be an fsdp2.DataParallelMeshDims, not {described(dims)}. "
+            'Write DataParallelMeshDims(shard="dp"), with the names of the mesh\'s data-parallel axes.'
+        )
+    return DataParallelMeshDims(dims.shard, dims.replicate)
+
+
+def _checked_ties(ties: object) -> TiedWeights:
+    if not isinstance(ties, TiedWeights):
+        raise TypeError(f"fully_shard: tied_weights must be an fsdp2.TiedWeights, not {described(ties)}.")
+    return ties
+
+
+def _checked_ignored(ignored_params: object) -> set[nn.Parameter]:
+    if ignored_params is None:
+        return set()
+    if not isinstance(ignored_params, (set, frozenset)):
+        raise TypeError(f"fully_shard: ignored_params must be a set of parameters, not {described(ignored_params)}.")
+    return set(ignored_params)
+
+
+def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:
+    """The parameters to manage with all their slots, the modules that they and their buffers are in, and the slots of
+    ignored ones."""
+    found: dict[nn.Parameter, Found] = {}
+    managed: dict[nn.Module, None] = {}
+    left_alone: list[Slot] = []
+    for i, root in enumerate(roots):
+        for prefix, module in _named_modules_outside_units(root, "" if len(roots) == 1 else f"[{i}]."):
+            managed[module] = None
+            for name, param in _torch.parameters_dict(module).items():
+                if param is None:
+                    continue
+                if param in ignored:
+                    left_alone.append(Slot(module, name))
+                    continue
+                item = found.setdefault(param, Found(f"{prefix}{name}", param))
+                if (slot := Slot(module, name)) not in item.slots:
+                    item.slots.append(slot)
+    return list(found.values()), list(managed), left_alone
+
+
+def _named_modules_outside_units(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """``root``'s tree without the subtrees of other units, each module once."""
+    seen: set[nn.Module] = set()
+    pending = [(prefix, root)]
+    while pending:
+        name, module = pending.pop()
+        if module in seen or (module is not root and unit_of(module) is not None):
+            continue
+        seen.add(module)
+        yield name, module
+        children = [(f"{name}{child_name}.", child) for child_name, child in module.named_children()]
+        pending += reversed(children)
+
+
+# Commit
+
+
+def _commit(
+    roots: tuple[nn.Module, ...],
+    managed: list[nn.Module],
+    resolved: list[ResolvedGroup],
+    parallel: ParallelMesh,
+    policy: MixedPrecisionPolicy,
+    home: Home,
+    after_forward: AfterForward | None,
+) -> Unit:
+    for module in managed:
+        buffers = _torch.buffers_dict(module)
+        for name, buffer in buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                buffers[name] = buffer.to(parallel.device)
+    for item in resolved:
+        for record in item.records:
+            setattr(record.param, SHARDED_AS, record.name)
+    groups = tuple(ParamGroup(item.records, item.mesh, home) for item in resolved)
+    for item, group in zip(resolved, groups, strict=True):
+        group.rest_on(item.resting)
+        for param in group.params:
+            setattr(param.sharded, SHARDED_AS, param.name)
+    unit = Unit(roots, groups, parallel, policy, after_forward)
+    unit.hooks = ModuleHooks(unit)
+    return unit
+
+
+def _change_classes(roots: Sequence[nn.Module]) -> None:
+    """Python, or the class itself, may refuse: so this comes first, and all or none are changed.
+
+    Raises:
+        TypeError: a class cannot be derived from, or its instances cannot change their class.
+    """
+    originals = [type(root) for root in roots]
+    try:
+        for root in roots:
+            root.__class__ = _sharded_class(type(root))
+    except BaseException:
+        for root, original in zip(roots, originals, strict=True):
+            root.__class__ = original
+        raise
+
+
+_sharded_classes: dict[type, type] = {}
+
+
+def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+    """``original`` with ``FSDPModule`` in front, one per class so that ``type(a) is type(b)`` is kept."""
+    if original not in _sharded_classes:
+        attributes = {"__module__": original.__module__, "__qualname__": f"FSDP{original.__qualname__}"}
+        _sharded_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), attributes)
+    return _sharded_classes[original]
+
+
+def _original_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")

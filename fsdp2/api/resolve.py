@@ -1,0 +1,266 @@
+"""What ``fully_shard`` was asked for, checked and decided: nothing in here changes the model.
+
+Every parameter becomes a frozen record, and records that are sharded over the same ranks become one group. Whatever can
+be refused is refused here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2 import _torch
+from fsdp2.comm.offload import Home
+from fsdp2.group.extensions import has_hooks, is_plain
+from fsdp2.group.param import SHARDED_AS, ParamRecord, Slot, pinned, subclass_shard
+from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
+from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
+from fsdp2.plan.placements import local_part, param_spec
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.types import ExtensionError, MixedPrecisionPolicy, ParamPlacement
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ParamPlacement | None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A parameter in the tree: its first name, and every place where it is bound. ``moves``: an inner unit gives it
+    up."""
+
+    name: str
+    param: nn.Parameter
+    slots: list[Slot] = field(default_factory=list)
+    moves: bool = False
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it has no dimension to cut: it is whole on all ranks, and its gradient is all-reduced."""
+        return self.param.dim() == 0
+
+
+@dataclass(frozen=True)
+class ResolvedGroup:
+    """Parameters that travel together. ``resting``: the smaller mesh that they rest on after forward, if any."""
+
+    mesh: ParallelMesh
+    records: tuple[ParamRecord, ...]
+    resting: ParallelMesh | None
+
+
+def resolve_groups(
+    found: Sequence[Found],
+    parallel: ParallelMesh,
+    placement_fn: ShardPlacementFn | None,
+    policy: MixedPrecisionPolicy,
+    home: Home,
+    reshard_after_forward: bool | int | None,
+) -> list[ResolvedGroup]:
+    """A group per set of ranks, in the order in which the parameters lead to them."""
+    meshes = _Meshes(parallel)
+    members: dict[ParallelMesh, list[ParamRecord]] = {}
+    for item in found:
+        _check_class(item.name, item.param)
+        placement, mesh = _asked_placement(item, meshes, placement_fn)
+        if item.is_scalar:
+            mesh = meshes.whole(mesh)
+        members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy, home))
+    return [
+        ResolvedGroup(mesh, tuple(records), _resting_mesh(reshard_after_forward, mesh))
+        for mesh, records in members.items()
+    ]
+
+
+class _Meshes:
+    """The data-parallel meshes of one call, one for each set of ranks."""
+
+    def __init__(self, default: ParallelMesh) -> None:
+        self.default = default
+        self._by_groups: dict[tuple[dist.ProcessGroup | None, ...], ParallelMesh] = {}
+        self._known(default)
+
+    def read(self, name: str, mesh: DeviceMesh) -> ParallelMesh:
+        """``mesh``, which ``shard_placement_fn`` returned for parameter ``name``."""
+        found = parallel_mesh(mesh)
+        if found.device != self.default.device:
+            raise ValueError(
+                f"fully_shard: shard_placement_fn returned a mesh on {found.device} for parameter '{name}', but the "
+                f"mesh given to fully_shard is on {self.default.device}. All parameters live on one device."
+            )
+        return self._known(found)
+
+    def whole(self, mesh: ParallelMesh) -> ParallelMesh:
+        """``mesh`` for what cannot be cut."""
+        return self._known(replicated(mesh))
+
+    def _known(self, mesh: ParallelMesh) -> ParallelMesh:
+        return self._by_groups.setdefault((mesh.shard.group, mesh.replicate.group), mesh)
+
+
+def _asked_placement(
+    item: Found, meshes: _Meshes, placement_fn: ShardPlacementFn | None
+) -> tuple[Shard | None, ParallelMesh]:
+    asked: Any = None if placement_fn is None else placement_fn(item.param)
+    mesh = getattr(getattr(asked, "mesh_info", asked), "mesh", None)  # torch's ShardPlacementResult has a mesh_info
+    placement = asked if mesh is None else asked.placement
+    has_shard = placement is None or isinstance(placement, Shard)
+    if not has_shard or not (mesh is None or isinstance(mesh, DeviceMesh)):
+        raise TypeError(
+            f"fully_shard: shard_placement_fn returned {asked!r} for parameter '{item.name}', "
+            "expected Shard(dim), ParamPlacement(Shard(dim), mesh) or None."
+        )
+    return placement, meshes.default if mesh is None else meshes.read(item.name, mesh)
+
+
+def _resolve(
+    item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
+) -> ParamRecord:
+    name, param = item.name, item.param
+    _check_param(name, param, parallel, moves=item.moves)
+    _check_memory(name, param)
+    dim = _resolve_dim(name, param, placement)
+    spec = param_spec(name, param, dim, parallel)
+    full = local_part(param)
+    layout = ShardLayout(tuple(full.shape), dim, parallel.shard.size)
+    own, grad_dtype = own_policy(name, param, policy), _torch.own_grad_dtype(param)
+    check_grad_dtype(name, grad_dtype, own)
+    return ParamRecord(
+        name=name,
+        param=param,
+        slots=tuple(item.slots),
+        layout=layout,
+        spec=spec,
+        dtypes=param_dtypes(param.dtype, own, grad_dtype),
+        policy=own,
+        local=_subclass_shard(name, param, full, layout, parallel.shard.rank, home),
+        grad_dtype=grad_dtype,
+    )
+
+
+def _check_class(name: str, param: nn.Parameter) -> None:
+    if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # for hooks there is another answer
+        raise ExtensionError(
+            f"fully_shard: parameter '{name}' is a {type(param).__name__}, and sharding would lose that class: compute "
+            "would read an nn.Parameter. Replace it by nn.Parameter(...) of its values, or of a tensor subclass with "
+            "all-gather hooks; or list it in ignored_params."
+        )
+
+
+def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh, *, moves: bool) -> None:
+    sharded_as = getattr(param, SHARDED_AS, None)
+    if isinstance(param, DTensor) and sharded_as is not None:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' was sharded before, by a call on a module around this one. "
+            "Call fully_shard on inner modules first; to add modules later, give it the new ones only, or list this "
+            "parameter in ignored_params."
+        )
+    if isinstance(param, DTensor) and param.device_mesh.device_type != parallel.device.type:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a DTensor on a mesh of {param.device_mesh.device_type}, but the mesh "
+            f"given to fully_shard is on {parallel.device.type}. Both have to be parts of one mesh."
+        )
+    if sharded_as is not None and not moves:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that was sharded before, and the tie "
+            "would be lost. It moves to this unit only with tied_weights=MOVE, and before anything has run or was "
+            "written or replaced. Or call fully_shard([a, b]) on the modules that share it, as one unit."
+        )
+
+
+def _check_memory(name: str, param: nn.Parameter) -> None:
+    layout = "nested" if param.is_nested else "quantized" if param.is_quantized else str(param.layout)
+    if layout != str(torch.strided):
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a {layout} tensor, which has no dense values to cut into shards. Make "
+            "it a dense tensor, or a tensor subclass with all-gather hooks; or list it in ignored_params."
+        )
+
+
+def _subclass_shard(
+    name: str, param: nn.Parameter, full: torch.Tensor, layout: ShardLayout, rank: int, home: Home
+) -> torch.Tensor | None:
+    if not isinstance(param, DTensor) and has_hooks(param) and not has_hooks(full):
+        raise ExtensionError(
+            f"fully_shard: parameter '{name}' is a {type(param).__name__} with all-gather hooks, but its data is a "
+            f"{type(full).__name__} without, and it is the data that is sharded: the hooks would be ignored. Make them "
+            "methods of the tensor that nn.Parameter wraps."
+        )
+    if is_plain(full):
+        return None
+    with torch.no_grad():
+        return pinned(name, subclass_shard(name, full, layout, rank, home.device), home)
+
+
+def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int:
+    if placement is None or param.dim() == 0:
+        return 0
+    if not -param.dim() <= placement.dim < param.dim():
+        raise ValueError(
+            f"fully_shard: parameter '{name}' has shape {tuple(param.shape)}, so it cannot be sharded on dim "
+            f"{placement.dim}. Return a dim in [{-param.dim()}, {param.dim() - 1}] from shard_placement_fn."
+        )
+    return placement.dim % param.dim()
+
+
+# After forward
+
+
+def check_reshard_after_forward(value: object, parallel: ParallelMesh) -> None:
+    """Refuse what is neither a bool nor a number of ranks that divides the shard axis.
+
+    Raises:
+        TypeError, ValueError: names the value and what is possible.
+    """
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise TypeError(f"fully_shard: reshard_after_forward must be a bool, an int or None, not {described(value)}.")
+    size = parallel.shard.size
+    if value < 1 or size % value != 0:
+        factors = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={value} does not divide the {size} ranks of the shard axis. "
+            f"Pass one of {factors}, or a bool."
+        )
+    if value == 1:
+        warnings.warn(
+            "reshard_after_forward=1 means one rank per shard: parameters stay unsharded. Pass False to say so, or "
+            "True to reshard over all ranks.",
+            stacklevel=3,
+        )
+
+
+def resolve_after_forward(value: bool | int | None, groups: Sequence[ResolvedGroup]) -> AfterForward | None:
+    """The rule for a unit of ``groups``; None where the user left it open."""
+    if value is None:
+        return None
+    if value is False or (value is not True and value == 1):
+        return AfterForward.KEEP
+    rests = any(group.resting is not None for group in groups)
+    return AfterForward.RESHARD_TO_SMALLER_MESH if rests else AfterForward.RESHARD
+
+
+def _resting_mesh(value: bool | int | None, mesh: ParallelMesh) -> ParallelMesh | None:
+    """Where a group rests between forward and backward; None on its own mesh, or nowhere. A mesh that
+    ``shard_placement_fn`` chose may have fewer ranks than the ``value`` that suits the others."""
+    if value is None or isinstance(value, bool) or not 1 < value < mesh.shard.size:
+        return None
+    if mesh.shard.size % value != 0:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={value} does not divide the {mesh.shard.size} ranks of a mesh that "
+            "shard_placement_fn returned. Pass a divisor of both, or a bool."
+        )
+    return post_forward_mesh(mesh, value)
+
+
+def described(value: object) -> str:
+    """The type of ``value``, for messages."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,1 @@
+"""*How* bytes travel: flat tensors in, bytes moved. Sees no parameter."""

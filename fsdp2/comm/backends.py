@@ -1,0 +1,285 @@
+"""How the bytes travel: which calls of which backend carry an all-gather and a reduction.
+
+A comm sees flat tensors, never parameters. It also says what the plans are compiled for: from which size on a tensor
+travels on its own, and whether the backend averages. All calls are issued in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.comm.same_host.host_meeting import meet
+from fsdp2.comm.same_host.transfers import SameHostComm, Transfers
+from fsdp2.comm.services import services_for
+from fsdp2.comm.streams import Waitable
+from fsdp2.plan.mesh import Axis
+
+Launch = Callable[[], Sequence[Waitable]]
+
+
+class GatherComm(Protocol):
+    """All-gathers over one shard axis.
+
+    Attributes:
+        direct_min_nbytes: tensors whose shards have at least this many bytes travel without a staging copy; smaller
+            ones share a bucket.
+    """
+
+    direct_min_nbytes: int
+
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        """What gathers each ``inputs[i]`` ``[n]`` of all ranks into ``outputs[i]`` ``[W * n]``, whenever it is called.
+
+        An input may be this rank's slice of its output. The tensors stay bound; their memory may come and go.
+        """
+
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        """Memory that the comm itself allocates while ``nbytes`` are gathered."""
+
+
+class ReduceComm(Protocol):
+    """Reduce-scatters over one shard axis.
+
+    Attributes:
+        direct_min_nbytes: as for a gather.
+        reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
+        splits: whether it pays to reduce a large group in two launches.
+    """
+
+    direct_min_nbytes: int
+    reduces_uneven: bool
+    splits: bool
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+        """Sum ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in ``outputs[i]``
+        ``[n]``. Where ``reduces_uneven``, an input may be shorter, and so is what the last ranks get. May empty the
+        list ``inputs`` once nothing reads them any more.
+        """
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        """Memory that the comm itself allocates while ``nbytes`` of all ranks' parts are reduced."""
+
+
+class AxisComm(GatherComm, ReduceComm, Protocol):
+    """Both, as every backend has them."""
+
+
+class CollectiveComm:
+    """The backend's own collectives, all tensors of a group in one launch: NCCL, and any backend not named below."""
+
+    # NCCL moves a coalesced launch at full speed whatever its parts, so only latency-bound messages gain from a bucket.
+    # Not measured on a GPU so far; benchmarks/runtime_overhead.py --widths 256 shows what the copies of a bucket cost.
+    direct_min_nbytes = 16 * 1024
+    reduces_uneven = False
+    splits = True
+
+    def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
+        self._group = group
+        self._on_stream = on_stream
+        self._reduce_scatter = _torch.reduce_scatter(group, dist.ReduceOp.SUM, on_stream=on_stream)
+
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
+            return lambda: ()
+        launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
+        return lambda: _works(launch())
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+        return _works(self._reduce_scatter(outputs, inputs))
+
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+
+def _works(work: dist.Work | None) -> Sequence[Waitable]:
+    """NCCL returns no work for what is ordered on the current stream."""
+    return () if work is None else (work,)
+
+
+# Every comm has channels of its own: if the ranks' programs diverge, a message of one parameter group is never taken
+# for that of another. Every rank makes its comms on a process group in the same order; else see match_channels.
+_FIRST_CHANNEL = 7101  # tags of messages: away from 0, which user code on the same group is likely to use
+_next_channel: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def _new_channels(group: dist.ProcessGroup) -> tuple[int, int]:
+    """One for gathers, one for reductions."""
+    first = _next_channel.get(group, _FIRST_CHANNEL)
+    _next_channel[group] = first + 2
+    return first, first + 1
+
+
+class PeerComm:
+    """gloo: every rank sends its part straight to every other, out of and into the tensors that compute uses.
+
+    gloo's own all-gather and reduce-scatter stage their data and reduce on the calling queue. Measured with 2 ranks and
+    48 MiB in four tensors: 15 ms for either direction here, 24 ms for its all-gather, 35 ms for its reduce-scatter.
+    Sums run in rank order, starting behind this rank, so a result does not depend on where an element lies.
+    """
+
+    # Below this, a message costs more than the copy that spares it: with shards of 128 KiB a step took 87 ms direct and
+    # 70 ms in buckets; with shards of 2 MiB both take the same time, and direct spares the bucket's memory
+    # (benchmarks/gloo_step.py --direct-min-nbytes).
+    direct_min_nbytes = 512 * 1024
+    reduces_uneven = True
+    splits = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._gather_tag, self._reduce_tag = _new_channels(group)
+        # Staggered, so that no rank is everybody's first target.
+        self._targets = [(self._rank + step) % self._size for step in range(1, self._size)]
+        self._sources = [(self._rank - step) % self._size for step in range(1, self._size)]
+
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        receives: list[tuple[torch.Tensor, int]] = []
+        sends: list[tuple[torch.Tensor, int]] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for output, mine in zip(outputs, inputs, strict=True):
+            slices = output.split(mine.numel())
+            receives += [(slices[source], source) for source in self._sources]
+            sends += [(mine, target) for target in self._targets]
+            if slices[self._rank].data_ptr() != mine.data_ptr():
+                copies.append((slices[self._rank], mine))
+
+        def launch() -> Sequence[Waitable]:
+            works: list[Waitable] = [self._group.recv([part], source, self._gather_tag) for part, source in receives]
+            works += [self._group.send([part], target, self._gather_tag) for part, target in sends]
+            for target, source in copies:
+                target.copy_(source)
+            return works
+
+        return launch
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+        return [self._reduce_one(output, values) for output, values in zip(outputs, inputs, strict=True)]
+
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return nbytes // self._size * max(self._size - 2, 0)  # the first part arrives in the output
+
+    def _reduce_one(self, output: torch.Tensor, values: torch.Tensor) -> Waitable:
+        parts = _parts(values, output.numel(), self._size)
+        mine = parts[self._rank]
+        if mine.numel() < output.numel():
+            output[mine.numel() :].zero_()
+            output = output[: mine.numel()]
+        received = [output, *(torch.empty_like(output) for _ in self._sources[1:])]
+        works = []
+        if mine.numel() > 0:
+            for buffer, source in zip(received, self._sources, strict=True):
+                works.append(self._group.recv([buffer], source, self._reduce_tag))
+        for target in self._targets:
+            if parts[target].numel() > 0:
+                works.append(self._group.send([parts[target]], target, self._reduce_tag))
+        return _PeerSum(works, received, mine)
+
+
+class _PeerSum:
+    """Receives in flight, and the sum to form when they have arrived."""
+
+    def __init__(self, works: list[dist.Work], received: list[torch.Tensor], mine: torch.Tensor) -> None:
+        self._works, self._received, self._mine = works, received, mine
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        output, *others = self._received
+        for other in others:
+            output.add_(other)
+        output.add_(self._mine)
+
+
+class LocalComm:
+    """A shard axis of one rank: what it gathers and reduces is its own."""
+
+    direct_min_nbytes = 0
+    reduces_uneven = True
+    splits = False
+
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        pairs = zip(outputs, inputs, strict=True)
+        copies = [(output, mine) for output, mine in pairs if output.data_ptr() != mine.data_ptr()]
+
+        def launch() -> Sequence[Waitable]:
+            for output, mine in copies:
+                output.copy_(mine)
+            return ()
+
+        return launch
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+        _torch.foreach_copy(outputs, inputs)
+        return ()
+
+    def gather_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return 0
+
+
+def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
+    """``values`` cut into ``count`` consecutive parts of ``size``; the last ones may be short or empty."""
+    total = values.numel()
+    bounds = [min(i * size, total) for i in range(count + 1)]
+    return [values.narrow(0, start, stop - start) for start, stop in itertools.pairwise(bounds)]
+
+
+def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> AxisComm:
+    """The comm for ``axis``, chosen by the backend that serves ``device``. ``is_async``: on an accelerator, too, the
+    collectives run beside the stream that issues them."""
+    if axis.group is None or axis.size == 1:
+        return LocalComm()
+    if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
+        transfers = _transfers_on(axis, device)
+        return PeerComm(axis.group) if transfers is None else SameHostComm(transfers, *_new_channels(axis.group))
+    return CollectiveComm(axis.group, on_stream=services_for(device).streams.runs_ahead and not is_async)
+
+
+_same_host: WeakKeyDictionary[dist.ProcessGroup, Transfers | None] = WeakKeyDictionary()
+
+
+def _transfers_on(axis: Axis, device: torch.device) -> Transfers | None:
+    """Transfers between the ranks of ``axis`` within their host; None if they are not on one, or may not. The first
+    call on a process group lets its ranks find out together."""
+    assert axis.group is not None
+    if axis.group not in _same_host:
+        timeout = _torch.timeout_of(axis.group, device)
+        assert timeout is not None  # gloo has one
+        neighbours = meet(axis.rank, partial(exchange, axis), timeout.total_seconds())
+        _same_host[axis.group] = None if neighbours is None else Transfers(neighbours)
+    return _same_host[axis.group]
+
+
+def exchange(axis: Axis, value: object) -> list[Any]:
+    """The ``value`` of every rank on ``axis``, in rank order. Slow, and the CPU waits: for what is agreed on once."""
+    if axis.group is None or axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def match_channels(axis: Axis) -> None:
+    """Some ranks have made comms on ``axis`` that others have not: have those match that are made from now on."""
+    if axis.group is not None:
+        _next_channel[axis.group] = max(exchange(axis, _next_channel.get(axis.group, _FIRST_CHANNEL)))
+
+
+def all_reduce(axis: Axis, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Sequence[Waitable]:
+    """Reduce ``tensor`` over ``axis`` in place."""
+    return _works(dist.all_reduce(tensor, op, group=axis.group, async_op=True))

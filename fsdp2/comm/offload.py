@@ -1,0 +1,99 @@
+"""Shards on the host: where a group's shards live, and the copies at the two ends of a plan.
+
+In front of a gather, the flat shard buffers are copied to the device (H2D); behind a reduction, the flat gradient
+buffer is copied to the host (D2H). Nothing between the two ends knows of it. The copies run on the stream that they are
+enqueued on, so host memory is the CPU's again only when the CPU has waited for them (I12); the callers see to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2.comm.streams import Streams
+from fsdp2.types import CPUOffloadPolicy, OffloadPolicy
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StagedOffloadPolicy(CPUOffloadPolicy):
+    """Copies on a CPU mesh, too, where shards are on the host already: for tests of the copies without a device."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the shards of a group and their gradients live.
+
+    Attributes:
+        device: of shards, gradients, and so of optimizer states.
+        is_staged: whether compute needs copies of them: shards are copied to the mesh's device before they travel, and
+            gradients from there when they have been reduced.
+        pin_memory: whether their memory is pinned, so that the CPU goes on while it is copied.
+    """
+
+    device: torch.device
+    is_staged: bool = False
+    pin_memory: bool = False
+
+
+def home_for(policy: OffloadPolicy, device: torch.device) -> Home:
+    """Where shards live that compute on ``device`` reads. Decided here only."""
+    if not isinstance(policy, CPUOffloadPolicy):
+        return Home(device)
+    is_elsewhere = device.type != HOST.type
+    is_staged = is_elsewhere or isinstance(policy, StagedOffloadPolicy)
+    return Home(HOST, is_staged, pin_memory=policy.pin_memory and is_elsewhere)
+
+
+class FlatStage:
+    """Copies of a group's flat shard buffers on the device that gathers them. Their memory comes at issue and goes on
+    arrival.
+
+    Attributes:
+        flats: the copies, by dtype.
+        storages: their storages, empty at first, and the bytes that each needs.
+    """
+
+    def __init__(self, host: Mapping[torch.dtype, torch.Tensor], device: torch.device, streams: Streams) -> None:
+        self._host, self._streams = list(host.values()), streams
+        self.flats = {dtype: torch.empty_like(flat, device=device) for dtype, flat in host.items()}
+        self.storages = [(flat.untyped_storage(), flat.untyped_storage().nbytes()) for flat in self.flats.values()]
+        for storage, _ in self.storages:
+            storage.resize_(0)
+        self._copied: torch.Event | None = None
+
+    def fetch(self) -> None:
+        """Fill ``flats``, which have memory now. One copy per dtype, on the current stream."""
+        for flat, host in zip(self.flats.values(), self._host, strict=True):
+            flat.copy_(host, non_blocking=True)
+        self._copied = self._streams.record()
+
+    def wait(self) -> None:
+        """Have the CPU wait until nothing reads the shards any more that was enqueued up to the last ``fetch``."""
+        event, self._copied = self._copied, None
+        self._streams.wait_on_cpu(event)
+
+
+class HostCopies:
+    """Copies of tensors on their way to the host.
+
+    Attributes:
+        tensors: the copies; their values are there after ``wait``.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor], home: Home, streams: Streams) -> None:
+        self.tensors = [_copied_to(home, source) for source in sources]
+        self._streams = streams
+        self._copied = streams.record()
+
+    def wait(self) -> None:
+        """Have the CPU wait for the values."""
+        self._streams.wait_on_cpu(self._copied)
+
+
+def _copied_to(home: Home, source: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(source.shape, dtype=source.dtype, device=home.device, pin_memory=home.pin_memory)
+    return copy.copy_(source, non_blocking=True)

@@ -1,0 +1,179 @@
+"""One face for CUDA streams and for the CPU, where collectives run on threads of the process group.
+
+On an accelerator, gathers and reductions are enqueued on streams of their own, and "wait" makes the compute stream
+wait: the CPU never blocks, but for copies from and to the host (I12). On the CPU, a collective returns a ``Work``, and
+"wait" blocks this thread until it is done; there are no streams, and every event is ``None``.
+
+Each stream wait below states producer, consumer and reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+from fsdp2.types import CommunicationError
+
+_HERE = nullcontext()
+
+
+class Waitable(Protocol):
+    """Anything whose completion can be awaited once: a ``dist.Work``, or a chain of them."""
+
+    def wait(self) -> object: ...
+
+
+def wait_for(works: Sequence[Waitable]) -> None:
+    """Wait for collectives.
+
+    Raises:
+        CommunicationError: one failed.
+    """
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise CommunicationError(str(error)) from error
+
+
+class Streams:
+    """The CPU: no streams. Also the interface that :class:`AcceleratorStreams` fills in.
+
+    Attributes:
+        runs_ahead: whether this thread goes on before what it has enqueued is done; memory is then released by events.
+        gathers_are_async: whether the backend is to run all-gathers beside the stream that issues them.
+    """
+
+    runs_ahead = False
+    gathers_are_async = True
+
+    def on_gather(self) -> AbstractContextManager[object]:
+        """Run what follows on the stream of all-gathers."""
+        return _HERE
+
+    def on_reduce(self) -> AbstractContextManager[object]:
+        """Run what follows on the stream of gradient reductions."""
+        return _HERE
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        """Run what follows on the user's ``stream``, in order with what is on the current one; None is that one."""
+        return _HERE
+
+    def record(self) -> torch.Event | None:
+        """Mark this point of the current stream."""
+        return None
+
+    def wait_here(self, event: torch.Event | None) -> None:
+        """The current stream waits for ``event``."""
+
+    def wait_on_cpu(self, event: torch.Event | None) -> None:
+        """The CPU waits for ``event``: it is to read what was copied to the host, or write what was copied from it."""
+
+    def is_idle(self) -> bool:
+        """Whether all collectives that were enqueued are done. Other threads may ask."""
+        return True
+
+    def gather_after_compute(self) -> None:
+        """Gather stream waits for compute: it has written the shards, or other things that hooks read."""
+
+    def gather_after(self, event: torch.Event) -> None:
+        """Gather stream waits for ``event``: it marks when the shards were written."""
+
+    def reduce_after_compute(self) -> None:
+        """Reduce stream waits for compute: it has written gradients, and read what was freed of them since."""
+
+    def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        """Collectives were issued on the current stream; returns those the CPU still has to wait for."""
+        return works
+
+    def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        """The same for all-gathers: what is returned is waited for where the data is needed."""
+        return self.issued(works)
+
+
+class AcceleratorStreams(Streams):
+    """CUDA and devices like it. One gather stream and one reduce stream for the whole model, both of high priority, so
+    that the small copies around a collective are not queued behind large compute kernels."""
+
+    runs_ahead = True
+    gathers_are_async = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._gather = self._module.Stream(device=device, priority=-1)
+        self._reduce = self._module.Stream(device=device, priority=-1)
+
+    def on_gather(self) -> AbstractContextManager[object]:
+        return self._module.stream(self._gather)
+
+    def on_reduce(self) -> AbstractContextManager[object]:
+        return self._module.stream(self._reduce)
+
+    @contextmanager
+    def on(self, stream: torch.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        current = self._module.current_stream()
+        stream.wait_stream(current)  # user's stream waits for the current one: it reads what that has made
+        with self._module.stream(stream):
+            yield
+        current.wait_stream(stream)  # the current stream waits for the user's: it goes on with the result
+
+    def record(self) -> torch.Event | None:
+        return self._module.current_stream().record_event()
+
+    def wait_here(self, event: torch.Event | None) -> None:
+        if event is not None:
+            self._module.current_stream().wait_event(event)
+
+    def wait_on_cpu(self, event: torch.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def is_idle(self) -> bool:
+        try:
+            return self._gather.query() and self._reduce.query()
+        except RuntimeError:  # the device has failed
+            return False
+
+    def gather_after_compute(self) -> None:
+        self._gather.wait_stream(self._module.current_stream())
+
+    def gather_after(self, event: torch.Event) -> None:
+        self._gather.wait_event(event)
+
+    def reduce_after_compute(self) -> None:
+        self._reduce.wait_stream(self._module.current_stream())
+
+    def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        for work in works:
+            work.wait()  # current stream waits for the backend's own stream; the CPU goes on
+        return ()
+
+
+class ComputeStreamGathers(AcceleratorStreams):
+    """Gathers without a stream of their own: memory is allocated and filled on the stream that computes, the backend
+    runs the collective beside it, and the compute stream waits for that where the data is needed."""
+
+    gathers_are_async = True
+
+    def __init__(self, shared: AcceleratorStreams) -> None:
+        self._module, self._gather, self._reduce = shared._module, shared._gather, shared._reduce
+
+    def on_gather(self) -> AbstractContextManager[object]:
+        return _HERE
+
+    def gather_after_compute(self) -> None:
+        """Nothing to wait for: it is the compute stream that gathers."""
+
+    def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        return works
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of ``device``."""
+    return Streams() if device.type == "cpu" else AcceleratorStreams(device)

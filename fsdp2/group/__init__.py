@@ -1,0 +1,1 @@
+"""The life of one parameter group. Sees no other group, and no order of groups."""

@@ -1,0 +1,322 @@
+"""The parameters of one group whose tensors decide what travels: their payloads, and what becomes of the outputs.
+
+At first use the ranks tell each other what their hooks returned, or that one failed, so that all of them know the
+sizes, or raise. Afterwards no rank asks another. The runtime owns what the post-hooks list as inner tensors: their
+memory comes and goes with the group's unsharded storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.comm.backends import exchange
+from fsdp2.comm.offload import Home
+from fsdp2.comm.services import Services
+from fsdp2.group.extensions import HookContext, Hooks
+from fsdp2.group.param import ShardedParam, write_stamp
+from fsdp2.plan.layout import join
+from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.plan.plan import HookInput, Lifetime
+from fsdp2.types import ExtensionError
+
+T = TypeVar("T")
+Fill = Callable[[tuple[torch.Tensor, ...], Any, torch.Tensor], None]
+
+
+class Report(NamedTuple):
+    """What one parameter sends from one rank: shape and dtype of each tensor."""
+
+    name: str
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{dtype} {shape}" for shape, dtype in self.tensors) or "nothing"
+
+
+class ExtendedParam:
+    """One parameter with all-gather hooks.
+
+    Attributes:
+        metadata: what the pre-hook returned with the payload that is gathered, or was last.
+        outputs: what is gathered, for the post-hook.
+        releases_outputs: whether the post-hook consumes them.
+    """
+
+    def __init__(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> None:
+        self.param = param
+        self._local = _torch.local_of(param.sharded)
+        self.hooks = Hooks(
+            self._local,
+            HookContext(
+                name=param.full_name,
+                mesh=mesh.shard_mesh,
+                outer_size=torch.Size(param.layout.shape),
+                outer_stride=param.stride,
+                module=param.slots[0].module,
+                policy=param.policy,
+                param_dtype=param.dtypes.param,
+                device=mesh.device,
+                is_staged=home.is_staged,
+            ),
+        )
+        self.metadata: Any = None
+        self.releases_outputs = False
+        self._first: tuple[torch.Tensor, ...] | None = None
+        self._kept: tuple[torch.Tensor, ...] | None = None
+        self.outputs: tuple[torch.Tensor, ...] = ()
+        self._versioned = param.versioned()
+        self._stamp: list[int] = []
+
+    def prepare(self) -> tuple[torch.Tensor, ...]:
+        """The payload to send: made anew, unless it is kept and the shard was not written since."""
+        if self._first is not None:  # the one that the ranks agreed on
+            payload, self._first = self._first, None
+            return payload
+        if not self.hooks.keeps_inputs:
+            payload, self.metadata = self.hooks.call_pre()
+            return payload
+        stamp = write_stamp(self._versioned)
+        if self._kept is None or stamp != self._stamp:
+            self._kept = None  # frees it before the next one is made
+            self._kept, self.metadata = self.hooks.call_pre()
+            self._stamp = stamp
+        return self._kept
+
+    def report(self) -> Report:
+        """Make the first payload, and say what it consists of."""
+        self._first = self.prepare()
+        self.releases_outputs = self.hooks.releases_outputs()
+        return Report(self.param.full_name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._first))
+
+    def make_unsharded(self) -> None:
+        """Create the unsharded parameter, unless an earlier binding did, and have it filled once more as later calls
+        will: a hook that cannot do so is found out at first use."""
+        param, hooks = self.param, self.hooks
+        if param.unsharded is None:
+            versions = [output._version for output in self.outputs]
+            tensor, inner = hooks.first_post(self.outputs, self.metadata)
+            if versions != [output._version for output in self.outputs]:
+                problem = "wrote all_gather_outputs: they are read again, so make a tensor of its own"
+                raise hooks.error("fsdp_post_all_gather", problem)
+            if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
+                raise hooks.error("fsdp_post_all_gather", f"made a tensor of {tensor.dtype} of a trainable parameter")
+            try:
+                param.unsharded = param.unsharded_parameter(tensor)
+            except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
+                problem = f"made a {type(tensor).__name__} that cannot be a parameter: {error}"
+                raise hooks.error("fsdp_post_all_gather", problem) from error
+            param.inner = self._owned(inner)
+            gathered = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
+            if self.releases_outputs and not gathered.isdisjoint(_memory_of(param.unsharded)):
+                problem = "made a tensor on the memory of all_gather_outputs, which the class says may be freed"
+                raise hooks.error("fsdp_post_all_gather", problem)
+        local = param.unsharded_local
+        assert local is not None
+        before = _memory_of(local)
+        hooks.call_post(self.outputs, self.metadata, local)
+        if _memory_of(local) != before:
+            problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
+            raise hooks.error("fsdp_post_all_gather", problem)
+
+    def _owned(self, inner: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storages of ``inner`` that come and go: not those of the outputs, which the group's plan sees to."""
+        ours = {output.untyped_storage().data_ptr() for output in self.outputs}
+        shards = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(self._local)}
+        owned: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        for leaf in (leaf for tensor in inner for leaf in _torch.leaves(tensor)):
+            storage = leaf.untyped_storage()
+            pointer = storage.data_ptr()
+            if pointer in ours or storage.nbytes() == 0:
+                continue
+            if pointer in shards:
+                raise self.hooks.error(
+                    "fsdp_post_all_gather", "lists memory of the shard itself to be freed: make a tensor of its own"
+                )
+            owned[pointer] = (storage, storage.nbytes())
+        return list(owned.values())
+
+
+class ExtendedParams:
+    """The extended parameters of one group, bound to a gather (``all_gather.GatherHooks``).
+
+    Attributes:
+        storages: memory that is freed with the group's unsharded storage.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: ParallelMesh,
+        home: Home,
+        services: Services,
+        earlier: ExtendedParams | None,
+    ) -> None:
+        self._mesh, self._memory = mesh, services.memory
+        self._agreement: _Agreement
+        self._is_settled: bool
+        self._no_grad = torch.no_grad()  # entered often; never while it is
+        self.storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._versioned: tuple[torch.Tensor, ...] = ()
+        self._fills: list[tuple[Fill, ExtendedParam, torch.Tensor]] = []
+        self._params: list[ExtendedParam] = []
+
+        if earlier is not None and not earlier._is_settled:
+            earlier = None
+            for param in params:
+                param.forget_unsharded()
+        agreed = earlier._agreement if earlier is not None else None
+
+        def bind() -> list[Report]:
+            self._params = [ExtendedParam(param, mesh, home) for param in params]
+            return [param.report() for param in self._params]
+
+        # I9
+        self._agreement = _agree(mesh, bind, agreed)
+        shapes = [shape for report in self._agreement.mine for shape, _ in report.tensors]
+        self._has_odd_shapes = any(not shape or 0 in shape for shape in shapes)  # 0-dim or empty
+        self._is_new = True
+        self._is_settled = not self._agreement.was_asked  # the post-hooks worked everywhere
+
+    def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
+        """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime`` of what the hooks say
+        they consume.
+
+        Raises:
+            ExtensionError: the ranks' payloads do not fit together; on all ranks alike.
+        """
+        inputs: dict[int, HookInput] = {}
+        for i, extended in enumerate(self._params):
+            consumed = lifetime if extended.releases_outputs else Lifetime.UNSHARDED
+            for name, dtype, shapes in self._tensors_of(i, extended):
+                try:
+                    layout = join(shapes, extended.param.layout.dim)
+                except ValueError as error:
+                    problem = f"returned tensors that do not fit together on the ranks: {error}"
+                    raise extended.hooks.error("fsdp_pre_all_gather", problem) from None
+                inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, consumed)
+        return inputs
+
+    def _tensors_of(self, i: int, extended: ExtendedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
+        """Name, dtype, and the shape on every rank, of what parameter ``i`` sends."""
+        by_rank = [reports[i].tensors for reports in self._agreement.reports]
+        kinds = [tuple(dtype for _, dtype in report) for report in by_rank]
+        if len(set(kinds)) > 1:
+            other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+            problem = f"returned tensors of {kinds[0]} on the first rank, but of {kinds[other]} on rank {other}"
+            raise extended.hooks.error("fsdp_pre_all_gather", f"{problem} of the shard axis: all must send the same")
+        shapes = [[report[k][0] for report in by_rank] for k in range(len(kinds[0]))]
+        names = [f"{extended.param.name}[{k}]" for k in range(len(kinds[0]))]
+        return list(zip(names, kinds[0], shapes, strict=True))
+
+    def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
+        """``outputs`` of the gather that ``inputs(first_key)`` was planned for."""
+        key = first_key
+        for extended, report in zip(self._params, self._agreement.reports[0], strict=True):
+            extended.outputs = tuple(outputs[key + k] for k in range(len(report.tensors)))
+            key += len(report.tensors)
+
+    def payloads(self) -> list[torch.Tensor]:
+        payloads: list[torch.Tensor] = []
+        with self._no_grad:
+            for extended in self._params:
+                payloads += extended.prepare()
+        if self._has_odd_shapes:
+            return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
+        return payloads
+
+    def arrive(self) -> None:
+        if self._is_new:
+            self._arrive_first()
+            return
+        if self.storages:
+            self._memory.allocate(self.storages)
+        # I10: autograd has saved what is written here; it holds again what it held then.
+        versions = [tensor._version for tensor in self._versioned]
+        with self._no_grad:
+            for fill, extended, unsharded in self._fills:
+                fill(extended.outputs, extended.metadata, unsharded)
+        if versions != [tensor._version for tensor in self._versioned]:
+            _torch.set_versions(self._versioned, versions)
+
+    def _arrive_first(self) -> None:
+        def make() -> None:
+            with torch.inference_mode(False), torch.no_grad():  # these tensors outlive the pass that first needs them
+                self._memory.allocate([inner for extended in self._params for inner in extended.param.inner])
+                for extended in self._params:
+                    extended.make_unsharded()
+
+        if self._is_settled:
+            make()
+        else:
+            _agree(self._mesh, make, None)
+            self._is_settled = True
+        self.storages = [inner for extended in self._params for inner in extended.param.inner]
+        filled = [(extended, extended.param.unsharded_local) for extended in self._params]
+        self._fills = [(ext.hooks.call_post, ext, tensor) for ext, tensor in filled if tensor is not None]
+        made = [param.unsharded for param in (extended.param for extended in self._params)]
+        self._versioned = tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
+        self._is_new = False
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """What every rank of the shard axis reported, in rank order. ``was_asked``: not taken over from earlier."""
+
+    mine: Any
+    reports: list[Any]
+    was_asked: bool
+
+
+def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None) -> _Agreement:
+    """Run ``act`` on every rank, and learn what it returned there. Ranks that report what they did ``earlier`` need
+    not ask again.
+
+    Raises:
+        ExtensionError: ``act`` raised one on some rank, or replicas returned different values; on all ranks alike.
+    """
+    mine: T | None = None
+    failure: Exception | None = None
+    try:
+        mine = act()
+    except Exception as error:  # of whatever kind: the other ranks wait for us
+        failure = error
+    if failure is not None and earlier is not None:
+        raise failure  # the other ranks may have nothing to ask
+    if earlier is not None and mine == earlier.mine:
+        return _Agreement(mine, earlier.reports, was_asked=False)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and _described(failure), mine)))
+    if failure is not None:
+        raise failure
+    for other, problem, _ in (entry for row in rows for entry in row):
+        if problem is not None:
+            raise ExtensionError(f"on rank {other}: {problem}")
+    reports = [[report for _, _, report in row] for row in rows]
+    for row in reports:
+        if row != reports[0]:
+            raise ExtensionError(_difference(reports[0], row))
+    return _Agreement(mine, reports[0], was_asked=True)
+
+
+def _described(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, ExtensionError) else f"{type(failure).__name__}: {failure}"
+
+
+def _difference(first: list[list[Report]], other: list[list[Report]]) -> str:
+    """Which of two replicas' reports differ."""
+    pairs = [pair for ours, theirs in zip(first, other, strict=True) for pair in zip(ours, theirs, strict=True)]
+    mine, its = next(pair for pair in pairs if pair[0] != pair[1])
+    return (
+        f"parameter '{mine.name}': the pre-hook returned {mine} on one replica and {its} on another, expected the "
+        "same: replicas hold the same shards."
+    )
+
+
+def _memory_of(tensor: torch.Tensor) -> list[int]:
+    return [leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(tensor)]

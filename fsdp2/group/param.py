@@ -1,0 +1,369 @@
+"""One sharded parameter: its forms, and the places in modules where it is bound.
+
+``ParamRecord`` is what ``fully_shard`` resolved before it changed anything. ``ShardedParam`` lives on: it owns the
+sharded ``nn.Parameter`` (a DTensor whose local tensor is a slice of the group's flat shard buffer) and the unsharded
+one. Rule: the unsharded ``nn.Parameter`` object never changes while its dtype stays, because autograd saves it (I1).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fsdp2 import _torch
+from fsdp2._torch import GradDtype, GradientHook
+from fsdp2.comm.offload import Home
+from fsdp2.group.direct_uses import WatchedParameter, unwatch, watch
+from fsdp2.plan.dtypes import ParamDtypes, param_dtypes
+from fsdp2.plan.layout import ShardLayout, contiguous_stride
+from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.plan.placements import ParamSpec, plain_spec
+from fsdp2.plan.plan import PlanInput
+from fsdp2.types import ExtensionError, MixedPrecisionPolicy
+
+# Set on the original parameter once it has been sharded, to recognise a tie that crosses units, and on the sharded
+# one, to recognise an inner module that comes after an outer one.
+SHARDED_AS = "_fsdp2_sharded_as"
+
+
+class Slot(NamedTuple):
+    """A place where a parameter is bound; tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """One parameter as resolved: nothing here is changed by sharding it. ``name`` is relative to the module given.
+    ``layout``: how what this rank has of it is cut; model axes may have cut it before. ``policy``: that of this
+    parameter alone. ``local``: the shard of a tensor subclass, cut already; None for those that lie in the flat buffer.
+    ``grad_dtype``: what the user set, if anything. ``is_cut``: ``param`` is the sharded parameter already, and
+    ``local`` its local tensor."""
+
+    name: str
+    param: nn.Parameter
+    slots: tuple[Slot, ...]
+    layout: ShardLayout
+    spec: ParamSpec
+    dtypes: ParamDtypes
+    policy: MixedPrecisionPolicy
+    local: torch.Tensor | None = None
+    grad_dtype: GradDtype | None = None
+    is_cut: bool = False
+
+
+class _OptimizerSteps:
+    """Counts the steps of every optimizer. Optimizers with ``foreach=True`` write lists of DTensors, and torch counts
+    that for neither the DTensors nor their local tensors."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Count from now on."""
+        if not self._is_watching:
+            register_optimizer_step_post_hook(self._on_step)
+            self._is_watching = True
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Those of plain parameters do not count: they may exist on one rank only, and ranks have to agree."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        self.count += any(type(param) not in (torch.Tensor, nn.Parameter) for param in params)
+
+
+_optimizer_steps = _OptimizerSteps()
+
+
+def write_stamp(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Differs from an earlier one if one of ``tensors`` was written meanwhile, or may have been, by an optimizer."""
+    _optimizer_steps.watch()
+    return [_optimizer_steps.count, *_torch.versions_of(tensors)]
+
+
+class ShardedParam:
+    """A parameter under management.
+
+    Attributes:
+        name, full_name: from the module given to ``fully_shard``, and from the root, once there is one.
+        sharded: bound between passes; what optimizers and state dicts see.
+        unsharded: bound in forward and backward; created at first use, memory owned by the group.
+        inner: memory and size of what a post-hook made of it; released with it.
+        policy: the precision policy of this parameter alone.
+        grad_dtype: what the user set as such on the parameter or on the sharded one, if anything; outlives both.
+        compute_dtypes: the dtypes that its gradients follow: ``dtypes``, unless hooks made it of another dtype.
+        accumulated: gradients in reduce dtype that were not communicated yet, where that differs from compute dtype.
+    """
+
+    def __init__(self, record: ParamRecord, mesh: ParallelMesh) -> None:
+        self.name = record.name
+        self.full_name = record.name
+        self.slots = record.slots
+        self.layout = record.layout
+        self.dtypes = record.dtypes
+        self.policy = record.policy
+        self.grad_dtype = record.grad_dtype
+        self.spec = record.spec
+        self.mesh = mesh
+        self.stride = contiguous_stride(record.layout.shape)
+        self.sharded: nn.Parameter = record.param
+        # Somebody else may have it, too: a tie. What has been copied from a sharded parameter has no origin.
+        self.origin: Callable[[], nn.Parameter | None] = (lambda: None) if record.is_cut else weakref.ref(record.param)
+        self.unsharded: nn.Parameter | None = None
+        self.inner: list[tuple[torch.UntypedStorage, int]] = []
+        self.compute_dtypes = record.dtypes
+        self.accumulated: torch.Tensor | None = None
+        self._use_hook: GradientHook | None = None
+
+    @property
+    def plan_input(self) -> PlanInput:
+        return PlanInput(self.name, self.layout, self.dtypes)
+
+    @property
+    def reduce_input(self) -> PlanInput:
+        return PlanInput(self.name, self.layout, self.compute_dtypes)
+
+    def gradient_parts(self) -> tuple[str, ...]:
+        """Names of the inner tensors that its gradient is reduced by: those of a wrapper subclass that is one tensor
+        per inner tensor, sharded and unsharded. Otherwise "", for the gradient itself."""
+        unsharded, whole = self.unsharded_local, ("",)
+        if unsharded is None or not self.is_wrapped:
+            return whole
+        names = _torch.inner_names(unsharded)
+        inner = [getattr(unsharded, name) for name in names]
+        is_alike = all(t.shape == unsharded.shape and t.dtype is unsharded.dtype for t in inner)
+        return names if names and is_alike and names == _torch.inner_names(_torch.local_of(self.sharded)) else whole
+
+    @property
+    def unsharded_local(self) -> torch.Tensor | None:
+        """What this rank has of the unsharded parameter: all of it, but for what model axes have cut."""
+        whole = self.unsharded is None or self.spec.unsharded is None
+        return self.unsharded if whole else _torch.local_of(self.unsharded)  # type: ignore[arg-type]
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether compute reads a tensor subclass, which hooks have made."""
+        return type(self.unsharded_local) not in (nn.Parameter, WatchedParameter, torch.Tensor, type(None))
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard, without padding."""
+        return self.layout.shard_shape(self.mesh.shard.rank)
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the unsharded ``full``, as a view."""
+        if not self.layout.shape:  # a scalar is whole on every rank
+            return full
+        start, stop = self.layout.interval(self.mesh.shard.rank)
+        return full.narrow(self.layout.dim, start, stop - start)
+
+    def sharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """``local`` as the DTensor parameter that this rank's shard is bound as."""
+        param = nn.Parameter(self.spec.sharded.dtensor(local), requires_grad=requires_grad)
+        self._keep_grad_dtype(param)
+        return param
+
+    def resting_parameter(self, local: torch.Tensor, mesh: ParallelMesh) -> nn.Parameter:
+        """``local`` as the DTensor parameter on the post-forward ``mesh``, which has no model axes."""
+        spec = plain_spec(self.layout.shape, self.layout.dim, mesh).sharded
+        return nn.Parameter(spec.dtensor(local), requires_grad=self.sharded.requires_grad)
+
+    def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
+        """``data`` of the unsharded shape as the parameter that compute reads."""
+        param = nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
+        if self._use_hook is not None:
+            watch(param, self._use_hook)
+        return param
+
+    def watch_uses(self, hook: GradientHook | None) -> None:
+        """Add ``hook`` to what operations on the unsharded parameter return, if no other hooks make that; None ends
+        this."""
+        self._use_hook = hook
+        if self.unsharded is not None:
+            unwatch(self.unsharded)
+            if hook is not None:
+                watch(self.unsharded, hook)
+
+    def grad_dtype_of(self, bound: torch.Tensor) -> GradDtype | None:
+        """What was set on ``bound``, else on what it replaces: dtype conversions and loading make tensors without."""
+        return _torch.own_grad_dtype(bound) or self.grad_dtype
+
+    def _keep_grad_dtype(self, param: nn.Parameter) -> None:
+        if self.grad_dtype is not None:
+            _torch.set_grad_dtype(param, self.grad_dtype.dtype)
+
+    def follow_compute_dtype(self) -> None:
+        """Gradients follow the dtype of the unsharded parameter, which hooks choose. With a ``grad_dtype`` of the
+        user's, autograd leaves them as they come where it would else round what the reduction takes: some operations
+        return wider gradients than their parameters."""
+        assert self.unsharded is not None
+        if self.unsharded.dtype.is_floating_point:
+            policy = replace(self.policy, param_dtype=self.unsharded.dtype)
+            self.compute_dtypes = param_dtypes(self.dtypes.orig, policy, self.grad_dtype)
+        if self.grad_dtype is not None and self.compute_dtypes.param is not self.compute_dtypes.reduce:
+            _torch.set_grad_dtype(self.unsharded, None)
+
+    def current(self) -> nn.Parameter:
+        """The parameter that is bound now; users may have replaced ours, in one slot or in all.
+
+        Raises:
+            TypeError: it is gone, or cannot take the place of ours.
+        """
+        found = [getattr(module, name, None) for module, name in self.slots]
+        bound = next((each for each in found if each is not self.sharded), self.sharded)
+        if not self._may_take_over(bound):
+            raise TypeError(self._why_not(bound))
+        return cast(nn.Parameter, bound)
+
+    def _may_take_over(self, bound: object) -> bool:
+        spec = self.spec.sharded
+        return (
+            isinstance(bound, DTensor)
+            and isinstance(bound, nn.Parameter)
+            and tuple(bound.shape) == spec.shape
+            and bound.placements == spec.placements
+            and bound.device_mesh == spec.mesh
+            and tuple(_torch.local_of(bound).shape) == self.shard_shape
+        )
+
+    def _why_not(self, bound: object) -> str:
+        text = f"parameter '{self.full_name}': "
+        if bound is None:
+            return text + (
+                "it was removed after fully_shard. Put it back; to leave it out, freeze it with requires_grad_(False), "
+                "or change the module before fully_shard."
+            )
+        spec = self.spec.sharded
+        text += f"expected a parameter that is a {_described_dtensor(spec.shape, spec.placements, spec.mesh)}, found "
+        text += f"{_described(bound)}. "
+        if isinstance(bound, torch.Tensor) and not isinstance(bound, nn.Parameter):
+            return text + (
+                "Parametrize modules before fully_shard; assign nn.Parameters only, and give none else to "
+                "torch.func.functional_call, sharded like those that were there."
+            )
+        return text + (
+            f"Assign nn.Parameter(distribute_tensor(value, mesh, {spec.placements})) instead, with that mesh; a state "
+            "dict that is loaded with assign=True must hold such DTensors."
+        )
+
+    def adopt(self, param: nn.Parameter, dtypes: ParamDtypes) -> None:
+        """Manage ``param`` from now on, in all slots."""
+        is_alike = dtypes == self.dtypes and type(_torch.local_of(param)) is type(_torch.local_of(self.sharded))
+        self.grad_dtype = self.grad_dtype_of(param)
+        self._keep_grad_dtype(param)
+        self.sharded = param
+        setattr(param, SHARDED_AS, self.name)
+        if not is_alike:
+            self.dtypes = self.compute_dtypes = dtypes
+            self.forget_unsharded()
+
+    def forget_unsharded(self) -> None:
+        """Its memory has moved, or its dtype has changed: it is made anew at the next use."""
+        if self.unsharded is not None and self.unsharded.grad is not None:
+            grad = self.spec.local_gradient(self.unsharded.grad).to(self.compute_dtypes.reduce)
+            self.accumulated = grad if self.accumulated is None else self.accumulated + grad
+        self.unsharded = None
+        self.inner = []
+
+    def versioned(self) -> list[torch.Tensor]:
+        """What counts writes of the shard, for ``write_stamp``: operations write through the DTensor, ``to_local()``
+        writes its local tensor, and a wrapper subclass its inner ones; each has a version of its own."""
+        local = _torch.local_of(self.sharded)
+        return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]
+
+
+def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int, device: torch.device) -> torch.Tensor:
+    """``rank``'s shard of the tensor subclass ``full``, in memory of its own on ``device`` (or still on meta).
+
+    Raises:
+        ExtensionError: an operation that cutting takes is missing, or returns another class.
+    """
+    cls = type(full).__name__
+    if type(full).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        raise ExtensionError(
+            f"parameter '{name}' is a {cls} without __torch_dispatch__. A DTensor keeps no such class: sharding would "
+            "lose it and ignore its hooks. Make it a wrapper subclass, or the parameter a plain tensor."
+        )
+    options: dict[str, Any] = {} if full.device == device or full.is_meta else {"device": device}
+    try:
+        local = full.new_zeros(layout.shard_shape(rank), **options)
+        chunks = torch.chunk(full, layout.num_shards, layout.dim)
+        if rank < len(chunks) and local.numel() > 0:
+            local.copy_(chunks[rank])
+    except Exception as error:
+        raise ExtensionError(
+            f"parameter '{name}': cutting a {cls} into shards raised {type(error).__name__}: {error}\n"
+            "Let its __torch_dispatch__ support new_zeros, split and copy_."
+        ) from error
+    if type(local) is not type(full) or local.shape != layout.shard_shape(rank):
+        raise ExtensionError(
+            f"parameter '{name}': new_zeros{layout.shard_shape(rank)} of a {cls} returned a {type(local).__name__} of "
+            f"shape {tuple(local.shape)}; sharding would lose the class. Let its __torch_dispatch__ keep it."
+        )
+    return local
+
+
+def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:
+    """The shard ``local`` of a tensor subclass in pinned memory, if ``home`` asks for that. A plain tensor with hooks
+    of its own stays as it is, since a copy would lose them.
+
+    Raises:
+        ExtensionError: pinning takes an operation that is missing, or returns another class.
+    """
+    if not home.pin_memory or local.is_meta or type(local) in (torch.Tensor, nn.Parameter):
+        return local
+    cls = type(local).__name__
+    advice = "Let its __torch_dispatch__ support is_pinned and _pin_memory, or pass CPUOffloadPolicy(pin_memory=False)."
+    try:
+        copy = local.pin_memory()
+    except Exception as error:
+        problem = f"raised {type(error).__name__}: {error}\n"
+        raise ExtensionError(f"parameter '{name}': pin_memory() of a {cls} {problem}{advice}") from error
+    if type(copy) is not type(local):
+        raise ExtensionError(f"parameter '{name}': pin_memory() of a {cls} returned a {type(copy).__name__}. {advice}")
+    return copy
+
+
+def check_device(name: str, found: torch.device, home: Home) -> None:
+    """Refuse a shard that is neither where the shards of its group live nor on the meta device.
+
+    Raises:
+        ValueError: names the parameter and both devices.
+    """
+    if found == home.device or found.type == "meta":
+        return
+    if home.is_staged:
+        raise ValueError(
+            f"parameter '{name}' is on {found}, but its shards are offloaded to the host. "
+            "Materialise the model with model.to_empty(device='cpu'), move it with model.to('cpu'), or load a state "
+            "dict from the CPU."
+        )
+    raise ValueError(
+        f"parameter '{name}' is on {found}, but its mesh is on {home.device}. "
+        f"Move the model with model.to('{home.device}'), or load a state dict from that device."
+    )
+
+
+def _described(found: object) -> str:
+    if not isinstance(found, torch.Tensor):
+        return f"a {type(found).__name__}"
+    shape, kind = tuple(found.shape), "" if isinstance(found, nn.Parameter) else " that is no parameter"
+    if not isinstance(found, DTensor):
+        return f"a plain {type(found).__name__} of shape {shape}{kind}"
+    local = tuple(_torch.local_of(found).shape)
+    own = _described_dtensor(shape, found.placements, found.device_mesh)
+    return f"a {own}, with a shard of shape {local} here{kind and ','}{kind}"
+
+
+def _described_dtensor(shape: tuple[int, ...], placements: Sequence[Placement], mesh: DeviceMesh) -> str:
+    return f"DTensor of shape {shape} with placements {tuple(placements)} on {mesh}"

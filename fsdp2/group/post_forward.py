@@ -1,0 +1,95 @@
+"""Shards on the post-forward mesh: what rests between forward and backward with ``reshard_after_forward=n``.
+
+The unsharded parameters are cut over a smaller group of ranks, so that the gather in backward crosses fewer links, at
+the price of a larger shard. Everything is bound once; memory comes with ``cut`` and goes with ``release``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.comm.backends import comm_for
+from fsdp2.comm.custom import gather_comm
+from fsdp2.comm.services import Services
+from fsdp2.group.all_gather import Gather, GatherHooks, PendingGather, flat_shards, shard_slice
+from fsdp2.group.param import ShardedParam
+from fsdp2.plan.dtypes import ParamDtypes
+from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.plan.plan import GatherStep, Origin, PlanInput, compile_gather
+from fsdp2.types import AllGather
+
+
+class RestingShards:
+    """The resting form of one group's parameters.
+
+    Attributes:
+        parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound while resting; the
+            sharded parameter, if all-gather hooks decide what rests, or if it is a DTensor on model axes.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        full: Gather,
+        hooks: GatherHooks | None,
+        mesh: ParallelMesh,
+        services: Services,
+    ) -> None:
+        self._mesh = mesh
+        self._comm = comm_for(mesh.shard, mesh.device, is_async=services.streams.gathers_are_async)
+        inputs = {step.index: _resting_input(step, mesh.shard.size) for step in full.plan.steps}
+        plan = compile_gather(inputs, self._comm, back_into=full.plan)
+        self._flats = flat_shards(plan, mesh.device)
+        rank = mesh.shard.rank
+        self._gather = Gather(
+            plan, self._flats, full.gathered, rank, self._comm, services, hooks, calls_pre_hooks=False
+        )
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        # Bound as they are where no DTensor describes what rests: parts of payloads, or of what model axes have cut.
+        self.parameters = [param.sharded for param in params]
+        for step in plan.steps:
+            start, stop = step.layout.interval(mesh.shard.rank)
+            local = shard_slice(self._flats, step, step.layout.shard_shape(mesh.shard.rank))
+            self._targets.append(local)
+            output = full.outputs[step.index].view(step.layout.shape)
+            self._sources.append(output.narrow(step.layout.dim, start, stop - start))
+            if step.index < len(params) and params[step.index].spec.unsharded is None:
+                self.parameters[step.index] = params[step.index].resting_parameter(local, mesh)
+        self._nbytes = {dtype: flat.untyped_storage().nbytes() for dtype, flat in self._flats.items()}
+        self.release()
+
+    def carry_by(self, all_gather: AllGather | None) -> None:
+        """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
+        self._gather.carry_by(gather_comm(self._comm, self._mesh, all_gather))
+
+    def cut(self) -> None:
+        """Copy this rank's part out of the unsharded parameters, which are released behind it: gathers wait for that
+        (I3), so what is cut is there when it is sent."""
+        for dtype, flat in self._flats.items():
+            flat.untyped_storage().resize_(self._nbytes[dtype])
+        _torch.foreach_copy(self._targets, self._sources)
+
+    def issue(self) -> PendingGather:
+        """Start gathering back into the group's unsharded storage."""
+        return self._gather.issue()
+
+    def release(self) -> None:
+        """Free the resting shards; nothing happens if there are none."""
+        for flat in self._flats.values():
+            flat.untyped_storage().resize_(0)
+
+
+def _resting_input(step: GatherStep, num_shards: int) -> PlanInput:
+    """What ``step`` gathered, as something to cut over ``num_shards`` ranks. It has been cast already. What hooks sent
+    is cut wherever it falls: nobody but the hooks knows its shape."""
+    layout = step.layout
+    if step.origin is Origin.SHARD:
+        resting = ShardLayout(layout.shape, layout.dim, num_shards)
+    else:
+        resting = ShardLayout((layout.numel,), 0, num_shards)
+    return PlanInput(step.name, resting, ParamDtypes(*4 * (step.dtype,)))

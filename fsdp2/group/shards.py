@@ -1,0 +1,186 @@
+"""The sharded form of one group's parameters: where the shards lie, and whether those that were bound still are.
+
+Plain shards lie behind each other in flat buffers, one per dtype, so that one launch reads or writes many. The shard of
+a tensor subclass is an object of its own, since nobody but the subclass knows where its values are. Users may replace
+shards, move, cast or materialise them: ``refresh`` takes over what is bound now.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.comm.backends import GatherComm
+from fsdp2.comm.memory import alias
+from fsdp2.comm.offload import Home
+from fsdp2.group.all_gather import FlatShards, flat_shards
+from fsdp2.group.extensions import is_plain
+from fsdp2.group.param import ParamRecord, ShardedParam, check_device, pinned, write_stamp
+from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
+from fsdp2.plan.layout import contiguous_stride
+from fsdp2.plan.placements import local_part
+from fsdp2.plan.plan import GatherInput, compile_gather
+
+_alive: weakref.WeakSet[GroupShards] = weakref.WeakSet()
+
+
+def flat_buffers() -> list[torch.Tensor]:
+    """The flat shard buffers of all groups that exist, with the padding between shards."""
+    return [flat for shards in _alive for flat in shards.flats.values()]
+
+
+class GroupShards:
+    """See the module's text.
+
+    Attributes:
+        flats: the flat buffers of the plain shards.
+        plain: indices of the parameters whose shards lie there.
+        sharded: the parameters that are bound between passes.
+    """
+
+    def __init__(
+        self, records: Sequence[ParamRecord], params: list[ShardedParam], home: Home, comm: GatherComm
+    ) -> None:
+        self._params, self._home, self._comm = params, home, comm
+        _alive.add(self)
+        self._place(list(map(_first_shard, records, params)))
+        for record, param, local in zip(records, params, self._locals, strict=True):
+            if record.is_cut:
+                _torch.set_local(param.sharded, local)
+            else:
+                param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
+        self._note()
+
+    def give_up(self, index: int) -> None:
+        """Another group manages the parameter at ``index`` from now on."""
+        del self._params[index]
+        self._place(self._locals[:index] + self._locals[index + 1 :])
+        for param, local in zip(self._params, self._locals, strict=True):
+            _torch.set_local(param.sharded, local)
+        self._note()
+
+    def are_written(self) -> bool:
+        """Whether somebody has written to the shards since they were placed."""
+        return _torch.versions_of(self._versioned) != self._placed_versions
+
+    def plain_inputs(self) -> dict[int, GatherInput]:
+        """What a plan needs to know of the plain parameters."""
+        return {index: self._params[index].plan_input for index in self.plain}
+
+    def refresh(self) -> bool:
+        """Take over parameters that the user replaced, moved, cast, materialised or gave hooks or another
+        ``grad_dtype`` since the last call. Returns whether there were any.
+
+        Raises:
+            TypeError: a parameter is no DTensor any more, or has another shape.
+            ValueError: a parameter is not where shards live, or its ``grad_dtype`` leaves its reduction open.
+        """
+        current = [param.current() for param in self._params]
+        if all(map(self._is_in_place, range(len(current)), current)):
+            return False
+        for param, bound in zip(self._params, current, strict=True):
+            check_device(param.full_name, _torch.local_of(bound).device, self._home)
+            check_grad_dtype(param.full_name, param.grad_dtype_of(bound), param.policy)
+        self._warn_of_lost_hooks(current)
+        locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
+        for param, bound in zip(self._params, current, strict=True):
+            param.adopt(bound, param_dtypes(bound.dtype, param.policy, param.grad_dtype_of(bound)))
+        self._place(locals_)
+        for param, local in zip(self._params, self._locals, strict=True):
+            _torch.set_local(param.sharded, local)
+        self._note()
+        return True
+
+    def are_in_place(self) -> bool:
+        """Whether the parameters are still made of what was noted; ``torch.utils.swap_tensors`` exchanges that."""
+        return _torch.have_locals(self.sharded, self._noted)
+
+    def requires_grad(self) -> list[bool]:
+        return _torch.requires_grad_of(self.sharded)
+
+    def write_stamp(self) -> list[int]:
+        """Differs from an earlier one if a shard was written meanwhile."""
+        return write_stamp(self._versioned)
+
+    def check_ready(self) -> None:
+        """Refuse to gather what has no values.
+
+        Raises:
+            RuntimeError: a parameter is still on the meta device.
+        """
+        for param in self._params:
+            if _torch.local_of(param.sharded).is_meta:
+                raise RuntimeError(
+                    f"parameter '{param.full_name}' is still on the meta device. "
+                    "Materialise the model before its first forward: model.to_empty(device=...), then initialise the "
+                    "values, for example with reset_parameters() of each module."
+                )
+
+    def _place(self, shards: list[torch.Tensor]) -> None:
+        """Copy plain ``shards`` into new flat buffers; leave those of tensor subclasses as they are."""
+        self.plain = [index for index, shard in enumerate(shards) if is_plain(shard)]
+        plan = compile_gather(self.plain_inputs(), self._comm)
+        all_meta = all(shard.is_meta for shard in shards)
+        device, pin_memory = self._home.device, self._home.pin_memory and not all_meta
+        self.flats: FlatShards = flat_shards(plan, torch.device("meta") if all_meta else device, pin_memory=pin_memory)
+        self._locals = shards.copy()
+        with torch.inference_mode(False), torch.no_grad():
+            for step in plan.steps:
+                shape = self._params[step.index].shard_shape
+                if shards[step.index].is_meta:  # takes its place in the buffer when it has been materialised
+                    local = torch.empty(shape, dtype=step.source, device="meta")
+                else:
+                    local = alias(self.flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
+                    local.copy_(shards[step.index])
+                self._locals[step.index] = local
+
+    def _note(self) -> None:
+        self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
+        self._noted = [_torch.local_of(sharded) for sharded in self.sharded]
+        self._versioned = [tensor for param in self._params for tensor in param.versioned()]
+        self._placed_versions = _torch.versions_of(self._versioned)
+
+    def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """``local`` to be placed anew. If it was given hooks where it lay in the flat buffer, the object stays, with
+        memory of its own.
+
+        Raises:
+            ExtensionError: it cannot be pinned.
+        """
+        if is_plain(local):
+            return local.detach()
+        if local is self._locals[index] and index in self.plain and not local.is_meta:
+            with torch.no_grad():
+                local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
+        return pinned(self._params[index].full_name, local, self._home)
+
+    def _warn_of_lost_hooks(self, current: Sequence[torch.Tensor]) -> None:
+        for index, bound in enumerate(current):
+            if index not in self.plain and is_plain(_torch.local_of(bound)):
+                warnings.warn(
+                    f"parameter '{self._params[index].full_name}' was a {type(self._locals[index]).__name__} with "
+                    "all-gather hooks and has been replaced by a plain tensor: it travels as it is from now on. If "
+                    "that is not meant, keep the class, or set hooks of one local tensor again.",
+                    stacklevel=2,
+                )
+
+    def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
+        mine, found = self._locals[index], _torch.local_of(bound)
+        param = self._params[index]
+        if bound is not param.sharded or is_plain(found) != (index in self.plain):
+            return False
+        if param.grad_dtype_of(bound) != param.grad_dtype:
+            return False
+        if not is_plain(found):
+            return found is mine
+        same_memory = found.data_ptr() == mine.data_ptr() or mine.numel() == 0
+        return same_memory and found.dtype is mine.dtype and found.device == mine.device and found.shape == mine.shape
+
+
+def _first_shard(record: ParamRecord, param: ShardedParam) -> torch.Tensor:
+    return param.shard_of(local_part(record.param)) if record.local is None else record.local

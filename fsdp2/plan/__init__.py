@@ -1,0 +1,1 @@
+"""*Where* bytes lie, decided once: plain data. No stream, no process group, no module."""

@@ -1,0 +1,121 @@
+"""Dtype rules: which dtype a parameter, its reduction and its gradient have, and by what a reduced gradient is divided.
+
+Each parameter has dtypes of its own; those of one group may be any mix. :func:`param_dtypes` is the rule, for all of
+them alike: plain parameters, those that hooks make, and gradients whether reduced at once or accumulated before.
+
+Values only: nothing here moves data, but :func:`cast_floating`, which users see as input and output casts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2._torch import GradDtype
+from fsdp2.plan.trees import map_tensors
+from fsdp2.types import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class ParamDtypes:
+    """The dtypes of one parameter. ``orig``: its shard. ``param``: all-gather, compute and the unsharded gradient.
+    ``reduce``: the reduction, and gradients accumulated without communication. ``grad``: its sharded gradient."""
+
+    orig: torch.dtype
+    param: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype
+
+
+@lru_cache(maxsize=256)
+def param_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy, grad: GradDtype | None = None) -> ParamDtypes:
+    """The dtypes of a parameter of dtype ``orig`` under its :func:`own_policy`.
+
+    ``grad``: its ``grad_dtype``, if one was set. Then the gradient has that dtype, and is reduced in it unless the
+    policy has a ``reduce_dtype``; a ``grad_dtype`` of None keeps the gradient as it was reduced. Integer parameters
+    keep their dtype throughout.
+    """
+    if not orig.is_floating_point:
+        return ParamDtypes(orig, orig, orig, orig)
+    param = policy.param_dtype or orig
+    if grad is None:
+        return ParamDtypes(orig, param, policy.reduce_dtype or param, orig)
+    reduce = policy.reduce_dtype or grad.dtype or param
+    return ParamDtypes(orig, param, reduce, grad.dtype or reduce)
+
+
+def own_policy(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """``policy`` for ``param`` alone: what ``param_dtype_override_fn`` returns becomes its ``param_dtype``.
+
+    Raises:
+        TypeError: it returned no dtype.
+        ValueError: it returned another dtype than the parameter's, the policy's or None.
+    """
+    if policy.param_dtype_override_fn is None:
+        return policy
+    found = policy.param_dtype_override_fn(param)
+    expected = f"expected {param.dtype} to keep its dtype, or {policy.param_dtype} or None for the policy's"
+    if found is not None and not isinstance(found, torch.dtype):
+        raise TypeError(f"fully_shard: param_dtype_override_fn returned {found!r} for parameter '{name}', {expected}.")
+    if found not in (None, param.dtype, policy.param_dtype):
+        raise ValueError(
+            f"fully_shard: param_dtype_override_fn returned {found} for parameter '{name}', {expected}. "
+            "For a third dtype, call fully_shard on the module that holds it with a policy of its own."
+        )
+    return replace(policy, param_dtype=found or policy.param_dtype, param_dtype_override_fn=None)
+
+
+def check_grad_dtype(name: str, grad: GradDtype | None, policy: MixedPrecisionPolicy) -> None:
+    """Refuse a ``grad_dtype`` of None that leaves open what to reduce in: ranks have to agree before they compute.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    if grad == GradDtype(None) and policy.reduce_dtype is None:
+        raise ValueError(
+            f"parameter '{name}' has grad_dtype=None, so its gradient may come in any dtype, and nothing says in which "
+            "one it is reduced. Set reduce_dtype in its MixedPrecisionPolicy, or set grad_dtype to a dtype."
+        )
+
+
+@dataclass(frozen=True)
+class DivideFactors:
+    """Divide by ``before`` ahead of the sum over all ranks and by ``after`` behind it; ``behind_hook``: also behind the
+    user's all-reduce hook, which sees a sum that is not fully divided then."""
+
+    before: float
+    after: float
+    behind_hook: bool = False
+
+
+def divide_factors(
+    reduce_dtype: torch.dtype, world_size: int, factor: float | None = None, *, behind_hook: bool = False
+) -> DivideFactors:
+    """How to turn a sum over ``world_size`` ranks into ``sum / factor`` (default: the mean) in ``reduce_dtype``.
+
+    fp32 and bf16 have range to spare: one division, after the sum, where there is least data. Other dtypes (fp16) may
+    overflow in the sum or underflow before it, so the factor is split in two near its square root; a hook's sums have
+    to fit as well, so the second division comes behind it.
+
+    Source: the split of PyTorch's FSDP (Zhao et al., VLDB 2023).
+    """
+    factor = float(world_size) if factor is None else factor
+    if reduce_dtype in (torch.float32, torch.bfloat16, torch.float64):
+        return DivideFactors(1.0, factor, behind_hook)
+    before = 1.0
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return DivideFactors(before, factor / before, behind_hook=True)
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating-point tensor in it, however nested, cast to ``dtype``; differentiable."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype.is_floating_point else tensor
+
+    return map_tensors(cast, value)

@@ -1,0 +1,260 @@
+"""Which ranks: the shard axis, the replicate axis, the model axes, and the smaller mesh to rest on between passes.
+
+A mesh always has a shard and a replicate axis; an absent one has size 1, so nobody else branches on FSDP, HSDP or plain
+replication. This is the only room that knows how process groups follow from a ``DeviceMesh``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp2 import _torch
+from fsdp2.types import DataParallelMeshDims
+
+
+class AxisRole(Enum):
+    """What a mesh axis does to a parameter. Model axes (TP, EP) have cut it before ``fully_shard`` sees it."""
+
+    SHARD = "shard"
+    REPLICATE = "replicate"
+    MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis as this rank sees it. ``group`` is None for an absent axis, whose size is 1."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+
+
+NO_AXIS = Axis(group=None, size=1, rank=0)
+
+
+@dataclass(frozen=True)
+class SpmdMesh:
+    """A mesh that has all axes: the one that DTensor parameters are on before they are sharded.
+
+    ``roles``: of its axes. ``sharded_mesh``: the same, but several shard axes are one: a parameter is cut once.
+    ``sources``: for each axis of ``sharded_mesh``, its position in ``mesh``.
+    """
+
+    mesh: DeviceMesh
+    roles: tuple[AxisRole, ...]
+    sharded_mesh: DeviceMesh
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """The axes that parameters are sharded over and replicated on.
+
+    ``mesh`` has these axes only, ``roles`` says which is which. ``spmd``: the full mesh, where the user named the
+    data-parallel axes of one.
+    """
+
+    mesh: DeviceMesh
+    roles: tuple[AxisRole, ...]
+    shard: Axis
+    replicate: Axis
+    device: torch.device
+    spmd: SpmdMesh | None = None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that a gradient is averaged over."""
+        return self.shard.size * self.replicate.size
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis as a 1D mesh of its own: what all-gather hooks are given."""
+        if self.mesh.ndim == 1 or self.shard.group is None:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        return self.mesh[names[-1]] if names else DeviceMesh.from_group(self.shard.group, self.mesh.device_type)
+
+
+def replicated(parallel: ParallelMesh) -> ParallelMesh:
+    """The ranks of ``parallel``, with parameters whole on each of them. Collective at its first use on a 2D mesh."""
+    roles = tuple(_unless_shard(role) for role in parallel.roles)
+    spmd = parallel.spmd
+    if spmd is not None:
+        whole = tuple(_unless_shard(role) for role in spmd.roles)
+        spmd = SpmdMesh(spmd.mesh, whole, spmd.mesh, tuple(range(spmd.mesh.ndim)))
+    return replace(parallel, roles=roles, shard=NO_AXIS, replicate=_joint_axis(parallel), spmd=spmd)
+
+
+def _unless_shard(role: AxisRole) -> AxisRole:
+    return AxisRole.REPLICATE if role is AxisRole.SHARD else role
+
+
+def _joint_axis(parallel: ParallelMesh) -> Axis:
+    """All data-parallel ranks as one axis."""
+    if parallel.replicate.size == 1:
+        return parallel.shard
+    if parallel.shard.size == 1:
+        return parallel.replicate
+    ranks = parallel.mesh.mesh.flatten().tolist()
+    return Axis(_own_group(tuple(ranks), "fsdp2_replicate"), len(ranks), ranks.index(dist.get_rank()))
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1D mesh over all ranks, on the accelerator if torch sees one, else on the CPU."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> ParallelMesh:
+    """Read a 1D mesh as (shard) and a 2D mesh as (replicate, shard); with ``dims``, read a mesh of any shape by the
+    names of its axes.
+
+    Raises:
+        TypeError: ``mesh`` is no DeviceMesh.
+        ValueError: ``mesh`` has more than two axes, or not those that ``dims`` names.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"fully_shard: mesh must be a torch.distributed.device_mesh.DeviceMesh, not {type(mesh).__name__}. "
+            "Build one with init_device_mesh(device_type, shape)."
+        )
+    if dims is not None:
+        return _data_parallel_part(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard: mesh has {mesh.ndim} axes {tuple(mesh.shape)}, expected 1 (shard) or 2 (replicate, shard). "
+            'Pass a submesh, for example mesh["dp"], or name the data-parallel axes with dp_mesh_dims.'
+        )
+    roles = (AxisRole.REPLICATE, AxisRole.SHARD)[-mesh.ndim :]
+    return _parallel_mesh(mesh, roles, mesh_device(mesh))
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank on ``mesh``: the CPU, or the accelerator's current device."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _parallel_mesh(
+    mesh: DeviceMesh, roles: tuple[AxisRole, ...], device: torch.device, spmd: SpmdMesh | None = None
+) -> ParallelMesh:
+    axes = {role: _axis(mesh, i) for i, role in enumerate(roles)}
+    shard, replicate = (axes.get(role, NO_AXIS) for role in (AxisRole.SHARD, AxisRole.REPLICATE))
+    return ParallelMesh(mesh, roles, shard, replicate, device, spmd)
+
+
+def _axis(mesh: DeviceMesh, axis: int) -> Axis:
+    return Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
+
+
+# A full mesh, of which the user names axes
+
+
+def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ParallelMesh:
+    _check_names(mesh, dims)
+    names = mesh.mesh_dim_names or ()
+    shard, replicate = (
+        [name for name in names if name in wanted] for wanted in (dims.shard_names, dims.replicate_names)
+    )
+    role_of = dict.fromkeys(shard, AxisRole.SHARD) | dict.fromkeys(replicate, AxisRole.REPLICATE)
+    roles = tuple(role_of.get(name, AxisRole.MODEL) for name in names)
+    parts = {AxisRole.REPLICATE: replicate, AxisRole.SHARD: shard}
+    flat = {role: _flat(mesh, part) for role, part in parts.items() if part}
+    spmd = SpmdMesh(mesh, roles, *_with_one_shard_axis(mesh, roles, flat))
+    return _parallel_mesh(_torch.concatenated_mesh(list(flat.values())), tuple(flat), mesh_device(mesh), spmd)
+
+
+def _check_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            "fully_shard: dp_mesh_dims names axes of the mesh, but this mesh has no names. "
+            "Build it with init_device_mesh(..., mesh_dim_names=(...))."
+        )
+    asked = (*dims.shard_names, *dims.replicate_names)
+    for name in asked:
+        if name not in names:
+            raise ValueError(f"fully_shard: dp_mesh_dims names the axis '{name}', but the mesh has the axes {names}.")
+    if len(set(asked)) < len(asked):
+        raise ValueError(f"fully_shard: dp_mesh_dims names an axis twice: {dims}. An axis shards or replicates.")
+
+
+def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """The axes ``names`` of ``mesh`` as one axis."""
+    return mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(mesh[tuple(names)], "_".join(names))
+
+
+def _with_one_shard_axis(
+    mesh: DeviceMesh, roles: Sequence[AxisRole], flat: dict[AxisRole, DeviceMesh]
+) -> tuple[DeviceMesh, tuple[int, ...]]:
+    """``mesh`` with the first of its shard axes standing for all of them, and the positions of the axes that stay."""
+    if roles.count(AxisRole.SHARD) < 2:
+        return mesh, tuple(range(mesh.ndim))
+    first = roles.index(AxisRole.SHARD)
+    kept = tuple(i for i, role in enumerate(roles) if role is not AxisRole.SHARD or i == first)
+    names = mesh.mesh_dim_names or ()
+    return _torch.concatenated_mesh([flat[AxisRole.SHARD] if i == first else mesh[names[i]] for i in kept]), kept
+
+
+# The mesh that parameters rest on
+
+# Creating process groups is slow, so all calls with equal meshes share the smaller one. It is no attribute of the mesh,
+# because DTensors are copied and pickled with theirs. The shard axis' group tells meshes apart that were made before
+# and after a destroy_process_group.
+_PostForwardKey = tuple[int, dist.ProcessGroup | None]
+_post_forward_meshes: WeakKeyDictionary[DeviceMesh, dict[_PostForwardKey, ParallelMesh]] = WeakKeyDictionary()
+
+
+def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
+    """Parameters rest on groups of ``shard_size`` neighbouring ranks of ``parallel``, replicated across the groups."""
+    kept = _post_forward_meshes.setdefault(parallel.mesh, {})
+    key = (shard_size, parallel.shard.group)
+    if key not in kept:
+        ranks = parallel.mesh.mesh.reshape(-1, shard_size)
+        roles = (AxisRole.REPLICATE, AxisRole.SHARD)
+        kept[key] = _parallel_mesh(_mesh_of_ranks(ranks, parallel.mesh.device_type), roles, parallel.device)
+    return kept[key]
+
+
+def _mesh_of_ranks(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
+    """``ranks`` as a 2D mesh. Only they take part in making it: ``ranks`` may be one of several parts of the world
+    (one per rank of a model axis), which ``DeviceMesh`` itself would have to be told of."""
+    ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
+    groups = [
+        dist.new_group(line.tolist(), use_local_synchronization=True) for line in (ranks[:, column], ranks[row, :])
+    ]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+# By the process group of all ranks, so that they go with it, and then by their ranks and what they are for.
+_Key = tuple[tuple[int, ...], str]
+_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _own_group(ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
+    """A process group of ``ranks``, made once. Only these ranks take part: other parts of the mesh make their own."""
+    assert dist.group.WORLD is not None  # the mesh has groups
+    made = _own_groups.setdefault(dist.group.WORLD, {})
+    if (ranks, description) not in made:
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+        made[ranks, description] = group
+    return made[ranks, description]
+
+
+def separate_axis(axis: Axis) -> Axis:
+    """``axis`` with a process group of its own, the same for all axes of the same ranks. Collective at first use."""
+    if axis.group is None or axis.size == 1:
+        return axis
+    ranks = tuple(dist.get_process_group_ranks(axis.group))
+    return replace(axis, group=_own_group(ranks, "fsdp2_reduce_scatter"))

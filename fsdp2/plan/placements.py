@@ -1,0 +1,160 @@
+"""How a parameter lies on a mesh, sharded and unsharded: DTensor specs, in one path for every kind of mesh.
+
+Axes are read from left to right, as DTensor does. A model axis (TP, EP) has cut the parameter before; data parallelism
+cuts what it left over, whatever its axis' position. Where a model axis that cuts the same dim stands further right,
+DTensor calls that a strided shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp2 import _torch
+from fsdp2.plan.layout import contiguous_stride
+from fsdp2.plan.mesh import AxisRole, ParallelMesh
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of ``shape`` and ``stride`` on all ranks of ``mesh``: what a DTensor knows of itself, but its dtype."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def dtensor(self, local: torch.Tensor) -> DTensor:
+        """``local`` as this rank's part; not differentiable."""
+        spec = _torch.dtensor_spec(self.mesh, self.placements, torch.Size(self.shape), self.stride, local.dtype)
+        return _torch.dtensor(local, spec)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter. ``unsharded``: of a parameter that is a DTensor on model axes, which stays one; None for a plain
+    tensor. ``data_parallel_axes``: positions, in ``unsharded.mesh``, of axes that the reduction sums over."""
+
+    sharded: TensorSpec
+    unsharded: TensorSpec | None = None
+    data_parallel_axes: tuple[int, ...] = ()
+
+    def unsharded_tensor(self, local: torch.Tensor) -> torch.Tensor:
+        """What has been gathered, as compute reads it."""
+        return local if self.unsharded is None else self.unsharded.dtensor(local)
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the gradient of the unsharded parameter, placed like it on the model axes.
+
+        On data-parallel axes, a sum that is still pending stays so: the reduction completes it.
+        """
+        if self.unsharded is None or not isinstance(grad, DTensor):
+            return grad
+        wanted = [
+            found if axis in self.data_parallel_axes and found.is_partial() else placement
+            for axis, (found, placement) in enumerate(zip(grad.placements, self.unsharded.placements, strict=True))
+        ]
+        return _torch.arrived_local(grad if tuple(wanted) == grad.placements else grad.redistribute(placements=wanted))
+
+
+def plain_spec(shape: Sequence[int], dim: int, parallel: ParallelMesh) -> ParamSpec:
+    """A plain tensor of ``shape``, cut along ``dim``."""
+    placements = _placements(parallel.roles, parallel.mesh.shape, (), dim)
+    return ParamSpec(TensorSpec(parallel.mesh, placements, tuple(shape), contiguous_stride(shape)))
+
+
+def param_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec:
+    """``param`` as found, cut along ``dim`` of what this rank has of it.
+
+    Raises:
+        ValueError: ``param`` is not on the full mesh that was given, or is on the data-parallel ranks in another way
+            than whole; or its mesh cannot be joined with the data-parallel one.
+    """
+    if isinstance(param, DTensor):
+        return (
+            _on_full_mesh(name, param, dim, parallel) if parallel.spmd else _on_model_mesh(name, param, dim, parallel)
+        )
+    if parallel.spmd is not None:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a plain {type(param).__name__}, but with dp_mesh_dims every parameter "
+            "has to be a DTensor on the full mesh. Call torch.distributed.tensor.distribute_module(module, mesh) first."
+        )
+    return plain_spec(param.shape, dim, parallel)
+
+
+def local_part(param: torch.Tensor) -> torch.Tensor:
+    """What this rank has of an unsharded parameter, detached."""
+    return _torch.local_of(param).detach() if isinstance(param, DTensor) else param.detach()
+
+
+def _on_model_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -> ParamSpec:
+    """``param`` lies on model axes only: the data-parallel axes stand in front of them."""
+    model, shape, stride = param.device_mesh, tuple(param.shape), contiguous_stride(param.shape)
+    _refuse_partial(name, param)
+    try:
+        mesh = _torch.concatenated_mesh([parallel.mesh, model])
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a DTensor on the mesh {model}, which cannot be joined with the mesh "
+            f"{parallel.mesh} given to fully_shard: {error}. Both have to be parts of one mesh with names, without a "
+            'common axis: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then mesh["dp"] and mesh["tp"].'
+        ) from error
+    roles = (*parallel.roles, *[AxisRole.MODEL] * model.ndim)
+    placements = _placements(roles, mesh.shape, param.placements, dim)
+    return ParamSpec(TensorSpec(mesh, placements, shape, stride), TensorSpec(model, param.placements, shape, stride))
+
+
+def _on_full_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -> ParamSpec:
+    """``param`` lies on the full mesh, whole on each data-parallel rank."""
+    spmd = parallel.spmd
+    assert spmd is not None
+    if param.device_mesh != spmd.mesh:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a DTensor on {param.device_mesh}, but the mesh given with "
+            f"dp_mesh_dims is {spmd.mesh}. Distribute the module over the mesh that is given to fully_shard."
+        )
+    _refuse_partial(name, param)
+    for axis, role in enumerate(spmd.roles):
+        if role is not AxisRole.MODEL and not param.placements[axis].is_replicate():
+            raise ValueError(
+                f"fully_shard: parameter '{name}' is placed {param.placements[axis]} on the data-parallel axis "
+                f"'{(spmd.mesh.mesh_dim_names or ())[axis]}', expected Replicate(): the sharding there is done here."
+            )
+    shape, stride = tuple(param.shape), contiguous_stride(param.shape)
+    roles = tuple(spmd.roles[source] for source in spmd.sources)
+    on_model_axes = [param.placements[axis] for axis, role in enumerate(spmd.roles) if role is AxisRole.MODEL]
+    placements = _placements(roles, spmd.sharded_mesh.shape, on_model_axes, dim)
+    data_parallel = tuple(axis for axis, role in enumerate(spmd.roles) if role is not AxisRole.MODEL)
+    return ParamSpec(
+        TensorSpec(spmd.sharded_mesh, placements, shape, stride),
+        TensorSpec(spmd.mesh, param.placements, shape, stride),
+        data_parallel,
+    )
+
+
+def _placements(
+    roles: Sequence[AxisRole], sizes: Sequence[int], on_model_axes: Sequence[Placement], dim: int
+) -> tuple[Placement, ...]:
+    """The placements of a sharded parameter on axes of ``roles`` and ``sizes``; its placements on model axes stay."""
+    remaining = iter(on_model_axes)
+    placements = [next(remaining) if role is AxisRole.MODEL else Replicate() for role in roles]
+    for axis, role in enumerate(roles):
+        if role is AxisRole.SHARD:
+            right = zip(placements[axis + 1 :], sizes[axis + 1 :], strict=True)
+            pieces = math.prod(size for placement, size in right if _torch.shards_dim(placement, dim))
+            placements[axis] = Shard(dim) if pieces == 1 else _torch.strided_shard(dim, pieces)
+    return tuple(placements)
+
+
+def _refuse_partial(name: str, param: DTensor) -> None:
+    if any(placement.is_partial() for placement in param.placements):
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is placed {param.placements}: sums that are still pending cannot be "
+            "sharded. Redistribute it to Replicate() or Shard(dim) first."
+        )

@@ -1,0 +1,380 @@
+"""What a gather and a reduction do, decided once: plain, printable data.
+
+Each tensor takes one route. ``DIRECT`` tensors travel out of and into their final memory. Small ones, and those that
+must be rearranged, share a bucket, one per dtype: ``ROWS`` for shards that are intervals of their tensor, ``STRIDED``
+for shards that are no intervals. What an all-gather hook sends takes the same routes. A plan is compiled from layouts,
+dtypes and what the comm prefers, and is the same on all ranks; the rooms above bind memory to it and replay it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+
+import torch
+
+from fsdp2.comm.backends import GatherComm, ReduceComm
+from fsdp2.plan.dtypes import DivideFactors, ParamDtypes, divide_factors
+from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, ShardLayout, pack
+
+
+class Route(Enum):
+    """How one tensor travels. Declared in the order in which their shards lie in a flat buffer."""
+
+    ROWS = "bucket"
+    STRIDED = "strided bucket"
+    DIRECT = "direct"
+
+
+_ROUTES = list(Route)
+_MAX_SHARED_PLANS = 256  # groups that are alike, as a model's blocks are, share their plans
+
+# From this size on, in bytes of the reduction, a group is reduced in two launches: half of its gradients is freed while
+# the other half is computed. Below, that is not worth a second launch.
+SPLIT_MIN_NBYTES = 8 * 1024 * 1024
+
+
+class Origin(Enum):
+    """Where a rank's part comes from: the group's flat shards, or an all-gather hook, every time anew."""
+
+    SHARD = "shard"
+    HOOK = "hook"
+
+
+class Lifetime(Enum):
+    """How long a gathered tensor is kept: while its group is unsharded, or until the hooks have consumed it."""
+
+    UNSHARDED = "kept while unsharded"
+    ARRIVAL = "consumed on arrival"
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """What a plan needs to know of one parameter, or of one tensor that its hook sends."""
+
+    name: str
+    layout: ShardLayout
+    dtypes: ParamDtypes
+
+
+@dataclass(frozen=True)
+class HookInput:
+    """What a plan needs to know of one tensor that an all-gather hook returns."""
+
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+    lifetime: Lifetime
+
+
+GatherInput = PlanInput | HookInput
+
+
+@dataclass(frozen=True)
+class GatherStep:
+    """One tensor's way from shard to unsharded.
+
+    ``index``: its key among the inputs. ``shard_offset``: elements into the flat shard buffer of dtype ``source``.
+    ``offset_nbytes``: bytes into the group's unsharded storage; what hooks send has a storage of its own.
+    """
+
+    index: int
+    name: str
+    route: Route
+    layout: Layout
+    source: torch.dtype
+    dtype: torch.dtype
+    shard_offset: int
+    offset_nbytes: int
+    origin: Origin = Origin.SHARD
+    lifetime: Lifetime = Lifetime.UNSHARDED
+
+    @property
+    def is_copied_in(self) -> bool:
+        """Whether this rank's part is not sent from where it lies: it is cast, or a hook made it."""
+        return self.source is not self.dtype or self.origin is Origin.HOOK
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes that each rank sends."""
+        return self.layout.chunk_numel * self.dtype.itemsize
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes that are gathered."""
+        return self.layout.padded_numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class GatherBucket:
+    """Tensors of one dtype that travel in one message. Each rank's row of the staging memory holds its shards behind
+    each other. ``offset_nbytes``: where the rows start in the staging storage."""
+
+    steps: tuple[GatherStep, ...]
+    offset_nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.steps[0].dtype
+
+    @property
+    def num_shards(self) -> int:
+        return self.steps[0].layout.num_shards
+
+    @property
+    def row_numel(self) -> int:
+        return sum(step.layout.chunk_numel for step in self.steps)
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """A group's all-gather. ``shard_numels``: length of the flat shard buffer of each dtype. ``shared_nbytes``: the
+    storage of all plain parameters. ``staging_nbytes``: what the buckets need while they travel."""
+
+    steps: tuple[GatherStep, ...]
+    shard_numels: tuple[tuple[torch.dtype, int], ...]
+    shared_nbytes: int
+    buckets: tuple[GatherBucket, ...]
+    staging_nbytes: int
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """What is gathered and kept while the group is unsharded."""
+        lasting = (step for step in self.hooked if step.lifetime is Lifetime.UNSHARDED)
+        return self.shared_nbytes + sum(step.padded_nbytes for step in lasting)
+
+    @property
+    def hooked(self) -> tuple[GatherStep, ...]:
+        return tuple(step for step in self.steps if step.origin is Origin.HOOK)
+
+    def on_route(self, route: Route) -> tuple[GatherStep, ...]:
+        return tuple(step for step in self.steps if step.route is route)
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {step.name}: {step.route.value}, {_arrow(step.source, step.dtype)}, "
+            f"{step.layout.num_shards} x {step.chunk_nbytes} bytes {_place(step)}"
+            for step in self.steps
+        ]
+        return "\n".join([f"all-gather into {self.unsharded_nbytes} bytes", *rows])
+
+
+@dataclass(frozen=True)
+class ReduceStep:
+    """One parameter's gradient: ``offset`` counts elements into the flat reduced buffer."""
+
+    index: int
+    name: str
+    route: Route
+    layout: ShardLayout
+    offset: int
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """The reduction of a group's gradients, for one set of trainable parameters that have the same dtypes. A group has
+    a plan per combination of dtypes; all of them travel in one launch.
+
+    ``calls``: (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct
+    tensor. ``num_early``: so many of the last steps travel ahead of the rest, in a launch of their own.
+    """
+
+    steps: tuple[ReduceStep, ...]
+    dtypes: ParamDtypes
+    factors: DivideFactors
+    flat_numel: int
+    calls: tuple[tuple[int, int], ...]
+    num_early: int = 0
+
+    def __str__(self) -> str:
+        late = len(self.steps) - self.num_early
+        rows = [
+            f"  {step.name}: {step.route.value}, {step.layout.num_shards} x {step.layout.chunk_numel} elements"
+            + (", early" if i >= late else "")
+            for i, step in enumerate(self.steps)
+        ]
+        divide = f"divide by {self.factors.before:g} before, {self.factors.after:g} after"
+        dtypes = f"{_arrow(self.dtypes.param, self.dtypes.reduce)} -> {_name(self.dtypes.grad)}"
+        return "\n".join([f"reduce-scatter {dtypes}, {divide}", *rows])
+
+
+def compile_gather(
+    inputs: Mapping[int, GatherInput], comm: GatherComm, *, back_into: GatherPlan | None = None
+) -> GatherPlan:
+    """Place every shard in a flat buffer per dtype, and what is gathered in one storage.
+
+    ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: the plan whose gathered tensors were cut
+    into the shards gathered here, those that rest on the post-forward mesh. They go back to where they came from.
+    """
+    return _compile_gather(tuple(inputs.items()), comm.direct_min_nbytes, back_into)
+
+
+@lru_cache(maxsize=_MAX_SHARED_PLANS)
+def _compile_gather(
+    items: tuple[tuple[int, GatherInput], ...], direct_min_nbytes: int, back_into: GatherPlan | None
+) -> GatherPlan:
+    inputs = dict(items)
+    routes = {index: _gather_route(item, direct_min_nbytes) for index, item in items}
+    dtypes = list(dict.fromkeys(_gathered_dtype(item) for item in inputs.values()))
+
+    def place(index: int) -> tuple[bool, int, int, int]:
+        """Shards that share a bucket touch each other in the flat buffer, whatever other shards have its dtype."""
+        route = routes[index]
+        return route is Route.DIRECT, dtypes.index(_gathered_dtype(inputs[index])), _ROUTES.index(route), index
+
+    order = sorted(inputs, key=place)
+    unplaced = [_unplaced_step(index, inputs[index], routes[index], cast=back_into is None) for index in order]
+    steps, shard_numels = _place_shards(unplaced)
+    if back_into is None:
+        steps, shared_nbytes = _place_regions(steps)
+    else:  # a cut over fewer ranks never needs more padding
+        earlier = {step.index: step for step in back_into.steps}
+        steps = [replace(step, offset_nbytes=earlier[step.index].offset_nbytes) for step in steps]
+        shared_nbytes = back_into.shared_nbytes
+    buckets, staging_nbytes = _place_buckets([step for step in steps if step.route is not Route.DIRECT])
+    return GatherPlan(tuple(steps), shard_numels, shared_nbytes, buckets, staging_nbytes)
+
+
+def compile_reduces(
+    inputs: Sequence[PlanInput],
+    comm: ReduceComm,
+    world_size: int,
+    factor: float | None = None,
+    *,
+    behind_hook: bool = False,
+    splits: bool = False,
+) -> tuple[ReducePlan, ...]:
+    """A plan per combination of dtypes, for gradients that are summed over ``world_size`` ranks and divided by
+    ``factor``, ``behind_hook`` if asked to. Steps carry the position in ``inputs`` as ``index``. ``splits``: of a large
+    group, about half travels early."""
+    by_dtypes: dict[ParamDtypes, list[tuple[int, PlanInput]]] = {}
+    for index, item in enumerate(inputs):
+        by_dtypes.setdefault(item.dtypes, []).append((index, item))
+    plans = tuple(
+        _compile_reduce(
+            tuple(alike),
+            divide_factors(dtypes.reduce, world_size, factor, behind_hook=behind_hook),
+            comm.direct_min_nbytes,
+            comm.reduces_uneven,
+        )
+        for dtypes, alike in by_dtypes.items()
+    )
+    early = _early_half(plans) if splits else set()
+    if not early:
+        return plans
+    return tuple(replace(plan, num_early=sum(step.index in early for step in plan.steps)) for plan in plans)
+
+
+@lru_cache(maxsize=_MAX_SHARED_PLANS)
+def _compile_reduce(
+    inputs: tuple[tuple[int, PlanInput], ...], factors: DivideFactors, direct_min_nbytes: int, reduces_uneven: bool
+) -> ReducePlan:
+    """Place the reduced gradients of ``inputs``, which have the same dtypes, in one flat buffer."""
+    routes = [_reduce_route(item, direct_min_nbytes, reduces_uneven) for _, item in inputs]
+    calls = [[i for i, found in enumerate(routes) if found is route] for route in (Route.ROWS, Route.STRIDED)]
+    calls = [call for call in calls if call] + [[i] for i, found in enumerate(routes) if found is Route.DIRECT]
+    dtypes = inputs[0][1].dtypes
+    sizes = [sum(inputs[i][1].layout.chunk_numel for i in call) for call in calls]
+    placed = pack(sizes, ALIGNMENT_NBYTES // dtypes.reduce.itemsize)
+    steps: list[ReduceStep] = []
+    for call, offset in zip(calls, placed.offsets, strict=True):
+        for i in call:
+            index, item = inputs[i]
+            steps.append(ReduceStep(index, item.name, routes[i], item.layout, offset))
+            offset += item.layout.chunk_numel
+    places = tuple(zip(placed.offsets, sizes, strict=True))
+    return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
+
+
+def _early_half(plans: Sequence[ReducePlan]) -> set[int]:
+    """Indices of about half of a group, in bytes, and never of nearly all: of the direct tensors the last ones, whose
+    gradients come first. Empty for a small group."""
+    sizes = {step.index: step.layout.numel * plan.dtypes.reduce.itemsize for plan in plans for step in plan.steps}
+    total = sum(sizes.values())
+    if total < SPLIT_MIN_NBYTES:
+        return set()
+    direct = {step.index for plan in plans for step in plan.steps if step.route is Route.DIRECT}
+    early, nbytes = set[int](), 0
+    for index in sorted(direct, reverse=True):
+        if nbytes + sizes[index] / 2 >= total / 2 or nbytes + sizes[index] > total * 3 / 4:
+            break
+        early.add(index)
+        nbytes += sizes[index]
+    return early
+
+
+def _gather_route(item: GatherInput, direct_min_nbytes: int) -> Route:
+    if not item.layout.is_contiguous:
+        return Route.STRIDED
+    return Route.DIRECT if _is_large(item.layout, _gathered_dtype(item), direct_min_nbytes) else Route.ROWS
+
+
+def _gathered_dtype(item: GatherInput) -> torch.dtype:
+    return item.dtype if isinstance(item, HookInput) else item.dtypes.param
+
+
+def _unplaced_step(index: int, item: GatherInput, route: Route, *, cast: bool) -> GatherStep:
+    dtype = _gathered_dtype(item)
+    if isinstance(item, HookInput):
+        return GatherStep(index, item.name, route, item.layout, dtype, dtype, 0, 0, Origin.HOOK, item.lifetime)
+    return GatherStep(index, item.name, route, item.layout, item.dtypes.orig if cast else dtype, dtype, 0, 0)
+
+
+def _reduce_route(item: PlanInput, direct_min_nbytes: int, reduces_uneven: bool) -> Route:
+    if item.layout.dim != 0:
+        return Route.STRIDED
+    is_even = item.layout.is_even or reduces_uneven
+    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, direct_min_nbytes) else Route.ROWS
+
+
+def _is_large(layout: Layout, dtype: torch.dtype, direct_min_nbytes: int) -> bool:
+    return layout.chunk_numel * dtype.itemsize >= max(direct_min_nbytes, 1)
+
+
+def _place_shards(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], tuple[tuple[torch.dtype, int], ...]]:
+    """Offsets in the flat shard buffer of each dtype. Bucketed shards touch each other, so that a bucket's contribution
+    is a slice; direct ones are aligned."""
+    placed: list[GatherStep] = []
+    ends: dict[torch.dtype, int] = {}
+    for step in steps:
+        if step.origin is Origin.SHARD:
+            alignment = ALIGNMENT_NBYTES // step.source.itemsize if step.route is Route.DIRECT else 1
+            step = replace(step, shard_offset=-(-ends.get(step.source, 0) // alignment) * alignment)
+            ends[step.source] = step.shard_offset + step.layout.chunk_numel
+        placed.append(step)
+    return placed, tuple(ends.items())
+
+
+def _place_regions(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], int]:
+    """Regions of the shared storage, in the order of the inputs, and the bytes they take."""
+    placed = sorted((step for step in steps if step.origin is Origin.SHARD), key=lambda step: step.index)
+    packing = pack([step.padded_nbytes for step in placed], ALIGNMENT_NBYTES)
+    offsets = {step.index: offset for step, offset in zip(placed, packing.offsets, strict=True)}
+    return [replace(step, offset_nbytes=offsets.get(step.index, 0)) for step in steps], packing.total
+
+
+def _place_buckets(steps: Sequence[GatherStep]) -> tuple[tuple[GatherBucket, ...], int]:
+    """One bucket per dtype, and the bytes they take together."""
+    sources = list(dict.fromkeys(step.source for step in steps))
+    by_dtype: dict[torch.dtype, list[GatherStep]] = {}
+    for step in sorted(steps, key=lambda step: (step.origin is Origin.HOOK, sources.index(step.source))):
+        by_dtype.setdefault(step.dtype, []).append(step)  # neighbours in the flat shards stay so
+    placed = pack([sum(step.padded_nbytes for step in bucket) for bucket in by_dtype.values()], ALIGNMENT_NBYTES)
+    places = zip(by_dtype.values(), placed.offsets, strict=True)
+    return tuple(GatherBucket(tuple(bucket), offset) for bucket, offset in places), placed.total
+
+
+def _place(step: GatherStep) -> str:
+    if step.origin is Origin.SHARD:
+        return f"at {step.offset_nbytes}"
+    return f"for a hook, {step.lifetime.value}"
+
+
+def _arrow(before: torch.dtype, after: torch.dtype) -> str:
+    return _name(before) if before is after else f"{_name(before)} -> {_name(after)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Hooks become events, events become actions. Owns what is in flight under one root."""

@@ -1,0 +1,277 @@
+"""nn.Module and autograd hooks turned into events. No decisions: what an event leads to is the schedule's business.
+
+Hooks are kept out of compiled graphs (``torch.compiler.disable``): a compiled block calls them between its graphs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.plan.dtypes import cast_floating
+from fsdp2.plan.trees import find_tensors, map_tensors
+from fsdp2.runtime.root import Unit, unit_of
+from fsdp2.schedule.rank_skipping import Outcome
+from fsdp2.schedule.schedule import Pass, Phase
+from fsdp2.schedule.states import GroupState, Lent
+from fsdp2.tools.inner_gradients import InnerGradients
+from fsdp2.types import ScheduleError
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity on a unit's inputs. Its backward runs when all their gradients are known: the unit has then computed
+    the gradients of its parameters. An edge of its own, since the inputs may have other consumers."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.unit.context.post_backward(ctx.unit)
+        return (None, *grads)
+
+
+class ModuleHooks:
+    """The hooks of one unit, installed on its modules once, by ``fully_shard``.
+
+    Attributes:
+        modules: where they are installed.
+        functions: what was registered there.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._input_dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
+        self._output_dtype = unit.policy.output_dtype
+        self._moves_inputs = unit.mesh.device.type != "cpu"
+        self._runs_method = False  # a registered method of the unit is running
+        self._leads_to = Outcome.NOTHING  # this forward, as far as it has handed out anything
+        pre_forward = torch.compiler.disable(self.pre_forward)
+        post_forward = torch.compiler.disable(self.post_forward)
+        self._pre_backward = _torch.GradientHook(torch.compiler.disable(self._on_output_gradient))
+        self._post_backward = _torch.GradientHook(torch.compiler.disable(self._on_input_gradient))
+        for module in unit.modules:
+            module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(post_forward)
+        slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
+        holders = list(dict.fromkeys(slot.module for slot in slots))
+        self._inner = InnerGradients(unit, holders)
+        self.modules = [*unit.modules, *holders]
+        self.functions = [pre_forward, post_forward, *_install_state_dict_hooks(holders, unit)]
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self._runs_method:
+            return self._resume(args, kwargs)
+        unit = self._unit
+        if unit.lent is not Lent.NOTHING and self._runs_plainly():
+            return args, kwargs
+        context = unit.context
+        context.recover(unit)
+        # Outside of its root's forward, or in a backward, each of several modules is a forward of its own.
+        is_whole = len(unit.modules) == 1 or context.schedule.forward_root is None or _torch.in_backward()
+        is_first = is_whole or not unit.missing_modules
+        if is_first and not is_whole:
+            unit.missing_modules = set(unit.modules)
+        if self._moves_inputs and context.schedule.forward_root is None:
+            device = unit.mesh.device
+            args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+        phase = context.pre_forward(unit) if is_first else context.resume_forward(unit)
+        if self._input_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), self._input_dtype)
+        if phase is not Phase.BACKWARD and is_first and torch.is_grad_enabled():
+            args, kwargs = self._mark_inputs(args, kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unit = self._unit
+        if self._runs_method:
+            return self._handed_out(output)
+        if unit.lent is not Lent.NOTHING and self._runs_plainly():
+            return output
+        if unit.missing_modules and not _torch.in_backward():
+            unit.missing_modules.discard(module)
+            if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
+                return self._handed_out(output)
+        return self.end_forward(output)
+
+    def end_forward(self, output: Any) -> Any:
+        """The unit's forward is over; ``output`` leads to its backward."""
+        unit = self._unit
+        context = unit.context
+        if context.schedule.phases[unit.index] is Phase.BACKWARD:
+            return self._cast_output(output)
+        if context.schedule.forward_root == unit.index:
+            output = self._end_incomplete(output)
+        output = self._handed_out(output)
+        context.post_forward(unit, self._leads_to)
+        self._leads_to = Outcome.NOTHING
+        return output
+
+    def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` of ``module``, run like its forward; what it calls of the same unit belongs to it."""
+        pre_forward, post_forward = torch.compiler.disable(self.pre_forward), torch.compiler.disable(self.post_forward)
+        resume, handed_out = torch.compiler.disable(self._resume), torch.compiler.disable(self._handed_out)
+        forget_forward = torch.compiler.disable(self._forget_forward)
+        is_running, runs_plainly = torch.compiler.disable(self._is_running), torch.compiler.disable(self._runs_plainly)
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._unit.lent is not Lent.NOTHING and runs_plainly():
+                return method(*args, **kwargs)
+            if is_running():
+                args, kwargs = resume(args, kwargs)
+                return handed_out(method(*args, **kwargs))
+            args, kwargs = pre_forward(module, args, kwargs)
+            self._runs_method = True
+            try:
+                output = method(*args, **kwargs)
+            except BaseException:
+                forget_forward()
+                raise
+            finally:
+                self._runs_method = False
+            return post_forward(module, args, output)
+
+        setattr(run, FORWARD_METHOD, method)
+        return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
+
+    def _forget_forward(self) -> None:
+        self._unit.context.forget_forward(self._unit)
+
+    def _is_running(self) -> bool:
+        """Whether a method is called from inside the unit's own forward, or from another method."""
+        unit = self._unit
+        if self._runs_method or len(unit.modules) > 1:
+            return self._runs_method
+        return unit.context.schedule.phases[unit.index] in (Phase.FORWARD, Phase.RECOMPUTE)
+
+    def _runs_plainly(self) -> bool:
+        """Whether a forward of the unit, whose parameters are lent, is none of the runtime's. If it is part of a pass
+        around it, the table of states refuses it.
+
+        Raises:
+            ScheduleError: it needs parameters that are not whole here, or records gradients.
+        """
+        unit = self._unit
+        if unit.running is not Pass.IDLE:
+            return False
+        if unit.lent is Lent.ALL and not torch.is_grad_enabled():
+            return True
+        problem = "not all of its parameters are whole on this rank. Leave that block first."
+        if unit.lent is Lent.ALL:
+            problem = (
+                "gradients would be lost with the whole parameters. Use torch.no_grad(), or leave that block first."
+            )
+        raise ScheduleError(f"forward of '{unit.name}' inside fsdp2.unsharded(...): {problem}")
+
+    def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._unit.context.resume_forward(self._unit)
+        return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
+
+    def _handed_out(self, output: Any) -> Any:
+        """``output`` for the unit's caller: its gradients lead to the unit's backward."""
+        if torch.is_grad_enabled():
+            for tensor in find_tensors(output, []):
+                if tensor.requires_grad:
+                    self._pre_backward.add_to(tensor)
+                    self._leads_to = Outcome.BACKWARD
+        else:
+            self._leads_to = Outcome.UNKNOWN
+        return self._cast_output(output)
+
+    def _end_incomplete(self, output: Any) -> Any:
+        """Units of several modules of which some did not run end with the root's forward."""
+        for unit in reversed(self._unit.context.units):
+            if unit.missing_modules and unit is not self._unit:
+                unit.missing_modules.clear()
+                assert unit.hooks is not None
+                output = unit.hooks.end_forward(output)
+        return output
+
+    def _cast_output(self, output: Any) -> Any:
+        return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
+
+    def _on_output_gradient(self, _: torch.Tensor) -> None:
+        self._unit.context.pre_backward(self._unit)
+
+    def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most blocks
+            return (self._mark_one(args[0]),), kwargs
+        tensors = [tensor for tensor in find_tensors((args, kwargs), []) if tensor.requires_grad]
+        if not tensors:
+            return args, kwargs
+        marked = iter(_PostBackward.apply(self._unit, *tensors))
+        return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))
+
+    def _mark_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``_PostBackward`` does, without its Python, which takes 10 us more."""
+        if not tensor.requires_grad:
+            return tensor
+        marked = tensor.view_as(tensor)
+        self._post_backward.add_to(marked)
+        return marked
+
+    def _on_input_gradient(self, _: torch.Tensor) -> None:
+        self._unit.context.post_backward(self._unit)
+
+
+FORWARD_METHOD = "_fsdp2_forward_method"  # of what stands in for a registered method: the method itself
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat the method ``method_name`` of ``module`` like its ``forward``: parameters are unsharded before it runs, and
+    what happens after forward happens after it.
+
+    What the method calls of the same unit, ``forward`` included, belongs to it: the unit stays unsharded until the
+    outermost call returns. Nothing happens if ``module`` is not sharded, or if the method is registered already.
+
+    Raises:
+        ValueError: ``module`` has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        found = "no such attribute" if method is None else f"a {type(method).__name__}"
+        near = difflib.get_close_matches(method_name, _method_names(module))
+        hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+        raise ValueError(
+            f"register_fsdp_forward_method: expected a method '{method_name}' of {type(module).__name__}, "
+            f"found {found}.{hint}"
+        )
+    if not hasattr(method, FORWARD_METHOD):
+        assert isinstance(unit.hooks, ModuleHooks)
+        setattr(module, method_name, unit.hooks.forward_method(module, method))
+
+
+def _method_names(module: nn.Module) -> list[str]:
+    """The methods that the module's own classes define."""
+    inherited = set(dir(nn.Module))
+    return [name for name in dir(type(module)) if name not in inherited and callable(getattr(type(module), name, None))]
+
+
+def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> list[Callable[..., Any]]:
+    """State dicts see shards, or what ``unsharded`` has bound, and what was loaded is looked at before its next use."""
+
+    def reshard(*_: Any, **__: Any) -> None:
+        if any(group.state not in (GroupState.SHARDED, GroupState.LENT) for group in unit.groups):
+            unit.reshard()
+
+    def mark_stale(*_: Any) -> None:
+        unit.mark_stale()
+
+    for module in modules:
+        module.register_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_post_hook(mark_stale)
+    return [reshard, mark_stale]

@@ -1,0 +1,1 @@
+"""For users, on top of the core. The core never imports them."""

@@ -1,0 +1,207 @@
+"""Holds a root's passes under a limit on temporary memory: performs the schedule's actions when the ledger has room.
+
+A prefetch that does not fit is left out; the unit is gathered when it is needed. What is needed makes room: reductions
+in flight land, then gathers that nobody waits for yet are dropped. If that is not enough, the pass raises. All of it
+follows from plans and from the order of events, never from an allocator, so all ranks do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from fsdp2.runtime.reductions import Reductions
+from fsdp2.runtime.units import GroupedUnit
+from fsdp2.schedule.schedule import Action
+from fsdp2.schedule.states import GroupState
+from fsdp2.tools.budget import Ledger, UnitBytes
+from fsdp2.types import MemoryLimitError
+
+Programs = Mapping[tuple[Action, int], tuple[Callable[[], object], ...]]
+
+
+class Admission:
+    """See the module's text. ``perform``: what to call for an action on a unit without a limit. ``flush`` carries out
+    deferred releases. ``tell(action, unit, nbytes)`` tells observers.
+
+    Attributes:
+        limit: how many bytes may be held.
+        programs: what to call for an action on a unit under the limit.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        units: Sequence[GroupedUnit],
+        perform: Programs,
+        reductions: Reductions,
+        flush: Callable[[], None],
+        tell: Callable[[str, GroupedUnit, int], None],
+    ) -> None:
+        self.limit, self._units = limit, units
+        self._perform, self._reductions, self._flush, self._tell = perform, reductions, flush, tell
+        self._index = {unit: index for index, unit in enumerate(units)}
+        self._ledger = Ledger([UnitBytes()] * len(units), limit)
+        methods: dict[Action, Callable[[int], object]] = {
+            Action.UNSHARD: self._unshard,
+            Action.PREFETCH: self._prefetch,
+            Action.WAIT: self._wait,
+            Action.RESHARD: self._reshard,
+            Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
+            Action.REDUCE_EARLY: partial(self._run, Action.REDUCE_EARLY),
+            Action.REDUCE: partial(self._reduce, Action.REDUCE),
+            Action.REDUCE_JOINTLY: partial(self._reduce, Action.REDUCE_JOINTLY),
+            Action.KEEP: self._keep,
+            Action.LAND: self._land,
+        }
+        self.programs: Programs = {(action, index): (partial(methods[action], index),) for action, index in perform}
+
+    def recount(self) -> None:
+        """A pass begins: whatever was done by hand, or cut short by an exception, counts as it is now.
+
+        Raises:
+            MemoryLimitError: some unit will not fit.
+        """
+        ledger = self._ledger = Ledger([footprint_of(unit) for unit in self._units], self.limit)
+        for index, unit in enumerate(self._units):
+            self._check(index)
+            states = {group.state for group in unit.groups}
+            if GroupState.UNSHARDING in states:
+                ledger.unshard(index)
+            elif GroupState.UNSHARDED in states:
+                ledger.wait(index)
+            else:
+                ledger.reshard(index, self._left(index, rests=GroupState.SHARDED_POST_FORWARD in states))
+
+    def begin_backward(self, unit: GroupedUnit) -> None:
+        """``unit``'s backward begins: what its gradients take is held from here on.
+
+        Raises:
+            MemoryLimitError: it does not fit.
+        """
+        index, rules = self._index[unit], unit.rules
+        self._measure(index)
+        ways = {"gathers": rules.unshard_in_backward, "reshards": rules.reshard_after_backward}
+        self._make_room(index, self._ledger.to_run_backward(index, **ways))
+        self._ledger.run_backward(index, **ways)
+
+    # Actions. None says that it has started a gather: what is freed is not kept for reuse, as that is not counted
+
+    def _unshard(self, index: int) -> None:
+        states = [group.state for group in self._units[index].groups]
+        if GroupState.SHARDED in states or GroupState.SHARDED_POST_FORWARD in states:
+            self._measure(index)
+            self._make_room(index, self._ledger.to_unshard(index))
+        self._run(Action.UNSHARD, index)
+        self._measure(index)
+        self._ledger.unshard(index)
+
+    def _prefetch(self, index: int) -> None:
+        self._measure(index)
+        nbytes = self._ledger.to_unshard(index)
+        if not self._ledger.fits(nbytes):
+            self._flush()  # what was released must not wait for a gather that does not come
+            self._tell("withhold", self._units[index], nbytes)
+            return
+        self._run(Action.PREFETCH, index)
+        self._ledger.unshard(index)
+
+    def _wait(self, index: int) -> None:
+        self._run(Action.WAIT, index)
+        self._ledger.wait(index)
+
+    def _reshard(self, index: int) -> None:
+        self._run(Action.RESHARD, index)
+        self._ledger.reshard(index, self._left(index, rests=False))
+
+    def _reshard_post_forward(self, index: int) -> None:
+        self._run(Action.RESHARD_POST_FORWARD, index)
+        self._ledger.reshard(index, self._left(index, rests=True))
+
+    def _reduce(self, action: Action, index: int) -> None:
+        self._run(action, index)
+        self._ledger.reduce(index, self._reductions.max_in_flight)
+
+    def _keep(self, index: int) -> None:
+        self._run(Action.KEEP, index)
+        self._ledger.keep(index)
+
+    def _land(self, index: int) -> None:
+        self._run(Action.LAND, index)
+        self._ledger.land()
+
+    def _run(self, action: Action, index: int) -> None:
+        for run in self._perform[action, index]:
+            run()
+
+    # Decisions
+
+    def _make_room(self, index: int, nbytes: int) -> None:
+        ledger = self._ledger
+        if ledger.fits(nbytes):
+            return
+        room = ledger.room_for(nbytes, index)
+        if room is None:
+            raise self._refused(index, nbytes)
+        self._tell("make_room", self._units[index], nbytes)
+        if room.landings:
+            ledger.land(room.landings)
+            self._reductions.land_down_to(ledger.num_reductions)
+        for other in room.dropped:
+            self._reshard(other)
+        self._flush()
+
+    def _check(self, index: int) -> None:
+        """Does a unit fit beside its root, in this forward and in a backward that may follow?
+
+        Raises:
+            MemoryLimitError: it does not.
+        """
+        sizes, root = self._ledger.sizes[index], self._ledger.sizes[0]
+        trains = torch.is_grad_enabled()
+        own = sizes.alone if trains else sizes.gather
+        beside = 0 if index == 0 else root.unsharded + (root.backward(reshards=True) if trains else 0)
+        if own + beside > self.limit:
+            raise MemoryLimitError(
+                f"set_temporary_memory_limit({self.limit}): unit '{self._units[index].name}' takes {own} bytes on its "
+                f"own, {_described(sizes)}" + (f", beside {beside} bytes of the root" if beside else "") + ". "
+                f"Set a limit of at least {own + beside} bytes, or call fully_shard on smaller modules."
+            )
+
+    def _refused(self, index: int, nbytes: int) -> MemoryLimitError:
+        stays = self._ledger.stays(index)
+        held = ", ".join(f"'{self._units[other].name}' {held}" for other, held in stays.items())
+        return MemoryLimitError(
+            f"set_temporary_memory_limit({self.limit}): unit '{self._units[index].name}' needs {nbytes} bytes more, "
+            f"and what stays takes {sum(stays.values())}: {held or 'nothing'}. Set a limit of at least "
+            f"{sum(stays.values()) + nbytes} bytes; units that are kept unsharded could be resharded after forward."
+        )
+
+    def _measure(self, index: int) -> None:
+        """Plans may have been compiled anew."""
+        before, self._ledger.sizes[index] = self._ledger.sizes[index], footprint_of(self._units[index])
+        if self._ledger.sizes[index] != before:
+            self._check(index)
+
+    def _left(self, index: int, *, rests: bool) -> int:
+        """What stays of a unit's parameters when it is resharded."""
+        groups = self._units[index].groups
+        kept = sum(group.footprint.unsharded for group in groups if group.keeps_storage)
+        return kept + (sum(group.footprint.resting for group in groups) if rests else 0)
+
+
+def footprint_of(unit: GroupedUnit) -> UnitBytes:
+    """What the groups of ``unit`` take."""
+    return sum((group.footprint for group in unit.groups), UnitBytes())
+
+
+def _described(sizes: UnitBytes) -> str:
+    named = {
+        "unsharded parameters": sizes.unsharded,
+        "staging": sizes.arriving,
+        "gradients": sizes.gradients,
+        "copies to reduce": sizes.copies,
+    }
+    return "of " + ", ".join(f"{name} {nbytes}" for name, nbytes in named.items() if nbytes)

@@ -1,0 +1,83 @@
+"""What the runtime does, readable: ``with fsdp2.trace.record(model) as trace: ...; print(trace)``.
+
+One line per event and action, with the module's name and, for gathers, the bytes of unsharded parameters. Attaching
+costs nothing while no trace is being recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp2.api.controls import sharded_unit
+from fsdp2.types import Observer
+
+
+@dataclass(frozen=True)
+class TraceEntry:
+    """``kind`` is ``event`` (a hook fired) or ``action`` (the runtime did something); ``nbytes`` is 0 where the action
+    has no size."""
+
+    kind: str
+    name: str
+    unit: str
+    nbytes: int = 0
+
+
+class Trace(Observer):
+    """The entries recorded so far; ``str()`` lays them out with actions indented under their event."""
+
+    def __init__(self) -> None:
+        self.entries: list[TraceEntry] = []
+
+    def on_event(self, event: str, unit: str) -> None:
+        self.entries.append(TraceEntry("event", event, unit))
+
+    def on_action(self, action: str, unit: str, nbytes: int) -> None:
+        self.entries.append(TraceEntry("action", action, unit, nbytes))
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.entries.clear()
+
+    def actions(self) -> list[str]:
+        """The actions alone, as ``"unshard layers.0"``: what tests compare."""
+        return [f"{entry.name} {entry.unit}" for entry in self.entries if entry.kind == "action"]
+
+    def __str__(self) -> str:
+        return "\n".join(_line(entry) for entry in self.entries)
+
+
+def _line(entry: TraceEntry) -> str:
+    if entry.kind == "event":
+        return f"{entry.name} {entry.unit}"
+    size = f"  {entry.nbytes} bytes" if entry.nbytes else ""
+    return f"    {entry.name} {entry.unit}{size}"
+
+
+@contextmanager
+def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
+    """Report what the runtime does under ``module`` to ``observer`` while the block runs.
+
+    Raises:
+        ValueError: ``module`` is not sharded.
+    """
+    performer = sharded_unit(module, "fsdp2.trace").context.performer
+    performer.observers.append(observer)
+    performer.observe_transitions()
+    try:
+        yield
+    finally:
+        performer.observers.remove(observer)
+        performer.observe_transitions()
+
+
+@contextmanager
+def record(module: nn.Module) -> Iterator[Trace]:
+    """Record what the runtime does under ``module``, the root of a sharded model, while the block runs."""
+    trace = Trace()
+    with observe(module, trace):
+        yield trace
