@@ -5,7 +5,7 @@ from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.group import extensions
 from fsdp2.runtime.hooks import register_fsdp_forward_method
-from fsdp2.tools import trace
+from fsdp2.tools import inner_gradients as _inner_gradients, memory_limit as _memory_limit, trace
 from fsdp2.tools.clip import clip_grad_norm_
 from fsdp2.tools.flat_optimizer import flatten_optimizer
 from fsdp2.tools.memory_plan import memory_plan
@@ -55,3 +55,6 @@ __all__ = [
     "trace",
     "unsharded",
 ]
+
+_inner_gradients.register()
+_memory_limit.register()

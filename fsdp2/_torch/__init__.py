@@ -51,7 +51,6 @@ from fsdp2._torch.dtensors import (
     strided_shard as strided_shard,
 )
 from fsdp2._torch.memory import (
-    COUNTS_REFERENCES as COUNTS_REFERENCES,
     can_swap_storages as can_swap_storages,
     foreach_add as foreach_add,
     foreach_copy as foreach_copy,
@@ -59,12 +58,9 @@ from fsdp2._torch.memory import (
     foreach_mul as foreach_mul,
     foreach_norm as foreach_norm,
     pack_rows as pack_rows,
-    reference_counts as reference_counts,
-    share_storage as share_storage,
     swap_storages as swap_storages,
 )
 from fsdp2._torch.modules import (
-    at_start_of_compilation as at_start_of_compilation,
     buffers_dict as buffers_dict,
     hooked_step as hooked_step,
     parameters_dict as parameters_dict,

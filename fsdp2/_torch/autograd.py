@@ -38,14 +38,14 @@ def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
             tensor.grad = grad if dtype is None else grad.to(dtype)
 
 
+# A number of its own for each backward that runs on this thread, nested ones included; -1 outside of any. An alias and
+# no function, because a call more per event shows.
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
     """Whether the autograd engine is executing a graph on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def running_backward() -> int:
-    """A number of its own for each backward, nested ones included; -1 outside of any."""
-    return torch._C._current_graph_task_id()
+    return running_backward() != -1
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

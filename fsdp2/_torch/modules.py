@@ -8,6 +8,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from fsdp2._torch.autograd import GradientHook
+
 
 def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]]) -> None:
     """Take ``functions`` off ``module``, where copying it has brought them. The copy has no handles, and nothing public
@@ -19,40 +21,26 @@ def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]
             del hooks[key]
 
 
-def watch_calls(module: nn.Module, see: Callable[[Any], Any], on_first: Callable[[], None] | None = None) -> None:
-    """Have each call of ``module`` return what ``see`` makes of what it returned, for good. ``on_first`` is called at
-    the end of the first.
+def watch_calls(
+    module: nn.Module, hook: GradientHook, find_tensors: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]
+) -> None:
+    """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it.
 
-    With a forward hook, public as that is, torch calls modules on a way that takes 11 thousand instructions more; this
-    takes one. It is the attribute that ``Module.compile`` sets, with the same meaning. Copies and pickles of the module
-    leave it behind, and the compiler does not look at it where it traces through the module.
+    With a forward hook, public as that is, torch calls modules on a way that takes 11 thousand instructions more. This
+    is the attribute that ``Module.compile`` sets, with the same meaning. Copies and pickles of the module leave it
+    behind, and the compiler does not look at it where it traces through the module.
     """
     call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
-    watched = module.__dict__["_compiled_call_impl"] = lambda *args, **kwargs: see(call(*args, **kwargs))
+    add_to = hook.add_to
 
-    def first(*args: Any, **kwargs: Any) -> Any:
-        output = watched(*args, **kwargs)
-        if module.__dict__["_compiled_call_impl"] is first:  # Module.compile may have taken its place
-            module.__dict__["_compiled_call_impl"] = watched
-        on_first()  # type: ignore[misc]
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        for tensor in (output,) if type(output) is torch.Tensor else find_tensors(output, []):
+            if tensor.requires_grad:
+                add_to(tensor)
         return output
 
-    if on_first is not None:
-        module.__dict__["_compiled_call_impl"] = first
-
-
-def at_start_of_compilation(function: Callable[[], None]) -> None:
-    """Call ``function``, which lives as long as its module, before ``torch.compile`` traces anything. No public module
-    tells of that."""
-    from torch._dynamo import callback_handler  # takes a second, and is loaded anyway where something is compiled
-
-    if all(getattr(known, "tells", None) is not function for known in callback_handler.start_callbacks):
-
-        def tell(_: object) -> None:
-            function()
-
-        tell.tells = function  # type: ignore[attr-defined]
-        callback_handler.register_start_callback(tell)
+    module.__dict__["_compiled_call_impl"] = watched
 
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])

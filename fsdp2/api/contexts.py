@@ -218,7 +218,7 @@ class _Loan:
 def _gather(group: ParamGroup, params: dict[int, ShardedParam]) -> Gather:
     """All-gather ``params`` in the dtypes of their shards, in one launch; the result has arrived. The group's own
     gather casts, and moves all its parameters."""
-    mesh, comm = group.mesh, group.gathered.comm
+    mesh, comm = group.mesh, group.unsharded.comm
     services = services_for(mesh.device)
     services.streams.gather_after_compute()
     with torch.no_grad(), services.streams.on_gather():

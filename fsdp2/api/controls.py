@@ -43,7 +43,7 @@ class Controls:
         unit = self._unit()
         if not unit.is_root:
             raise ScheduleError(
-                f"{caller} on '{unit.name}', which is no root. Call it on the {unit.context.root_class} around it."
+                f"{caller} on '{unit.name}', which is no root. Call it on the {unit.form_root().class_name} around it."
             )
 
     def _units(self, recurse: bool) -> list[Unit]:

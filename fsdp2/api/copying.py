@@ -96,7 +96,7 @@ def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit
             memo.setdefault(_PENDING, []).append((made, name, getattr(unit, name)))
     _renew_hooks(unit, made, memo)
     if unit.finalizes_by_hand:
-        made.context.schedule.finalizes_by_hand = True
+        made.form_root().schedule.finalizes_by_hand = True
     return made
 
 

@@ -16,7 +16,7 @@ from fsdp2 import _torch
 from fsdp2.api.communication import CommunicationSetters
 from fsdp2.api.copying import copied_module
 from fsdp2.group.group import ParamGroup
-from fsdp2.runtime.root import RootContext, Unit
+from fsdp2.runtime.root import Root, Unit
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import ScheduleError
 
@@ -38,9 +38,9 @@ class UnshardHandle:
 class GradientReductionHandle:
     """A pending :meth:`FSDPModule.finalize_backward`."""
 
-    def __init__(self, context: RootContext) -> None:
-        self._context: RootContext | None = context
-        self._num_resets = context.num_resets
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
+        self._num_resets = root.num_resets
 
     def wait(self) -> None:
         """The gradients are in ``.grad`` of the shards; the current stream may read them. Later calls do nothing.
@@ -48,15 +48,15 @@ class GradientReductionHandle:
         Raises:
             ScheduleError: the root was reset meanwhile, and the gradients are lost.
         """
-        if self._context is None:
+        if self._root is None:
             return
-        if self._context.num_resets != self._num_resets:
+        if self._root.num_resets != self._num_resets:
             raise ScheduleError(
-                f"wait() on the gradients of {self._context.root.name}: the model was reset since finalize_backward, "
+                f"wait() on the gradients of {self._root.unit.name}: the model was reset since finalize_backward, "
                 "and they are lost. Run the iteration again."
             )
-        self._context.land()
-        self._context = None
+        self._root.land()
+        self._root = None
 
 
 class FSDPModule(CommunicationSetters):
@@ -108,17 +108,17 @@ class FSDPModule(CommunicationSetters):
         Raises:
             ScheduleError: ``keep_unreduced`` after an exception in backward, which has added to some of them.
         """
-        context = self._unit().context
+        root = self._unit().form_root()
         if not keep_unreduced:
-            context.reset()
-        elif context.schedule.in_backward:
+            root.reset()
+        elif root.schedule.in_backward:
             raise ScheduleError(
                 "reset_iter_state(keep_unreduced=True): an exception in backward has left parts of its own on "
                 "gradients that were not reduced yet. Call reset_iter_state() and zero_grad(), and repeat all "
                 "micro-batches."
             )
         else:
-            context.abandon_forward()
+            root.abandon_forward()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one over the forwards recorded so far. Call it on the root.
@@ -126,7 +126,7 @@ class FSDPModule(CommunicationSetters):
         The last backward waits for the reductions in flight. The order of those forwards, which backward prefetch
         follows, is kept until then.
         """
-        self._unit().context.schedule.is_last_backward = is_last_backward
+        self._unit().form_root().schedule.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether the end of backward is left to :meth:`finalize_backward`, however many backwards come before it;
@@ -139,11 +139,11 @@ class FSDPModule(CommunicationSetters):
             ScheduleError: the module is no root; a backward is running, or waits to be finalized.
         """
         self._check_root("set_manual_backward_finalization")
-        context = self._unit().context
-        schedule = context.schedule
+        root = self._unit().form_root()
+        schedule = root.schedule
         if enabled == schedule.finalizes_by_hand:
             return
-        if schedule.awaits_finalization or context.is_reducing or _torch.in_backward():
+        if schedule.awaits_finalization or root.is_reducing or _torch.in_backward():
             found = "a backward is running" if _torch.in_backward() else "a backward waits to be finalized"
             raise ScheduleError(
                 f"set_manual_backward_finalization({enabled}): {found}. Call it before backward, or after "
@@ -170,18 +170,18 @@ class FSDPModule(CommunicationSetters):
                 was not waited for.
         """
         self._check_root("finalize_backward")
-        context = self._unit().context
+        root = self._unit().form_root()
         problem = None
-        if not context.schedule.finalizes_by_hand:
+        if not root.schedule.finalizes_by_hand:
             problem = "backward is finalized when it ends. Call set_manual_backward_finalization(True) before it"
         elif _torch.in_backward():
             problem = "a backward is running. Call it when backward() has returned"
-        elif context.is_reducing:
+        elif root.is_reducing:
             problem = "the handle of the last call was not waited for. Call its wait() first"
         if problem is not None:
             raise ScheduleError(f"finalize_backward on {type(self).__name__}: {problem}.")
-        context.finalize_backward()
-        handle = GradientReductionHandle(context)
+        root.finalize_backward()
+        handle = GradientReductionHandle(root)
         if async_op:
             return handle
         handle.wait()
@@ -303,7 +303,7 @@ class FSDPModule(CommunicationSetters):
 
         On the CPU nothing is asynchronous in that way, and ``event`` is not looked at.
         """
-        self._unit().context.post_optim_event = event
+        self._unit().form_root().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether memory for unsharded parameters is allocated, and filled with this rank's part, on the stream of the
@@ -311,7 +311,8 @@ class FSDPModule(CommunicationSetters):
         overlap with compute; the collective itself does where it is prefetched. Recursive. Reshards. On the CPU, which
         has no streams, nothing changes."""
         for unit in self._units(True):
-            unit.gather_on_compute_stream(async_op)
+            for group in unit.groups:
+                group.gather_on_compute_stream(async_op)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's forward, start gathering ``modules`` instead of the one that followed in the last forward.

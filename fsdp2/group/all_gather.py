@@ -1,6 +1,6 @@
 """Run a gather plan: bind its steps to memory once, then issue, wait, release.
 
-This room sees plans, flat tensors, a comm and streams, never parameters or modules. What is in flight is one
+This file sees plans, flat tensors, a comm and streams, never parameters or modules. What is in flight is one
 ``PendingGather``, finished exactly once.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -41,37 +41,8 @@ def shard_slice(flats: FlatShards, step: GatherStep, shape: tuple[int, ...]) -> 
     return flats[step.source].as_strided(shape, contiguous_stride(shape), step.shard_offset)
 
 
-class PendingGather:
-    """An all-gather in flight. ``wait`` makes the unsharded tensors usable by the current stream.
-
-    ``receiver``: the gather that has to see to the data on arrival; None where all of that has been enqueued.
-    """
-
-    def __init__(
-        self, works: Sequence[Waitable], receiver: Gather | None, done: torch.Event | None, streams: Streams
-    ) -> None:
-        self._works, self._receiver, self._done, self._streams = works, receiver, done, streams
-
-    def wait(self) -> None:
-        self._wait_for_data()
-        if self._receiver is not None:
-            self._receiver.arrive()
-        self._streams.wait_here(self._done)  # compute waits for the gather stream: the unsharded parameters are read
-
-    def drop(self) -> None:
-        """Wait until no rank writes or reads the memory of this gather any more."""
-        self._wait_for_data()
-        if self._receiver is not None:
-            self._receiver.drop()
-        self._streams.wait_here(self._done)  # compute waits for the gather stream: it releases what that one fills
-
-    def _wait_for_data(self) -> None:
-        works, self._works = self._works, ()
-        wait_for(works)
-
-
 class GatherHooks(Protocol):
-    """What all-gather hooks contribute to a gather; they live in the room above.
+    """What all-gather hooks contribute to a gather; see ``hooked_params``.
 
     Attributes:
         storages: memory that ``arrive`` fills, and that is released with the gather's.
@@ -99,38 +70,60 @@ class GatheredMemory:
         return self._own.get(step.index, self.shared)
 
 
-class _Allocation:
-    """Storages with their sizes, by when they need memory. What lasts is released with the group; the rest passes: it
-    is freed on arrival. What tensors travel right into is needed early, at issue; the rest late, at arrival."""
+class At(Enum):
+    """When memory comes, or goes."""
 
-    def __init__(self, plan: GatherPlan, gathered: GatheredMemory, staging: Sized) -> None:
-        sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
-        sizes[gathered.shared] = plan.shared_nbytes
-        early = {gathered.of(step) for step in plan.on_route(Route.DIRECT)}
-        passing = {gathered.of(step) for step in plan.steps if step.lifetime is Lifetime.ARRIVAL}
-        lasting = [(storage, nbytes) for storage, nbytes in sizes.items() if storage not in passing]
-        self.lasting_early = [item for item in lasting if item[0] in early]
-        self.lasting_late = [item for item in lasting if item[0] not in early]
-        self.passing_early = [(s, nbytes) for s, nbytes in sizes.items() if s in passing & early]
-        self.passing_early += staging
-        self.passing_late = [(s, nbytes) for s, nbytes in sizes.items() if s in passing - early]
-        self.lasting = lasting
-        self.passing = [storage for storage, _ in self.passing_early + self.passing_late]
+    ISSUE = "issue"
+    ARRIVAL = "arrival"
+    RESHARD = "reshard"
 
-    def __iter__(self) -> Iterator[tuple[torch.UntypedStorage, int]]:
-        return iter(self.lasting_early + self.lasting_late + self.passing_early + self.passing_late)
+
+class Region(NamedTuple):
+    """Memory of a gather, ``nbytes`` of it. What tensors travel right into is needed at issue, the rest on arrival.
+    What hooks consume, and staging memory, is freed on arrival; the rest with the group."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    allocate_at: At
+    free_at: At
+
+
+class PendingGather:
+    """An all-gather in flight. ``wait`` makes the unsharded tensors usable by the current stream.
+
+    ``receiver``: the gather that has to see to the data on arrival; None where all of that has been enqueued.
+    """
+
+    def __init__(
+        self, works: Sequence[Waitable], receiver: Gather | None, done: torch.Event | None, streams: Streams
+    ) -> None:
+        self._works, self._receiver, self._done, self._streams = works, receiver, done, streams
+
+    def wait(self) -> None:
+        if self._receiver is not None:
+            works, self._works = self._works, ()
+            wait_for(works)
+            self._receiver.arrive()
+        self._streams.wait_here(self._done)  # compute waits for the gather stream: the unsharded parameters are read
+
+    def drop(self) -> None:
+        """Wait until no rank writes or reads the memory of this gather any more."""
+        if self._receiver is not None:
+            works, self._works = self._works, ()
+            wait_for(works)
+            self._receiver.drop()
+        self._streams.wait_here(self._done)  # compute waits for the gather stream: it releases what that one fills
 
 
 class Gather:
     """A gather plan bound to a group's flat shards and to the memory that it gathers into.
 
-    Every tensor that a step touches is made here, once, on storages whose memory comes and goes. ``calls_pre_hooks``
-    is False where what they once sent is gathered again. ``stage`` copies ``flats`` to the device that gathers, if they
-    are not there.
+    Every tensor that a step touches is made here, once, on storages whose memory comes and goes. ``hooks.payloads`` is
+    not called if ``calls_pre_hooks`` is False: what they once sent is gathered again. ``stage`` copies ``flats`` to the
+    device that gathers, if they are not there.
 
     Attributes:
         outputs: by ``index`` of the steps, the tensor ``[*shape]`` that is gathered.
-        stage: as given.
     """
 
     def __init__(
@@ -146,45 +139,46 @@ class Gather:
         stage: FlatStage | None = None,
         calls_pre_hooks: bool = True,
     ) -> None:
-        self.plan, self.gathered = plan, gathered
+        self.plan, self.gathered, self.stage = plan, gathered, stage
         self._memory, self._streams, self._hooks = services.memory, services.streams, hooks
-        self.stage = stage
+        self._rank, self._calls_pre_hooks = rank, hooks is not None and calls_pre_hooks
+        self._flats = flats if stage is None else stage.flats
         self._staging = torch.UntypedStorage(0, device=gathered.shared.device)
-        self._copies_in = Copies()
+        self._regions = self._planned_regions()
+        self._at_issue = [region[:2] for region in self._regions if region.allocate_at is At.ISSUE]
+        self._on_arrival = [region[:2] for region in self._regions if region.allocate_at is At.ARRIVAL]
+        self._passing = [region.storage for region in self._regions if region.free_at is At.ARRIVAL]
+        self._lasting = [region[:2] for region in self._regions if region.free_at is At.RESHARD]
+        self._casts = Copies()  # of this rank's shards into what it sends
         self._unpacks: list[Copies | SplitCopy] = []
-        self._payloads = hooks.payloads if hooks is not None and calls_pre_hooks else list
-        staged = [] if stage is None else stage.storages
-        self._allocation = _Allocation(plan, gathered, [(self._staging, plan.staging_nbytes), *staged])
-        directs = plan.on_route(Route.DIRECT)
-        with ExitStack() as stack:
-            for storage, nbytes in self._allocation:
-                stack.enter_context(_placed(storage, nbytes))
-            parts = _OwnParts(flats if stage is None else stage.flats, rank, self._copies_in, {})
-            wires = [self._direct(step, parts) for step in directs]
-            wires += [self._bucket(bucket, parts) for bucket in plan.buckets]
+        payload_targets: dict[int, torch.Tensor] = {}
+        with self._placed():
+            wires = [self._direct(step, payload_targets) for step in plan.on_route(Route.DIRECT)]
+            wires += [self._bucket(bucket, payload_targets) for bucket in plan.buckets]
             self._wires = [(output, mine) for output, mine in wires if output.numel()]
             self.outputs = {step.index: self._output(step) for step in plan.steps}
-        for _, target in sorted(parts.payload_targets.items()):
-            self._copies_in.add_target(target)
-        self.carry_by(comm)
+        self._has_casts = not self._casts.is_empty
+        self._unpacks = [unpack for unpack in self._unpacks if not unpack.is_empty]
+        self._payload_targets = [target for _, target in sorted(payload_targets.items()) if target.numel()]
+        self.set_comm(comm)
 
-    def carry_by(self, comm: GatherComm) -> None:
+    def set_comm(self, comm: GatherComm) -> None:
         """From the next launch on, ``comm`` carries what is gathered; called on the gather stream."""
-        with ExitStack() as stack:
-            for storage, nbytes in self._allocation:
-                stack.enter_context(_placed(storage, nbytes))
+        with self._placed():
             self._launch = comm.all_gather([output for output, _ in self._wires], [mine for _, mine in self._wires])
 
     def issue(self) -> PendingGather:
         """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if tensors
         travel right into it, else when the buckets have arrived."""
         with self._streams.on_gather():
-            payloads = self._payloads()
-            self._allocate(self._allocation.lasting_early, self._allocation.passing_early)
+            payloads = self._hooks.payloads() if self._calls_pre_hooks and self._hooks is not None else None
+            self._memory.allocate(self._at_issue)
             if self.stage is not None:
                 self.stage.fetch()
-            if self._copies_in:
-                self._copies_in.run(payloads)
+            if self._has_casts:
+                self._casts.run()
+            if payloads:
+                _torch.foreach_copy(self._payload_targets, payloads)
             works = self._streams.gathers_issued(self._launch())
             if not works:  # the rest is enqueued in order on the gather stream
                 self.arrive()
@@ -197,81 +191,96 @@ class Gather:
         if keeps_memory:
             self._memory.keep()
             return
-        self._memory.release(self._allocation.lasting)
+        self._memory.release(self._lasting)
         if self._hooks is not None:
             self._memory.release(self._hooks.storages)
 
     def drop(self) -> None:
         """The data has arrived, and nobody wants it."""
-        self._free_passing()
+        for storage in self._passing:
+            storage.resize_(0)
 
     def arrive(self) -> None:
         """The data has arrived: copy it to where compute reads it."""
-        self._allocate(self._allocation.lasting_late, self._allocation.passing_late)
+        if self._on_arrival:
+            self._memory.allocate(self._on_arrival)
         for unpack in self._unpacks:
             unpack.run()
         if self._hooks is not None:
             self._hooks.arrive()
-        self._free_passing()
-
-    def _allocate(self, lasting: Sized, passing: Sized) -> None:
-        self._memory.allocate(lasting)
-        for storage, nbytes in passing:
-            storage.resize_(nbytes)
-
-    def _free_passing(self) -> None:
-        for storage in self._allocation.passing:
+        for storage in self._passing:
             storage.resize_(0)
+
+    def _planned_regions(self) -> list[Region]:
+        plan, gathered = self.plan, self.gathered
+        sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
+        sizes[gathered.shared] = plan.shared_nbytes
+        filled = {gathered.of(step) for step in plan.on_route(Route.DIRECT)}
+        consumed = {gathered.of(step) for step in plan.steps if step.lifetime is Lifetime.ARRIVAL}
+        regions = [
+            Region(
+                storage,
+                nbytes,
+                At.ISSUE if storage in filled else At.ARRIVAL,
+                At.ARRIVAL if storage in consumed else At.RESHARD,
+            )
+            for storage, nbytes in sizes.items()
+        ]
+        staging = [(self._staging, plan.staging_nbytes), *([] if self.stage is None else self.stage.storages)]
+        regions += [Region(storage, nbytes, At.ISSUE, At.ARRIVAL) for storage, nbytes in staging]
+        return [region for region in regions if region.nbytes]
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Tensors can be made only inside a storage's memory: give empty ones memory meanwhile. Nothing is written."""
+        with ExitStack() as stack:
+            for storage, nbytes, *_ in self._regions:
+                if storage.nbytes() == 0:
+                    storage.resize_(nbytes)
+                    stack.callback(storage.resize_, 0)
+            yield
 
     def _output(self, step: GatherStep) -> torch.Tensor:
         shape = step.layout.shape
         return tensor_on(self.gathered.of(step), step.offset_nbytes, shape, contiguous_stride(shape), step.dtype)
 
-    def _direct(self, step: GatherStep, parts: _OwnParts) -> tuple[torch.Tensor, torch.Tensor]:
+    def _direct(self, step: GatherStep, payload_targets: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and input of a tensor that travels on its own."""
         n = step.layout.chunk_numel
         output = tensor_on(self.gathered.of(step), step.offset_nbytes, (n * step.layout.num_shards,), (1,), step.dtype)
         if not step.is_copied_in:
-            return output, shard_slice(parts.flats, step, (n,))
-        mine = output.narrow(0, parts.rank * n, n)  # the gather then works in place
-        parts.copy_in(step, mine)
+            return output, shard_slice(self._flats, step, (n,))
+        mine = output.narrow(0, self._rank * n, n)  # the gather then works in place
+        self._copy_in(step, mine, payload_targets)
         return output, mine
 
-    def _bucket(self, bucket: GatherBucket, parts: _OwnParts) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bucket(
+        self, bucket: GatherBucket, payload_targets: dict[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and input of a bucket; binds the copies into it and out of it."""
         rows_shape = (bucket.num_shards, bucket.row_numel)
         rows = tensor_on(self._staging, bucket.offset_nbytes, rows_shape, (bucket.row_numel, 1), bucket.dtype)
         self._unpacks.append(_unpack(bucket, rows, self.gathered))
         shards = [step for step in bucket.steps if step.origin is Origin.SHARD]
-        runs = _runs(shards, parts.flats)
+        runs = _runs(shards, self._flats)
         if len(runs) == 1 and not any(step.is_copied_in for step in bucket.steps):
             return rows.view(-1), runs[0]
-        mine, offset = rows[parts.rank], 0
+        mine, offset = rows[self._rank], 0
         for run in runs:
-            parts.casts.add(mine.narrow(0, offset, run.numel()), run)
+            self._casts.add(mine.narrow(0, offset, run.numel()), run)
             offset += run.numel()
         for step in bucket.steps[len(shards) :]:
-            parts.copy_in(step, mine.narrow(0, offset, step.layout.chunk_numel))
+            self._copy_in(step, mine.narrow(0, offset, step.layout.chunk_numel), payload_targets)
             offset += step.layout.chunk_numel
         return rows.view(-1), mine
 
-
-@dataclass(frozen=True)
-class _OwnParts:
-    """What this rank sends: its flat shards, cast where dtypes differ, and what hooks return."""
-
-    flats: FlatShards
-    rank: int
-    casts: Copies
-    payload_targets: dict[int, torch.Tensor]
-
-    def copy_in(self, step: GatherStep, mine: torch.Tensor) -> None:
+    def _copy_in(self, step: GatherStep, mine: torch.Tensor, payload_targets: dict[int, torch.Tensor]) -> None:
         """``mine`` ``[chunk_numel]`` receives this rank's part of ``step`` before each launch."""
         if step.origin is Origin.SHARD:
-            self.casts.add(mine, shard_slice(self.flats, step, (step.layout.chunk_numel,)))
+            self._casts.add(mine, shard_slice(self._flats, step, (step.layout.chunk_numel,)))
             return
-        shape = step.layout.shard_shape(self.rank)
-        self.payload_targets[step.index] = mine.narrow(0, 0, math.prod(shape)).view(shape)
+        shape = step.layout.shard_shape(self._rank)
+        payload_targets[step.index] = mine.narrow(0, 0, math.prod(shape)).view(shape)
 
 
 class Copies:
@@ -281,8 +290,9 @@ class Copies:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
 
-    def __len__(self) -> int:
-        return len(self._targets)
+    @property
+    def is_empty(self) -> bool:
+        return not self._targets
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``source`` of the same shape is to be copied into ``target``."""
@@ -290,19 +300,14 @@ class Copies:
             self._targets.append(target)
             self._sources.append(source)
 
-    def add_target(self, target: torch.Tensor) -> None:
-        """The next of the tensors that ``run`` is given is to be copied into ``target``, which comes after all others;
-        empty ones are not given."""
-        if target.numel() > 0:
-            self._targets.append(target)
-
-    def run(self, further_sources: list[torch.Tensor] | None = None) -> None:
-        if self._targets:
-            _torch.foreach_copy(self._targets, self._sources + further_sources if further_sources else self._sources)
+    def run(self) -> None:
+        _torch.foreach_copy(self._targets, self._sources)
 
 
 class SplitCopy:
     """Rows cut at the same columns, one launch on CUDA, where many copies of strided tensors are as many launches."""
+
+    is_empty = False
 
     def __init__(self, rows: torch.Tensor, sizes: list[int], targets: list[torch.Tensor]) -> None:
         self._rows, self._sizes, self._targets = rows, sizes, targets
@@ -313,6 +318,8 @@ class SplitCopy:
 
 class LocalGather:
     """World size 1 without a cast or a hook: the unsharded parameters are the shards. No memory, no copy."""
+
+    stage = None
 
     def __init__(self, plan: GatherPlan, flats: FlatShards, streams: Streams) -> None:
         self.plan = plan
@@ -346,7 +353,6 @@ def _unpack(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) 
     """The copies from ``rows`` ``[W, row_numel]`` to where the bucket's tensors lie in their storages."""
     steps = [step for step in bucket.steps if step.layout.numel > 0]
     sizes = [step.layout.chunk_numel for step in steps]
-    columns = rows.split_with_sizes(sizes, dim=1)
 
     def whole(step: GatherStep, shape: tuple[int, ...]) -> torch.Tensor:
         return tensor_on(gathered.of(step), step.offset_nbytes, shape, contiguous_stride(shape), step.dtype)
@@ -354,24 +360,19 @@ def _unpack(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) 
     def rows_of(step: GatherStep) -> torch.Tensor:
         return whole(step, (step.layout.num_shards, step.layout.chunk_numel))  # its padding included
 
-    if rows.device.type != "cpu" and all(step.route is Route.ROWS for step in steps):
+    if rows.device.type != "cpu" and steps and all(step.route is Route.ROWS for step in steps):
         return SplitCopy(rows, sizes, [rows_of(step) for step in steps])
     copies = Copies()
-    for step, column in zip(steps, columns, strict=True):
-        if step.route is Route.ROWS:
-            _add_rows(copies, rows_of(step), column, step.layout.numel)
+    for step, column in zip(steps, rows.split_with_sizes(sizes, dim=1), strict=True):
+        if step.route is Route.ROWS:  # without padding, which may be most of them
+            target, (num_whole, rest) = rows_of(step), divmod(step.layout.numel, step.layout.chunk_numel)
+            copies.add(target[:num_whole], column[:num_whole])
+            if rest > 0:
+                copies.add(target[num_whole, :rest], column[num_whole, :rest])
             continue
         for row, target in zip(column, pieces(whole(step, step.layout.shape), step.layout), strict=True):
             copies.add(target, row.narrow(0, 0, target.numel()).view(target.shape))
     return copies
-
-
-def _add_rows(copies: Copies, target: torch.Tensor, rows: torch.Tensor, numel: int) -> None:
-    """Copy the first ``numel`` elements of ``rows`` ``[W, n]``, and no padding: it may be most of them."""
-    num_whole, rest = divmod(numel, rows.size(1))
-    copies.add(target[:num_whole], rows[:num_whole])
-    if rest > 0:
-        copies.add(target[num_whole, :rest], rows[num_whole, :rest])
 
 
 def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:
@@ -381,14 +382,3 @@ def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:
         same = [step for step in steps if step.source is source]
         runs.append(flats[source].narrow(0, same[0].shard_offset, sum(step.layout.chunk_numel for step in same)))
     return runs
-
-
-@contextmanager
-def _placed(storage: torch.UntypedStorage, nbytes: int) -> Iterator[None]:
-    """Tensors can be made only inside a storage's memory: give an empty one memory meanwhile. Nothing is written."""
-    was_empty = storage.nbytes() == 0
-    if was_empty:
-        storage.resize_(nbytes)
-    yield
-    if was_empty:
-        storage.resize_(0)

@@ -1,4 +1,4 @@
-"""The gradients of one group, from where autograd left them to the sharded parameters.
+"""The gradients of one group, from where autograd left them to ``.grad`` of the sharded parameters.
 
 They pass through up to four states: none; unreduced (a backward without communication left them on the unsharded
 parameters); partial (reduced over the shard axis, not over the replicate axis); reduced (in ``.grad`` of the shards).
@@ -12,21 +12,22 @@ from enum import Enum
 from functools import partial
 from itertools import compress
 from operator import attrgetter, is_not, or_
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm
+from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home, HostCopies
 from fsdp2.comm.services import Services
-from fsdp2.group.landing import BoundReduce, Landing, Part, Reduced, gradient_of, hand_over, have_gradients, is_alike
+from fsdp2.comm.streams import Streams, Waitable, wait_for
 from fsdp2.group.param import ShardedParam
-from fsdp2.group.reduce_scatter import AllReduceHook, Begun, PendingReduce, Reduce
+from fsdp2.group.reduce_scatter import AllReduceHook, Launched, Reduce, Sums
 from fsdp2.plan.mesh import Axis, ParallelMesh
-from fsdp2.plan.plan import compile_reduces
-from fsdp2.tools.budget import UnitBytes
-from fsdp2.tools.footprint import reduce_bytes
+from fsdp2.plan.plan import ReducePlan, compile_reduces
 from fsdp2.types import AllGather, ExtensionError, ReduceScatter
 
 # In C, since they run once per parameter and step.
@@ -70,22 +71,98 @@ class GroupOptions:
         return (self.gradient_divide_factor, self.divides_behind_hook, self.all_reduce_hook)
 
 
-class _Begun(NamedTuple):
-    """A reduction whose early gradients have left."""
+class Part(NamedTuple):
+    """What one step of a reduction reduces: the gradient of ``param``, or the inner tensor ``name`` of it."""
 
-    bound: BoundReduce
-    begun: Begun
+    param: ShardedParam
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class BoundReduce:
+    """Bound plans, and per step what they reduce.
+
+    Attributes:
+        is_wrapped: some unsharded parameter is a tensor subclass, and so may be its gradient.
+        plain: the unsharded parameters, if autograd leaves them gradients that travel as they are; else empty.
+        params: the sharded side of each step.
+        used: a byte per parameter of the group, 1 if it is reduced.
+        as_gradient: from a sharded parameter and a shard to what becomes its ``.grad``.
+    """
+
+    reduce: Reduce
+    parts: list[Part]
+    is_wrapped: bool
+    plain: list[nn.Parameter]
+    used: bytes
+    as_gradient: Callable[[torch.Tensor, torch.Tensor], DTensor]
+
+    def is_like(self, other: BoundReduce) -> bool:
+        """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured in between."""
+        if self is other:
+            return True
+        plans = [[(plan.steps, plan.dtypes, plan.factors.before) for plan in b.reduce.plans] for b in (self, other)]
+        return self.parts == other.parts and plans[0] == plans[1]
+
+
+class Reduction:
+    """One reduction of a group, from its launch until its gradients are in place. Finished once.
+
+    On an accelerator everything has been enqueued; ``finish`` frees what was read, ``wait`` makes the values usable.
+    On the CPU ``finish`` waits for the data and lands it.
+
+    Attributes:
+        sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
+        present: per step of the plans, whether this rank had a gradient.
+        copies: of offloaded gradients, the copies on their way to the host.
+    """
+
+    def __init__(self, bound: BoundReduce, sums: Sums, present: list[bool]) -> None:
+        self.bound, self.sums, self.present = bound, sums, present
+        self.copies: list[HostCopies] = []
+        self._streams: Streams = bound.reduce.streams
+        self._works: Sequence[Waitable] = ()
+        self._inputs: object = None
+        self._land: Callable[[Reduction], None] | None = None
+        self._read: torch.Event | None = None
+        self._done: torch.Event | None = None
+
+    def start(self, land: Callable[[Reduction], None], launched: Launched | None = None) -> Reduction:
+        """Run ``land`` when what was ``launched`` has arrived: at once where that is enqueued, else in ``finish``."""
+        if launched is not None:
+            self._works, self._inputs, self._read = launched.works, launched.inputs, launched.read
+        if self._works:
+            self._land = land
+            return self
+        with self._streams.on_reduce():
+            land(self)
+            self._done = self._streams.record()
+        return self
+
+    def finish(self) -> None:
+        """What the reduction read may be freed. On the CPU the gradients have landed."""
+        wait_for(self._works)
+        if self._land is not None:
+            self._land(self)
+        self._streams.wait_here(self._read or self._done)  # compute waits for reduce stream: it frees what that read
+        self._works, self._land, self._inputs = (), None, None
+
+    def wait(self) -> None:
+        """The gradients of this reduction, and of those before it, are usable by the current stream; it is finished."""
+        self._streams.wait_here(self._done)  # compute waits for the reduce stream: the optimizer reads what it wrote
+
+    def drop(self) -> None:
+        """Wait, but do not land."""
+        self._land = None
+        self.finish()
+        self.wait()
 
 
 class GroupGradients:
     """Takes gradients off the unsharded parameters, and lands what the reduction makes of them.
 
     Attributes:
-        splits: whether half of a large group may be reduced ahead of the rest.
-        on_bound: called when plans have been compiled.
-        presence: a byte per parameter, 1 if it had a gradient on this rank in a reduction since the last ``settle``.
-        has_latecomers: whether gradients came after the last reduction's early ones had left, because the same
-            parameters were used again: they need a reduction of their own.
+        used: a byte per parameter, 1 if it had a gradient on this rank in a reduction since the last ``settle``.
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: ReduceComm, home: Home) -> None:
@@ -95,15 +172,10 @@ class GroupGradients:
         self._comm = comm
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._options = GroupOptions()  # of what is bound
-        self._partial: Reduced | None = None
-        self._begun: _Begun | None = None
-        self.has_latecomers = False
-        self.splits = False
-        self.on_bound: Callable[[], None] = lambda: None
-        self._landings: list[Landing] = []
-        self.has_run_hooks = False  # the user's, on what landed last
-        self._withheld: list[Reduced] = []  # landed, in part for parameters without a gradient on this rank
-        self.presence = self._nobody = bytes(len(params))
+        self._partial: Reduction | None = None  # summed over the shard axis only
+        self._to_host: list[Reduction] = []  # averaged, and on their way to the host
+        self._withheld: list[Reduction] = []  # landed, in part for parameters without a gradient on this rank
+        self.used = self._unused = bytes(len(params))
 
     @property
     def state(self) -> GradientState:
@@ -118,31 +190,14 @@ class GroupGradients:
         """Forget compiled plans: dtypes, layouts or streams have changed."""
         self._bound.clear()
 
-    def carry_by(self, comm: ReduceComm) -> None:
+    def set_comm(self, comm: ReduceComm) -> None:
         """From the next reduction on, ``comm`` carries it."""
         self._comm = comm
         self._bound.clear()
 
-    def split(self, splits: bool) -> None:
-        """Whether half of a large group may be reduced ahead of the rest."""
-        if splits is not self.splits:
-            self.splits = splits
-            self._bound.clear()
-
-    def early(self, trainable: tuple[int, ...]) -> tuple[ShardedParam, ...]:
-        """Those of the parameters ``trainable`` (indices) whose gradients are reduced ahead of the rest, as far as that
-        is known: from their first reduction on."""
-        bound = self._bound.get(trainable)
-        return () if bound is None else bound.early
-
-    def take_landings(self) -> list[Landing]:
-        """What was reduced and copied to the host since the last call, for the caller to finish or to drop."""
-        landings, self._landings = self._landings, []
-        return landings
-
     def discard_unreduced(self) -> None:
         """Drop what is not in the shards' ``.grad`` yet."""
-        self._partial = self._begun = None
+        self._partial = None
         for param in self._params:
             param.accumulated = None
             if param.unsharded is not None:
@@ -159,130 +214,112 @@ class GroupGradients:
 
     def reduce(
         self, trainable: tuple[int, ...], options: GroupOptions, services: Services, unused: Unused
-    ) -> PendingReduce | None:
+    ) -> Reduction | None:
         """Start reducing the gradients of the parameters ``trainable`` (indices); None if nothing has to be."""
         if not trainable:
             return None
-        begun: Begun | None = None
-        if self._begun is None:
-            if options is not self._options:
-                self._follow(options)
-            bound = self._bound.get(trainable) or self._bind(trainable, services)
-            grads = self._take_all(bound)
-        else:
-            (bound, begun), self._begun = self._begun, None
-            grads = [self._take(param) for param in bound.late]
+        if options is not self._options:
+            if options.bound != self._options.bound:
+                self._bound.clear()
+            self._options = options
+        bound = self._bound.get(trainable) or self._bind(trainable, services)
+        grads = self._take_all(bound)
         present = list(map(_is_there, grads))
         if unused is Unused.ZERO:
             present = [True] * len(present)
-        elif unused is Unused.LEAVE and begun is None and True not in present:
+        elif unused is Unused.LEAVE and True not in present:
             return self.reduce_partial(options, services)
         earlier, self._partial = self._partial, None
-        if earlier is not None and not is_alike(earlier.bound, bound):
-            self._carry_on(earlier, services).finish()
+        if earlier is not None and not earlier.bound.is_like(bound):
+            self._start_landing(earlier, services).finish()
             earlier = None
-        self._complete(bound, grads, without_early=begun is not None)
-        sums, pending = bound.reduce.issue(grads, begun)
-        if begun is not None:
-            present = bound.reduce.with_early(present, early=True)
-            self.has_latecomers = any(_unsharded_grad(param) is not None for param in bound.early)
-        return pending.then(partial(self._receive, Reduced(bound, sums, present), earlier, options.requires_all_reduce))
+        whole = self._completed(bound, grads)
+        launched = bound.reduce.launch(whole)
+        land = partial(self._receive, earlier, options.requires_all_reduce)
+        return Reduction(bound, launched.sums, present).start(land, launched)
 
-    def begin(self, trainable: tuple[int, ...], options: GroupOptions) -> PendingReduce | None:
-        """Start reducing the early gradients, which are all there; ``reduce`` goes on with the rest. None if nothing is
-        early, or something has changed since it was."""
-        bound = self._bound.get(trainable)
-        if bound is None or not bound.early or self._begun is not None or options.bound != self._options.bound:
-            return None
-        if not all(map(_is_there, map(_unsharded_grad, bound.early))):
-            return None  # a hook of the user's has taken one away
-        grads: list[Any] = [self._take(param) for param in bound.early]
-        for param, grad in zip(bound.early, grads, strict=True):
-            if type(grad) is not torch.Tensor:
-                _refuse_gradient(param, grad)
-        begun, pending = bound.reduce.begin(grads)
-        self._begun = _Begun(bound, begun)
-        return pending.then(_nothing)
-
-    def _follow(self, options: GroupOptions) -> None:
-        if options.bound != self._options.bound:
-            self._bound.clear()
-        self._options = options
-
-    def reduce_partial(self, options: GroupOptions, services: Services) -> PendingReduce | None:
+    def reduce_partial(self, options: GroupOptions, services: Services) -> Reduction | None:
         """Carry sums over the shard axis, if there are any, on over the replicate axis, unless they have to wait."""
         if self._partial is None or not options.requires_all_reduce:
             return None
         earlier, self._partial = self._partial, None
-        return self._carry_on(earlier, services)
+        return self._start_landing(earlier, services)
 
-    def _carry_on(self, earlier: Reduced, services: Services) -> PendingReduce:
-        """Start landing sums over the shard axis that no reduction adds to."""
-        services.streams.reduce_after_compute()
-        return PendingReduce((), None, services.streams).then(partial(self._land, earlier))
+    def finish_copies(self) -> None:
+        """Have the CPU wait for gradients that are on their way to the host, and hand them over."""
+        reductions, self._to_host = self._to_host, []
+        for reduction in reductions:
+            for copies in reduction.copies:
+                copies.wait()
+            self._hand_over(reduction)
 
-    def footprint(self, trainable: Sequence[int]) -> UnitBytes:
-        """What reducing the gradients of the parameters ``trainable`` (indices) takes, in bytes."""
-        params = [self._params[index] for index in trainable]
-        inputs = [param.reduce_input for param in params for _ in param.gradient_parts()]
-        splits = self.splits and self._comm.splits
-        plans = compile_reduces(inputs, self._comm, self._mesh.data_parallel_size, splits=splits)
-        return reduce_bytes(plans, self._comm, keeps_gradients=self._mesh.device.type != "cpu")
+    def drop_copies(self) -> None:
+        """Forget gradients that are on their way to the host."""
+        self._to_host.clear()
+
+    @property
+    def withholds(self) -> bool:
+        """Whether it depends on other ranks which gradients are handed over."""
+        return bool(self._withheld)
+
+    def settle(self, used_anywhere: bytes) -> None:
+        """The step is over. ``used_anywhere``: as ``used``, of all ranks. Hand over what was withheld of parameters
+        that some rank has used, and drop the rest."""
+        withheld, self._withheld = self._withheld, []
+        self.used = self._unused
+        if withheld and used_anywhere:
+            anywhere = set(compress(self._params, used_anywhere))
+            for reduction in withheld:
+                parts = zip(reduction.bound.parts, reduction.present, strict=True)
+                late = [not had and part.param in anywhere for part, had in parts]
+                if True in late:
+                    _deposit(reduction, late)
+
+    def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:
+        """What reducing the parameters ``trainable`` (indices) would run, and what would carry it."""
+        inputs = [param.reduce_input for i in trainable for param in (self._params[i],) for _ in param.gradient_parts()]
+        return compile_reduces(inputs, self._comm, self._mesh.data_parallel_size), self._comm
+
+    # At first use
 
     def _bind(self, trainable: tuple[int, ...], services: Services) -> BoundReduce:
         params = [self._params[index] for index in trainable]
         parts = [Part(param, name) for param in params for name in param.gradient_parts()]
-        inputs = [part.param.reduce_input for part in parts]
         options = self._options
         plans = compile_reduces(
-            inputs,
+            [part.param.reduce_input for part in parts],
             self._comm,
             self._mesh.data_parallel_size,
             options.gradient_divide_factor,
             behind_hook=options.divides_behind_hook,
-            splits=self.splits and self._comm.splits and not any(param.is_wrapped for param in params),
         )
-        is_wrapped = any(param.is_wrapped for param in params)
         ordered = [parts[step.index] for plan in plans for step in plan.steps]
-        is_usual = all(plan.dtypes.grad is plan.dtypes.orig for plan in plans)
-        as_gradient = _torch.dtensor_like if is_usual else _torch.dtensor_placed_like
-        reduce = Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook)
+        is_wrapped = any(param.is_wrapped for param in params)
         is_plain = not is_wrapped and all(param.spec.unsharded is None for param in params)
-        plain = [param.unsharded for param, _ in ordered if is_plain and param.unsharded is not None]
-        is_early = reduce.with_early([False] * (len(ordered) - reduce.num_early), early=True)
-        early = tuple(param for (param, _), ahead in zip(ordered, is_early, strict=True) if ahead)
-        late = tuple(param for (param, _), ahead in zip(ordered, is_early, strict=True) if not ahead)
-        bound = BoundReduce(reduce, ordered, is_wrapped, plain, early, late, self._flags(params), as_gradient)
-        if not is_wrapped and not self._home.is_staged and options.all_reduce_hook is None:
-            self._keep_gradients(bound)
+        is_usual = all(plan.dtypes.grad is plan.dtypes.orig for plan in plans)
+        bound = BoundReduce(
+            reduce=Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook),
+            parts=ordered,
+            is_wrapped=is_wrapped,
+            plain=[param.unsharded for param, _ in ordered if is_plain and param.unsharded is not None],
+            used=self._flags(params),
+            as_gradient=_torch.dtensor_like if is_usual else _torch.dtensor_placed_like,
+        )
         self._bound[trainable] = bound
-        self.on_bound()
         return bound
 
-    def _keep_gradients(self, bound: BoundReduce) -> None:
-        """Have the DTensors that ``bound`` lands kept from step to step."""
-        start = 0
-        for part in bound.reduce.parts:
-            params = [param for param, _ in bound.parts[start : start + len(part.plan.steps)]]
-            part.keep_gradients(partial(gradient_of, params, bound.as_gradient), partial(have_gradients, params))
-            start += len(params)
+    def _flags(self, params: Iterable[ShardedParam]) -> bytes:
+        used = set(params)
+        return bytes(param in used for param in self._params)
 
-    def free_unused(self) -> None:
-        """Free the memory of gradients that the user has let go of."""
-        for bound in self._bound.values():
-            bound.reduce.free_unused()
+    # From autograd to the reduction
 
-    def _take_all(self, bound: BoundReduce) -> list[Any]:
+    def _take_all(self, bound: BoundReduce) -> list[torch.Tensor | None]:
         """The gradient that each step of ``bound`` reduces, off the unsharded parameters, or None."""
-        if bound.is_wrapped:
-            return self._take_parts(bound)
-        if not bound.plain or any(map(_is_there, map(_accumulated_of, self._params))):
-            return [self._take(param) for param, _ in bound.parts]
-        grads = _torch.grads_of(bound.plain)
-        _torch.set_grads(bound.plain, [None] * len(grads))
-        return grads
-
-    def _take_parts(self, bound: BoundReduce) -> list[torch.Tensor | None]:
+        if bound.plain and not any(map(_is_there, map(_accumulated_of, self._params))):
+            grads = _torch.grads_of(bound.plain)
+            _torch.set_grads(bound.plain, [None] * len(grads))
+            return grads
         taken = {param: self._take(param) for param in dict.fromkeys(param for param, _ in bound.parts)}
         return [_inner_gradient(part, taken[part.param]) for part in bound.parts]
 
@@ -295,85 +332,119 @@ class GroupGradients:
         grad, param.accumulated = param.accumulated, None
         return grad
 
-    def _complete(self, bound: BoundReduce, grads: list[torch.Tensor | None], *, without_early: bool) -> None:
-        """Make ``grads`` one gradient per step, of one dtype per plan. The layout of a reduction is the same on all
+    def _completed(self, bound: BoundReduce, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """``grads`` as one gradient per step, of one dtype per plan. The layout of a reduction is the same on all
         ranks, whatever autograd did on this one: a parameter without a gradient contributes zeros."""
-        if len(bound.reduce.plans) == 1 and set(map(type, grads)) == _PLAIN and len(set(map(_dtype_of, grads))) == 1:
-            return
-        params = bound.late if without_early else [param for param, _ in bound.parts]
-        start = 0
-        for part in bound.reduce.parts:
-            plan = part.plan
-            stop = start + (part.num_late if without_early else len(plan.steps))
-            dtypes = {grad.dtype for grad in grads[start:stop] if grad is not None}
+        plans = bound.reduce.plans
+        if len(plans) == 1 and set(map(type, grads)) == _PLAIN and len(set(map(_dtype_of, grads))) == 1:
+            return grads  # type: ignore[return-value]
+        whole: list[torch.Tensor] = []
+        for plan in plans:
+            mine = grads[len(whole) : len(whole) + len(plan.steps)]
+            dtypes = {grad.dtype for grad in mine if grad is not None}
             dtype = dtypes.pop() if len(dtypes) == 1 else plan.dtypes.reduce  # some accumulated in that dtype
-            for i, grad in enumerate(grads[start:stop], start):
+            for grad in mine:
+                param = bound.parts[len(whole)].param
                 if grad is None:
-                    grads[i] = torch.zeros(params[i].layout.shape, dtype=dtype, device=self._mesh.device)
+                    grad = torch.zeros(param.layout.shape, dtype=dtype, device=self._mesh.device)
                 elif type(grad) is not torch.Tensor:
-                    _refuse_gradient(params[i], grad)
-                elif grad.dtype is not dtype:
-                    grads[i] = grad.to(dtype)
-            start = stop
+                    _refuse_gradient(param, grad)
+                whole.append(grad.to(dtype))
+        grads.clear()  # each is freed when it has been sent
+        return whole
 
-    def _receive(self, received: Reduced, earlier: Reduced | None, all_reduce: bool) -> None:
+    # From the reduction to the shards
+
+    def _receive(self, earlier: Reduction | None, all_reduce: bool, reduction: Reduction) -> None:
         """The sums over the shard axis are complete: keep them, or carry them on."""
         if earlier is not None:
-            received.bound.reduce.add(received.sums, earlier.sums)
-            present = [now or before for now, before in zip(received.present, earlier.present, strict=True)]
-            received = received._replace(present=present)
+            reduction.bound.reduce.add(reduction.sums, earlier.sums)
+            present = zip(reduction.present, earlier.present, strict=True)
+            reduction.present = [now or before for now, before in present]
         if self._mesh.replicate.group is not None and not all_reduce:
-            self._partial = received
+            self._partial = reduction
         else:
-            self._land(received)
+            self._land(reduction)
 
-    def _land(self, received: Reduced) -> None:
+    def _start_landing(self, summed: Reduction, services: Services) -> Reduction:
+        """Land sums over the shard axis that no reduction adds to."""
+        services.streams.reduce_after_compute()
+        return Reduction(summed.bound, summed.sums, summed.present).start(self._land)
+
+    def _land(self, reduction: Reduction) -> None:
         """Sum over the replicate axis, average, and hand over to the sharded parameters. If those live on the host,
         the CPU does so when it has waited for the copies."""
-        reduce = received.bound.reduce
-        reduce.all_reduce(received.sums)
-        averaged = received._replace(sums=reduce.average(received.sums))
+        reduce = reduction.bound.reduce
+        reduce.all_reduce(reduction.sums)
+        reduction.sums = reduce.average(reduction.sums)
         if not self._home.is_staged:
-            self._hand_over(averaged)
+            self._hand_over(reduction)
             return
-        copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in averaged.sums]
-        on_host = averaged._replace(sums=[copy.tensors for copy in copies])  # nothing keeps the memory on the device
-        self._landings.append(Landing(copies, partial(self._hand_over, on_host)))
+        reduction.copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in reduction.sums]
+        reduction.sums = [copies.tensors for copies in reduction.copies]  # nothing keeps the memory on the device
+        self._to_host.append(reduction)
 
-    def _hand_over(self, averaged: Reduced) -> None:
+    def _hand_over(self, reduction: Reduction) -> None:
         """Hand over what had a gradient on this rank; of the rest, other ranks may have had one."""
-        self.has_run_hooks = hand_over(averaged)
-        here = averaged.bound.everybody
-        if False in averaged.present:
-            self._withheld.append(averaged)
-            here = self._flags(part.param for part in compress(averaged.bound.parts, averaged.present))
-        self.presence = here if self.presence is self._nobody else bytes(map(or_, self.presence, here))
-
-    def _flags(self, params: Iterable[ShardedParam]) -> bytes:
-        present = set(params)
-        return bytes(param in present for param in self._params)
-
-    @property
-    def withholds(self) -> bool:
-        """Whether it depends on other ranks which gradients are handed over."""
-        return bool(self._withheld)
-
-    def settle(self, presence: bytes) -> None:
-        """The step is over. ``presence``, as the attribute, of all ranks: hand over what was withheld of the parameters
-        in it, and drop the rest."""
-        withheld, self._withheld = self._withheld, []
-        self.presence = self._nobody
-        if withheld and presence:
-            anywhere = set(compress(self._params, presence))
-            for averaged in withheld:
-                parts = zip(averaged.bound.parts, averaged.present, strict=True)
-                late = [not had and part.param in anywhere for part, had in parts]
-                if True in late:
-                    hand_over(averaged._replace(present=late))
+        _deposit(reduction, reduction.present)
+        used = reduction.bound.used
+        if False in reduction.present:
+            self._withheld.append(reduction)
+            used = self._flags(part.param for part in compress(reduction.bound.parts, reduction.present))
+        self.used = used if self.used is self._unused else bytes(map(or_, self.used, used))
 
 
-def _nothing() -> None:
-    """What comes when early gradients have arrived: the rest lands with them."""
+def _deposit(averaged: Reduction, present: list[bool]) -> None:
+    """Set or add to ``.grad`` of the sharded parameters of the ``present`` steps, and run the user's hooks on them, as
+    autograd would."""
+    bound = averaged.bound
+    shards = bound.reduce.shards(averaged.sums)
+    params: list[nn.Parameter]
+    if bound.is_wrapped:
+        params, shards = _rewrapped(compress(zip(bound.parts, shards, strict=True), present))
+    else:
+        params = [param.sharded for param, _ in bound.parts]
+        if False in present:
+            params, shards = list(compress(params, present)), list(compress(shards, present))
+    before = _torch.grads_of(params)
+    if before.count(None) == len(before):
+        _torch.set_grads(params, map(bound.as_gradient, params, shards))
+    else:
+        _add_gradients(bound, params, shards, before)
+    if _torch.have_post_accumulate_grad_hooks(params):
+        for param in params:
+            for hook in _torch.post_accumulate_grad_hooks(param):
+                hook(param)
+
+
+def _add_gradients(
+    bound: BoundReduce,
+    params: list[nn.Parameter],
+    shards: list[torch.Tensor],
+    before: list[torch.Tensor | None],
+) -> None:
+    targets, values = [], []
+    for param, earlier, shard in zip(params, before, shards, strict=True):
+        if earlier is None:
+            param.grad = bound.as_gradient(param, shard)
+        else:
+            targets.append(_torch.local_of(earlier))
+            values.append(shard)
+    _torch.foreach_add(targets, values)
+
+
+def _rewrapped(landed: Iterable[tuple[Part, torch.Tensor]]) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    """Parameters and their gradients' shards: inner tensors that belong together as one of the parameter's class."""
+    by_param: dict[ShardedParam, dict[str, torch.Tensor]] = {}
+    for part, shard in landed:
+        if part.name:  # subclasses compare storage offsets
+            shard = alias(shard, int(shard.storage_offset()), shard.shape, shard.stride())
+        by_param.setdefault(part.param, {})[part.name] = shard
+    shards = [
+        parts[""] if "" in parts else _torch.rewrapped(_torch.local_of(param.sharded), parts)
+        for param, parts in by_param.items()
+    ]
+    return [param.sharded for param in by_param], shards
 
 
 def _unsharded_grad(param: ShardedParam) -> torch.Tensor | None:

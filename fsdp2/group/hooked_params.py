@@ -19,7 +19,7 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.offload import Home
 from fsdp2.comm.services import Services
 from fsdp2.group.extensions import HookContext, Hooks
-from fsdp2.group.param import ShardedParam, write_stamp
+from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import join
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import HookInput, Lifetime
@@ -39,7 +39,7 @@ class Report(NamedTuple):
         return ", ".join(f"{dtype} {shape}" for shape, dtype in self.tensors) or "nothing"
 
 
-class ExtendedParam:
+class HookedParam:
     """One parameter with all-gather hooks.
 
     Attributes:
@@ -70,7 +70,6 @@ class ExtendedParam:
         self._first: tuple[torch.Tensor, ...] | None = None
         self._kept: tuple[torch.Tensor, ...] | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
-        self._versioned = param.versioned()
         self._stamp: list[int] = []
 
     def prepare(self) -> tuple[torch.Tensor, ...]:
@@ -81,7 +80,7 @@ class ExtendedParam:
         if not self.hooks.keeps_inputs:
             payload, self.metadata = self.hooks.call_pre()
             return payload
-        stamp = write_stamp(self._versioned)
+        stamp = self.param.write_stamp()
         if self._kept is None or stamp != self._stamp:
             self._kept = None  # frees it before the next one is made
             self._kept, self.metadata = self.hooks.call_pre()
@@ -142,8 +141,8 @@ class ExtendedParam:
         return list(owned.values())
 
 
-class ExtendedParams:
-    """The extended parameters of one group, bound to a gather (``all_gather.GatherHooks``).
+class HookedParams:
+    """The hooked parameters of one group, bound to a gather (``all_gather.GatherHooks``).
 
     Attributes:
         storages: memory that is freed with the group's unsharded storage.
@@ -155,7 +154,7 @@ class ExtendedParams:
         mesh: ParallelMesh,
         home: Home,
         services: Services,
-        earlier: ExtendedParams | None,
+        earlier: HookedParams | None,
     ) -> None:
         self._mesh, self._memory = mesh, services.memory
         self._agreement: _Agreement
@@ -163,8 +162,8 @@ class ExtendedParams:
         self._no_grad = torch.no_grad()  # entered often; never while it is
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
-        self._fills: list[tuple[Fill, ExtendedParam, torch.Tensor]] = []
-        self._params: list[ExtendedParam] = []
+        self._fills: list[tuple[Fill, HookedParam, torch.Tensor]] = []
+        self._params: list[HookedParam] = []
 
         if earlier is not None and not earlier._is_settled:
             earlier = None
@@ -173,7 +172,7 @@ class ExtendedParams:
         agreed = earlier._agreement if earlier is not None else None
 
         def bind() -> list[Report]:
-            self._params = [ExtendedParam(param, mesh, home) for param in params]
+            self._params = [HookedParam(param, mesh, home) for param in params]
             return [param.report() for param in self._params]
 
         # I9
@@ -202,7 +201,7 @@ class ExtendedParams:
                 inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, consumed)
         return inputs
 
-    def _tensors_of(self, i: int, extended: ExtendedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
+    def _tensors_of(self, i: int, extended: HookedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
         """Name, dtype, and the shape on every rank, of what parameter ``i`` sends."""
         by_rank = [reports[i].tensors for reports in self._agreement.reports]
         kinds = [tuple(dtype for _, dtype in report) for report in by_rank]

@@ -17,12 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp2 import _torch
-from fsdp2._torch import GradDtype, GradientHook
+from fsdp2._torch import GradDtype
 from fsdp2.comm.offload import Home
-from fsdp2.group.direct_uses import WatchedParameter, unwatch, watch
 from fsdp2.plan.dtypes import ParamDtypes, param_dtypes
 from fsdp2.plan.layout import ShardLayout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -62,35 +60,6 @@ class ParamRecord:
     is_cut: bool = False
 
 
-class _OptimizerSteps:
-    """Counts the steps of every optimizer. Optimizers with ``foreach=True`` write lists of DTensors, and torch counts
-    that for neither the DTensors nor their local tensors."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._is_watching = False
-
-    def watch(self) -> None:
-        """Count from now on."""
-        if not self._is_watching:
-            register_optimizer_step_post_hook(self._on_step)
-            self._is_watching = True
-
-    def _on_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Those of plain parameters do not count: they may exist on one rank only, and ranks have to agree."""
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        self.count += any(type(param) not in (torch.Tensor, nn.Parameter) for param in params)
-
-
-_optimizer_steps = _OptimizerSteps()
-
-
-def write_stamp(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Differs from an earlier one if one of ``tensors`` was written meanwhile, or may have been, by an optimizer."""
-    _optimizer_steps.watch()
-    return [_optimizer_steps.count, *_torch.versions_of(tensors)]
-
-
 class ShardedParam:
     """A parameter under management.
 
@@ -102,6 +71,7 @@ class ShardedParam:
         policy: the precision policy of this parameter alone.
         grad_dtype: what the user set as such on the parameter or on the sharded one, if anything; outlives both.
         compute_dtypes: the dtypes that its gradients follow: ``dtypes``, unless hooks made it of another dtype.
+        num_steps: how often an optimizer has stepped the group; the group's.
         accumulated: gradients in reduce dtype that were not communicated yet, where that differs from compute dtype.
     """
 
@@ -123,7 +93,7 @@ class ShardedParam:
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
         self.compute_dtypes = record.dtypes
         self.accumulated: torch.Tensor | None = None
-        self._use_hook: GradientHook | None = None
+        self.num_steps: list[int] = [0]
 
     @property
     def plan_input(self) -> PlanInput:
@@ -153,7 +123,7 @@ class ShardedParam:
     @property
     def is_wrapped(self) -> bool:
         """Whether compute reads a tensor subclass, which hooks have made."""
-        return type(self.unsharded_local) not in (nn.Parameter, WatchedParameter, torch.Tensor, type(None))
+        return type(self.unsharded_local) not in (nn.Parameter, torch.Tensor, type(None))
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -173,26 +143,14 @@ class ShardedParam:
         self._keep_grad_dtype(param)
         return param
 
-    def resting_parameter(self, local: torch.Tensor, mesh: ParallelMesh) -> nn.Parameter:
+    def post_forward_parameter(self, local: torch.Tensor, mesh: ParallelMesh) -> nn.Parameter:
         """``local`` as the DTensor parameter on the post-forward ``mesh``, which has no model axes."""
         spec = plain_spec(self.layout.shape, self.layout.dim, mesh).sharded
         return nn.Parameter(spec.dtensor(local), requires_grad=self.sharded.requires_grad)
 
     def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
         """``data`` of the unsharded shape as the parameter that compute reads."""
-        param = nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
-        if self._use_hook is not None:
-            watch(param, self._use_hook)
-        return param
-
-    def watch_uses(self, hook: GradientHook | None) -> None:
-        """Add ``hook`` to what operations on the unsharded parameter return, if no other hooks make that; None ends
-        this."""
-        self._use_hook = hook
-        if self.unsharded is not None:
-            unwatch(self.unsharded)
-            if hook is not None:
-                watch(self.unsharded, hook)
+        return nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
 
     def grad_dtype_of(self, bound: torch.Tensor) -> GradDtype | None:
         """What was set on ``bound``, else on what it replaces: dtype conversions and loading make tensors without."""
@@ -275,8 +233,12 @@ class ShardedParam:
         self.unsharded = None
         self.inner = []
 
+    def write_stamp(self) -> list[int]:
+        """Differs from an earlier one if the shard was written meanwhile, or may have been, by an optimizer."""
+        return [self.num_steps[0], *_torch.versions_of(self.versioned())]
+
     def versioned(self) -> list[torch.Tensor]:
-        """What counts writes of the shard, for ``write_stamp``: operations write through the DTensor, ``to_local()``
+        """What counts writes of the shard: operations write through the DTensor, ``to_local()``
         writes its local tensor, and a wrapper subclass its inner ones; each has a version of its own."""
         local = _torch.local_of(self.sharded)
         return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]

@@ -1,4 +1,4 @@
-"""Shards on the post-forward mesh: what rests between forward and backward with ``reshard_after_forward=n``.
+"""Shards on the post-forward mesh: what is kept between forward and backward with ``reshard_after_forward=n``.
 
 The unsharded parameters are cut over a smaller group of ranks, so that the gather in backward crosses fewer links, at
 the price of a larger shard. Everything is bound once; memory comes with ``cut`` and goes with ``release``.
@@ -23,12 +23,12 @@ from fsdp2.plan.plan import GatherStep, Origin, PlanInput, compile_gather
 from fsdp2.types import AllGather
 
 
-class RestingShards:
-    """The resting form of one group's parameters.
+class PostForwardShards:
+    """One group's parameters on the post-forward mesh.
 
     Attributes:
-        parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound while resting; the
-            sharded parameter, if all-gather hooks decide what rests, or if it is a DTensor on model axes.
+        parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound meanwhile; the
+            sharded parameter, if all-gather hooks decide what is kept, or if it is a DTensor on model axes.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RestingShards:
     ) -> None:
         self._mesh = mesh
         self._comm = comm_for(mesh.shard, mesh.device, is_async=services.streams.gathers_are_async)
-        inputs = {step.index: _resting_input(step, mesh.shard.size) for step in full.plan.steps}
+        inputs = {step.index: _cut_input(step, mesh.shard.size) for step in full.plan.steps}
         plan = compile_gather(inputs, self._comm, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)
         rank = mesh.shard.rank
@@ -50,7 +50,7 @@ class RestingShards:
         )
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        # Bound as they are where no DTensor describes what rests: parts of payloads, or of what model axes have cut.
+        # Bound as they are where no DTensor describes what is kept: parts of payloads, or of what model axes have cut.
         self.parameters = [param.sharded for param in params]
         for step in plan.steps:
             start, stop = step.layout.interval(mesh.shard.rank)
@@ -59,13 +59,13 @@ class RestingShards:
             output = full.outputs[step.index].view(step.layout.shape)
             self._sources.append(output.narrow(step.layout.dim, start, stop - start))
             if step.index < len(params) and params[step.index].spec.unsharded is None:
-                self.parameters[step.index] = params[step.index].resting_parameter(local, mesh)
+                self.parameters[step.index] = params[step.index].post_forward_parameter(local, mesh)
         self._nbytes = {dtype: flat.untyped_storage().nbytes() for dtype, flat in self._flats.items()}
         self.release()
 
-    def carry_by(self, all_gather: AllGather | None) -> None:
+    def set_comm(self, all_gather: AllGather | None) -> None:
         """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
-        self._gather.carry_by(gather_comm(self._comm, self._mesh, all_gather))
+        self._gather.set_comm(gather_comm(self._comm, self._mesh, all_gather))
 
     def cut(self) -> None:
         """Copy this rank's part out of the unsharded parameters, which are released behind it: gathers wait for that
@@ -79,17 +79,17 @@ class RestingShards:
         return self._gather.issue()
 
     def release(self) -> None:
-        """Free the resting shards; nothing happens if there are none."""
+        """Free the shards; nothing happens if there are none."""
         for flat in self._flats.values():
             flat.untyped_storage().resize_(0)
 
 
-def _resting_input(step: GatherStep, num_shards: int) -> PlanInput:
+def _cut_input(step: GatherStep, num_shards: int) -> PlanInput:
     """What ``step`` gathered, as something to cut over ``num_shards`` ranks. It has been cast already. What hooks sent
     is cut wherever it falls: nobody but the hooks knows its shape."""
     layout = step.layout
     if step.origin is Origin.SHARD:
-        resting = ShardLayout(layout.shape, layout.dim, num_shards)
+        cut = ShardLayout(layout.shape, layout.dim, num_shards)
     else:
-        resting = ShardLayout((layout.numel,), 0, num_shards)
-    return PlanInput(step.name, resting, ParamDtypes(*4 * (step.dtype,)))
+        cut = ShardLayout((layout.numel,), 0, num_shards)
+    return PlanInput(step.name, cut, ParamDtypes(*4 * (step.dtype,)))

@@ -1,8 +1,11 @@
-"""The sharded form of one group's parameters: where the shards lie, and whether those that were bound still are.
+"""The sharded form of one group's parameters: where the shards lie, and where in modules parameters are bound.
 
 Plain shards lie behind each other in flat buffers, one per dtype, so that one launch reads or writes many. The shard of
 a tensor subclass is an object of its own, since nobody but the subclass knows where its values are. Users may replace
 shards, move, cast or materialise them: ``refresh`` takes over what is bound now.
+
+Optimizers write shards. With ``foreach=True`` they write lists of DTensors, and torch counts that in the version of
+neither the DTensors nor their local tensors. So a step of an optimizer is noted on the groups of its parameters.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm
@@ -20,7 +25,7 @@ from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import FlatShards, flat_shards
 from fsdp2.group.extensions import is_plain
-from fsdp2.group.param import ParamRecord, ShardedParam, check_device, pinned, write_stamp
+from fsdp2.group.param import ParamRecord, ShardedParam, check_device, pinned
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.placements import local_part
@@ -34,8 +39,79 @@ def flat_buffers() -> list[torch.Tensor]:
     return [flat for shards in _alive for flat in shards.flats.values()]
 
 
+_NUM_STEPS = "_fsdp2_num_steps"  # on a sharded parameter: how often an optimizer has stepped its group, in a list
+
+
+def count_steps(params: Sequence[nn.Parameter], count: list[int]) -> None:
+    """``count[0]`` goes up with every step of an optimizer over one of ``params``."""
+    _note_optimizer_steps()
+    for param in params:
+        setattr(param, _NUM_STEPS, count)
+
+
+@cache
+def _note_optimizer_steps() -> None:
+    """From now on, for the whole process."""
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for count in {id(count): count for param in params if (count := vars(param).get(_NUM_STEPS))}.values():
+        count[0] += 1
+
+
+class Bindings:
+    """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible.
+    Remembers which, and leaves alone what the user has put there since."""
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._plain: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
+        self._custom: list[tuple[nn.Module, str, int]] = []
+        for index, param in enumerate(params):
+            for module, name in param.slots:
+                if _torch.sets_attributes_plainly(module):
+                    self._plain.append((_torch.parameters_dict(module), name, index))
+                else:
+                    self._custom.append((module, name, index))
+        self._forms: Sequence[nn.Parameter] = ()
+
+    def bind(self, forms: Sequence[nn.Parameter]) -> None:
+        """Bind ``forms[i]`` in the slots of parameter i, whatever is there."""
+        for parameters, name, index in self._plain:
+            parameters[name] = forms[index]
+        for module, name, index in self._custom:
+            setattr(module, name, forms[index])
+        self._forms = forms
+
+    def rebind(self, forms: Sequence[nn.Parameter]) -> bool:
+        """Bind ``forms[i]`` where the form before is still bound. Returns whether that was everywhere."""
+        before, self._forms, is_intact = self._forms, forms, True
+        for parameters, name, index in self._plain:
+            if parameters.get(name) is before[index]:
+                parameters[name] = forms[index]
+            else:
+                is_intact = False
+        for module, name, index in self._custom:
+            if getattr(module, name, None) is before[index]:
+                setattr(module, name, forms[index])
+            else:
+                is_intact = False
+        return is_intact
+
+    def are_intact(self) -> bool:
+        """Whether every slot still has what was bound last."""
+        forms = self._forms
+        for parameters, name, index in self._plain:
+            if parameters.get(name) is not forms[index]:
+                return False
+        return not self._custom or all(
+            getattr(module, name, None) is forms[index] for module, name, index in self._custom
+        )
+
+
 class GroupShards:
-    """See the module's text.
+    """The shards of one group.
 
     Attributes:
         flats: the flat buffers of the plain shards.
@@ -47,6 +123,7 @@ class GroupShards:
         self, records: Sequence[ParamRecord], params: list[ShardedParam], home: Home, comm: GatherComm
     ) -> None:
         self._params, self._home, self._comm = params, home, comm
+        self._num_steps = [0]
         _alive.add(self)
         self._place(list(map(_first_shard, records, params)))
         for record, param, local in zip(records, params, self._locals, strict=True):
@@ -104,8 +181,8 @@ class GroupShards:
         return _torch.requires_grad_of(self.sharded)
 
     def write_stamp(self) -> list[int]:
-        """Differs from an earlier one if a shard was written meanwhile."""
-        return write_stamp(self._versioned)
+        """Differs from an earlier one if a shard was written meanwhile, or may have been, by an optimizer."""
+        return [self._num_steps[0], *_torch.versions_of(self._versioned)]
 
     def check_ready(self) -> None:
         """Refuse to gather what has no values.
@@ -141,6 +218,9 @@ class GroupShards:
 
     def _note(self) -> None:
         self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
+        count_steps(self.sharded, self._num_steps)
+        for param in self._params:
+            param.num_steps = self._num_steps
         self._noted = [_torch.local_of(sharded) for sharded in self.sharded]
         self._versioned = [tensor for param in self._params for tensor in param.versioned()]
         self._placed_versions = _torch.versions_of(self._versioned)

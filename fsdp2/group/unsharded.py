@@ -1,4 +1,4 @@
-"""The unsharded form of one group's parameters: the gather that fills it, what compute reads, and what rests meanwhile.
+"""The unsharded form of one group's parameters: the gather that fills it, and what compute reads.
 
 At first use a plan is compiled and bound to memory; every step replays it. Knows nothing of states: the group says when
 to gather, from what, and when to release. Rule: what autograd has saved stays the same objects as long as they lie
@@ -12,32 +12,30 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp2.comm.backends import AxisComm, comm_for
+from fsdp2 import _torch
+from fsdp2.comm.backends import AxisComm, GatherComm, comm_for
 from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.offload import FlatStage, Home
 from fsdp2.comm.services import Services, services_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
-from fsdp2.group.freed import FreedGuard
-from fsdp2.group.hooked_params import ExtendedParams
+from fsdp2.group.hooked_params import HookedParams
 from fsdp2.group.param import ShardedParam
-from fsdp2.group.post_forward import RestingShards
+from fsdp2.group.post_forward import PostForwardShards
 from fsdp2.group.shards import GroupShards
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import GatherPlan, Lifetime, compile_gather
-from fsdp2.tools.budget import UnitBytes
-from fsdp2.tools.footprint import gather_bytes
 from fsdp2.types import AllGather
 
 
-class GatheredParams:
-    """See the module's text.
+class UnshardedParams:
+    """The unsharded parameters of one group.
 
     Attributes:
         comm, services: the backend's own gathers, and the streams and the memory that the group works with.
         parameters: what compute reads; none before the first gather has arrived.
         requires_grad: of each parameter, what was last seen on the sharded one.
         trainable: the positions of those that require gradients, once there are ``parameters``.
-        resting_mesh: the post-forward mesh, if there is one.
+        post_forward_mesh: the smaller mesh between forward and backward, if there is one.
     """
 
     def __init__(
@@ -45,36 +43,38 @@ class GatheredParams:
     ) -> None:
         self._params, self._shards, self._mesh, self._home = params, shards, mesh, home
         self.comm, self.services = comm, services_for(mesh.device)
-        self.resting_mesh: ParallelMesh | None = None
+        self.post_forward_mesh: ParallelMesh | None = None
         self.requires_grad: list[bool] = []
         self._all_gather: AllGather | None = None
         self._memory: GatheredMemory | None = None
-        self._regions: object = None  # of what lies in that memory
-        self._extended: ExtendedParams | None = None
+        self._places: object = None  # of what lies in that memory
+        self._hooked: HookedParams | None = None
+        self._pending: PendingGather | None = None
         self.unbind()
 
     def unbind(self) -> None:
         """Forget what was compiled: dtypes, layouts or streams have changed."""
         self._gather: Gather | LocalGather | None = None
-        self._resting: RestingShards | None = None
+        self._post_forward: PostForwardShards | None = None
         self.parameters: list[nn.Parameter] = []
         self.trainable: tuple[int, ...] = ()
-        self._guard = FreedGuard(())
+        self._versioned: tuple[torch.Tensor, ...] = ()
+        self._saved_versions: tuple[int, ...] = ()
 
     # What is asked for
 
-    def rest_on(self, mesh: ParallelMesh | None) -> None:
-        """The post-forward mesh from now on."""
-        self.resting_mesh, self._resting = mesh, None
+    def use_post_forward_mesh(self, mesh: ParallelMesh | None) -> None:
+        """Between forward and backward, keep shards on ``mesh`` from now on, if asked to."""
+        self.post_forward_mesh, self._post_forward = mesh, None
 
-    def carry_by(self, all_gather: AllGather | None) -> None:
+    def set_comm(self, all_gather: AllGather | None) -> None:
         """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
         self._all_gather = all_gather
         with torch.inference_mode(False), torch.no_grad(), self.services.streams.on_gather():
             if isinstance(self._gather, Gather):
-                self._gather.carry_by(gather_comm(self.comm, self._mesh, all_gather))
-            if self._resting is not None:
-                self._resting.carry_by(all_gather)
+                self._gather.set_comm(self.carrier)
+            if self._post_forward is not None:
+                self._post_forward.set_comm(all_gather)
 
     def move_to(self, services: Services) -> None:
         """Gather on the streams of ``services`` from now on. Nothing is unsharded, or in flight."""
@@ -88,37 +88,38 @@ class GatheredParams:
     # What there is
 
     @property
+    def carrier(self) -> GatherComm:
+        """What carries the next gather: the user's own, or the backend's."""
+        return gather_comm(self.comm, self._mesh, self._all_gather)
+
+    @property
     def is_bound(self) -> bool:
         """Whether a plan has been compiled."""
         return self._gather is not None
 
     @property
+    def is_local(self) -> bool:
+        """Whether the unsharded parameters are the shards."""
+        return isinstance(self._gather, LocalGather)
+
+    @property
     def has_hooks(self) -> bool:
         """Whether all-gather hooks decide what some parameter sends."""
-        return self._extended is not None
+        return self._hooked is not None
+
+    @property
+    def made_by_hooks_nbytes(self) -> int:
+        """Size of what post-hooks fill."""
+        return sum(nbytes for param in self._params for _, nbytes in param.inner)
 
     @property
     def nbytes(self) -> int:
         """Size of the unsharded parameters with what hooks make of them; 0 as long as nobody has asked for them."""
-        return self._made_by_hooks + (self._gather.plan.unsharded_nbytes if self._gather is not None else 0)
+        return self.made_by_hooks_nbytes + (self._gather.plan.unsharded_nbytes if self._gather is not None else 0)
 
-    @property
-    def footprint(self) -> UnitBytes:
-        """What gathering takes; what hooks send is counted from the first gather on."""
-        if isinstance(self._gather, LocalGather):
-            return UnitBytes()
-        shards = self._shards
-        return gather_bytes(
-            compile_gather(shards.plain_inputs(), self.comm) if self._gather is None else self._gather.plan,
-            gather_comm(self.comm, self._mesh, self._all_gather),
-            made_by_hooks=self._made_by_hooks,
-            staged=sum(flat.nbytes for flat in shards.flats.values()) if self._home.is_staged else 0,
-            resting_ranks=0 if self.resting_mesh is None else self.resting_mesh.shard.size,
-        )
-
-    @property
-    def _made_by_hooks(self) -> int:
-        return sum(nbytes for param in self._params for _, nbytes in param.inner)
+    def plan(self) -> GatherPlan:
+        """What a gather runs. What hooks send is part of it from the first gather on."""
+        return compile_gather(self._shards.plain_inputs(), self.comm) if self._gather is None else self._gather.plan
 
     # At first use
 
@@ -137,46 +138,46 @@ class GatheredParams:
             if len(inputs) < first_key:
                 inputs |= self._bind_hooks().inputs(first_key, self._consumed_lifetime)
             else:
-                self._extended = None
+                self._hooked = None
             gather = self._bound(compile_gather(inputs, self.comm))
-            if self._extended is not None:
-                self._extended.bind_outputs(gather.outputs, first_key)
+            if self._hooked is not None:
+                self._hooked.bind_outputs(gather.outputs, first_key)
         self._gather = gather
         self.requires_grad = self._shards.requires_grad()
 
-    def _bind_hooks(self) -> ExtendedParams:
+    def _bind_hooks(self) -> HookedParams:
         hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
-        self._extended = ExtendedParams(hooked, self._mesh, self._home, self.services, self._extended)
-        return self._extended
+        self._hooked = HookedParams(hooked, self._mesh, self._home, self.services, self._hooked)
+        return self._hooked
 
     @property
     def _consumed_lifetime(self) -> Lifetime:
         """How long what hooks consume is kept: the post-forward mesh wants a part of it."""
-        return Lifetime.ARRIVAL if self.resting_mesh is None else Lifetime.UNSHARDED
+        return Lifetime.ARRIVAL if self.post_forward_mesh is None else Lifetime.UNSHARDED
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, services = self._shards.flats, self._mesh, self.services
         stage = FlatStage(flats, mesh.device, services.streams) if self._home.is_staged else None
-        if self._extended is None and stage is None and is_local(plan, mesh):
+        if self._hooked is None and stage is None and is_local(plan, mesh):
             self._memory_for(plan, flats)
             return LocalGather(plan, flats, services.streams)
-        comm = gather_comm(self.comm, mesh, self._all_gather)
-        return Gather(
-            plan, flats, self._memory_for(plan, {}), mesh.shard.rank, comm, services, self._extended, stage=stage
-        )
+        memory = self._memory_for(plan, {})
+        return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, services, self._hooked, stage=stage)
 
     def _memory_for(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
         """The memory to gather into, unless ``flats`` are read right away. Unsharded parameters stay the same objects
         if they lie where they did: autograd may have saved them."""
-        regions = _regions(plan, flats)
-        if regions != self._regions or self._memory is None:
+        steps = sorted(plan.steps, key=lambda step: step.index)
+        places = [(step.index, step.offset_nbytes, step.layout.shape, step.dtype, step.lifetime) for step in steps]
+        found = places, [flat.data_ptr() for flat in flats.values()]
+        if found != self._places or self._memory is None:
             self._memory = GatheredMemory(plan, self._mesh.device)
             for param in self._params:
                 param.forget_unsharded()
-        self._regions = regions
+        self._places = found
         return self._memory
 
-    def adopt(self) -> None:
+    def _adopt(self) -> None:
         """The first gather has arrived: what it filled becomes the parameters that compute reads."""
         assert self._gather is not None
         with torch.inference_mode(False), torch.no_grad():
@@ -185,9 +186,12 @@ class GatheredParams:
                 if param.unsharded is None:
                     param.unsharded = param.unsharded_parameter(self._gather.outputs[index])
         self.parameters = [param.unsharded for param in self._params if param.unsharded is not None]
-        self._guard = FreedGuard(self.parameters)
+        if isinstance(self._gather, Gather):
+            self._versioned = tuple(tensor for param in self.parameters for tensor in _torch.versioned(param))
+            self._saved_versions = tuple(_torch.versions_of(self._versioned))
         for param in self._params:
             param.follow_compute_dtype()
+        self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
         """Follow what the user set on the sharded parameters."""
@@ -198,48 +202,68 @@ class GatheredParams:
 
     # In every step
 
-    def issue(self, *, is_resting: bool) -> PendingGather:
-        """Start gathering: what rests on the post-forward mesh, unless it has been forgotten; else the shards."""
-        gather = self._gather if self._resting is None or not is_resting else self._resting
+    def issue(self, *, from_post_forward: bool) -> None:
+        """Start gathering: what was kept on the post-forward mesh, unless it has been forgotten; else the shards."""
+        gather = self._gather if self._post_forward is None or not from_post_forward else self._post_forward
         assert gather is not None
-        return gather.issue()
+        self._pending = gather.issue()
 
-    def open(self) -> None:
-        """What was gathered may be read."""
-        self._guard.open()
+    def arrive(self) -> bool:
+        """The data has arrived; compute may read it. Returns whether the parameters were made just now.
+
+        Raises:
+            CommunicationError: the all-gather failed.
+        """
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+        if self._post_forward is not None:
+            self._post_forward.release()
+        is_new = not self.parameters
+        if is_new:
+            self._adopt()
+        elif self._versioned:  # they hold again what autograd has saved
+            _torch.set_versions(self._versioned, self._saved_versions)
+        return is_new
+
+    def drop(self) -> None:
+        """Nobody wants what is on its way."""
+        assert self._pending is not None
+        self._pending.drop()
+        self._pending = None
+        self.drop_post_forward()
+
+    def drop_post_forward(self) -> None:
+        """Free the shards on the post-forward mesh, if there are any."""
+        if self._post_forward is not None:
+            self._post_forward.release()
 
     def wait_for_reads(self) -> None:
         """Have the CPU wait until no copy to the device reads the shards any more."""
-        if isinstance(self._gather, Gather) and self._gather.stage is not None:
+        if self._gather is not None and self._gather.stage is not None:
             self._gather.stage.wait()
 
     def cut(self) -> Sequence[nn.Parameter]:
-        """Copy out what rests on the post-forward mesh. Returns what is bound meanwhile."""
-        if self._resting is None:
+        """Copy this rank's part on the post-forward mesh out. Returns what is bound meanwhile."""
+        if self._post_forward is None:
             assert isinstance(self._gather, Gather)
-            assert self.resting_mesh is not None
+            assert self.post_forward_mesh is not None
             with torch.inference_mode(False), torch.no_grad():
-                self._resting = RestingShards(
-                    self._params, self._gather, self._extended, self.resting_mesh, self.services
+                self._post_forward = PostForwardShards(
+                    self._params, self._gather, self._hooked, self.post_forward_mesh, self.services
                 )
-                self._resting.carry_by(self._all_gather)
-        self._resting.cut()
-        return self._resting.parameters
-
-    def free_resting(self) -> None:
-        """Free what rests, if anything does."""
-        if self._resting is not None:
-            self._resting.release()
+                self._post_forward.set_comm(self._all_gather)
+        self._post_forward.cut()
+        return self._post_forward.parameters
 
     def release(self, *, keeps_memory: bool) -> None:
-        """Free the unsharded parameters when compute has read them; or keep their memory, to be written then."""
+        """Free the unsharded parameters when compute has read them; or keep their memory, to be written then.
+
+        Freed memory is not readable (I19): autograd compares the version that a tensor had in forward with the one
+        that it has when backward reads it. While the memory is freed, the version is another. So a backward that comes
+        upon it unprepared raises; it would read address 0 on the CPU, and whatever lies there by now on an accelerator.
+        """
         assert self._gather is not None
-        if isinstance(self._gather, Gather) and not keeps_memory:
-            self._guard.close()
+        if self._versioned and not keeps_memory:
+            torch.autograd.graph.increment_version(self._versioned)
         self._gather.release(keeps_memory=keeps_memory)
-
-
-def _regions(plan: GatherPlan, flats: FlatShards) -> object:
-    """Where the unsharded parameters lie, and what lies there; ``flats`` if that is in them."""
-    places = [(step.index, step.offset_nbytes, step.layout.shape, step.dtype, step.lifetime) for step in plan.steps]
-    return sorted(places, key=lambda place: place[0]), [flat.data_ptr() for flat in flats.values()]

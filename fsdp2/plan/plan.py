@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
-from fsdp2.comm.backends import GatherComm, ReduceComm
 from fsdp2.plan.dtypes import DivideFactors, ParamDtypes, divide_factors
 from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, ShardLayout, pack
 
@@ -31,9 +31,26 @@ class Route(Enum):
 _ROUTES = list(Route)
 _MAX_SHARED_PLANS = 256  # groups that are alike, as a model's blocks are, share their plans
 
-# From this size on, in bytes of the reduction, a group is reduced in two launches: half of its gradients is freed while
-# the other half is computed. Below, that is not worth a second launch.
-SPLIT_MIN_NBYTES = 8 * 1024 * 1024
+
+class CarriesGathers(Protocol):
+    """What a plan needs to know of the comm that carries it.
+
+    Attributes:
+        direct_min_nbytes: tensors whose shards have at least this many bytes travel without a staging copy; smaller
+            ones share a bucket.
+    """
+
+    direct_min_nbytes: int
+
+
+class CarriesReductions(CarriesGathers, Protocol):
+    """The same for a reduction.
+
+    Attributes:
+        reduces_uneven: whether the comm takes inputs whose last shards are short.
+    """
+
+    reduces_uneven: bool
 
 
 class Origin(Enum):
@@ -178,7 +195,7 @@ class ReducePlan:
     a plan per combination of dtypes; all of them travel in one launch.
 
     ``calls``: (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct
-    tensor. ``num_early``: so many of the last steps travel ahead of the rest, in a launch of their own.
+    tensor.
     """
 
     steps: tuple[ReduceStep, ...]
@@ -186,14 +203,11 @@ class ReducePlan:
     factors: DivideFactors
     flat_numel: int
     calls: tuple[tuple[int, int], ...]
-    num_early: int = 0
 
     def __str__(self) -> str:
-        late = len(self.steps) - self.num_early
         rows = [
             f"  {step.name}: {step.route.value}, {step.layout.num_shards} x {step.layout.chunk_numel} elements"
-            + (", early" if i >= late else "")
-            for i, step in enumerate(self.steps)
+            for step in self.steps
         ]
         divide = f"divide by {self.factors.before:g} before, {self.factors.after:g} after"
         dtypes = f"{_arrow(self.dtypes.param, self.dtypes.reduce)} -> {_name(self.dtypes.grad)}"
@@ -201,7 +215,7 @@ class ReducePlan:
 
 
 def compile_gather(
-    inputs: Mapping[int, GatherInput], comm: GatherComm, *, back_into: GatherPlan | None = None
+    inputs: Mapping[int, GatherInput], comm: CarriesGathers, *, back_into: GatherPlan | None = None
 ) -> GatherPlan:
     """Place every shard in a flat buffer per dtype, and what is gathered in one storage.
 
@@ -239,20 +253,18 @@ def _compile_gather(
 
 def compile_reduces(
     inputs: Sequence[PlanInput],
-    comm: ReduceComm,
+    comm: CarriesReductions,
     world_size: int,
     factor: float | None = None,
     *,
     behind_hook: bool = False,
-    splits: bool = False,
 ) -> tuple[ReducePlan, ...]:
     """A plan per combination of dtypes, for gradients that are summed over ``world_size`` ranks and divided by
-    ``factor``, ``behind_hook`` if asked to. Steps carry the position in ``inputs`` as ``index``. ``splits``: of a large
-    group, about half travels early."""
+    ``factor``, ``behind_hook`` if asked to. Steps carry the position in ``inputs`` as ``index``."""
     by_dtypes: dict[ParamDtypes, list[tuple[int, PlanInput]]] = {}
     for index, item in enumerate(inputs):
         by_dtypes.setdefault(item.dtypes, []).append((index, item))
-    plans = tuple(
+    return tuple(
         _compile_reduce(
             tuple(alike),
             divide_factors(dtypes.reduce, world_size, factor, behind_hook=behind_hook),
@@ -261,10 +273,6 @@ def compile_reduces(
         )
         for dtypes, alike in by_dtypes.items()
     )
-    early = _early_half(plans) if splits else set()
-    if not early:
-        return plans
-    return tuple(replace(plan, num_early=sum(step.index in early for step in plan.steps)) for plan in plans)
 
 
 @lru_cache(maxsize=_MAX_SHARED_PLANS)
@@ -286,23 +294,6 @@ def _compile_reduce(
             offset += item.layout.chunk_numel
     places = tuple(zip(placed.offsets, sizes, strict=True))
     return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
-
-
-def _early_half(plans: Sequence[ReducePlan]) -> set[int]:
-    """Indices of about half of a group, in bytes, and never of nearly all: of the direct tensors the last ones, whose
-    gradients come first. Empty for a small group."""
-    sizes = {step.index: step.layout.numel * plan.dtypes.reduce.itemsize for plan in plans for step in plan.steps}
-    total = sum(sizes.values())
-    if total < SPLIT_MIN_NBYTES:
-        return set()
-    direct = {step.index for plan in plans for step in plan.steps if step.route is Route.DIRECT}
-    early, nbytes = set[int](), 0
-    for index in sorted(direct, reverse=True):
-        if nbytes + sizes[index] / 2 >= total / 2 or nbytes + sizes[index] > total * 3 / 4:
-            break
-        early.add(index)
-        nbytes += sizes[index]
-    return early
 
 
 def _gather_route(item: GatherInput, direct_min_nbytes: int) -> Route:

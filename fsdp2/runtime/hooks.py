@@ -16,12 +16,19 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.plan.trees import find_tensors, map_tensors
-from fsdp2.runtime.root import Unit, unit_of
+from fsdp2.runtime.root import Root, Unit, unit_of
 from fsdp2.schedule.rank_skipping import Outcome
 from fsdp2.schedule.schedule import Pass, Phase
 from fsdp2.schedule.states import GroupState, Lent
-from fsdp2.tools.inner_gradients import InnerGradients
 from fsdp2.types import ScheduleError
+
+_installers: list[Callable[[Unit, list[nn.Module]], None]] = []
+
+
+def register_installer(install: Callable[[Unit, list[nn.Module]], None]) -> None:
+    """Have ``install`` called for each new unit, with the modules that hold its parameters: for hooks of other
+    subjects."""
+    _installers.append(install)
 
 
 class _PostBackward(torch.autograd.Function):
@@ -36,7 +43,8 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.unit.context.post_backward(ctx.unit)
+        unit = ctx.unit
+        (unit.root or unit.form_root()).post_backward(unit)
         return (None, *grads)
 
 
@@ -64,7 +72,8 @@ class ModuleHooks:
             module.register_forward_hook(post_forward)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
         holders = list(dict.fromkeys(slot.module for slot in slots))
-        self._inner = InnerGradients(unit, holders)
+        for install in _installers:
+            install(unit, holders)
         self.modules = [*unit.modules, *holders]
         self.functions = [pre_forward, post_forward, *_install_state_dict_hooks(holders, unit)]
 
@@ -74,21 +83,22 @@ class ModuleHooks:
         unit = self._unit
         if unit.lent is not Lent.NOTHING and self._runs_plainly():
             return args, kwargs
-        context = unit.context
-        context.recover(unit)
-        # Outside of its root's forward, or in a backward, each of several modules is a forward of its own.
-        is_whole = len(unit.modules) == 1 or context.schedule.forward_root is None or _torch.in_backward()
-        is_first = is_whole or not unit.missing_modules
-        if is_first and not is_whole:
-            unit.missing_modules = set(unit.modules)
-        if self._moves_inputs and context.schedule.forward_root is None:
+        root = unit.root or unit.form_root()
+        in_backward = _torch.running_backward() != -1
+        if not in_backward:
+            root.recover(unit)
+        if self._moves_inputs and root.schedule.forward_root is None:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
-        phase = context.pre_forward(unit) if is_first else context.resume_forward(unit)
+        is_first = len(unit.modules) == 1 or self._begins_forward(root, in_backward=in_backward)
+        if not is_first:
+            phase = root.resume_forward(unit)
+        else:
+            phase = root.pre_recompute(unit) if in_backward else root.pre_forward(unit)
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
-        if phase is not Phase.BACKWARD and is_first and torch.is_grad_enabled():
-            args, kwargs = self._mark_inputs(args, kwargs)
+        if is_first and phase is not Phase.BACKWARD and torch.is_grad_enabled():
+            return self._mark_inputs(args, kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -97,7 +107,7 @@ class ModuleHooks:
             return self._handed_out(output)
         if unit.lent is not Lent.NOTHING and self._runs_plainly():
             return output
-        if unit.missing_modules and not _torch.in_backward():
+        if unit.missing_modules and _torch.running_backward() == -1:
             unit.missing_modules.discard(module)
             if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
                 return self._handed_out(output)
@@ -106,13 +116,14 @@ class ModuleHooks:
     def end_forward(self, output: Any) -> Any:
         """The unit's forward is over; ``output`` leads to its backward."""
         unit = self._unit
-        context = unit.context
-        if context.schedule.phases[unit.index] is Phase.BACKWARD:
-            return self._cast_output(output)
-        if context.schedule.forward_root == unit.index:
-            output = self._end_incomplete(output)
+        root = unit.root
+        assert root is not None  # pre_forward has formed one
+        if root.schedule.phases[unit.index] is Phase.BACKWARD:
+            return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
+        if root.schedule.forward_root == unit.index:
+            output = self._end_incomplete(root, output)
         output = self._handed_out(output)
-        context.post_forward(unit, self._leads_to)
+        root.post_forward(unit, self._leads_to)
         self._leads_to = Outcome.NOTHING
         return output
 
@@ -144,15 +155,27 @@ class ModuleHooks:
         setattr(run, FORWARD_METHOD, method)
         return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
 
+    def _begins_forward(self, root: Root, *, in_backward: bool) -> bool:
+        """Whether one of the unit's several modules is the first to run. Outside of its root's forward, or in a
+        backward, each is a forward of its own."""
+        unit = self._unit
+        if in_backward or root.schedule.forward_root is None:
+            return True
+        is_first = not unit.missing_modules
+        if is_first:
+            unit.missing_modules = set(unit.modules)
+        return is_first
+
     def _forget_forward(self) -> None:
-        self._unit.context.forget_forward(self._unit)
+        if self._unit.root is not None:
+            self._unit.root.forget_forward(self._unit)
 
     def _is_running(self) -> bool:
         """Whether a method is called from inside the unit's own forward, or from another method."""
         unit = self._unit
         if self._runs_method or len(unit.modules) > 1:
             return self._runs_method
-        return unit.context.schedule.phases[unit.index] in (Phase.FORWARD, Phase.RECOMPUTE)
+        return unit.root is not None and unit.root.schedule.phases[unit.index] in (Phase.FORWARD, Phase.RECOMPUTE)
 
     def _runs_plainly(self) -> bool:
         """Whether a forward of the unit, whose parameters are lent, is none of the runtime's. If it is part of a pass
@@ -174,54 +197,53 @@ class ModuleHooks:
         raise ScheduleError(f"forward of '{unit.name}' inside fsdp2.unsharded(...): {problem}")
 
     def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._unit.context.resume_forward(self._unit)
+        if self._unit.root is not None:
+            self._unit.root.resume_forward(self._unit)
         return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
 
     def _handed_out(self, output: Any) -> Any:
         """``output`` for the unit's caller: its gradients lead to the unit's backward."""
         if torch.is_grad_enabled():
-            for tensor in find_tensors(output, []):
+            for tensor in (output,) if type(output) is torch.Tensor else find_tensors(output, []):
                 if tensor.requires_grad:
                     self._pre_backward.add_to(tensor)
                     self._leads_to = Outcome.BACKWARD
         else:
             self._leads_to = Outcome.UNKNOWN
-        return self._cast_output(output)
+        return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
-    def _end_incomplete(self, output: Any) -> Any:
+    def _end_incomplete(self, root: Root, output: Any) -> Any:
         """Units of several modules of which some did not run end with the root's forward."""
-        for unit in reversed(self._unit.context.units):
+        for unit in reversed(root.units):
             if unit.missing_modules and unit is not self._unit:
                 unit.missing_modules.clear()
                 assert unit.hooks is not None
                 output = unit.hooks.end_forward(output)
         return output
 
-    def _cast_output(self, output: Any) -> Any:
-        return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-
     def _on_output_gradient(self, _: torch.Tensor) -> None:
-        self._unit.context.pre_backward(self._unit)
+        unit = self._unit
+        (unit.root or unit.form_root()).pre_backward(unit)
+
+    def _on_input_gradient(self, _: torch.Tensor) -> None:
+        unit = self._unit
+        (unit.root or unit.form_root()).post_backward(unit)
 
     def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most blocks
-            return (self._mark_one(args[0]),), kwargs
+        """Tell when the gradients of all inputs are known. With one input, as most blocks have, a hook on a view does
+        that; it spares the Python of an ``autograd.Function``."""
         tensors = [tensor for tensor in find_tensors((args, kwargs), []) if tensor.requires_grad]
         if not tensors:
             return args, kwargs
-        marked = iter(_PostBackward.apply(self._unit, *tensors))
-        return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))
-
-    def _mark_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``_PostBackward`` does, without its Python, which takes 10 us more."""
-        if not tensor.requires_grad:
-            return tensor
-        marked = tensor.view_as(tensor)
-        self._post_backward.add_to(marked)
-        return marked
-
-    def _on_input_gradient(self, _: torch.Tensor) -> None:
-        self._unit.context.post_backward(self._unit)
+        if len(tensors) > 1:
+            marked = iter(_PostBackward.apply(self._unit, *tensors))
+            return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))
+        (only,) = tensors
+        view = only.view_as(only)
+        self._post_backward.add_to(view)
+        if args and args[0] is only:
+            return (view, *args[1:]), kwargs
+        return map_tensors(lambda tensor: view if tensor is only else tensor, (args, kwargs))
 
 
 FORWARD_METHOD = "_fsdp2_forward_method"  # of what stands in for a registered method: the method itself

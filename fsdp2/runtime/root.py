@@ -1,43 +1,71 @@
-"""Who the units are, and what they share while they work under one root.
+"""Who the units are, and the passes that they go through under one root.
 
-``Unit`` is one ``fully_shard`` call. ``RootContext`` is what the units under one root share: which there are, the
-passes that their events go through, and the way back to rest after an exception. The first unit whose forward runs
-becomes the root; if a module around it runs later, that one takes over. Hooks report events here; nothing else does.
+``Unit`` is one ``fully_shard`` call. ``Root`` is what the units under one root share. Hooks report events to it; each
+event is one method: the schedule says which actions follow, the executor performs them. In between come the events of
+units that this rank skips and others may use (``schedule.rank_skipping``).
+
+The first unit whose forward runs becomes the root. If a module around it runs later, that one takes over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.agreement import check_agreement
-from fsdp2.runtime.executor import Performer
-from fsdp2.runtime.passes import Passes
-from fsdp2.runtime.stalls import watch as watch_stalls
-from fsdp2.runtime.tree_version import change_count, note_change, warn_of_unsharded
-from fsdp2.runtime.units import check_tree, reshard_outdated
-from fsdp2.runtime.used_params import Presence
-from fsdp2.schedule.rank_skipping import Outcome
-from fsdp2.schedule.schedule import Action, AfterForward, Pass, Phase, UnitRules
-from fsdp2.schedule.states import Lent
-from fsdp2.types import MixedPrecisionPolicy, ScheduleError
+from fsdp2.runtime.executor import ActionFilter, Executor
+from fsdp2.runtime.rank_checks import UsedParams, check_agreement, compare, watch_for_stalls
+from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits
+from fsdp2.schedule.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
+from fsdp2.schedule.states import GroupState, Lent
+from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
+_STORY_LENGTH = 12
+_MAX_NAMES = 4
 
 
 class UnitHooks(Protocol):
-    """What hooks of one unit call on those of another; they live in the room above."""
+    """What hooks of one unit call on those of another; see ``hooks``."""
 
     def end_forward(self, output: Any) -> Any: ...
+
+
+class MakesFilter(Protocol):
+    """What makes the filter of actions that holds a root's passes under a limit on temporary memory."""
+
+    def __call__(self, limit: int, root: Root) -> ActionFilter: ...
+
+
+class _Registered:
+    """What is plugged in from above.
+
+    Attributes:
+        tree_version: differs from an earlier one if some module tree may have gained units or parameters.
+    """
+
+    limits_memory: MakesFilter | None = None
+    tree_version = 0
+
+
+def register_memory_limit(make: MakesFilter) -> None:
+    """``make`` serves every root with a ``memory_limit``."""
+    _Registered.limits_memory = make
+
+
+def note_tree_change() -> None:
+    """Some module tree may have gained units or parameters: roots look at theirs again before their next pass."""
+    _Registered.tree_version += 1
 
 
 class Unit:
@@ -45,12 +73,14 @@ class Unit:
 
     Attributes:
         modules: the module given, or the modules given together.
+        root: what it works under; None before its first pass.
         auto_reshard: whether the user left ``reshard_after_forward`` open, so that being the root decides.
         max_reductions: how many reductions the user lets be in flight; the largest number of all units counts.
         memory_limit: how many bytes of temporary memory the user allows, if it is the root.
         missing_modules: of several modules, those whose forward has not run in this pass.
         left_alone: where parameters stay plain, because the user asked for it or has been warned.
         left_out: where tied parameters stay plain until a unit around this one takes them.
+        watches: who is told what happens to it, under whatever root.
         lent: what ``fsdp2.unsharded`` has bound of its parameters.
     """
 
@@ -77,66 +107,72 @@ class Unit:
         self.missing_modules: set[nn.Module] = set()
         self.left_alone: set[Slot] = set()
         self.left_out: list[Slot] = []
+        self.watches: list[Watch] = []
         self.lent = Lent.NOTHING
         self.hooks: UnitHooks | None = None
         self.name = type(modules[0]).__name__
         self.index = 0
-        self._context: RootContext | None = None
+        self.root: Root | None = None
         for module in modules:
             module.__dict__[UNIT_ATTRIBUTE] = self
-        note_change()
+        note_tree_change()
 
-    @property
-    def context(self) -> RootContext:
-        """The context this unit works in; it becomes a root of its own if it has none."""
-        if self._context is None:
-            RootContext(self)
-            assert self._context is not None
-        return self._context
+    def form_root(self) -> Root:
+        """The root it works under; it becomes one of its own if it has none."""
+        return self.root or Root(self)
 
     @property
     def running(self) -> Pass:
         """Where the pass of its root stands."""
-        return Pass.IDLE if self._context is None else self._context.schedule.running
+        return Pass.IDLE if self.root is None else self.root.schedule.running
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the root, as far as forwards have shown so far."""
+        return self.root is None or self.root.unit is self
 
     @property
     def finalizes_by_hand(self) -> bool:
         """Whether, as a root, it leaves the end of backward to the user."""
-        return self._context is not None and self._context.root is self and self._context.schedule.finalizes_by_hand
+        return self.root is not None and self.root.unit is self and self.root.schedule.finalizes_by_hand
+
+    def reshard(self) -> None:
+        """The user asks for it."""
+        if self.root is not None:  # else nothing was ever unsharded
+            self.root.perform(Action.RESHARD, self)
+
+    def unshard(self) -> None:
+        """The user asks for it; returns before the data has arrived."""
+        root = self.form_root()
+        root.order_gathers()
+        for group in self.groups:
+            group.reshard_if_outdated()
+        root.perform(Action.UNSHARD, self)
+        for group in self.groups:
+            group.note_writes()
 
     def leave(self) -> None:
         """Another root takes over, or none: the unit was taken out of the tree. A module does not run inside its own
         child: if a forward of the present root is under way, it has raised."""
-        if self._context is not None and self._context.schedule.forward_root is not None:
-            self._context.abandon_forward()
-        self._context = None
+        if self.root is not None and self.root.schedule.forward_root is not None:
+            self.root.abandon_forward()
+        self.root = None
 
-    def reshard(self) -> None:
-        """The user asks for it."""
-        if self._context is not None:  # else nothing was ever unsharded
-            self._context.perform(Action.RESHARD, self)
-
-    def unshard(self) -> None:
-        """The user asks for it; returns before the data has arrived."""
-        self.context.order_gathers()
-        reshard_outdated(self)
-        self.context.perform(Action.UNSHARD, self)
+    def join(self, root: Root, index: int, name: str) -> None:
+        """Work under ``root`` from now on, under ``name``, the module's name from there."""
+        self.root, self.index, self.name = root, index, name or "(root)"
         for group in self.groups:
-            group.note_writes()
+            group.attach(name, root.story)
 
-    def gather_on_compute_stream(self, enabled: bool) -> None:
-        """The user asks for it."""
+    def tell(self, watches: list[Watch]) -> None:
+        """Tell ``watches`` what happens to it from now on. Groups carry no callback while nobody watches."""
+        self.watches = watches
         for group in self.groups:
-            group.gather_on_compute_stream(enabled)
+            group.on_transition = self._tell_transition if watches else None
 
-    def join(self, context: RootContext, index: int, name: str, *, is_leaf: bool) -> None:
-        """Work in ``context`` from now on, under ``name``, the module's name from its root. ``is_leaf``: no other unit
-        is inside."""
-        splits = is_leaf and len(self.modules) == len(self.groups) == 1
-        on_early = partial(context.on_early, self) if splits else None
-        self._context, self.index, self.name = context, index, name or "(root)"
-        for group in self.groups:
-            group.attach(name, context.performer.story, context.on_halfway, on_early)
+    def _tell_transition(self, before: GroupState, after: GroupState) -> None:
+        for watch in self.watches:
+            watch.observer.on_transition(self.name, before.value, after.value)
 
     def configure(self, **changes: object) -> None:
         """Replace rules of the schedule."""
@@ -145,26 +181,32 @@ class Unit:
 
     def update_rules(self) -> None:
         """Carry rules and prefetch lists over to the schedule."""
-        if self._context is not None:
-            self._context.update_rules(self)
-
-    def is_in_tree(self) -> bool:
-        """Whether the module is still where its root has seen it."""
-        try:
-            return self.context.root.modules[0].get_submodule(self.name) in self.modules
-        except AttributeError:
-            return self.is_root
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it is the root, as far as forwards have shown so far."""
-        return self._context is None or self._context.root is self
+        if self.root is not None:
+            self.root.update_rules(self)
 
     def mark_stale(self) -> None:
         """Parameters may have been replaced: look at them again before their next use."""
         for group in self.groups:
             group.is_stale = True
-        note_change()
+        note_tree_change()
+
+
+class Watch:
+    """Tells ``observer`` of the units inside ``module``, and of those that come there later, until ``end``."""
+
+    def __init__(self, module: nn.Module, observer: Observer) -> None:
+        self.observer = observer
+        self._units: list[Unit] = []
+        for _, unit in units_under(module):
+            self.add(unit)
+
+    def add(self, unit: Unit) -> None:
+        self._units.append(unit)
+        unit.tell([*unit.watches, self])
+
+    def end(self) -> None:
+        for unit in self._units:
+            unit.tell([watch for watch in unit.watches if watch is not self])
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -182,66 +224,92 @@ def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
             yield name, unit
 
 
-class RootContext:
-    """See the module's text."""
+def parents_of(units: Sequence[Unit]) -> list[int | None]:
+    """For each unit the innermost one around it, by their names; units[0] is the root, and each is followed by those
+    inside it."""
+    parents: list[int | None] = [None]
+    around = [0]
+    for index, unit in enumerate(units[1:], 1):
+        while len(around) > 1 and not unit.name.startswith(f"{units[around[-1]].name}."):
+            around.pop()
+        parents.append(around[-1])
+        around.append(index)
+    return parents
 
-    def __init__(self, root: Unit) -> None:
-        self.root = root
+
+class Root:
+    """What the units under one root share: their passes, and the way back to rest after an exception.
+
+    Attributes:
+        unit: the root itself.
+        units: all of them, each followed by those inside it.
+        is_reducing: ``finalize_backward`` has started to, and nobody has waited so far.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
         self.units: list[Unit] = []
-        self.performer = Performer(root.mesh.device)
-        self.passes = Passes(self.performer)
-        self.schedule = self.passes.schedule
+        self.executor = Executor(unit.mesh.device)
+        self.schedule = Schedule(())
+        self.skipping = SkippedUnits(())
         self.post_optim_event: torch.Event | None = None
-        self.is_reducing = False  # finalize_backward has started to, and nobody has waited so far
+        self.is_reducing = False
         self.num_resets = 0
-        self.presence = Presence(())
+        self._used = UsedParams(())
+        self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._is_agreed = False  # the ranks have compared their units
-        watch_stalls(self.performer, root.mesh)
-        note_change()  # for roots around this one, which have not seen its units yet
+        self._memory_limit: int | None = None
+        self._seen_version = 0
+        watch_for_stalls(self, self.executor.services.streams, unit.mesh)
+        note_tree_change()  # for roots around this one, which have not seen its units yet
         self._collect()
+
+    # The tree
 
     def _collect(self) -> None:
         """Take in the units of the tree as it is now; between passes only. Their order is recorded anew if they are
         others than before."""
-        found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
-        check_tree(self.root_class, list(found.items()))
+        found = {unit: name for module in self.unit.modules for name, unit in units_under(module)}
+        _check_tree(self.class_name, list(found.items()))
         before, self.units = self.units, list(found)
         self._is_agreed = self._is_agreed and self.units == before
-        self._seen_changes = change_count()
-        if self.units != before:
-            for unit in dict.fromkeys([*before, *self.units]):
-                if (unit._context is self) is not (unit in found):
-                    unit.leave()
-        names = list(found.values())
+        self._seen_version = _Registered.tree_version
+        for unit in dict.fromkeys([*before, *self.units]):
+            if (unit.root is self) is not (unit in found):
+                unit.leave()
         for index, (unit, name) in enumerate(found.items()):
-            following = names[index + 1 : index + 2]  # a unit's own units follow it
-            is_leaf = not any(other.startswith(f"{name}." if name else "") for other in following)
-            unit.join(self, index, name, is_leaf=is_leaf)
+            unit.join(self, index, name)
+        parents = parents_of(self.units)
+        for unit, around in zip(self.units, parents, strict=True):
+            for watch in [] if around is None else self.units[around].watches:
+                if watch not in unit.watches:
+                    watch.add(unit)
         if self.units != before:
-            self.passes.take(self.units, [self._rules_of(unit) for unit in self.units])
-            self.schedule = self.passes.schedule
-            self.presence = Presence([group for unit in self.units for group in unit.groups])
+            self._take_units(parents)
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
-        self.root.left_alone.update(warn_of_unsharded(self.root.modules, known))
+        self.unit.left_alone.update(_warn_of_unsharded(self.unit.modules, known))
 
-    def _agree(self) -> None:
-        """Find out whether all ranks have these units, before they wait for each other."""
-        if not self._is_agreed:
-            check_agreement(self.root_class, self.units)
-            self._is_agreed = True
-
-    # Configuration
+    def _take_units(self, parents: Sequence[int | None]) -> None:
+        earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
+        self.schedule.take_over(earlier)
+        self.skipping = SkippedUnits(parents)
+        for unit in self.units:
+            self.update_rules(unit)
+        self.executor.take(self.units)
+        self._memory_limit = None
+        self._used = UsedParams([group for unit in self.units for group in unit.groups])
 
     def update_rules(self, unit: Unit) -> None:
         """``unit`` was configured."""
-        self.passes.configure(unit.index, self._rules_of(unit))
+        rules = self.schedule.rules[unit.index] = self._rules_of(unit)
+        self.skipping.may_skip(unit.index, enabled=rules.ranks_may_skip)
 
     def _rules_of(self, unit: Unit) -> UnitRules:
         rules = unit.rules
         if all(group.mesh.data_parallel_size == 1 for group in unit.groups):
             rules = replace(rules, ranks_may_skip=False)
-        if unit.auto_reshard and unit is self.root:  # it would be gathered again at once
+        if unit.auto_reshard and unit is self.unit:  # it would be gathered again at once
             rules = replace(rules, after_forward=AfterForward.KEEP)
         return replace(
             rules,
@@ -250,29 +318,54 @@ class RootContext:
         )
 
     def _indices(self, units: list[Unit] | None) -> tuple[int, ...] | None:
-        if units is None:
-            return None
-        return tuple(unit.index for unit in units if unit._context is self)
+        return None if units is None else tuple(unit.index for unit in units if unit.root is self)
 
-    # Events
+    def _is_in_tree(self, unit: Unit) -> bool:
+        """Whether the module is still where this root has seen it."""
+        try:
+            return self.unit.modules[0].get_submodule(unit.name) in unit.modules
+        except AttributeError:
+            return unit is self.unit
+
+    @property
+    def class_name(self) -> str:
+        """The class of the root's module, as the user knows it."""
+        return type(self.unit.modules[0]).__name__
+
+    # What is noted
+
+    def _note(self, event: str, unit: Unit) -> None:
+        """``event`` happened to ``unit``."""
+        self._story.append((event, unit.name))
+        for watch in unit.watches:
+            watch.observer.on_event(event, unit.name)
+
+    @property
+    def last_event(self) -> object:
+        """An object of its own for each event; None before the first."""
+        return self._story[-1] if self._story else None
+
+    def story(self) -> str:
+        """The last events, oldest first."""
+        return ", ".join(f"{event} {unit}" for event, unit in self._story.copy()) or "none"
+
+    # Forward
 
     def recover(self, unit: Unit) -> None:
-        """``unit``'s forward begins. If that shows that the last pass raised, return to rest first.
+        """``unit``'s forward begins, outside of backward. If that shows that the last pass raised, return to rest.
 
         Raises:
             ScheduleError: one of several modules of a unit runs, but no module around them ever has; or gradients that
                 ``finalize_backward`` has started to reduce are not waited for.
         """
         schedule = self.schedule
-        if _torch.in_backward():
-            return
-        if len(unit.modules) > 1 and unit is self.root:
+        if unit is self.unit and len(unit.modules) > 1:
             names = ", ".join(type(module).__name__ for module in unit.modules)
             raise ScheduleError(
                 f"fully_shard([{names}]) has no root: several modules were sharded as one unit, and one of them ran on "
                 "its own. Call fully_shard on the module that contains them, too, and run that first."
             )
-        if schedule.forward_root is None and self.is_reducing:
+        if self.is_reducing and schedule.forward_root is None:
             raise ScheduleError(
                 f"forward of {unit.name}: the handle of finalize_backward(async_op=True) was not waited for. Call its "
                 "wait() first."
@@ -284,94 +377,171 @@ class RootContext:
 
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute. Returns the phase it is in now."""
-        if _torch.in_backward():
-            return self.passes.pre_recompute(unit.index)
-        if self.schedule.forward_root is None:
-            if self._seen_changes != change_count():
-                self._collect()
-            self._agree()
-            self.order_gathers()
-            self.post_optim_event = None
-            self._free_unused_gradients()
-            self.passes.begin(unit.index, self.root.memory_limit)
-        return self.passes.pre_forward(unit.index)
+        schedule = self.schedule
+        if schedule.forward_root is None:
+            self._begin_forward(unit)
+            schedule = self.schedule
+        index = unit.index
+        skipped = self.skipping.forward(index)
+        if skipped:
+            self._join_forward(skipped)
+        for group in unit.groups:
+            group.reshard_if_outdated()
+        self._note("pre_forward", unit)
+        actions = schedule.pre_forward(index, in_backward=False, grad_enabled=torch.is_grad_enabled())
+        self.executor.do(actions)
+        return schedule.phases[index]
+
+    def pre_recompute(self, unit: Unit) -> Phase:
+        """``unit`` is about to compute again, in a backward. Returns the phase it is in now."""
+        schedule, index = self.schedule, unit.index
+        if schedule.phases[index] is not Phase.BACKWARD:
+            self._join_backward(self.skipping.recompute(index))
+        self._note("pre_forward", unit)
+        # Its own backward prefetches.
+        self.executor.do(schedule.pre_forward(index, in_backward=True, grad_enabled=torch.is_grad_enabled()))
+        return schedule.phases[index]
 
     def resume_forward(self, unit: Unit) -> Phase:
         """``unit``'s forward goes on, in a further module or method; the user may have resharded meanwhile."""
-        return self.passes.resume_forward(unit.index)
+        self.executor.do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
+        return self.schedule.phases[unit.index]
 
     def forget_forward(self, unit: Unit) -> None:
         """``unit``'s forward has raised: the next one is not part of it."""
         self.schedule.phases[unit.index] = Phase.IDLE
 
     def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
-        """``unit`` has computed. ``leads_to``: what its output leads to."""
-        is_root = self.schedule.forward_root == unit.index
-        self.passes.post_forward(unit.index, leads_to)
-        if self.schedule.forward_root is None:
+        """``unit`` has computed, for the first time or again. ``leads_to``: what its output leads to."""
+        schedule, index = self.schedule, unit.index
+        is_root = schedule.forward_root == index
+        if schedule.phases[index] is Phase.FORWARD:
+            skipped = self.skipping.forward(~index, leads_to)
+            if skipped:
+                self._join_forward(skipped)
+        self._note("post_forward", unit)
+        self.executor.do(schedule.post_forward(index))
+        if schedule.forward_root is None:
             self._end_pass()
             if is_root:
-                self.passes.agree()
+                self._agree_on_order()
+
+    def _begin_forward(self, unit: Unit) -> None:
+        """A forward of ``unit`` begins that is a pass of its own."""
+        if self._seen_version != _Registered.tree_version:
+            self._collect()
+        if not self._is_agreed:  # before ranks wait for each other
+            check_agreement(self.class_name, self.units)
+            self._is_agreed = True
+        self.order_gathers()
+        self.post_optim_event = None
+        if self._memory_limit != self.unit.memory_limit:
+            self._memory_limit = limit = self.unit.memory_limit
+            make = _Registered.limits_memory
+            self.executor.filter = None if limit is None or make is None else make(limit, self)
+        if self.executor.filter is not None:
+            self.executor.filter.begin_forward()
+        self.skipping.begin_forward(unit.index, grad_enabled=torch.is_grad_enabled())
+
+    def _agree_on_order(self) -> None:
+        """A root's forward is over. If it was the first of its kind, or others were trained then, find out what the
+        other ranks have used."""
+        units = enumerate(self.units)
+        trainable = {i for i, unit in units if any(group.unsharded.trainable for group in unit.groups)}
+        used = self.skipping.end_forward(trainable)
+        if used is not None:
+            self.schedule.expect(self.skipping.agree(compare(self.units, used), trainable))
+
+    def _join_forward(self, events: Sequence[Event]) -> None:
+        """Gather what other ranks may use."""
+        for event in events:
+            unit = self.units[event if event >= 0 else ~event]
+            if not self._is_in_tree(unit):
+                self.skipping.leave_out(event)
+                note_tree_change()
+            elif event < 0:
+                self.executor.do(self.schedule.post_forward(~event))
+            else:
+                self._note("join_forward", unit)
+                for group in unit.groups:
+                    group.reshard_if_outdated()
+                actions = self.schedule.pre_forward(event, in_backward=False, grad_enabled=torch.is_grad_enabled())
+                self.executor.do(actions)
+
+    # Backward
 
     def pre_backward(self, unit: Unit) -> None:
         """A gradient has reached ``unit``: its output, or what something inside has returned."""
-        if not self.schedule.in_backward:
-            _torch.at_end_of_backward(self.end_backward)
-            self._free_unused_gradients()
-            self.passes.begin_backward()
-            self.performer.reductions.max_in_flight = max(each.max_reductions for each in self.units)
-            if any(group.has_hooks for each in self.units for group in each.groups):
-                # Pre-hooks may read what was written since forward began.
-                self.performer.services.streams.gather_after_compute()
-        elif self.schedule.phases[unit.index] is Phase.BACKWARD:
+        schedule, index = self.schedule, unit.index
+        if not schedule.in_backward:
+            self._begin_backward()
+        elif schedule.phases[index] is Phase.BACKWARD:
             return
-        self.passes.pre_backward(unit.index)
+        skipped = self.skipping.backward(~index)
+        if skipped:
+            self._join_backward(skipped)
+        self._start_backward("pre_backward", unit)
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of ``unit``'s parameters are there."""
-        if self.schedule.phases[unit.index] is Phase.FORWARD:
+        schedule, index = self.schedule, unit.index
+        if schedule.phases[index] is Phase.FORWARD:
             return  # the unit's own forward takes gradients on the way
-        if not self.schedule.in_backward:  # of a loss that no output led to, and of parameters that were kept
+        if not schedule.in_backward:  # of a loss that no output led to, and of parameters that were kept
             self.pre_backward(unit)
-        self.passes.post_backward(unit.index)
+        skipped = self.skipping.backward(index)
+        if skipped:
+            self._join_backward(skipped)
+        if index not in self.skipping.ended:
+            self._note("post_backward", unit)
+            self.executor.do(schedule.post_backward(index))
 
-    def on_early(self, unit: Unit) -> None:
-        """The gradients of a large unit are there that leave now and are freed while the others are computed."""
-        self.performer.do(self.schedule.half_backward(unit.index))
+    def _begin_backward(self) -> None:
+        """The first unit's backward is about to begin."""
+        _torch.at_end_of_backward(self.end_backward)
+        self.skipping.begin_backward()
+        self.executor.max_in_flight = max(unit.max_reductions for unit in self.units)
+        if any(group.unsharded.has_hooks for unit in self.units for group in unit.groups):
+            # Pre-hooks may read what was written since forward began.
+            self.executor.services.streams.gather_after_compute()
 
-    def on_halfway(self) -> None:
-        """Half of a unit's gradients are there, and the oldest reduction in flight has had that time to travel.
+    def _start_backward(self, event: str, unit: Unit) -> None:
+        self._note(event, unit)
+        if self.executor.filter is not None:
+            self.executor.filter.begin_backward(unit.index)
+        self.executor.do(self.schedule.pre_backward(unit.index))
 
-        It lands now: what it reads is freed before the other half needs memory. Measured with 2 ranks
-        (benchmarks/gloo_step.py, peak_memory.py): 2% more time, 6 to 9% less memory at the peak.
-        """
-        self.performer.reductions.make_room()
-
-    def order_gathers(self) -> None:
-        """What is gathered from here on reads what the optimizer has written: the user may have said when that was."""
-        if self.post_optim_event is None:
-            self.performer.services.streams.gather_after_compute()
-        else:
-            self.performer.services.streams.gather_after(self.post_optim_event)
+    def _join_backward(self, events: Sequence[Event]) -> None:
+        """Gather and reduce what other ranks may."""
+        for event in events:
+            if event < 0:
+                self._start_backward("join_backward", self.units[~event])
+            else:
+                self.executor.do(self.schedule.post_backward(event))
 
     def end_backward(self) -> None:
-        self.performer.note("end_backward", self.root)
+        """Autograd has executed the last node of a backward."""
+        self._note("end_backward", self.unit)
         for unit in self.units:
             unit.missing_modules.clear()
-        is_last = self.passes.end_backward()
+        by_hand = self.schedule.finalizes_by_hand
+        is_last = self.schedule.is_last_backward and not by_hand
+        self._join_backward(self.skipping.end_backward(is_last=is_last, ends_open=not by_hand))
+        self.executor.do(self.schedule.end_backward(self.skipping.ended))
         self._end_pass()
         if is_last:
             self._settle()
 
     def finalize_backward(self) -> None:
         """Start reducing what backwards have left, as the user asks for."""
-        self.performer.note("finalize_backward()", self.root)
-        self.passes.finalize()
+        self._note("finalize_backward()", self.unit)
+        self.skipping.reset()
+        self.executor.do(self.schedule.finalize())
         for unit in reversed(self.units):
             for group in unit.groups:
-                self.performer.reductions.start_partial(group)
+                self.executor.reduce_partial(group)
         self.is_reducing = True
-        self.performer.flush()
+        self.executor.flush()
 
     def land(self) -> None:
         """The gradients that ``finalize_backward`` has started to reduce are there."""
@@ -380,24 +550,34 @@ class RootContext:
         self._settle()
 
     def _land(self) -> None:
-        self.performer.do(((Action.LAND, self.root.index),))
-        self.performer.finish_landings()
+        self.executor.do(((Action.LAND, self.unit.index),))
+        self.executor.finish_copies()
 
     def _settle(self) -> None:
         """A step's gradients have landed: all ranks end with the same."""
         if any(unit.rules.reduces for unit in self.units):
-            self.presence.settle()
+            self._used.settle()
+
+    # Between passes
+
+    def order_gathers(self) -> None:
+        """What is gathered from here on reads what the optimizer has written: the user may have said when that was."""
+        streams = self.executor.services.streams
+        if self.post_optim_event is None:
+            streams.gather_after_compute()
+        else:
+            streams.gather_after(self.post_optim_event)
 
     def perform(self, action: Action, unit: Unit) -> None:
         """The user asks for ``action``."""
-        self.performer.note(f"{action.value}()", unit)
-        self.performer.do([(action, unit.index)])
+        self._note(f"{action.value}()", unit)
+        self.executor.do([(action, unit.index)])
         if action is Action.UNSHARD:
-            self.passes.skipped.by_hand.add(unit.index)
+            self.skipping.by_hand.add(unit.index)
         elif action is Action.RESHARD:
-            self.passes.skipped.by_hand.discard(unit.index)
-            self.performer.flush()
-            self.performer.wait_for_reads()
+            self.skipping.by_hand.discard(unit.index)
+            self.executor.flush()
+            self.executor.wait_for_reads()
 
     def abandon_forward(self) -> None:
         """Back to rest after an exception in forward: nothing in flight, shards bound. What earlier backwards have left
@@ -415,38 +595,80 @@ class RootContext:
         some of them, and the user may have zeroed the gradients since."""
         self.num_resets += 1
         self._come_to_rest()
-        self.presence.forget()
+        self._used.forget()
         self.schedule.awaits_finalization = False
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.discard_unreduced()
 
     def _come_to_rest(self) -> None:
-        self.performer.drop()
+        self.executor.drop()
         self.is_reducing = False
-        self.passes.reset()
+        self.schedule.reset()
+        self.skipping.reset()
         for unit in self.units:
             unit.missing_modules.clear()
             for group in unit.groups:
                 group.reshard()
         self._end_pass()
 
-    @property
-    def root_class(self) -> str:
-        """The class of the root's module, as the user knows it."""
-        return type(self.root.modules[0]).__name__
-
-    def _free_unused_gradients(self) -> None:
-        """The user may have let go of gradients since the last pass."""
-        for unit in self.units:
-            for group in unit.groups:
-                group.gradients.free_unused()
-
     def _end_pass(self) -> None:
         for unit in self.units:
             for group in unit.groups:
                 group.note_writes()
-        self.performer.services.memory.keep_freed(for_reuse=False)
-        self.performer.flush()
+        self.executor.flush()
         if not self.schedule.in_backward:  # I12
-            self.performer.finish_landings()
+            self.executor.finish_copies()
+
+
+def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
+    """``units`` with their names, the root first, go under one root of class ``root_class``.
+
+    Raises:
+        ScheduleError: one has settings that only a root may have, or parameters tied to another's.
+    """
+    for unit, name in units[1:]:
+        settings = (
+            (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
+            (unit.memory_limit is not None, "set_temporary_memory_limit", "None"),
+        )
+        for is_set, method, default in settings:
+            if is_set:
+                raise ScheduleError(
+                    f"{method} was called on '{name}', which is no root: {root_class} runs around it. Call it on the "
+                    f"root instead, after {method}({default}) on '{name}'."
+                )
+    for unit, name in units:
+        for slot in unit.left_out:
+            where = f"a {type(slot.module).__name__} in unit '{name or '(root)'}'"
+            raise ScheduleError(
+                f"parameter '{slot.name}' of {where} is tied to one of another unit, and fully_shard was not called on "
+                "a module that contains both. Call it on the outermost module, too, or list the parameter in "
+                "ignored_params."
+            )
+
+
+def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:
+    """Warn of trainable plain parameters under ``roots`` that are in none of the ``known`` slots: nobody reduces their
+    gradients, so ranks come to differ. Returns where they are."""
+    found = {
+        f"{prefix}.{name}" if prefix else name: slot
+        for root in roots
+        for prefix, module in root.named_modules()
+        for name, param in _torch.parameters_dict(module).items()
+        if param is not None
+        and param.requires_grad
+        and not isinstance(param, DTensor)
+        and (slot := Slot(module, name)) not in known
+    }
+    if found:
+        names = ", ".join(f"'{name}'" for name in list(found)[:_MAX_NAMES])
+        if len(found) > _MAX_NAMES:
+            names += f" and {len(found) - _MAX_NAMES} more"
+        warnings.warn(
+            f"parameters were added to a sharded module after fully_shard: {names}. They are not sharded, and nobody "
+            "reduces their gradients, so ranks come to differ. Call fully_shard on the new modules, and build the "
+            "optimizer after that; or freeze them with requires_grad_(False).",
+            stacklevel=2,
+        )
+    return list(found.values())

@@ -26,7 +26,6 @@ class Action(Enum):
     WAIT = "wait"  # the parameters are usable when this returns
     RESHARD = "reshard"  # back to the shards
     RESHARD_POST_FORWARD = "reshard_post_forward"  # back to shards on the smaller mesh
-    REDUCE_EARLY = "reduce_early"  # start reducing the gradients that are there in the middle of a backward
     REDUCE = "reduce"  # start reducing the gradients that the backward left, if any
     REDUCE_JOINTLY = "reduce_jointly"  # the same, zeros if it left none here: it may have on other ranks
     KEEP = "keep"  # or keep them on this rank
@@ -105,8 +104,6 @@ class Schedule:
         self._records_uses = False
         self._uses: list[int] = []  # post-forward order of every forward since the last backward
         self._use_positions: list[list[int]] = [[] for _ in self.rules]
-        self._last_begun = -1  # the unit whose backward began last
-        self._ran_alone = [False] * len(self.rules)  # units in whose last backward no other's began
         self._owed: set[int] = set()  # units that backwards have left to be reduced
 
     def take_over(self, earlier: Schedule) -> None:
@@ -174,22 +171,12 @@ class Schedule:
         if self.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
             return ()
         self.phases[unit] = Phase.BACKWARD
-        self._last_begun = unit
         self._prefetched.discard(unit)
         here = self._unsharding[unit] if self.rules[unit].unshard_in_backward else ()
         return here + self._prefetches(self._next_in_backward(unit))
 
-    def half_backward(self, unit: int) -> Actions:
-        """About half of ``unit``'s gradients are there. No other unit may gather or reduce before its backward ends,
-        since ranks that lack one of these gradients start all of them only then (I4): as in its last backward."""
-        is_own = self.phases[unit] is Phase.BACKWARD and self._ran_alone[unit]
-        if not is_own or not self.rules[unit].reduces or self.finalizes_by_hand:
-            return ()
-        return ((Action.REDUCE_EARLY, unit),)
-
     def post_backward(self, unit: int) -> Actions:
         self.phases[unit] = Phase.REDUCED
-        self._ran_alone[unit] = self._last_begun == unit
         return (*self._reshard_after_backward(unit), self._reduce_jointly(unit))
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
@@ -198,7 +185,6 @@ class Schedule:
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.phases))):
             if self.phases[unit] is not Phase.REDUCED or unit in ended:
-                self._ran_alone[unit] = self._last_begun == unit
                 actions += self._reshard_after_backward(unit)
                 actions.append(self._keep(unit) if self.finalizes_by_hand else self._reduce(unit))
         unused, self._prefetched = self._prefetched, set()

@@ -19,7 +19,7 @@ from fsdp2 import _torch
 from fsdp2.comm.memory import tensor_on
 from fsdp2.group.all_gather import pieces
 from fsdp2.group.extensions import HookContext, Hooks
-from fsdp2.group.param import write_stamp
+from fsdp2.group.shards import count_steps
 from fsdp2.plan.layout import JoinedLayout, ShardLayout, contiguous_stride, join
 from fsdp2.testing.stand_in import StandInMesh, local_of
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy
@@ -97,13 +97,15 @@ class Rank:
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._sent: tuple[torch.Tensor, ...] | None = None
         self._stamp: list[int] = []
+        self._num_steps = [0]
+        count_steps([self._param], self._num_steps)
         self._metadata: Any = None
         self._releases_outputs = False
 
     def send(self) -> tuple[torch.Tensor, ...]:
         """The payload; the earlier one, if the class has it kept and no write of the shard was noticed."""
         leaves = [leaf for leaf in _torch.leaves(self.shard) if leaf is not self.shard]
-        stamp = write_stamp([self._param, self.shard, *leaves])
+        stamp = [self._num_steps[0], *_torch.versions_of([self._param, self.shard, *leaves])]
         is_first = self._sent is None
         if self._sent is None or not self.hooks.keeps_inputs or stamp != self._stamp:
             self._sent, self._metadata = self.hooks.call_pre()

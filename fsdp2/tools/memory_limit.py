@@ -2,69 +2,56 @@
 
 A prefetch that does not fit is left out; the unit is gathered when it is needed. What is needed makes room: reductions
 in flight land, then gathers that nobody waits for yet are dropped. If that is not enough, the pass raises. All of it
-follows from plans and from the order of events, never from an allocator, so all ranks do the same.
+follows from plans and from the order of events, never from an allocator, so all ranks do the same (I16).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from fsdp2.runtime.reductions import Reductions
-from fsdp2.runtime.units import GroupedUnit
+from fsdp2.runtime.executor import Programs
+from fsdp2.runtime.root import Root, register_memory_limit
 from fsdp2.schedule.schedule import Action
 from fsdp2.schedule.states import GroupState
-from fsdp2.tools.budget import Ledger, UnitBytes
+from fsdp2.tools.memory_plan import Ledger, UnitBytes, group_bytes, unit_bytes
 from fsdp2.types import MemoryLimitError
 
-Programs = Mapping[tuple[Action, int], tuple[Callable[[], object], ...]]
 
-
-class Admission:
-    """See the module's text. ``perform``: what to call for an action on a unit without a limit. ``flush`` carries out
-    deferred releases. ``tell(action, unit, nbytes)`` tells observers.
+class MemoryLimit:
+    """A filter of the actions of ``root``: no more than ``limit`` bytes are held.
 
     Attributes:
-        limit: how many bytes may be held.
         programs: what to call for an action on a unit under the limit.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        units: Sequence[GroupedUnit],
-        perform: Programs,
-        reductions: Reductions,
-        flush: Callable[[], None],
-        tell: Callable[[str, GroupedUnit, int], None],
-    ) -> None:
-        self.limit, self._units = limit, units
-        self._perform, self._reductions, self._flush, self._tell = perform, reductions, flush, tell
-        self._index = {unit: index for index, unit in enumerate(units)}
-        self._ledger = Ledger([UnitBytes()] * len(units), limit)
+    def __init__(self, limit: int, root: Root) -> None:
+        self.limit, self._units, self._executor = limit, root.units, root.executor
+        self._ledger = Ledger([UnitBytes()] * len(root.units), limit)
         methods: dict[Action, Callable[[int], object]] = {
             Action.UNSHARD: self._unshard,
             Action.PREFETCH: self._prefetch,
             Action.WAIT: self._wait,
             Action.RESHARD: self._reshard,
             Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
-            Action.REDUCE_EARLY: partial(self._run, Action.REDUCE_EARLY),
             Action.REDUCE: partial(self._reduce, Action.REDUCE),
             Action.REDUCE_JOINTLY: partial(self._reduce, Action.REDUCE_JOINTLY),
             Action.KEEP: self._keep,
             Action.LAND: self._land,
         }
-        self.programs: Programs = {(action, index): (partial(methods[action], index),) for action, index in perform}
+        self.programs: Programs = {
+            (action, index): (partial(methods[action], index),) for action, index in root.executor.programs
+        }
 
-    def recount(self) -> None:
+    def begin_forward(self) -> None:
         """A pass begins: whatever was done by hand, or cut short by an exception, counts as it is now.
 
         Raises:
             MemoryLimitError: some unit will not fit.
         """
-        ledger = self._ledger = Ledger([footprint_of(unit) for unit in self._units], self.limit)
+        ledger = self._ledger = Ledger([unit_bytes(unit) for unit in self._units], self.limit)
         for index, unit in enumerate(self._units):
             self._check(index)
             states = {group.state for group in unit.groups}
@@ -73,21 +60,21 @@ class Admission:
             elif GroupState.UNSHARDED in states:
                 ledger.wait(index)
             else:
-                ledger.reshard(index, self._left(index, rests=GroupState.SHARDED_POST_FORWARD in states))
+                ledger.reshard(index, self._left(index, post_forward=GroupState.SHARDED_POST_FORWARD in states))
 
-    def begin_backward(self, unit: GroupedUnit) -> None:
-        """``unit``'s backward begins: what its gradients take is held from here on.
+    def begin_backward(self, unit: int) -> None:
+        """The backward of ``unit`` begins: what its gradients take is held from here on.
 
         Raises:
             MemoryLimitError: it does not fit.
         """
-        index, rules = self._index[unit], unit.rules
+        index, rules = unit, self._units[unit].rules
         self._measure(index)
         ways = {"gathers": rules.unshard_in_backward, "reshards": rules.reshard_after_backward}
         self._make_room(index, self._ledger.to_run_backward(index, **ways))
         self._ledger.run_backward(index, **ways)
 
-    # Actions. None says that it has started a gather: what is freed is not kept for reuse, as that is not counted
+    # Actions
 
     def _unshard(self, index: int) -> None:
         states = [group.state for group in self._units[index].groups]
@@ -102,8 +89,8 @@ class Admission:
         self._measure(index)
         nbytes = self._ledger.to_unshard(index)
         if not self._ledger.fits(nbytes):
-            self._flush()  # what was released must not wait for a gather that does not come
-            self._tell("withhold", self._units[index], nbytes)
+            self._executor.flush()  # what was released must not wait for a gather that does not come
+            self._executor.tell("withhold", self._units[index], nbytes)
             return
         self._run(Action.PREFETCH, index)
         self._ledger.unshard(index)
@@ -114,15 +101,15 @@ class Admission:
 
     def _reshard(self, index: int) -> None:
         self._run(Action.RESHARD, index)
-        self._ledger.reshard(index, self._left(index, rests=False))
+        self._ledger.reshard(index, self._left(index, post_forward=False))
 
     def _reshard_post_forward(self, index: int) -> None:
         self._run(Action.RESHARD_POST_FORWARD, index)
-        self._ledger.reshard(index, self._left(index, rests=True))
+        self._ledger.reshard(index, self._left(index, post_forward=True))
 
     def _reduce(self, action: Action, index: int) -> None:
         self._run(action, index)
-        self._ledger.reduce(index, self._reductions.max_in_flight)
+        self._ledger.reduce(index, self._executor.max_in_flight)
 
     def _keep(self, index: int) -> None:
         self._run(Action.KEEP, index)
@@ -133,7 +120,7 @@ class Admission:
         self._ledger.land()
 
     def _run(self, action: Action, index: int) -> None:
-        for run in self._perform[action, index]:
+        for run in self._executor.programs[action, index]:
             run()
 
     # Decisions
@@ -145,13 +132,13 @@ class Admission:
         room = ledger.room_for(nbytes, index)
         if room is None:
             raise self._refused(index, nbytes)
-        self._tell("make_room", self._units[index], nbytes)
+        self._executor.tell("make_room", self._units[index], nbytes)
         if room.landings:
             ledger.land(room.landings)
-            self._reductions.land_down_to(ledger.num_reductions)
+            self._executor.land_down_to(ledger.num_reductions)
         for other in room.dropped:
             self._reshard(other)
-        self._flush()
+        self._executor.flush()
 
     def _check(self, index: int) -> None:
         """Does a unit fit beside its root, in this forward and in a backward that may follow?
@@ -181,20 +168,15 @@ class Admission:
 
     def _measure(self, index: int) -> None:
         """Plans may have been compiled anew."""
-        before, self._ledger.sizes[index] = self._ledger.sizes[index], footprint_of(self._units[index])
+        before, self._ledger.sizes[index] = self._ledger.sizes[index], unit_bytes(self._units[index])
         if self._ledger.sizes[index] != before:
             self._check(index)
 
-    def _left(self, index: int, *, rests: bool) -> int:
+    def _left(self, index: int, *, post_forward: bool) -> int:
         """What stays of a unit's parameters when it is resharded."""
         groups = self._units[index].groups
-        kept = sum(group.footprint.unsharded for group in groups if group.keeps_storage)
-        return kept + (sum(group.footprint.resting for group in groups) if rests else 0)
-
-
-def footprint_of(unit: GroupedUnit) -> UnitBytes:
-    """What the groups of ``unit`` take."""
-    return sum((group.footprint for group in unit.groups), UnitBytes())
+        kept = sum(group_bytes(group).unsharded for group in groups if group.keeps_storage)
+        return kept + (sum(group_bytes(group).post_forward for group in groups) if post_forward else 0)
 
 
 def _described(sizes: UnitBytes) -> str:
@@ -205,3 +187,8 @@ def _described(sizes: UnitBytes) -> str:
         "copies to reduce": sizes.copies,
     }
     return "of " + ", ".join(f"{name} {nbytes}" for name, nbytes in named.items() if nbytes)
+
+
+def register() -> None:
+    """Have every root with a limit use this."""
+    register_memory_limit(MemoryLimit)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.runtime.stalls import StallWatch
+from fsdp2.runtime.rank_checks import StallWatch
 from tests.distributed.support import Stack, batch, seeded
 from tests.harness.comms import messages_only
 from tests.harness.distributed import RankContext
@@ -47,7 +47,7 @@ def _watched(ctx: RankContext, model: Any) -> list[str]:
     """What is said of stalls, as if the device had the collectives and this thread waited for the device. Unlike there,
     the wait ends."""
     stalls, heard = StallWatch(ctx.rank, lambda: False, TIMEOUT_S), _Heard()
-    stalls.add(model._unit().context.performer)
+    stalls.add(model._unit().form_root())
     logging.getLogger("fsdp2").addHandler(heard)
     threading.Thread(target=stalls.run, daemon=True).start()
     return heard.messages

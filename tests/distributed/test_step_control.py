@@ -382,7 +382,7 @@ attribute.""",
 
 def _share(ctx: RankContext) -> str:
     first, second = sharded(ctx), sharded(ctx)
-    services = {id(unit_of(module).context.performer.services) for module in (first, second)}  # type: ignore[union-attr]
+    services = {id(unit_of(module).form_root().executor.services) for module in (first, second)}  # type: ignore[union-attr]
     assert len(services) == 1
     share_comm_ctx([])
     share_comm_ctx([first, second])

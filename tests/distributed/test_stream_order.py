@@ -49,11 +49,11 @@ _WAITS = [
     ("wait_here", "group.all_gather.drop", scenarios.resting_and_gathered_in_vain),
     ("wait_here", "comm.memory.flush", scenarios.direct),
     ("wait_here", "comm.memory.flush", scenarios.resting_on_a_smaller_mesh),
-    ("wait_here", "group.reduce_scatter.finish", scenarios.direct_cast),
-    ("wait_here", "group.reduce_scatter.wait", scenarios.plain),
+    ("wait_here", "group.gradients.finish", scenarios.direct_cast),
+    ("wait_here", "group.gradients.wait", scenarios.plain),
     ("gather_after_compute", "runtime.root.order_gathers", scenarios.plain),
-    ("reduce_after_compute", "group.reduce_scatter.issue", scenarios.direct),
-    ("reduce_after_compute", "group.gradients._carry_on", scenarios.partial_sums_carried_on_alone),
+    ("reduce_after_compute", "group.reduce_scatter.launch", scenarios.direct),
+    ("reduce_after_compute", "group.gradients._start_landing", scenarios.partial_sums_carried_on_alone),
     ("wait_on_cpu", "comm.offload.wait", scenarios.offloaded),
 ]
 

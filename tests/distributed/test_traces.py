@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from expecttest import assert_expected_inline
 
+from fsdp2 import Observer
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext
 
 
@@ -232,3 +234,46 @@ def _nothing_recorded_outside(ctx: RankContext) -> int:
 
 def test_nothing_is_recorded_outside_the_block() -> None:
     assert same_on_all_ranks(_nothing_recorded_outside) == 0
+
+
+def _traces_of_parts(ctx: RankContext) -> list[tuple[str, ...]]:
+    """What records of a block and of the model say of that block, before there is a root and after."""
+    model = sharded(ctx)
+    found = []
+    for _ in range(2):
+        with trace.record(model.blocks[0]) as of_block, trace.record(model) as of_model:
+            step(model)
+        said = "\n".join(line for line in str(of_model).splitlines() if "blocks.0" in line)
+        found.append((str(of_block), said))
+    step(model)
+    assert str(of_block) == said
+    return found
+
+
+def test_a_unit_is_recorded_on_its_own_even_before_it_has_a_root() -> None:
+    for of_block, said_of_block in same_on_all_ranks(_traces_of_parts):
+        assert of_block == said_of_block
+        assert of_block.startswith(("pre_forward blocks.0", "    prefetch blocks.0"))
+
+
+def _transitions_of_a_unit(ctx: RankContext) -> list[str]:
+    class Transitions(Observer):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def on_transition(self, unit: str, before: str, after: str) -> None:
+            self.seen.append(f"{unit} {before} {after}")
+
+    model, transitions = sharded(ctx), Transitions()
+    with trace.observe(model.blocks[1], transitions), torch.no_grad():
+        model(batch())
+    model(batch())
+    return transitions.seen
+
+
+def test_transitions_are_those_of_the_units_that_are_observed() -> None:
+    assert same_on_all_ranks(_transitions_of_a_unit) == [
+        "blocks.1 SHARDED UNSHARDING",
+        "blocks.1 UNSHARDING UNSHARDED",
+        "blocks.1 UNSHARDED SHARDED",
+    ]

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from fsdp2.runtime.stalls import StallWatch
+from fsdp2.runtime.rank_checks import StallWatch
 from tests.gpu.support import batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
 
@@ -27,17 +27,17 @@ class _Heard(logging.Handler):
 def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankContext) -> None:
     model, heard = sharded(ctx, num_blocks=2), _Heard()
     model(batch())
-    performer = model._unit().context.performer  # type: ignore[attr-defined]
+    root = model._unit().form_root()  # type: ignore[attr-defined]
     logging.getLogger("fsdp2").addHandler(heard)
     try:
-        watch = StallWatch(ctx.rank, performer.services.streams.is_idle, TIMEOUT_S)
-        watch.add(performer)
+        watch = StallWatch(ctx.rank, root.executor.services.streams.is_idle, TIMEOUT_S)
+        watch.add(root)
         threading.Thread(target=watch.run, daemon=True).start()
-        with performer.services.streams.on_gather():
+        with root.executor.services.streams.on_gather():
             torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits
         torch.cuda.synchronize()
     finally:
         logging.getLogger("fsdp2").removeHandler(heard)
     assert len(heard.messages) == 1
     assert f"timeout is {TIMEOUT_S} s" in heard.messages[0]
-    assert f"Last events there: {performer.story()}." in heard.messages[0]
+    assert f"Last events there: {root.story()}." in heard.messages[0]

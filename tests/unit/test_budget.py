@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fsdp2.schedule.schedule import AfterForward, Schedule, UnitRules
-from fsdp2.tools.budget import Ledger, Room, UnitBytes, simulate
+from fsdp2.tools.memory_plan import Ledger, Room, UnitBytes, simulate
 
 ROOT = UnitBytes(unsharded=10, gradients=10, copies=1, sent=11)
-UNIT = UnitBytes(unsharded=100, arriving=5, resting=20, gradients=100, copies=7, sent=107)
+UNIT = UnitBytes(unsharded=100, arriving=5, post_forward=20, gradients=100, copies=7, sent=107)
 
 
 def _ledger(limit: float, num_units: int = 4) -> Ledger:

@@ -21,15 +21,6 @@ FOLDERS: list[set[str]] = [
     {"types", "_torch"},
 ]
 LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for folder in folders}
-# Imports that go up all the same: features that have to be plugged in from above instead.
-UPWARD: dict[str, set[str]] = {
-    "group.gradients": {"tools.budget", "tools.footprint"},
-    "group.group": {"tools.budget"},
-    "group.unsharded": {"tools.budget", "tools.footprint"},
-    "plan.plan": {"comm.backends"},
-    "runtime.executor": {"tools.memory_limit"},
-    "runtime.hooks": {"tools.inner_gradients"},
-}
 PACKAGE = Path(fsdp2.__file__).parent
 
 
@@ -110,7 +101,7 @@ def test_every_folder_has_a_level() -> None:
 def test_module_imports_from_its_own_or_lower_folders_only(module: str) -> None:
     own = LEVEL_OF[_folder(module)]
     upward = {other for other in _imported_modules(module) if LEVEL_OF[_folder(other)] < own}
-    assert upward == UPWARD.get(module, set())
+    assert upward == set()
 
 
 def test_no_two_modules_import_each_other_by_any_way_round() -> None:

@@ -17,7 +17,6 @@ import torch
 from expecttest import assert_expected_inline
 
 from fsdp2._torch import GradDtype
-from fsdp2.plan import plan
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout
 from fsdp2.plan.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces
@@ -189,28 +188,6 @@ reduce-scatter float32 -> float32, divide by 1 before, 4 after
   small: bucket, 4 x 6 elements
   large: direct, 4 x 288 elements""",
     )
-
-
-def _early(*inputs: PlanInput, min_nbytes: int = 0) -> list[str]:
-    """Names of what travels ahead of the rest, by position in the plans."""
-    before, plan.SPLIT_MIN_NBYTES = plan.SPLIT_MIN_NBYTES, min_nbytes
-    try:
-        plans = compile_reduces(inputs, Preferences(), WORLD_SIZE, splits=True)  # type: ignore[arg-type]
-    finally:
-        plan.SPLIT_MIN_NBYTES = before
-    return [step.name for each in plans for step in each.steps[len(each.steps) - each.num_early :]]
-
-
-def test_about_half_of_a_large_group_travels_early_and_of_it_what_backward_reaches_first() -> None:
-    alike = [_input(name, (64, 32)) for name in "abcdefg"]
-    assert _early(*alike) == ["e", "f", "g"]
-    assert _early(*alike, min_nbytes=7 * 64 * 32 * 4 + 1) == []
-    assert _early(_input("bias", (4,)), _input("weight", (64, 32))) == []  # all of it would be early
-    assert _early(_input("a", (64, 32)), _input("large", (64, 96)), _input("c", (64, 32))) == ["c"]
-    assert _early(_input("a", (64, 32)), _input("b", (64, 32)), _input("bias", (4,))) == ["b"]
-    mixed = [_input("a", (64, 32)), _input("b", (64, 32), orig=BF16), _input("c", (64, 32)), _input("d", (64, 32))]
-    assert _early(*mixed) == ["c", "d"]
-    assert _early(*mixed, _input("e", (64, 32), orig=BF16), _input("f", (64, 32))) == ["d", "f", "e"]
 
 
 def test_reduce_has_a_plan_per_combination_of_dtypes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from fsdp2.runtime.stalls import StallWatch
+from fsdp2.runtime.rank_checks import StallWatch
 
 
 class _Root:
