@@ -1,8 +1,8 @@
 """What all benchmarks share: a model's block, peers that take turns, and the one way in which results are reported.
 
 A script makes one claim, which its first line states: ``Claim: ...``. It hands its tables to ``publish``, which prints
-them and writes ``benchmarks/results/<script>.json``; ``render.py`` shows those files in the documentation, ``check.py``
-compares a later run with them.
+them. Under ``run.py`` it also writes ``benchmarks/results/<script>.json``; ``render.py`` shows those files in the
+documentation, ``check.py`` compares a later run with them.
 
     publish("gloo_step", "Forward and backward, 2 gloo ranks", [Table("main", "Median ms per step", columns, rows)])
 """
@@ -119,15 +119,14 @@ class Table:
 
 
 def publish(script: str, title: str, tables: Sequence[Table]) -> None:
-    """Print ``tables`` and write them, with what a reader needs to judge or repeat them, to ``<script>.json``.
+    """Print ``tables`` with what a reader needs to judge or repeat them.
 
-    A run with arguments is not what the documentation shows, so it writes nothing, except to the folder that the
-    environment variable ``FSDP2_BENCH_RESULTS`` names.
+    Where the environment variable ``FSDP2_BENCH_RESULTS`` names a folder, as ``run.py`` has it, write them there, too,
+    to ``<script>.json``. So a run by hand leaves the committed results alone.
     """
     record = _record(script, title, tables)
     print(shown(record))
-    folder = os.environ.get(RESULTS_FOLDER_VARIABLE) or (None if sys.argv[1:] else RESULTS)
-    if folder is not None:
+    if folder := os.environ.get(RESULTS_FOLDER_VARIABLE):
         path = Path(folder) / f"{script}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_as_json(record))
@@ -194,14 +193,14 @@ def seconds_per_call(
     return measure
 
 
-def print_profile(step: Callable[[], object], num_lines: int) -> None:
-    """Where the Python of a step goes."""
+def print_profile(step: Callable[[], object], num_lines: int, within: str = "") -> None:
+    """Where the Python of a step goes; of functions in files whose path has a match of ``within``."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(10):
         step()
     profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(num_lines)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(within, num_lines)
 
 
 def _record(script: str, title: str, tables: Sequence[Table]) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Runs benchmarks one after the other, and says how long each took. One that fails does not stop the others.
 
-python benchmarks/run.py [SCRIPT ...] [-- ARGUMENTS OF EACH SCRIPT]
+They write what the documentation shows, ``benchmarks/results/<script>.json``. With arguments, which measure something
+else, they only print.
+
+    python benchmarks/run.py [SCRIPT ...] [-- ARGUMENTS OF EACH SCRIPT]
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import RESULTS_FOLDER_VARIABLE, table
+from common import RESULTS, RESULTS_FOLDER_VARIABLE, table
 
 CLAIM = '"""Claim: '  # begins a benchmark; whatever else is in the folder helps them
 
@@ -31,7 +34,7 @@ def named(text: str) -> Path:
 
 
 def run(scripts: Sequence[Path], arguments: Sequence[str] = (), results: Path | None = None) -> bool:
-    """Run ``scripts``, which write to ``results`` if it is given; True where all of them succeeded."""
+    """Run ``scripts``, which write to the folder ``results`` if it is given; True where all of them succeeded."""
     environment = {**os.environ, **({RESULTS_FOLDER_VARIABLE: str(results)} if results else {})}
     rows: list[list[object]] = []
     for script in scripts:
@@ -46,7 +49,9 @@ def run(scripts: Sequence[Path], arguments: Sequence[str] = (), results: Path | 
 def main() -> int:
     given = sys.argv[1:]
     split = given.index("--") if "--" in given else len(given)
-    return 0 if run([*map(named, given[:split])] or benchmarks(), given[split + 1 :]) else 1
+    arguments = given[split + 1 :]
+    results = None if arguments or RESULTS_FOLDER_VARIABLE in os.environ else RESULTS
+    return 0 if run([*map(named, given[:split])] or benchmarks(), arguments, results) else 1
 
 
 if __name__ == "__main__":

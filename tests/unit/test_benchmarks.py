@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import check
 import common
+import run as run_module
 from check import Verdict, compare
 from common import ROOT, Bars, Ratios, Table, publish
 from render import digest, markers, read_results, render, tables
@@ -29,8 +30,7 @@ PAGES = {path.name: path for path in [ROOT / "README.md", *(ROOT / "docs").glob(
 @pytest.fixture
 def _run_of_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks/example.py"])
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    monkeypatch.delenv("FSDP2_BENCH_RESULTS", raising=False)
+    monkeypatch.setenv("FSDP2_BENCH_RESULTS", str(tmp_path / "results"))
     monkeypatch.setenv("FSDP2_BENCH_COMMIT", "abc1234")
 
 
@@ -68,15 +68,17 @@ python benchmarks/example.py""",
         assert {"machine", "torch", "date", "command", "seconds"} <= set(record)
 
     @pytest.mark.usefixtures("_run_of_a_script")
-    def test_a_run_with_options_leaves_the_committed_results_alone(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(sys, "argv", ["benchmarks/example.py", "--case", "7"])
+    def test_a_run_by_hand_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("FSDP2_BENCH_RESULTS")
+        monkeypatch.setattr(common, "RESULTS", tmp_path / "committed")
         publish("example", "An example", [_table(["plain", 1, 0.5])])
         assert not list(tmp_path.iterdir())
-        monkeypatch.setenv("FSDP2_BENCH_RESULTS", str(tmp_path / "elsewhere"))
+
+    @pytest.mark.usefixtures("_run_of_a_script")
+    def test_a_run_with_options_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "argv", ["benchmarks/example.py", "--case", "7"])
         publish("example", "An example", [_table(["plain", 1, 0.5])])
-        record = json.loads((tmp_path / "elsewhere" / "example.json").read_text())
+        record = json.loads((tmp_path / "results" / "example.json").read_text())
         assert record["command"] == "python benchmarks/example.py --case 7"
 
     @pytest.mark.parametrize(
@@ -164,6 +166,34 @@ example: not the machine and torch of the committed results; ratios are compared
         (tmp_path / "ill.py").write_text("raise SystemExit(3)")
         assert run([tmp_path / "well.py"])
         assert not run([tmp_path / "ill.py", tmp_path / "well.py"])
+
+
+class TestRun:
+    @pytest.mark.parametrize(
+        ("arguments", "variable", "written"),
+        [([], None, "committed"), (["--", "--case", "7"], None, None), ([], "elsewhere", "elsewhere")],
+    )
+    def test_it_writes_the_committed_results_where_no_argument_and_no_folder_is_given(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        arguments: list[str],
+        variable: str | None,
+        written: str | None,
+    ) -> None:
+        script = tmp_path / "example.py"
+        script.write_text(
+            f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+            "from common import Table, publish\n"
+            "publish('example', 'An example', [Table('main', 'Milliseconds', ['', 'ratio'], [['plain', 0.5]])])\n"
+        )
+        monkeypatch.setattr(sys, "argv", ["benchmarks/run.py", str(script), *arguments])
+        monkeypatch.setattr(run_module, "RESULTS", tmp_path / "committed")
+        monkeypatch.delenv("FSDP2_BENCH_RESULTS", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("FSDP2_BENCH_RESULTS", str(tmp_path / variable))
+        assert run_module.main() == 0
+        assert [path.parent.name for path in tmp_path.rglob("example.json")] == ([written] if written else [])
 
 
 class TestPages:
