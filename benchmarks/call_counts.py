@@ -1,8 +1,8 @@
-"""Claim: beyond the unsharded model, a step under fsdp2 makes less than a third of the Python calls that it makes under
+"""Claim: beyond the unsharded model, a step under fsdp2 makes about a third of the Python calls that it makes under
 torch's ``fully_shard``.
 
-One warm step of 16 units of 9 parameters, on the process group of ``null_group.py`` with 8 ranks, under
-``sys.setprofile`` in all threads, without garbage collection. Counted, each per unit:
+One warm step of 16 units of 9 parameters, blocks or the layers of a Llama, on the process group of ``null_group.py``
+with 8 ranks, under ``sys.setprofile`` in all threads, without garbage collection. Counted, each per unit:
 
 - all calls: of any Python function, minus those of the same step of the unsharded model;
 - calls in the runtime: of functions in the runtime's files: all of ``fsdp2/``, or all of ``torch/distributed/fsdp/``;
@@ -10,10 +10,10 @@ One warm step of 16 units of 9 parameters, on the process group of ``null_group.
 
 and the files of the runtime that the step enters. Counts are exact: the same on every run.
 
-    python benchmarks/call_counts.py [--list [{fsdp2,torch}]]
+    python benchmarks/call_counts.py [--list [{fsdp2,torch}]] [--llama]
 
 ``--list`` prints instead what one unit's forward and backward call, in order and indented by depth: the calls in the
-runtime, and those from there into other files.
+runtime, and those from there into other files. With ``--llama``, of a Llama's layer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from common import Block, Table, publish
+from common import Table, publish
+from llama import MISSING, loss, units
 from null_group import null_process_group
-from runtime_overhead import RUNTIMES, Case, model_and_input, sharded, stepper
+from runtime_overhead import LLAMA, RUNTIMES, Case, Step, model_and_input, sharded, stepper, summed
 from torch import Tensor, nn
 
-CASE = Case("8 ranks, fp32", num_blocks=16)
-FOLDERS = {name: str(Path(runtime.__file__).parent) + "/" for name, runtime in RUNTIMES.items()}
-LISTED = CASE.num_blocks // 2
+NUM_UNITS = LLAMA.num_layers
+LISTED = NUM_UNITS // 2
+FOLDERS = {name: f"{Path(str(runtime.__file__)).parent}/" for name, runtime in RUNTIMES.items()}
 
 
 @dataclass(frozen=True)
@@ -88,33 +89,45 @@ class Recorder:
 
 def _profile(hook: Callable[..., None] | None) -> None:
     """In all threads; before Python 3.12, in this one and in those that start from now on."""
-    threading.setprofile(hook)  # type: ignore[arg-type]
+    threading.setprofile(hook)
     getattr(sys, "_setprofileallthreads", sys.setprofile)(hook)
 
 
-def calls_of_a_step(step: Callable[[], None]) -> list[Call]:
+def calls_of_a_step(step: Step) -> list[Call]:
     recorder = Recorder()
     with recorder.recording():
         step()
     return recorder.calls
 
 
-def counts() -> list[list[object]]:
-    """A row per figure."""
-    model, x = model_and_input(CASE)
-    num_plain = len(calls_of_a_step(stepper(copy.deepcopy(model), x)))
+Subject = tuple[nn.Module, Callable[[nn.Module], Step]]  # a model, and what makes a step of it or of a sharded copy
+
+
+def blocks() -> Subject:
+    model, x = model_and_input(Case("", num_blocks=NUM_UNITS))
+    return model, lambda model: stepper(model, x, summed)
+
+
+def llama() -> Subject:
+    return LLAMA.model(), lambda model: stepper(model, LLAMA.tokens(), loss)
+
+
+def table(name: str, title: str, subject: Subject) -> Table:
+    model, stepper_of = subject
+    num_plain = len(calls_of_a_step(stepper_of(copy.deepcopy(model))))
     columns = []
-    for name, runtime in RUNTIMES.items():
-        calls = calls_of_a_step(stepper(sharded(copy.deepcopy(model), runtime, CASE.mixed), x))
-        own = [call for call in calls if call.is_in(FOLDERS[name])]
+    for runtime_name, runtime in RUNTIMES.items():
+        calls = calls_of_a_step(stepper_of(sharded(copy.deepcopy(model), runtime, mixed=False)))
+        own = [call for call in calls if call.is_in(FOLDERS[runtime_name])]
         totals = [len(calls) - num_plain, len(own), sum(call.is_crossing for call in own)]
-        columns.append([total / CASE.num_blocks for total in totals])
-        columns[-1].append(len({call.callee.co_filename for call in own}))
+        num_files = len({call.callee.co_filename for call in own})
+        columns.append([*(total / NUM_UNITS for total in totals), num_files])
     names = ["all calls", "calls in the runtime", "crossings", "files of the runtime"]
-    return [
+    rows = [
         [name, f"{ours:.0f}", f"{theirs:.0f}", ours / theirs]
         for name, ours, theirs in zip(names, *columns, strict=True)
     ]
+    return Table(name, title, ["", "fsdp2", "torch", "ratio"], rows, noise=0)
 
 
 # One unit's calls
@@ -135,34 +148,34 @@ class _Mark(torch.autograd.Function):
         return gradient, None, None
 
 
-class _MarkedBlock(Block):
-    """Says when its forward begins, ahead of all hooks, and when its backward has ended, behind all hooks."""
+def _mark(unit: nn.Module, index: int, note: Callable[[str], None]) -> None:
+    """Have ``unit`` say when its forward begins, ahead of all hooks, and when its backward has ended, behind them."""
+    base = type(unit)
 
-    note: Callable[[str], None]
-    index: int
+    def call(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return base.__call__(self, _Mark.apply(x, note, index), *args, **kwargs)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(_Mark.apply(x, self.note, self.index))
+    unit.__class__ = type(f"Marked{base.__name__}", (base,), {"__call__": call})
 
 
-def print_list(name: str) -> None:
+def print_list(name: str, subject: Subject) -> None:
     """What one unit calls under the runtime ``name``."""
     recorder, starts = Recorder(), dict[str, int]()
 
     def note(mark: str) -> None:
         starts[mark] = len(recorder.calls)
 
-    _, x = model_and_input(CASE)
-    blocks = [_MarkedBlock(CASE.width) for _ in range(CASE.num_blocks)]
-    for index, block in enumerate(blocks):
-        block.note, block.index = note, index
-    step = stepper(sharded(nn.Sequential(*blocks), RUNTIMES[name], CASE.mixed), x)
+    model, stepper_of = subject
+    for index, unit in enumerate(units(model)[:-1]):
+        _mark(unit, index, note)
+    step = stepper_of(sharded(model, RUNTIMES[name], mixed=False))
     with recorder.recording():
         step()
     for phase, following in (("forward", LISTED + 1), ("backward", LISTED - 1)):
         calls = recorder.calls[starts[f"{phase} {LISTED}"] : starts[f"{phase} {following}"]]
         own = [call for call in calls if call.is_in(FOLDERS[name])]
-        print(f"{phase} of one unit: {len(own)} calls, {sum(call.is_crossing for call in own)} crossings")
+        num_crossings = sum(call.is_crossing for call in own)
+        print(f"{phase} of one unit: {len(own)} calls in the runtime, {num_crossings} crossings")
         print("\n".join(_lines(calls, FOLDERS[name])), end="\n\n")
 
 
@@ -187,15 +200,19 @@ def _short(path: str, folder: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", nargs="?", choices=RUNTIMES, const="fsdp2", help="print one unit's calls instead")
+    parser.add_argument("--llama", action="store_true", help="list those of a Llama's layer")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with null_process_group(CASE.world_size):
+    with null_process_group(8):
         if options.list:
-            print_list(options.list)
+            print_list(options.list, llama() if options.llama else blocks())
             return
-        rows = counts()
-    table = Table("main", "Python calls per group and step", ["", "fsdp2", "torch", "ratio"], rows, noise=0)
-    publish("call_counts", "Python calls per group of 9 parameters and step, width 16, 8 ranks, fp32", [table])
+        tables = [table("main", "Python calls per block and step", blocks())]
+        if MISSING:
+            print(f"without the Llama: {MISSING}")
+        else:
+            tables.append(table("llama", "Python calls per layer of a Llama and step", llama()))
+    publish("call_counts", "Python calls per group of 9 parameters and step, 8 ranks, fp32", tables)
 
 
 if __name__ == "__main__":

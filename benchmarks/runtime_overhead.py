@@ -1,13 +1,15 @@
 """Claim: fsdp2's runtime costs about a quarter of that of torch's ``fully_shard``, from 8 to 4096 ranks, and is
-linear in groups; setting up 1,000 groups takes no longer; and groups of tensor subclasses with all-gather hooks cost
-a third of torch's.
+linear in groups; setting up 1,000 groups takes no longer; groups of tensor subclasses with all-gather hooks cost a
+third of torch's; and so do the layers of a Llama.
 
 With a process group that does nothing, a step's time beyond the unsharded model is the runtime's own: hooks, schedule,
 allocation, copies in and out of buffers, binding, DTensor gradients. The model has 32 blocks of 9 parameters; one
 thread. At width 16 the copies are negligible, unless parameters are padded to many more ranks than they have rows; at
-width 256 they are not. Times are the least of several rounds in which all take turns.
+width 256 they are not. The Llama is that of Hugging Face's transformers; its embedding and head, in the root's group,
+are a part of what is divided by the number of layers. Times are CPU time, since nothing waits, but for those of setting
+up; the least of several rounds in which all take turns.
 
-    python benchmarks/runtime_overhead.py [--rounds 5] [--profile]
+    python benchmarks/runtime_overhead.py [--rounds 5] [--only TABLE ...] [--profile [{blocks,llama}]]
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from common import Block, Ratios, Table, print_profile, publish, seconds_per_call
+from llama import MISSING, Llama, loss, units
 from null_group import null_process_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +53,8 @@ RANKS = [Case(f"{w} ranks, {name}", w, mixed=mixed) for name, mixed in PRECISION
 WIDE = [Case(f"{w} ranks, {name}", w, 256, mixed) for name, mixed in PRECISIONS.items() for w in (8, 64)]
 GROUPS = [Case(f"{n} groups", num_blocks=n) for n in (32, 250, 1000)]
 HOOKS = Case("8 ranks, bf16/fp32", mixed=True)
+LLAMA = Llama(width=64, num_layers=16, num_tokens=8)
+Step = Callable[[], None]
 
 
 def policy(runtime: object, mixed: bool) -> object:
@@ -57,17 +64,20 @@ def policy(runtime: object, mixed: bool) -> object:
 
 def sharded(model: nn.Module, runtime: object, mixed: bool) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model:  # type: ignore[attr-defined]
-        runtime.fully_shard(block, mesh=mesh, mp_policy=policy(runtime, mixed))  # type: ignore[attr-defined]
-    runtime.fully_shard(model, mesh=mesh, mp_policy=policy(runtime, mixed))  # type: ignore[attr-defined]
+    for unit in units(model):
+        runtime.fully_shard(unit, mesh=mesh, mp_policy=policy(runtime, mixed))  # type: ignore[attr-defined]
     return model
 
 
-def stepper(model: nn.Module, x: Tensor) -> Callable[[], None]:
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().sum()
+
+
+def stepper(model: nn.Module, x: Tensor, loss: Callable[[nn.Module, Tensor], Tensor] = summed) -> Step:
     parameters = list(model.parameters())
 
     def step() -> None:
-        model(x).float().sum().backward()
+        loss(model, x).backward()
         for parameter in parameters:
             parameter.grad = None
 
@@ -81,17 +91,17 @@ def model_and_input(case: Case) -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*(Block(case.width) for _ in range(case.num_blocks))), torch.randn(BATCH_SIZE, case.width)
 
 
-def unsharded(case: Case, model: nn.Module, x: Tensor) -> Callable[[], None]:
+def unsharded(case: Case, model: nn.Module, x: Tensor) -> Step:
     dtype = torch.bfloat16 if case.mixed else torch.float32
     return stepper(copy.deepcopy(model).to(dtype), x.to(dtype))
 
 
-def ms_per_group(case: Case, steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def ms_per_group(num_groups: int, steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
     """What a step takes: a few us are to be seen, so the least of the rounds."""
-    num_steps = max(1, 160 // case.num_blocks)
-    measures = {name: seconds_per_call(step, num_steps) for name, step in steps.items()}
+    num_steps = max(1, 160 // num_groups)
+    measures = {name: seconds_per_call(step, num_steps, time.process_time) for name, step in steps.items()}
     taken = [{name: measure() for name, measure in measures.items()} for _ in range(rounds)]
-    return {name: min(each[name] for each in taken) * 1e3 / case.num_blocks for name in measures}
+    return {name: min(each[name] for each in taken) * 1e3 / num_groups for name in measures}
 
 
 def costs(case: Case, rounds: int) -> dict[str, float]:
@@ -100,7 +110,7 @@ def costs(case: Case, rounds: int) -> dict[str, float]:
         steps = {"unsharded": unsharded(case, model, x)}
         for name, runtime in RUNTIMES.items():
             steps[name] = stepper(sharded(copy.deepcopy(model), runtime, case.mixed), x)
-        return ms_per_group(case, steps, rounds)
+        return ms_per_group(case.num_blocks, steps, rounds)
 
 
 def runtime_row(case: Case, rounds: int) -> list[object]:
@@ -129,9 +139,21 @@ def hooks_row(case: Case, rounds: int) -> list[object]:
         for name, runtime in RUNTIMES.items():
             steps[name] = stepper(sharded(copy.deepcopy(model), runtime, case.mixed), x)
             steps[f"{name}, hooks"] = stepper(sharded(hooked(model), runtime, case.mixed), x)
-        ms = ms_per_group(case, steps, 2 * rounds)
+        ms = ms_per_group(case.num_blocks, steps, 2 * rounds)
     ours, theirs = ([ms[each] - ms["unsharded"] for each in (name, f"{name}, hooks")] for name in RUNTIMES)
     return [case.name, *ours, ours[1] / ours[0], *theirs, theirs[1] / theirs[0], ours[1] / theirs[1]]
+
+
+def llama_row(name: str, rounds: int, *, mixed: bool = False, checkpointed: bool = False) -> list[object]:
+    with null_process_group(8):
+        model, tokens = LLAMA.model(checkpointed), LLAMA.tokens()
+        plain = copy.deepcopy(model).to(torch.bfloat16 if mixed else torch.float32)
+        steps = {"unsharded": stepper(plain, tokens, loss)}
+        for runtime_name, runtime in RUNTIMES.items():
+            steps[runtime_name] = stepper(sharded(copy.deepcopy(model), runtime, mixed), tokens, loss)
+        ms = ms_per_group(LLAMA.num_layers, steps, 2 * rounds)
+    ours, theirs = (ms[runtime_name] - ms["unsharded"] for runtime_name in RUNTIMES)
+    return [name, ms["unsharded"], ours, theirs, ours / theirs]
 
 
 def init_rows(num_blocks: int, rounds: int) -> list[list[object]]:
@@ -161,42 +183,94 @@ def init_rows(num_blocks: int, rounds: int) -> list[list[object]]:
     return rows
 
 
-def profile(case: Case) -> None:
+def profile(subject: str) -> None:
     """Where the Python of our step goes."""
-    with null_process_group(case.world_size):
-        model, x = model_and_input(case)
-        print_profile(stepper(sharded(model, fsdp2, case.mixed), x), 45)
+    with null_process_group(8):
+        if subject == "llama":
+            step = stepper(sharded(LLAMA.model(), fsdp2, mixed=False), LLAMA.tokens(), loss)
+        else:
+            model, x = model_and_input(RANKS[0])
+            step = stepper(sharded(model, fsdp2, mixed=False), x)
+        print_profile(step, 45)
+        print_profile(step, 30, within=re.escape(str(Path(fsdp2.__file__).parent)))
+
+
+# Tables
+
+COLUMNS = ["", "fsdp2 ms", "torch ms", "ratio"]
+
+
+def ranks_table(rounds: int) -> Table:
+    title = "Width 16: ms beyond the unsharded model, the runtime alone"
+    rows = [runtime_row(case, rounds) for case in RANKS]
+    return Table("ranks", title, COLUMNS, rows, noise=0.1, plot=Ratios(aim=0.2))
+
+
+def groups_table(rounds: int) -> Table:
+    title = "8 ranks, width 16, fp32: the same, by the number of groups"
+    rows = [runtime_row(case, rounds) for case in GROUPS]
+    return Table("groups", title, COLUMNS, rows, noise=0.1, plot=Ratios(aim=0.2))
+
+
+def width_256_table(rounds: int) -> Table:
+    title = "Width 256: ms of computation, runtime and copies"
+    rows = [step_row(case, rounds) for case in WIDE]
+    return Table("width_256", title, ["", "unsharded ms", *COLUMNS[1:]], rows, noise=0.15, plot=Ratios())
+
+
+def llama_table(rounds: int) -> Table:
+    title = f"Llama, width {LLAMA.width}, {LLAMA.num_layers} layers, 8 ranks: ms per layer beyond the unsharded model"
+    rows = [
+        llama_row("fp32", rounds),
+        llama_row("bf16/fp32", rounds, mixed=True),
+        llama_row("fp32, activation checkpointing", rounds, checkpointed=True),
+    ]
+    return Table("llama", title, ["", "unsharded ms", *COLUMNS[1:]], rows, noise=0.15)
+
+
+def init_table(_: int) -> Table:
+    title = "Seconds to set up 1,000 groups, 8 ranks, width 16, fp32"
+    return Table("init", title, ["", "fsdp2 s", "torch s", "ratio"], init_rows(1000, rounds=2), noise=0.15)
+
+
+def hooks_table(rounds: int) -> Table:
+    columns = ["", "fsdp2 ms", "hooks ms", "hooks/plain", "torch ms", "hooks ms", "hooks/plain", "ratio of hooks"]
+    title = "Width 16: ms beyond the unsharded model, plain and with seven hooked parameters per group"
+    return Table("hooks", title, columns, [hooks_row(HOOKS, rounds)], ratio="ratio of hooks", noise=0.12)
+
+
+TABLES: dict[str, Callable[[int], Table]] = {
+    "ranks": ranks_table,
+    "groups": groups_table,
+    "width_256": width_256_table,
+    "llama": llama_table,
+    "init": init_table,
+    "hooks": hooks_table,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="print where our Python goes in the first case instead")
+    parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=f"of {', '.join(TABLES)}")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        choices=("blocks", "llama"),
+        const="blocks",
+        help="print where our Python goes in the first case, or in the Llama in fp32, instead",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what is gathered from nowhere may be any number
     if options.profile:
-        profile(RANKS[0])
+        profile(options.profile)
         return
-    columns, aim = ["", "fsdp2 ms", "torch ms", "ratio"], Ratios(aim=0.2)
-    tables = [
-        Table(name, title, columns, [runtime_row(case, options.rounds) for case in cases], noise=0.1, plot=aim)
-        for name, title, cases in (
-            ("ranks", "Width 16: ms beyond the unsharded model, the runtime alone", RANKS),
-            ("groups", "8 ranks, width 16, fp32: the same, by the number of groups", GROUPS),
-        )
-    ]
-    rows = [step_row(case, options.rounds) for case in WIDE]
-    title = "Width 256: ms of computation, runtime and copies"
-    tables.append(Table("width_256", title, ["", "unsharded ms", *columns[1:]], rows, noise=0.15, plot=Ratios()))
-    title = "Seconds to set up 1,000 groups, 8 ranks, width 16, fp32"
-    columns = ["", "fsdp2 s", "torch s", "ratio"]
-    tables.append(Table("init", title, columns, init_rows(1000, rounds=2), noise=0.15))
-    columns = ["", "fsdp2 ms", "hooks ms", "hooks/plain", "torch ms", "hooks ms", "hooks/plain", "ratio of hooks"]
-    title = "Width 16: ms beyond the unsharded model, plain and with seven hooked parameters per group"
-    tables.append(
-        Table("hooks", title, columns, [hooks_row(HOOKS, options.rounds)], ratio="ratio of hooks", noise=0.12)
-    )
+    names = options.only or list(TABLES)
+    if MISSING and "llama" in names:
+        print(f"without the Llama: {MISSING}")
+        names.remove("llama")
+    tables = [TABLES[name](options.rounds) for name in names]
     publish("runtime_overhead", "Runtime per group of 9 parameters and step; a process group that does nothing", tables)
 
 
