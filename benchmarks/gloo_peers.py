@@ -1,6 +1,7 @@
 """Who takes part in ``gloo_step.py``: a transformer, what wraps it, and a bare loop that shows how fast it could be.
 
 Every peer gathers each block before its forward and again before its backward, and reduces its gradients behind that.
+Those of ``LLAMA_PEERS`` take a Llama of Hugging Face's transformers, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from llama import loss, units
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -55,19 +57,20 @@ def _trained(model: nn.Module) -> Step:
     parameters = list(model.parameters())
 
     def step(x: Tensor) -> None:
-        model(x).sum().backward()
+        is_llama = not x.is_floating_point()  # but tokens
+        (loss(model, x) if is_llama else model(x).sum()).backward()
         for parameter in parameters:
             parameter.grad = None
 
     return step
 
 
-def unsharded(model: nn.Sequential) -> Step:
+def unsharded(model: nn.Module) -> Step:
     """Each rank for itself."""
     return _trained(model)
 
 
-def ddp(model: nn.Sequential) -> Step:
+def ddp(model: nn.Module) -> Step:
     return _trained(DistributedDataParallel(model, gradient_as_bucket_view=True))
 
 
@@ -80,15 +83,15 @@ def fsdp1(model: nn.Sequential) -> Step:
         )
 
 
-def torch_fsdp2(model: nn.Sequential) -> Step:
+def torch_fsdp2(model: nn.Module) -> Step:
     return _fully_sharded(torch_fsdp.fully_shard, model, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def ours(model: nn.Sequential) -> Step:
+def ours(model: nn.Module) -> Step:
     return _fully_sharded(fsdp2.fully_shard, model, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def ours_by_messages(model: nn.Sequential) -> Step:
+def ours_by_messages(model: nn.Module) -> Step:
     """As between hosts. Whether ranks may read each other is asked once per process group, so this one has its own."""
     before = os.environ.pop(SWITCH, None)
     os.environ[SWITCH] = "0"
@@ -99,9 +102,9 @@ def ours_by_messages(model: nn.Sequential) -> Step:
     return step
 
 
-def _fully_sharded(fully_shard: Callable[..., Any], model: nn.Sequential, mesh: DeviceMesh) -> Step:
-    for module in [*model, model]:
-        fully_shard(module, mesh=mesh)
+def _fully_sharded(fully_shard: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Step:
+    for unit in units(model):
+        fully_shard(unit, mesh=mesh)
     return _trained(model)
 
 
@@ -148,6 +151,9 @@ PEERS: dict[str, Callable[[nn.Sequential], Step]] = {
     "messages": ours_by_messages,
     "fsdp2": ours,
 }
+
+
+LLAMA_PEERS = ("unsharded", "DDP", "torch FSDP2", "messages", "fsdp2")
 
 
 def missing_peers() -> dict[str, str]:

@@ -1,12 +1,13 @@
 """Claim: on 2 gloo ranks of one host, a step takes about half the time that it takes under torch's ``fully_shard``, or
 less; on 4 ranks, where cores allow it.
 
-Forward and backward of transformer blocks, one thread per rank; all peers take turns in the same processes. The second
-table says how far from the floor that is: the model's computation beside bare collectives of the same bytes.
+Forward and backward of transformer blocks, one thread per rank; all peers take turns in the same processes. Of each
+dtype, the second table says how far from the floor that is: the model's computation beside bare collectives of the same
+bytes. The last table is of a Llama of Hugging Face's transformers, on two ranks.
 
 It stays below seven minutes on two idle cores: a case has as many rounds as fit into its time, three at least.
 
-    python benchmarks/gloo_step.py [--ranks N] [--case WIDTH BLOCKS TOKENS] [--dtype NAME] [--only NAME ...]
+    python benchmarks/gloo_step.py [--ranks N] [--case WIDTH BLOCKS TOKENS | --llama] [--dtype NAME] [--only NAME ...]
         [--direct-min-nbytes N] [--sum-nbytes N] [--nap-ms MS] [--no-block-pool] [--no-huge-pages]
 
 DeepSpeed takes part where it is installed and finds a C++ compiler, which it calls at its first use.
@@ -21,14 +22,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from common import Bars, Table, publish
-from gloo_peers import FLOORS, PEERS, Block, Step, Waits, missing_peers
+from gloo_peers import FLOORS, LLAMA_PEERS, PEERS, Block, Step, Waits, missing_peers
+from llama import MISSING, Llama
 from torch import Tensor, nn
 
 from fsdp2.comm import memory as buffers
@@ -47,6 +50,25 @@ class Case:
     max_ranks: int = 4
     warm_ups: int = 1  # steps ahead of each that counts: the first one after another peer finds cold memory
 
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(Block(self.width) for _ in range(self.num_blocks)))
+
+    def input(self, rank: int, dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(1, self.num_tokens, self.width, generator=generator).to(dtype)
+
+
+class LlamaCase(Case):
+    def model(self) -> nn.Module:
+        return self._llama.model()
+
+    def input(self, rank: int, dtype: torch.dtype) -> Tensor:
+        return self._llama.tokens(seed=rank)
+
+    @property
+    def _llama(self) -> Llama:
+        return Llama(self.width, self.num_blocks, self.num_tokens, head_width=64)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -60,6 +82,7 @@ class Options:
 
 
 CASES = (Case(256, 8, 64), Case(1024, 3, 128), Case(2048, 2, 128, max_ranks=2, warm_ups=0))
+LLAMA = LlamaCase(512, 4, 128, max_ranks=2)
 MIN_ROUNDS, MAX_ROUNDS, SECONDS = 3, 15, 28  # per case and dtype
 
 
@@ -74,9 +97,7 @@ class Taken:
 Figures = dict[str, dict[str, Taken]]  # by dtype and subject
 
 
-def stepper(
-    prepare: Callable[[nn.Sequential], Step], model: nn.Sequential, x: Tensor, waits: Waits
-) -> Callable[[], Taken]:
+def stepper(prepare: Callable[[Any], Step], model: nn.Module, x: Tensor, waits: Waits) -> Callable[[], Taken]:
     step = prepare(copy.deepcopy(model))
 
     def timed() -> Taken:
@@ -99,8 +120,7 @@ def is_time_left(start: float) -> bool:
 
 def measure_here(case: Case, dtype: torch.dtype, subjects: tuple[str, ...], waits: Waits) -> dict[str, Taken]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(case.width) for _ in range(case.num_blocks))).to(dtype)
-    x = torch.randn(1, case.num_tokens, case.width, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+    model, x = case.model().to(dtype), case.input(dist.get_rank(), dtype)
     start = time.perf_counter()
     steps = {name: stepper((PEERS | FLOORS)[name], model, x, waits) for name in subjects}
     for step in steps.values():
@@ -151,21 +171,33 @@ def hidden(taken: Taken, alone: Taken) -> str:
     return f"{1 - taken.waited / alone.step:.0%}"
 
 
-def tables(found: Mapping[str, Figures], options: Options) -> list[Table]:
+NOTE = "unsharded: no communication. messages: fsdp2 as between hosts."
+
+
+def step_rows(found: Mapping[str, Figures], dtype: str, peers: Sequence[str]) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for row, figures in found.items():
+        seconds = {name: taken.step for name, taken in figures[dtype].items()}
+        ratio = seconds.get("fsdp2", float("nan")) / seconds.get("torch FSDP2", float("nan"))
+        rows.append([row, *(f"{seconds[name] * 1e3:.1f}" for name in peers), ratio])
+    return rows
+
+
+def step_table(found: Mapping[str, Figures], dtype: str, options: Options) -> Table:
     """``found`` by row."""
     peers = [name for name in PEERS if name in options.subjects]
-    made = []
-    for dtype in options.dtypes:
-        rows = []
-        for row, figures in found.items():
-            seconds = {name: taken.step for name, taken in figures[dtype].items()}
-            ratio = seconds.get("fsdp2", float("nan")) / seconds.get("torch FSDP2", float("nan"))
-            rows.append([row, *(f"{seconds[name] * 1e3:.1f}" for name in peers), ratio])
-        plot = Bars(peers[1:], unit="ms", base=peers[0]) if {"unsharded", "fsdp2"} <= set(peers) else None
-        absent = (f"Without {name}: {reason}." for name, reason in missing_peers().items())
-        note = " ".join(["unsharded: no communication. messages: fsdp2 as between hosts.", *absent])
-        made.append(Table(dtype, f"{dtype}, median ms per step", ["", *peers, "ratio"], rows, note=note, plot=plot))
-    return made
+    plot = Bars(peers[1:], unit="ms", base=peers[0]) if {"unsharded", "fsdp2"} <= set(peers) else None
+    note = " ".join([NOTE, *(f"Without {name}: {reason}." for name, reason in missing_peers().items())])
+    title = f"{dtype}, median ms per step"
+    return Table(dtype, title, ["", *peers, "ratio"], step_rows(found, dtype, peers), note=note, plot=plot)
+
+
+def llama_table(options: Options) -> Table:
+    peers = tuple(name for name in LLAMA_PEERS if name in options.subjects)
+    figures = measure(LLAMA.max_ranks, LLAMA, replace(options, dtypes=("fp32",), subjects=peers))
+    rows = step_rows({f"{LLAMA.max_ranks} ranks, width {LLAMA.width}": figures}, "fp32", peers)
+    title = f"Llama of {LLAMA.num_blocks} layers, {LLAMA.num_tokens} tokens per rank, fp32, median ms per step"
+    return Table("llama", title, ["", *peers, "ratio"], rows, note=NOTE)
 
 
 def floor_table(found: Mapping[str, Figures], dtype: str) -> Table:
@@ -185,11 +217,13 @@ def floor_table(found: Mapping[str, Figures], dtype: str) -> Table:
     return Table(f"{dtype}_floor", f"{dtype}, distance to the floor, ms", columns, rows, "fsdp2 / floor", note=note)
 
 
-def arguments() -> tuple[tuple[int, ...], tuple[Case, ...], Options]:
+def arguments() -> tuple[tuple[int, ...], tuple[Case, ...], bool, Options]:
+    """Numbers of ranks, cases, whether the Llama takes part, and the rest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="instead of 2 and 4")
     parser.add_argument("--case", type=int, nargs=3, metavar=("WIDTH", "BLOCKS", "TOKENS"), help="instead of three")
-    parser.add_argument("--dtype", choices=DTYPES, help="instead of both")
+    parser.add_argument("--llama", action="store_true", help="the Llama alone")
+    parser.add_argument("--dtype", choices=DTYPES, help="instead of both; the Llama is in fp32")
     parser.add_argument("--only", nargs="+", choices=[*PEERS, *FLOORS], help="of what is compared")
     parser.add_argument("--direct-min-nbytes", type=int, help="from which size of a shard on it travels without a copy")
     parser.add_argument("--sum-nbytes", type=int, help="in pieces of which size the ranks of a host read what they add")
@@ -200,16 +234,19 @@ def arguments() -> tuple[tuple[int, ...], tuple[Case, ...], Options]:
     absent = missing_peers()
     for name, reason in absent.items():
         print(f"without {name}: {reason}")
+    if MISSING:
+        print(f"without the Llama: {MISSING}")
     subjects = tuple(given.only or [name for name in [*PEERS, *FLOORS] if name not in absent])
     dtypes = (given.dtype,) if given.dtype else tuple(DTYPES)
-    cases = (Case(*given.case),) if given.case else CASES
+    cases = () if given.llama else (Case(*given.case),) if given.case else CASES
+    has_llama = not MISSING and not given.case and given.dtype != "bf16" and given.ranks in (None, LLAMA.max_ranks)
     names = ("direct_min_nbytes", "sum_nbytes", "nap_ms", "no_block_pool", "no_huge_pages")
     options = Options(dtypes, subjects, **{name: getattr(given, name) for name in names})
-    return (given.ranks,) if given.ranks else (2, 4), cases, options
+    return (given.ranks,) if given.ranks else (2, 4), cases, has_llama, options
 
 
 def main() -> None:
-    ranks, cases, options = arguments()
+    ranks, cases, has_llama, options = arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = {
         f"{num_ranks} ranks, width {case.width}": measure(num_ranks, case, options)
@@ -217,11 +254,14 @@ def main() -> None:
         for case in cases
         if num_ranks <= case.max_ranks
     }
-    shown = tables(found, options)
-    if {*FLOORS, "unsharded", "torch FSDP2", "fsdp2"} <= set(options.subjects):
+    shown = [step_table(found, dtype, options) for dtype in options.dtypes if found]
+    if found and {*FLOORS, "unsharded", "torch FSDP2", "fsdp2"} <= set(options.subjects):
         shown += [floor_table(found, dtype) for dtype in options.dtypes]
-    sizes = ", ".join(f"{case.num_blocks} blocks of width {case.width} and {case.num_tokens} tokens" for case in cases)
-    publish("gloo_step", f"Forward and backward on gloo, one thread per rank: {sizes} per rank", shown)
+    if has_llama:
+        shown.append(llama_table(options))
+    sizes = [f"{case.num_blocks} blocks of width {case.width} and {case.num_tokens} tokens" for case in cases]
+    sizes += ["a Llama"] if has_llama else []
+    publish("gloo_step", f"Forward and backward on gloo, one thread per rank: {', '.join(sizes)} per rank", shown)
 
 
 if __name__ == "__main__":
