@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.plan.trees import map_tensors
-from fsdp2.tensors.wire import WireFormatTensor, row_pieces, written_by
-
-aten = torch.ops.aten
+from fsdp2.tensors.wire import WireFormatTensor
+from fsdp2.tensors.wrapper import ALIASES, WrapperTensor, aten, row_pieces
 
 _WIRE = torch.float8_e4m3fn  # 3 bits of mantissa: weights need precision more than range
 _WIRE_MAX = torch.finfo(_WIRE).max
@@ -129,7 +128,7 @@ class Float8AllGatherTensor(WireFormatTensor):
         self._scale, self._scale_stamp = scale, self.write_stamp
 
 
-class Float8Tensor(torch.Tensor):
+class Float8Tensor(WrapperTensor):
     """An unsharded parameter in float8. It looks like a tensor of ``dtype``, and takes 1 byte per element.
 
     Its values are ``data * scale``. ``linear``, ``mm`` and ``addmm`` with its transpose as second operand run in float8
@@ -147,25 +146,11 @@ class Float8Tensor(torch.Tensor):
 
     _data: torch.Tensor
     _scale: torch.Tensor
-
-    __torch_function__ = nn.Parameter.__torch_function__
+    _INNER = ("_data", "_scale")
+    _option_names = ("dtype",)
 
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Float8Tensor:
-        self: Float8Tensor = cls._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, layout=data.layout
-        )
-        self._data = data
-        self._scale = scale
-        return self
-
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["_data", "_scale"], self.dtype
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], dtype: torch.dtype, outer_size: Any, outer_stride: Any
-    ) -> Float8Tensor:
-        return cls(inner["_data"], inner["_scale"], dtype)
+        return cls._of(data, scale, dtype=dtype)
 
     def dequantised(self) -> torch.Tensor:
         """A plain tensor of the same shape and dtype; multiplied in float32 and rounded once."""
@@ -177,15 +162,13 @@ class Float8Tensor(torch.Tensor):
             if mine.data_ptr() != new.data_ptr():
                 mine.data.copy_(new[: mine.size(0)])  # .data has a version of its own: autograd must not see a write
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # declared as a static method
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+    def _plain(self) -> torch.Tensor:
+        return self.dequantised()
 
-    def _stable_hash_for_caching(self) -> str:
-        """What torch's cache of compiled graphs tells inputs apart by, besides their class."""
-        return f"{self.shape} {self.stride()} {self.dtype} {self.device} {self.requires_grad} {self._scale.shape}"
+    def _before_write(self, func: Any) -> None:
+        raise RuntimeError(
+            f"{func}: a Float8Tensor is read-only. Write the sharded parameter, and it is gathered again."
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]  # no values: their memory comes and goes
         return f"Float8Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, scale={tuple(self._scale.shape)})"
@@ -194,71 +177,51 @@ class Float8Tensor(torch.Tensor):
         return self.dequantised().__reduce_ex__(protocol)
 
 
-# Float8Tensor's operations
+# Float8Tensor's operations: what is not here, or returns NotImplemented, reads a dequantised copy
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(isinstance(tensor, Float8Tensor) for tensor in written_by(func, args, kwargs)):
-        raise RuntimeError(
-            f"{func}: a Float8Tensor is read-only. Write the sharded parameter, and it is gathered again."
-        )
-    if func in _VIEWS and (view := _VIEWS[func](*args, **kwargs)) is not None:
-        return view
-    if func in _MATMULS and not kwargs and _runs_in_float8(*args[-2:]):
-        product = _float8_mm(*args[-2:])
-        return product if func is aten.mm.default else product.add_(args[0])
-    if func is aten.linear.default:  # in inference mode only; autograd has taken it apart before it comes here
-        return _linear(*args, **kwargs)
-    plain = _shape_only if func in _SHAPE_ONLY else Float8Tensor.dequantised
-
-    def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-        return plain(tensor) if isinstance(tensor, Float8Tensor) else tensor
-
-    return func(*map_tensors(plain_of, args), **map_tensors(plain_of, kwargs))
-
-
-def _alias(tensor: Float8Tensor) -> Float8Tensor:
-    return Float8Tensor(tensor._data.detach(), tensor._scale.detach(), tensor.dtype)
-
-
-def _transposed(tensor: Float8Tensor, *dims: int) -> Float8Tensor | None:
+def _transposed(tensor: Float8Tensor, *dims: int) -> Any:
     if tensor.dim() != 2 or (dims and {dim % 2 for dim in dims} != {0, 1}):
-        return None
+        return NotImplemented
     scale = tensor._scale
-    return Float8Tensor(tensor._data.t(), scale.t() if scale.dim() > 1 else scale, tensor.dtype)
+    return tensor._like(tensor._data.t(), scale.t() if scale.dim() > 1 else scale)
 
 
-def _cut_rows(tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Float8Tensor | None:
+def _cut_rows(tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """``as_strided`` as runtimes use it: the first rows, or all of them."""
     rows = tensor._data[: size[0]] if len(size) == tensor.dim() else tensor._data
     if rows.shape != torch.Size(size) or rows.stride() != tuple(stride) or storage_offset:
-        return None
+        return NotImplemented
     scale = tensor._scale
-    return Float8Tensor(rows, scale[: size[0]] if scale.dim() > 1 else scale, tensor.dtype)
+    return tensor._like(rows, scale[: size[0]] if scale.dim() > 1 else scale)
 
 
-_VIEWS: dict[Any, Callable[..., Float8Tensor | None]] = {
-    aten.alias.default: _alias,
-    aten.detach.default: _alias,
+def _without_values(op: Callable[..., Any], tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Reads the shape only: the values may have been released."""
+    return op(tensor._data, *args, **{**kwargs, "dtype": kwargs.get("dtype") or tensor.dtype})
+
+
+def _mm(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    return _float8_mm(x, weight) if _runs_in_float8(x, weight) else NotImplemented
+
+
+def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **factors: Any) -> Any:
+    return NotImplemented if factors or not _runs_in_float8(x, weight) else _float8_mm(x, weight).add_(bias)
+
+
+Float8Tensor._OPS = {
+    **ALIASES,
     aten.t.default: _transposed,
     aten.transpose.int: _transposed,
     aten.as_strided.default: _cut_rows,
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.linear.default: aten.linear.default.decompose,  # comes here in inference mode only
+    **{
+        op: partial(_without_values, op)
+        for op in (aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default)
+    },
 }
-_MATMULS = frozenset({aten.mm.default, aten.addmm.default})
-_SHAPE_ONLY = frozenset(
-    {aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default}
-)
-
-
-def _shape_only(tensor: Float8Tensor) -> torch.Tensor:
-    """Stands in for ``tensor`` where its values, which may be released, are not read."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    rows = x.reshape(-1, x.size(-1))
-    product = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-    return product.view(*x.shape[:-1], weight.size(0))
 
 
 def _has_float8_matmul(device: torch.device) -> bool:
@@ -281,7 +244,7 @@ def _runs_in_float8(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _float8_mm(x: torch.Tensor, weight: Float8Tensor) -> torch.Tensor:
+def _float8_mm(x: torch.Tensor, weight: Any) -> torch.Tensor:
     per_row = weight._scale.dim() > 1
     scale = scale_from(row_magnitudes(x) if per_row else magnitude(x))
     recipe = F.ScalingType.RowWise if per_row else F.ScalingType.TensorWise

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.tensors.wire import WireFormatTensor, row_pieces
+from fsdp2.tensors.wire import WireFormatTensor
+from fsdp2.tensors.wrapper import DequantisedTensor, row_pieces
 
 _INT8_MAX = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, float32 loses precision; and a block of zeros needs one
 
 
-class Int8AllGatherTensor(WireFormatTensor):
+class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
     """A parameter that is gathered in int8, a quarter of float32's bytes, plus 4 bytes per block for its scale.
 
     The master values stay as they are; what forward and backward compute with are the quantised values. Values, with
@@ -65,27 +66,8 @@ class Int8AllGatherTensor(WireFormatTensor):
         self.check_cut_along_rows(outer_size)
         return quantise(self._data, self.block_size), None
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: None,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The dequantised parameter in ``param_dtype``, written right into ``out`` if there is one."""
-        values, scales = all_gather_outputs
-        if out is not None:
-            # .data has a version of its own: autograd must not see a write.
-            dequantise(values[: out.size(0)], scales, self.block_size, out=out.data)
-            return None
-        made = torch.empty(values.shape, dtype=param_dtype, device=values.device)
-        dequantise(values, scales, self.block_size, out=made)
-        return made, (made,)
-
-    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
-        """Outputs are always copied from."""
-        return True
+    def _dequantise(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        dequantise(codes, scales, self.block_size, out=out)
 
 
 def quantise(data: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +92,7 @@ def quantise(data: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.T
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block_size: int, *, out: torch.Tensor) -> None:
     """Write what ``quantise`` made of a tensor into ``out``: contiguous, of the shape of ``values``, of any
-    floating-point dtype. ``scales`` may have more rows. The product is taken in float32 and rounded once.
+    floating-point dtype. The product is taken in float32 and rounded once.
     """
     for rows in row_pieces(values):
         for target, value, scale in _blocks(out[rows], values[rows], scales[rows], block_size):

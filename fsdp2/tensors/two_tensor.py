@@ -2,7 +2,7 @@
 
 Two inner tensors, because whatever confuses "the tensor" with "its memory" goes wrong with the second one. The class
 has the three parts that a sharded parameter's class needs: a wrapper that torch can take apart and put together
-(``__tensor_flatten__``), an answer to every op (``__torch_dispatch__``), and the hooks.
+(``WrapperTensor``), an answer to every op (``__torch_dispatch__``), and the hooks.
 Rule: an op on a ``TwoTensor`` is that op on ``a``s and the same op on ``b``s; views stay views, writes stay writes.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2.plan.trees import find_tensors, map_tensors
+from fsdp2.tensors.wrapper import WrapperTensor, as_strided, aten, written_by
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fsdp2.types import MixedPrecisionPolicy
 
 
-class TwoTensor(torch.Tensor):
+class TwoTensor(WrapperTensor):
     """``a`` and ``b``, of equal shape, strides, dtype and device, as one tensor of that shape. Owns no other memory.
 
     Plain tensors may take part in an op: they meet both. So what a ``TwoTensor`` meets becomes one, gradients of plain
@@ -33,49 +34,36 @@ class TwoTensor(torch.Tensor):
 
     a: torch.Tensor
     b: torch.Tensor
+    _INNER = ("a", "b")
 
-    # nn.Parameter's: torch functions go straight to __torch_dispatch__. torch.Tensor's would make plain results ours.
-    __torch_function__ = nn.Parameter.__torch_function__
-
-    @staticmethod
     def __new__(cls, a: torch.Tensor, b: torch.Tensor) -> TwoTensor:
         if _facts(a) != _facts(b):
             raise ValueError(
                 f"TwoTensor: a has {_facts(a)}, but b has {_facts(b)} (shape, strides, dtype, device); they must agree."
             )
-        # No storage offset, also where a and b have one: theirs may differ, and copy.deepcopy refuses ours.
-        return cls._make_wrapper_subclass(cls, a.shape, strides=a.stride(), dtype=a.dtype, device=a.device)
-
-    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        self.a = a
-        self.b = b
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"TwoTensor({self.a!r}, {self.b!r})"
-
-    # What torch.compile, nn.Module.to and runtimes ask: the names of the inner tensors, and what else is needed.
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["a", "b"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _meta: None, _size: Any, _stride: Any) -> TwoTensor:
-        return TwoTensor(inner["a"], inner["b"])
+        return cls._of(a, b)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _num_positions(func, args) > 1:
-            return _run_by_position(func, args, kwargs)
+        if any(word in func.__name__ for word in ("_foreach_", "_fused_")):
+            count = max((len(arg) for arg in args if isinstance(arg, (list, tuple))), default=0)
+            if count > 1:
+                return _run_by_position(func, args, kwargs, count)
         _refuse_what_cannot_be_two(func, args)
-        if func is torch.ops.aten.as_strided.default:
-            return _as_strided(*args, **kwargs)
-        found = find_tensors([args, kwargs], [])
-        a = func(*map_tensors(_a, args), **map_tensors(_a, kwargs))
-        b = func(*map_tensors(_b, args), **map_tensors(_b, kwargs))
-        return _paired(func, a, b, {id(tensor.a): tensor for tensor in found if isinstance(tensor, TwoTensor)})
+        if func is aten.as_strided.default:
+            return as_strided(*args, **kwargs)
+
+        def run(name: str) -> Any:
+            def inner(tensor: torch.Tensor) -> torch.Tensor:
+                return getattr(tensor, name) if isinstance(tensor, TwoTensor) else tensor
+
+            return func(*map_tensors(inner, args), **map_tensors(inner, kwargs))
+
+        inputs = {id(tensor.a): tensor for tensor in find_tensors([args, kwargs], []) if isinstance(tensor, TwoTensor)}
+        return _paired(func, run("a"), run("b"), inputs)
 
     # The hooks. ``self`` is this rank's shard: a slice along dim 0, short or empty on the last ranks.
 
@@ -125,25 +113,8 @@ class TwoTensor(torch.Tensor):
 torch.serialization.add_safe_globals([TwoTensor])  # for torch.load(weights_only=True), which checkpoints use
 
 
-def _a(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.a if isinstance(tensor, TwoTensor) else tensor
-
-
-def _b(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.b if isinstance(tensor, TwoTensor) else tensor
-
-
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device)
-
-
-def _as_strided(tensor: TwoTensor, size: Any, stride: Any, storage_offset: int | None = None) -> TwoTensor:
-    """Offsets count from our first element: we report 0 wherever the inner tensors start."""
-
-    def view(inner: torch.Tensor) -> torch.Tensor:
-        return inner.as_strided(size, stride, inner.storage_offset() + (storage_offset or 0))
-
-    return TwoTensor(view(tensor.a), view(tensor.b))
 
 
 def _paired(func: Any, a: Any, b: Any, inputs: dict[int, TwoTensor]) -> Any:
@@ -163,24 +134,15 @@ def _paired(func: Any, a: Any, b: Any, inputs: dict[int, TwoTensor]) -> Any:
 
 
 def _refuse_what_cannot_be_two(func: Any, args: Any) -> None:
-    written = args[0] if func.__name__.partition(".")[0].endswith("_") and args else None
-    if any(not isinstance(tensor, TwoTensor) for tensor in find_tensors(written, [])):
+    if any(not isinstance(tensor, TwoTensor) for tensor in written_by(func, args, {})):
         raise TypeError(f"{func}: a plain tensor cannot hold the two results of a TwoTensor. Use .a or .b.")
     if torch.Tag.inplace_view in func.tags:  # it would change a and b, and leave our own shape as it was
         raise NotImplementedError(f"{func} changes a tensor's shape in place, which a TwoTensor cannot follow.")
 
 
-def _num_positions(func: Any, args: Any) -> int:
-    """How many tensors an optimizer's op on lists treats, position by position; 0 for any other op."""
-    if not any(word in func.__name__ for word in ("_foreach_", "_fused_")):
-        return 0
-    return max((len(arg) for arg in args if isinstance(arg, (list, tuple))), default=0)
-
-
-def _run_by_position(func: Any, args: Any, kwargs: Any) -> Any:
-    """Such an op once for each position. Its lists mix ``TwoTensor``s with plain tensors, step counts for example:
-    those must be written once, not for ``a`` and again for ``b``."""
-    count = _num_positions(func, args)
+def _run_by_position(func: Any, args: Any, kwargs: Any, count: int) -> Any:
+    """An optimizer's op on lists of ``count`` tensors, once for each position. Its lists mix ``TwoTensor``s with plain
+    tensors, step counts for example: those must be written once, not for ``a`` and again for ``b``."""
     results = []
     for position in range(count):
         one = [[arg[position]] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]

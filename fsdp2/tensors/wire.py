@@ -1,7 +1,6 @@
 """A parameter that keeps one dtype in memory and travels in another: what all wire formats have in common.
 
-A ``WireFormatTensor`` holds one plain tensor, the master values, and behaves as that tensor. Only the all-gather
-differs: subclasses say by ``fsdp_pre_all_gather`` what is sent, and by ``fsdp_post_all_gather`` what becomes of it.
+A ``WireFormatTensor`` behaves as its one inner tensor, the master values. Only the all-gather differs.
 Rule: a wire format is not part of the value. Arithmetic gives plain tensors, so optimizer states are plain, and what is
 pickled is the plain tensor, so checkpoints load anywhere. Only operations by which runtimes place, cut, copy and move
 parameters keep the class; they are listed.
@@ -9,52 +8,37 @@ parameters keep the class; they are listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.plan.trees import find_tensors, map_tensors
-
-aten = torch.ops.aten
+from fsdp2.plan.trees import find_tensors
+from fsdp2.tensors.wrapper import ALIASES, WrapperTensor, as_strided, aten, each
 
 # Share the memory of their first argument: sharding and checkpoints cut and flatten.
-_VIEWS = frozenset(
-    {
-        aten.as_strided.default,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.view.default,
-    }
-)
-# The same memory as a whole. They share the plain tensor itself, hence its count of writes: .data, state_dict().
-_ALIASES = frozenset({aten.alias.default, aten.detach.default})
+_VIEWS = {
+    **ALIASES,
+    aten.as_strided.default: as_strided,
+    **each(aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.view.default),
+}
 # Make new memory of the same kind: padding, deepcopy, Module.to, to_empty, pinning. ``zeros_like`` is not among them:
 # optimizers make their states by it.
-_COPIES = frozenset(
-    {
-        aten._pin_memory.default,
-        aten._to_copy.default,
-        aten.clone.default,
-        aten.empty_like.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-        aten.new_zeros.default,
-    }
+_COPIES = each(
+    aten._pin_memory.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
 )
-
-# Conversions on the CPU go through the rows in pieces of this many elements, so that temporaries stay in the cache and
-# no fresh pages are mapped for them. Measured with 16M elements on one core: int8 in 5 ms instead of 37, back in 4
-# instead of 62.
-_CPU_PIECE_NUMEL = 1 << 18
 
 W = TypeVar("W", bound="WireFormatTensor")
 
 
-class WireFormatTensor(torch.Tensor):
+class WireFormatTensor(WrapperTensor):
     """A floating-point parameter with a format of its own on the wire. Subclass it, and define both all-gather hooks.
 
     Shape, strides, dtype and device are those of the plain tensor that it was made from, whose memory it shares. A
@@ -78,12 +62,9 @@ class WireFormatTensor(torch.Tensor):
     """
 
     _data: torch.Tensor
-    _options: dict[str, Any]
     _origin: torch.Tensor  # the plain tensor of the wrapper that this one is a view of, or its own
+    _OPS = _VIEWS | _COPIES
     quantise_once: bool = False
-
-    # As nn.Parameter does it. With torch's default for subclasses, every result would become a wrapper again.
-    __torch_function__ = nn.Parameter.__torch_function__
 
     @classmethod
     def make(cls: type[W], data: torch.Tensor, **options: Any) -> W:
@@ -105,62 +86,32 @@ class WireFormatTensor(torch.Tensor):
             )
         if data.dim() == 0:
             raise ValueError(f"{name}: a scalar has no dim to cut over ranks. Give it shape (1,), or leave it plain.")
-        return cls._wrapped(data.detach(), options)
+        return cls._of(data.detach(), **options)
 
     @classmethod
-    def _wrapped(cls: type[W], data: torch.Tensor, options: dict[str, Any], origin: torch.Tensor | None = None) -> W:
-        # No storage offset: with one, data_ptr() is not 0, and copy.deepcopy looks for memory of the wrapper's own.
-        self: W = cls._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device, layout=data.layout
-        )
-        self._data = data
-        self._options = options
-        self._origin = data if origin is None else origin
-        vars(self).update(options)
+    def _of(cls: type[W], *inner: torch.Tensor, **options: Any) -> W:
+        self = super()._of(*inner, **options)
+        self._origin = self._data
+        self._option_names = tuple(options)
         return self
-
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return ["_data"], self._options
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls: type[W], inner: dict[str, torch.Tensor], options: dict[str, Any], outer_size: Any, outer_stride: Any
-    ) -> W:
-        return cls._wrapped(inner["_data"], options)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # declared as a static method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        wrappers: dict[int, torch.Tensor] = {}  # by the identity of their plain tensors
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for view in find_tensors(result, []) if func in _VIEWS else ():
+            view._origin = args[0]._origin  # type: ignore[attr-defined]
+        return result
 
-        def plain(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, WireFormatTensor):
-                return tensor
-            wrappers.setdefault(id(tensor._data), tensor)  # the first: what in-place operations write
-            return tensor._data
+    def _like(self, *inner: torch.Tensor) -> torch.Tensor:
+        """Integers, as ``Tensor.to`` makes them, stay plain."""
+        return super()._like(*inner) if inner[0].is_floating_point() else inner[0]
 
-        for tensor in written_by(func, args, kwargs):
-            if isinstance(tensor, WireFormatTensor):
-                tensor._count_write()
-        first = args[0] if args else None
-        if isinstance(first, WireFormatTensor) and func in _ALIASES:
-            return first._like(first._data, first._origin)
-        if func is aten.as_strided.default:
-            args, kwargs = args[:1], _from_the_wrappers_start(*args, **kwargs)
-        result = func(*map_tensors(plain, args), **map_tensors(plain, kwargs))
-        if isinstance(first, WireFormatTensor) and func in _VIEWS:
-            return map_tensors(lambda view: first._like(view, first._origin), result)
-        if isinstance(first, WireFormatTensor) and func in _COPIES:
-            return first._like(result, None)
-        return map_tensors(lambda tensor: wrappers.get(id(tensor), tensor), result)  # in-place: the wrapper itself
+    def _plain(self) -> torch.Tensor:
+        return self._data
 
-    def _like(self, data: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
-        """``data`` in the same class with the same options; integers, as ``Tensor.to`` makes them, stay plain."""
-        return type(self)._wrapped(data, self._options, origin) if data.is_floating_point() else data
-
-    def _count_write(self) -> None:
+    def _before_write(self, func: Any) -> None:
         """torch counts a write for the object that is written: the DTensor around a wrapper, or a view of it. And for
         nobody if it is a list of DTensors, as optimizers with foreach or fused write it."""
         torch.autograd.graph.increment_version([self._data, self._origin])
@@ -190,44 +141,8 @@ class WireFormatTensor(torch.Tensor):
                 f"into shards of shape {tuple(self.shape)}. Cut it along dim 0."
             )
 
-    def _stable_hash_for_caching(self) -> str:
-        """What torch's cache of compiled graphs tells inputs apart by, besides their class."""
-        return f"{self.shape} {self.stride()} {self.dtype} {self.device} {self.requires_grad} {self._options}"
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        options = "".join(f", {name}={value}" for name, value in self._options.items())
-        return f"{type(self).__name__}({self._data!r}{options})"
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self._data
         if isinstance(self, nn.Parameter):
             data = nn.Parameter(data, requires_grad=self.requires_grad)
         return data.__reduce_ex__(protocol)
-
-
-def row_pieces(tensor: torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows (dim 0) of ``tensor`` to convert at a time: small ones on the CPU, all of them elsewhere."""
-    num_rows, numel = tensor.size(0), tensor.numel()
-    if numel == 0:
-        return
-    step = max(1, _CPU_PIECE_NUMEL * num_rows // numel) if tensor.device.type == "cpu" else num_rows
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
-
-
-def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that ``func`` writes, by its name: in-place operations end in ``_`` and write their first argument,
-    others write ``out``. What only reads must not be among them: a rank that gathers whole shards reads its shard, one
-    that pads them does not, and ranks have to agree on whether shards were written."""
-    written = [value for name, value in kwargs.items() if name.startswith("out")]
-    if func.__name__.partition(".")[0].endswith("_"):
-        written += args[:1] or list(kwargs.values())
-    return find_tensors(written, [])
-
-
-def _from_the_wrappers_start(
-    tensor: WireFormatTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> dict[str, Any]:
-    """Arguments of ``as_strided`` for the plain tensor. The wrapper reports no offset, so offsets count from it."""
-    offset = tensor._data.storage_offset() + (storage_offset or 0)
-    return {"size": size, "stride": stride, "storage_offset": offset}

@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from fsdp2.tensors import Int8AllGatherTensor, wire as wire_room
+from fsdp2.tensors import Int8AllGatherTensor, wrapper
 from fsdp2.tensors.int8 import dequantise, quantise
 from tests.harness.messages import error_of
 from tests.unit.test_wire_tensors import gathered, pre, shards_of
@@ -95,7 +95,7 @@ def test_inf_and_nan_make_their_block_non_finite_and_no_other(bad: float) -> Non
 def test_pieces_that_fit_the_cache_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     data = random(33, 50)
     whole = (*quantise(data, 16), restored(data, 16, torch.bfloat16))
-    monkeypatch.setattr(wire_room, "_CPU_PIECE_NUMEL", 120)
+    monkeypatch.setattr(wrapper, "_CPU_PIECE_NUMEL", 120)
     pieces = (*quantise(data, 16), restored(data, 16, torch.bfloat16))
     assert all(map(torch.equal, whole, pieces))
 

@@ -24,7 +24,7 @@ from fsdp2.tensors import (
     WireFormatTensor,
     wrap_parameters,
 )
-from fsdp2.tensors.wire import written_by
+from fsdp2.tensors.wrapper import written_by
 from fsdp2.types import MixedPrecisionPolicy
 from tests.harness.messages import error_of
 
