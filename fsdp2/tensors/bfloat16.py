@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.tensors.wire import WireFormatTensor
+from fsdp2.tensors.wrapper import Tensors
 
 
 class BFloat16AllGatherTensor(WireFormatTensor):
@@ -36,12 +37,8 @@ class BFloat16AllGatherTensor(WireFormatTensor):
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], None]:
-        """The shard ``[rows, ...]`` in bfloat16.
-
-        Raises:
-            ValueError: it is to be padded, but was not cut along dim 0.
-        """
+    ) -> tuple[Tensors, None]:
+        """The shard ``[rows, ...]`` in bfloat16."""
         self._consumes_outputs = (mp_policy.param_dtype or self.dtype) is not torch.bfloat16
         if not self.pad:
             return (self._data.to(torch.bfloat16),), None
@@ -51,13 +48,8 @@ class BFloat16AllGatherTensor(WireFormatTensor):
         return (padded,), None
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: None,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Tensors] | None:
         """The gathered tensor in ``param_dtype``: the gathered memory where that is bfloat16, else a copy."""
         (gathered,) = all_gather_outputs
         if out is None:

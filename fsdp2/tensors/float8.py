@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.tensors.wire import WireFormatTensor
-from fsdp2.tensors.wrapper import ALIASES, WrapperTensor, aten, row_pieces
+from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, row_pieces
 
 _WIRE = torch.float8_e4m3fn  # 3 bits of mantissa: weights need precision more than range
 _WIRE_MAX = torch.finfo(_WIRE).max
@@ -88,13 +88,9 @@ class Float8AllGatherTensor(WireFormatTensor):
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    ) -> tuple[Tensors, torch.Tensor | None]:
         """The bits of float8, as uint8 of the shard's shape: some collectives know no float8. With them the scales
-        ``[rows, 1, ...]``, or as metadata the one scale ``[1]``.
-
-        Raises:
-            ValueError: scaled per row, but not cut along dim 0.
-        """
+        ``[rows, 1, ...]``, or as metadata the one scale ``[1]``."""
         if self.scaling is Float8Scaling.PER_ROW:
             self.check_cut_along_rows(outer_size)
             scales = scale_from(row_magnitudes(self._data))
@@ -108,13 +104,8 @@ class Float8AllGatherTensor(WireFormatTensor):
         return (quantise_float8(self._data, scale).view(torch.uint8),), scale
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: torch.Tensor | None,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Tensors] | None:
         """A :class:`Float8Tensor` on the gathered memory, whose dtype is ``param_dtype``."""
         values = all_gather_outputs[0].view(_WIRE)
         scale = all_gather_outputs[1] if metadata is None else metadata

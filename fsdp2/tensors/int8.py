@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.tensors.wire import WireFormatTensor
-from fsdp2.tensors.wrapper import DequantisedTensor, row_pieces
+from fsdp2.tensors.wrapper import DequantisedTensor, Tensors, row_pieces
 
 _INT8_MAX = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, float32 loses precision; and a block of zeros needs one
@@ -57,12 +57,8 @@ class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], None]:
-        """int8 of the shard's shape ``[rows, ...]``, and float32 scales ``[rows, num_blocks]``.
-
-        Raises:
-            ValueError: the shard was not cut along dim 0.
-        """
+    ) -> tuple[Tensors, None]:
+        """int8 of the shard's shape ``[rows, ...]``, and float32 scales ``[rows, num_blocks]``."""
         self.check_cut_along_rows(outer_size)
         return quantise(self._data, self.block_size), None
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.tensors.normal_float import ZERO_CODE, dequantise, quantise
-from fsdp2.tensors.wrapper import ALIASES, DequantisedTensor, aten, each, on_each
+from fsdp2.tensors.wrapper import ALIASES, DequantisedTensor, Tensors, aten, each, on_each
 
 
 class NF4Tensor(DequantisedTensor):
@@ -35,19 +35,6 @@ class NF4Tensor(DequantisedTensor):
     _row_numel: int
     _INNER = ("_packed", "_scales")
     _option_names = ("dtype", "_block_size", "_row_numel")
-
-    def __new__(
-        cls,
-        packed: torch.Tensor,
-        scales: torch.Tensor,
-        shape: tuple[int, ...],
-        *,
-        dtype: torch.dtype,
-        block_size: int,
-        row_numel: int,
-    ) -> NF4Tensor:
-        """Takes over ``quantise``'s results for a weight ``[rows, row_numel]``, seen as ``shape`` of the same size."""
-        return cls._of(packed, scales, shape=shape, dtype=dtype, _block_size=block_size, _row_numel=row_numel)
 
     @classmethod
     def quantise(cls, weight: torch.Tensor, *, block_size: int = 64) -> NF4Tensor:
@@ -70,7 +57,8 @@ class NF4Tensor(DequantisedTensor):
         if block_size < 2 or block_size % 2:
             raise ValueError(f"NF4Tensor.quantise: block_size is {block_size}; a byte holds two codes: make it even.")
         packed, scales = quantise(weight.detach().reshape(weight.size(0), row_numel), block_size)
-        return cls(packed, scales, weight.shape, dtype=weight.dtype, block_size=block_size, row_numel=row_numel)
+        form = {"dtype": weight.dtype, "_block_size": block_size, "_row_numel": row_numel}
+        return cls(packed, scales, shape=weight.shape, **form)
 
     def dequantise(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight as a new dense tensor of our shape, in ``dtype``, or in our own. See the function of that name."""
@@ -120,7 +108,7 @@ class NF4Tensor(DequantisedTensor):
             "Pass those parameters only that require gradients, or dequantise() first."
         )
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
         """Codes and scales of this rank's rows. Under torch's own FSDP2, ranks must divide dim 0 evenly."""
         return (self._packed, self._scales), None
 

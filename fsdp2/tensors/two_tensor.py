@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2.plan.trees import find_tensors, map_tensors
-from fsdp2.tensors.wrapper import WrapperTensor, as_strided, aten, written_by
+from fsdp2.tensors.wrapper import Tensors, WrapperTensor, as_strided, aten, written_by
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,7 +74,7 @@ class TwoTensor(WrapperTensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, ...], None]:
+    ) -> tuple[Tensors, None]:
         """What travels: plain contiguous tensors, and metadata for the other hook, which stays on this rank.
 
         ``mesh`` is the shard axis. ``outer_size`` and ``outer_stride`` are the unsharded parameter's. A hook that needs
@@ -84,13 +84,8 @@ class TwoTensor(WrapperTensor):
         return (self.a, self.b), None
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: None,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[TwoTensor, tuple[torch.Tensor, ...]] | None:
+        self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[TwoTensor, Tensors] | None:
         """The unsharded parameter from ``all_gather_outputs``, each ``[*outer_size]`` in the dtype that was sent.
 
         First call: returns it, with the tensors whose memory the runtime is to free and to allocate again. The

@@ -23,6 +23,7 @@ aten = torch.ops.aten
 _CPU_PIECE_NUMEL = 1 << 18
 
 W = TypeVar("W", bound="WrapperTensor")
+Tensors = tuple[torch.Tensor, ...]
 
 
 class WrapperTensor(torch.Tensor):
@@ -36,6 +37,9 @@ class WrapperTensor(torch.Tensor):
 
     # As nn.Parameter does it. With torch's default for subclasses, every result would become a wrapper again.
     __torch_function__ = nn.Parameter.__torch_function__
+
+    def __new__(cls: type[W], *inner: torch.Tensor, **options: Any) -> W:
+        return cls._of(*inner, **options)
 
     @classmethod
     def _of(
@@ -56,7 +60,7 @@ class WrapperTensor(torch.Tensor):
         return self
 
     @property
-    def _inner(self) -> tuple[torch.Tensor, ...]:
+    def _inner(self) -> Tensors:
         return tuple(getattr(self, name) for name in self._INNER)
 
     @property
@@ -120,13 +124,8 @@ class DequantisedTensor(WrapperTensor):
         raise NotImplementedError
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: None,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Tensors] | None:
         """The dequantised parameter in ``param_dtype``, or in the dtype and memory of ``out``."""
         codes, scales = all_gather_outputs
         if out is None:

@@ -1,14 +1,17 @@
 """``check_all_gather_extension``: what authors of tensor subclasses call in their own tests.
 
-Cases are shapes on numbers of ranks. A case first does what a training step does to a sharded parameter, then what
-optimizers and checkpoints do to its shards (``handling``). Rule: a check that cannot be made because an earlier one of
-its case has failed is left out, so that one mistake is reported once.
+Cases are shapes on numbers of ranks. Each does what a training step does to a sharded parameter, and the one with most
+ranks what optimizers and checkpoints do to shards. Rule: a check that cannot be made because an earlier one of its case
+has failed is left out, so that one mistake is reported once.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +19,15 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.group.extensions import is_plain
-from fsdp2.plan.dtypes import param_dtypes
-from fsdp2.testing.findings import Findings, check_equal, values_of
-from fsdp2.testing.handling import check_handling
-from fsdp2.testing.subject import Case, Subject, gradient_names
-from fsdp2.testing.world import Rank, Setting, World
+from fsdp2.testing.findings import Findings, Values, are_equal, check_equal, values_of
+from fsdp2.testing.world import Case, Rank, StandInDTensor, World, local_of
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    f"{cls.__name__}(foreach={foreach})": partial(cls, lr=0.5, foreach=foreach)
+    for cls in (torch.optim.SGD, torch.optim.AdamW)
+    for foreach in (True, False)
+}
 
 SHAPES: tuple[tuple[int, ...], ...] = ((8, 4), (5, 3), (1, 4), (3, 2, 2), (7,))
 """Evenly cut, unevenly, fewer rows than ranks, three dims, and one."""
@@ -78,86 +84,75 @@ def check_all_gather_extension(
             raise ValueError(
                 f"check_all_gather_extension: shape {shape} has no dim {dim} to cut; leave it out of shapes."
             )
-    target = torch.device(device)
-    setting = Setting(mp_policy, param_dtypes(dtype, mp_policy).param, target, trainable, prepare)
-    subject = Subject(make, dtype, dim, tolerance, setting)
     findings = Findings()
     for shape in shapes:
-        if findings.passes("make", f"shape {shape}", partial(_check_make, subject, shape, findings)):
-            _check_shape(subject, shape, world_sizes, value, findings)
+        case = Case(make, dtype, dim, mp_policy, torch.device(device), trainable, prepare, shape)
+        if findings.passes(f"shape {shape}", {"make": partial(_check_make, case, findings)}):
+            expected = None if value is None else values_of(value(case.plain()))
+            for size in [1, *(size for size in world_sizes if size != 1)]:
+                shared = replace(case, size=size)
+                expected = _check_size(shared, expected, tolerance, size == max(world_sizes), findings)
     findings.raise_if_any()
 
 
-def _check_make(subject: Subject, shape: tuple[int, ...], findings: Findings) -> None:
-    made = subject.make(subject.plain(shape))
+def _check_make(case: Case, findings: Findings) -> None:
+    made = case.make(case.plain())
     findings.class_name = type(made).__name__
-    if not isinstance(made, torch.Tensor) or made.shape != shape:
+    if not isinstance(made, torch.Tensor) or made.shape != case.shape:
         found = f" of shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else ""
-        raise ExtensionError(f"make returned a {type(made).__name__}{found}, expected a tensor of shape {shape}.")
+        raise ExtensionError(f"make returned a {type(made).__name__}{found}, expected a tensor of shape {case.shape}.")
     if is_plain(made):
         raise ExtensionError("make returned a plain tensor without hooks, expected a tensor subclass with them.")
-    nn.Parameter(made, requires_grad=subject.setting.trainable)  # raises if detach() loses the class
+    nn.Parameter(made, requires_grad=case.trainable)  # raises if detach() loses the class
 
 
-def _check_shape(
-    subject: Subject, shape: tuple[int, ...], world_sizes: Sequence[int], value: Make | None, findings: Findings
-) -> None:
-    expected: list[torch.Tensor] | None = None
-    if value is not None:
-        expected = values_of(value(subject.plain(shape)))
-    for size in [1, *(size for size in world_sizes if size != 1)]:
-        case = Case(subject, shape, size)
-        world = _first_gather(case, findings)
-        if world is None:
-            continue
-        found = values_of(_unsharded(world.ranks[0]))
-        checks = {
-            "values": partial(_check_values, world, expected, subject.tolerance),
-            "memory": partial(_check_memory, world),
-            "refill": partial(_check_refill, world),
-            "autograd": partial(_check_autograd, world),
-        }
-        passed = all(findings.passes(name, case.where, check) for name, check in checks.items())
-        expected = found if expected is None else expected
-        if passed and size == max(world_sizes):
-            check_handling(case, world, findings)
-
-
-def _first_gather(case: Case, findings: Findings) -> World | None:
-    """The ranks after their first gather; None if that failed."""
+def _check_size(
+    case: Case, expected: Values | None, tolerance: float, is_handled: bool, findings: Findings
+) -> Values | None:
+    """All checks of one case. Returns what other numbers of ranks are expected to make, once that is known."""
     worlds: list[World] = []
-
-    def cut() -> None:
-        case.shards()
-
-    def bind() -> None:
-        worlds.append(case.world(case.shards()))
-
-    passes = partial(findings.passes, where=case.where)
-    if not passes("cut", act=cut) or not passes("hooks", act=bind):
-        return None
+    gather: dict[str, Callable[[], object]] = {
+        "cut": case.shards,
+        "hooks": lambda: worlds.append(World(case, case.params(case.shards()))),
+        "payload": lambda: worlds[0].send(),
+        "unsharded": lambda: worlds[0].receive(),
+        "release": lambda: _check_release(worlds[0]),
+    }
+    if not findings.passes(case.where, gather):
+        return expected
     world = worlds[0]
-    if not passes("payload", act=world.send) or not passes("unsharded", act=world.receive):
-        return None
-    return world if passes("release", act=partial(_check_release, world)) else None
+    found = _values(world)
+    step = {
+        "values": partial(_check_values, world, expected, tolerance),
+        "memory": partial(_check_memory, world.ranks[0]),
+        "refill": partial(_check_refill, world),
+        "autograd": partial(_check_autograd, world),
+    }
+    if findings.passes(case.where, step) and is_handled:
+        rank = world.ranks[0]
+        for name, check in _handling(case, _values(world), rank.shard, bool(_gradient_names(rank))).items():
+            findings.passes(case.where, {name: check})
+    return found if expected is None else expected
 
 
-def _unsharded(rank: Rank) -> torch.Tensor:
-    assert rank.unsharded is not None
-    return rank.unsharded
+def _values(world: World) -> Values:
+    return values_of(world.ranks[0].unsharded)
+
+
+# What a training step does
 
 
 def _check_release(world: World) -> None:
-    rank = world.ranks[0]
-    before = values_of(_unsharded(rank))
-    world.drop_outputs()
+    before = _values(world)
+    for rank in world.ranks:
+        rank.drop_outputs()
     problem = "the unsharded parameter changes when the outputs are freed, which the class says they may be"
     remedy = "Copy from them, or return False from fsdp_should_release_all_gather_outputs_after_post_all_gather."
-    check_equal(values_of(_unsharded(rank)), before, problem, remedy)
+    check_equal(_values(world), before, problem, remedy)
 
 
-def _check_values(world: World, expected: Sequence[torch.Tensor] | None, tolerance: float) -> None:
-    first, *others = [values_of(_unsharded(rank)) for rank in world.ranks]
+def _check_values(world: World, expected: Values | None, tolerance: float) -> None:
+    first, *others = [values_of(rank.unsharded) for rank in world.ranks]
     for index, other in enumerate(others, start=1):
         problem = f"the unsharded parameter on rank {index} is not that of rank 0"
         check_equal(other, first, problem, "Make it of the outputs, and of metadata that is the same on all ranks.")
@@ -170,56 +165,50 @@ def _check_values(world: World, expected: Sequence[torch.Tensor] | None, toleran
         check_equal(first, expected, problem, remedy, tolerance)
 
 
-def _check_memory(world: World) -> None:
+def _check_memory(rank: Rank) -> None:
     """Every byte of the unsharded parameter is one that the runtime frees. Single elements, such as a scale, may
     stay."""
-    rank = world.ranks[0]
-    unsharded = _unsharded(rank)
-    hook = "fsdp_post_all_gather"
-    for leaf in _torch.leaves(unsharded):
+    for leaf in _torch.leaves(rank.unsharded):
         storage = leaf.untyped_storage()
-        is_freed = rank.inner_memory.holds(storage) or rank.outputs_memory.holds(storage)
-        if leaf.numel() > 1 and not is_freed:
+        if leaf.numel() > 1 and not rank.frees(storage):
             problem = (
                 f"made an unsharded parameter with {storage.nbytes()} bytes that are neither an output nor among the "
                 "tensors listed to be freed: they would stay allocated when it is resharded. Return them as the second "
                 "value"
             )
-            raise rank.hooks.error(hook, problem)
+            raise rank.hooks.error("fsdp_post_all_gather", problem)
 
 
 def _check_refill(world: World) -> None:
-    before = [values_of(_unsharded(rank)) for rank in world.ranks]
+    before = [values_of(rank.unsharded) for rank in world.ranks]
     world.release()
     world.gather()
     for rank, values in zip(world.ranks, before, strict=True):
         problem = "out is not filled with what the first call made of the same shards"
         remedy = "Its memory and that of the outputs is new whenever out is given: write all of it, from the outputs."
-        check_equal(values_of(_unsharded(rank)), values, problem, remedy)
+        check_equal(values_of(rank.unsharded), values, problem, remedy)
 
 
 def _check_autograd(world: World) -> None:
     """What autograd saved is read after a reshard and another gather, as if nothing had happened."""
-    rank = world.ranks[0]
-    undisturbed = _gradients(rank, lambda: None)
+    unsharded = world.ranks[0].unsharded
+    undisturbed = _gradients(unsharded, lambda: None)
 
     def reshard_and_unshard() -> None:
         world.release()
         world.gather()
 
-    disturbed = _gradients(rank, reshard_and_unshard)
+    disturbed = _gradients(unsharded, reshard_and_unshard)
     for found, expected in zip(disturbed, undisturbed, strict=True):
         if found is not None and expected is not None:
             problem = "backward after a reshard and an unshard gives other gradients"
             check_equal(values_of(found), values_of(expected), problem, "Write out in place, through its own tensors.")
-    unsharded, grad = _unsharded(rank), disturbed[1]
     if unsharded.requires_grad:
-        _check_gradient(rank, unsharded, grad)
+        _check_gradient(world.ranks[0], disturbed[1])
 
 
-def _gradients(rank: Rank, between: Callable[[], None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _gradients(unsharded: nn.Parameter, between: Callable[[], None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of an input and of the unsharded parameter, with a call of ``between`` forward and backward."""
-    unsharded = _unsharded(rank)
     is_floating = unsharded.dtype.is_floating_point
     shape = (2, unsharded.size(1)) if unsharded.dim() == 2 else tuple(unsharded.shape)
     x = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
@@ -232,8 +221,8 @@ def _gradients(rank: Rank, between: Callable[[], None]) -> tuple[torch.Tensor | 
     return x.grad, unsharded.grad
 
 
-def _check_gradient(rank: Rank, unsharded: torch.Tensor, grad: torch.Tensor | None) -> None:
-    cls = type(unsharded).__name__
+def _check_gradient(rank: Rank, grad: torch.Tensor | None) -> None:
+    unsharded, cls = rank.unsharded, type(rank.unsharded).__name__
     if grad is None:
         raise ExtensionError(f"the unsharded {cls} got no gradient. Let operations on it be differentiable.")
     if grad.shape != unsharded.shape or grad.dtype is not unsharded.dtype:
@@ -241,11 +230,171 @@ def _check_gradient(rank: Rank, unsharded: torch.Tensor, grad: torch.Tensor | No
             f"the gradient of the unsharded {cls} has shape {tuple(grad.shape)} and {grad.dtype}, expected "
             f"{tuple(unsharded.shape)} and {unsharded.dtype}."
         )
-    names = gradient_names(rank.shard, unsharded)
-    inner = [getattr(grad, name, grad) for name in names] if type(grad) is not torch.Tensor else []
-    if type(grad) is not torch.Tensor and not (names and all(type(tensor) is torch.Tensor for tensor in inner)):
+    parts = [getattr(grad, name, grad) for name in _gradient_names(rank)] or [grad]
+    if type(grad) is not torch.Tensor and any(type(part) is not torch.Tensor for part in parts):
         raise ExtensionError(
             f"the gradient of the unsharded {cls} is a {type(grad).__name__}, expected a plain tensor. It may be of a "
             "subclass only if shard and unsharded parameter are wrappers with the same inner tensors, each of the "
             "parameter's shape and dtype."
         )
+
+
+def _gradient_names(rank: Rank) -> tuple[str, ...]:
+    """The inner tensors by which a gradient may be reduced; none if it has to be plain."""
+    names = _torch.inner_names(rank.unsharded)
+    inner = [getattr(rank.unsharded, name) for name in names]
+    is_alike = all(t.shape == rank.unsharded.shape and t.dtype is rank.unsharded.dtype for t in inner)
+    return names if is_alike and names == _torch.inner_names(rank.shard) else ()
+
+
+# What else happens to shards: each must leave shards of the same class, that send what they should
+
+
+def _handling(case: Case, expected: Values, shard: torch.Tensor, is_wrapped: bool) -> dict[str, Callable[[], None]]:
+    copies: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+        "clone": ("clone", lambda param: param.detach().clone()),
+        # As to_empty and load_state_dict do it.
+        "empty_like": ("empty_like", lambda param: torch.empty_like(param).copy_(param)),
+        "flatten": ("__tensor_unflatten__ of __tensor_flatten__", lambda param: _rebuilt(local_of(param))),
+    }
+    if not _torch.inner_names(shard):
+        del copies["flatten"]
+    checks: dict[str, Callable[[], None]] = {
+        name: partial(_check_copy, case, expected, *operation) for name, operation in copies.items()
+    }
+    checks["to"] = partial(_check_cast, case)
+    checks["deepcopy"] = partial(_check_deepcopy, case, expected)
+    checks["meta"] = partial(_check_meta, case, expected)
+    checks["load"] = partial(_check_load, case, expected)
+    for name, optimizer in OPTIMIZERS.items() if case.trainable else ():
+        checks[name] = partial(_check_optimizer, case, expected, optimizer, is_wrapped)
+    return checks
+
+
+def _gathered(case: Case, shards: Sequence[torch.Tensor]) -> Values:
+    world = World(case, case.params(shards))
+    world.gather()
+    return _values(world)
+
+
+def _check_kept(found: torch.Tensor, like: torch.Tensor, operation: str) -> None:
+    """The class and the shape are as before ``operation``."""
+    if type(found) is not type(like) or found.shape != like.shape:
+        raise ExtensionError(
+            f"{operation} of a {type(like).__name__} of shape {tuple(like.shape)} gives a {type(found).__name__} of "
+            f"shape {tuple(found.shape)}: its hooks would be lost. Let the operation keep the class."
+        )
+
+
+def _check_copy(case: Case, expected: Values, name: str, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """``copied``, called ``name``, copies sharded parameters."""
+    shards = case.shards()
+    with torch.no_grad():
+        found = [local_of(copied(param)) for param in case.params(shards)]
+    for made, shard in zip(found, shards, strict=True):
+        _check_kept(made, shard, name)
+    _check_sends(case, found, expected)
+
+
+def _rebuilt(shard: torch.Tensor) -> torch.Tensor:
+    return _torch.rewrapped(shard, {name: getattr(shard, name) for name in _torch.inner_names(shard)})
+
+
+def _check_sends(case: Case, shards: Sequence[torch.Tensor], expected: Values) -> None:
+    problem = "what is gathered of the copies is not what was gathered before"
+    remedy = "Let it copy the inner tensors and everything else that the hooks read."
+    check_equal(_gathered(case, shards), expected, problem, remedy)
+
+
+def _check_cast(case: Case) -> None:
+    if not case.dtype.is_floating_point:
+        return
+    dtype = torch.float32 if case.dtype is torch.bfloat16 else torch.bfloat16
+    for param in case.params(case.shards()):
+        with torch.no_grad():
+            cast = local_of(param.detach().to(dtype))
+        _check_kept(cast, local_of(param), f"to({dtype})")
+        if cast.dtype is not dtype:
+            raise ExtensionError(f"to({dtype}) gives a {type(cast).__name__} of {cast.dtype}, expected {dtype}.")
+
+
+def _check_deepcopy(case: Case, expected: Values) -> None:
+    """As models are copied before they are sharded. A class may refuse to be copied; torch does so for subclasses made
+    by ``as_subclass``."""
+    param = nn.Parameter(case.make(case.plain()), requires_grad=case.trainable)
+    try:
+        copied = copy.deepcopy(param)
+    except Exception:
+        return
+    _check_kept(copied, param, "copy.deepcopy")
+    with torch.no_grad():
+        param.detach().copy_(case.make(case.plain(seed=1)))
+    problem = "a deep copy never equalled the tensor it was made of, or changed with it"
+    check_equal(_gathered(case, case.shards(copied)), expected, problem, "Let clone copy the inner tensors.")
+
+
+def _check_meta(case: Case, expected: Values) -> None:
+    """A model is built on the meta device, sharded, given memory, and loaded."""
+    made = case.make(case.plain().to("meta"))
+    if not made.is_meta:
+        raise ExtensionError(f"make of a tensor on the meta device gives one on {made.device}. Let it stay there.")
+    device = case.device
+    found = []
+    with torch.no_grad():
+        for param, source in zip(case.params(case.shards(made)), case.params(case.shards()), strict=True):
+            empty = torch.empty_like(param, device=device)
+            _check_kept(local_of(empty), local_of(source), "empty_like on the meta device")
+            if empty.device != device:
+                raise ExtensionError(f"empty_like(device={device}) of a meta tensor gives one on {empty.device}.")
+            found.append(local_of(empty.copy_(source)))
+    _check_sends(case, found, expected)
+
+
+def _check_load(case: Case, expected: Values) -> None:
+    """Other values are copied into shards that have been gathered, as a checkpoint is loaded."""
+    params = case.params(case.shards())
+    world = World(case, params)
+    world.gather()
+    world.release()
+    with torch.no_grad():
+        for param, other in zip(params, case.params(case.shards(seed=1)), strict=True):
+            param.copy_(other)
+    world.gather()
+    loaded = _gathered(case, case.shards(seed=1))
+    if are_equal(loaded, expected):
+        raise ExtensionError("tensors of other values give the same unsharded parameter. Send the shard's values.")
+    problem = "what is gathered after copy_ is not what was copied in"
+    check_equal(_values(world), loaded, problem, "Let copy_ copy all that the hooks read, and hooks keep nothing.")
+
+
+def _check_optimizer(
+    case: Case, expected: Values, make_optimizer: Callable[[Any], torch.optim.Optimizer], is_wrapped: bool
+) -> None:
+    params = case.params(case.shards())
+    classes = [type(local_of(param)) for param in params]
+    world = World(case, params)
+    world.gather()
+    world.release()
+    for param in params:
+        param.grad = StandInDTensor(_gradient(local_of(param), is_wrapped))
+    make_optimizer(params).step()
+    for param, cls in zip(params, classes, strict=True):
+        if type(local_of(param)) is not cls:
+            raise ExtensionError(f"the step made a {type(local_of(param)).__name__} of a {cls.__name__}.")
+    world.gather()
+    if are_equal(_values(world), expected):
+        raise ExtensionError(
+            "the step did not change what is gathered. Let in-place operations write the inner tensors, also on lists, "
+            "and hooks keep nothing."
+        )
+
+
+def _gradient(shard: torch.Tensor, is_wrapped: bool) -> torch.Tensor:
+    """As the runtime leaves it: plain, or of the class of the shard."""
+
+    def ones() -> torch.Tensor:
+        return torch.ones(shard.shape, dtype=shard.dtype, device=shard.device)
+
+    if not is_wrapped:
+        return ones()
+    return _torch.rewrapped(shard, {name: ones() for name in _torch.inner_names(shard)})

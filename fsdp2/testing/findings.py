@@ -1,9 +1,8 @@
-"""What a conformance check has found: failures of the same check on several shapes are one line."""
+"""What a conformance check has found, and how values are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,29 +10,24 @@ from fsdp2 import _torch
 from fsdp2.testing.world import PARAMETER
 from fsdp2.types import ExtensionError
 
-
-@dataclass(frozen=True)
-class _Failure:
-    check: str
-    where: str
-    text: str
-    error: Exception
+Values = list[torch.Tensor]
 
 
 class Findings:
-    """The failed checks of one class."""
+    """The failed checks of one class. Failures of the same check on several shapes are one line of the report."""
 
     def __init__(self) -> None:
         self.class_name = ""
-        self._failures: list[_Failure] = []
+        self._failures: dict[str, list[tuple[str, Exception]]] = {}  # by check: where, and what was raised
 
-    def passes(self, check: str, where: str, act: Callable[[], object]) -> bool:
-        """Run ``act``. Whether it raised nothing; what it raised is reported at the end."""
-        try:
-            act()
-        except Exception as error:
-            self._failures.append(_Failure(check, where, _text(error), error))
-            return False
+    def passes(self, where: str, checks: Mapping[str, Callable[[], object]]) -> bool:
+        """Run ``checks`` up to the first one that raises; what it raised is reported at the end."""
+        for name, check in checks.items():
+            try:
+                check()
+            except Exception as error:
+                self._failures.setdefault(name, []).append((where, error))
+                return False
         return True
 
     def raise_if_any(self) -> None:
@@ -42,20 +36,28 @@ class Findings:
         Raises:
             ExtensionError: one line for each check that failed.
         """
-        by_check: dict[str, list[_Failure]] = {}
-        for failure in self._failures:
-            by_check.setdefault(failure.check, []).append(failure)
-        if not by_check:
-            return
         by_text: dict[str, list[str]] = {}
-        for check, failures in by_check.items():
-            by_text.setdefault(_described(failures), []).append(check)
-        lines = [f"check_all_gather_extension: {self.class_name} fails {_counted(len(by_check), 'check')}."]
-        lines += [f"- {', '.join(checks)}: {text}" for text, checks in by_text.items()]
-        raise ExtensionError("\n".join(lines)) from self._failures[0].error
+        for check, failures in self._failures.items():
+            where, error = failures[0]
+            more = f", and {_counted(len(failures) - 1, 'other case')}" if len(failures) > 1 else ""
+            by_text.setdefault(f"{_text(error)} (First seen with {where}{more}.)", []).append(check)
+        if by_text:
+            lines = [f"check_all_gather_extension: {self.class_name} fails {_counted(len(self._failures), 'check')}."]
+            lines += [f"- {', '.join(checks)}: {text}" for text, checks in by_text.items()]
+            raise ExtensionError("\n".join(lines)) from next(iter(self._failures.values()))[0][1]
 
 
-def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _text(error: Exception) -> str:
+    text = str(error) if isinstance(error, ExtensionError) else f"raised {type(error).__name__}: {error}"
+    line = " ".join(text.removeprefix(f"parameter '{PARAMETER}': ").split("\n"))
+    return line if line.endswith(".") else f"{line}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def values_of(tensor: torch.Tensor) -> Values:
     """What compute reads of ``tensor``, as plain tensors of double precision. A tensor subclass tells by multiplying
     with one; it gives several if the product is a wrapper of several tensors.
 
@@ -69,7 +71,8 @@ def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:
             except Exception as error:
                 found = f"{type(tensor).__name__} * 1 raised {type(error).__name__}: {error}"
                 raise ExtensionError(f"{found}. Let the unsharded parameter be read by operations.") from error
-        return [_doubled(leaf) for leaf in _torch.leaves(tensor)]
+        plain = [leaf.detach().as_subclass(torch.Tensor) for leaf in _torch.leaves(tensor)]
+        return [leaf.to(torch.complex128 if leaf.is_complex() else torch.float64, copy=True) for leaf in plain]
 
 
 def check_equal(
@@ -95,25 +98,3 @@ def check_equal(
 
 def are_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
-def _doubled(leaf: torch.Tensor) -> torch.Tensor:
-    plain = leaf.detach().as_subclass(torch.Tensor)
-    return plain.to(torch.complex128 if plain.is_complex() else torch.float64, copy=True)
-
-
-def _described(failures: Sequence[_Failure]) -> str:
-    """The first failure of a check, and how many others there are."""
-    first, others = failures[0], len(failures) - 1
-    more = f", and {_counted(others, 'other case')}" if others else ""
-    return f"{first.text} (First seen with {first.where}{more}.)"
-
-
-def _text(error: Exception) -> str:
-    text = str(error) if isinstance(error, ExtensionError) else f"raised {type(error).__name__}: {error}"
-    line = " ".join(text.removeprefix(f"parameter '{PARAMETER}': ").split("\n"))
-    return line if line.endswith(".") else f"{line}."
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

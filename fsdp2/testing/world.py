@@ -1,4 +1,4 @@
-"""All ranks in one process, and the all-gather between them.
+"""All ranks in one process: what stands in for mesh and DTensor, and the all-gather between the ranks.
 
 ``World`` does to memory what the runtime does, and worse: memory that is not promised to hold anything holds garbage.
 It knows nothing of checks; what a hook does wrong is an ``ExtensionError`` of ``extensions``, as in the runtime.
@@ -7,9 +7,10 @@ It knows nothing of checks; what a hook does wrong is an ``ExtensionError`` of `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,9 +20,12 @@ from fsdp2 import _torch
 from fsdp2.comm.memory import tensor_on
 from fsdp2.group.all_gather import pieces
 from fsdp2.group.extensions import HookContext, Hooks
+from fsdp2.group.param import subclass_shard
 from fsdp2.group.shards import count_steps
+from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import JoinedLayout, ShardLayout, contiguous_stride, join
-from fsdp2.testing.stand_in import StandInMesh, local_of
+from fsdp2.plan.trees import map_tensors
+from fsdp2.tensors.wrapper import WrapperTensor
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 
 T = TypeVar("T")
@@ -34,170 +38,245 @@ _GARBAGE = 0x7F
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How ``fully_shard`` would have been called, but for the ranks."""
+class Case:
+    """A tensor of ``shape`` that ``size`` ranks share. Everything else as given to ``check_all_gather_extension``."""
 
+    make: Callable[[torch.Tensor], torch.Tensor]
+    dtype: torch.dtype
+    dim: int
     policy: MixedPrecisionPolicy
-    param_dtype: torch.dtype
     device: torch.device
     trainable: bool
     prepare: Callable[[list[torch.Tensor]], object] | None
+    shape: tuple[int, ...] = ()
+    size: int = 1
+
+    @property
+    def where(self) -> str:
+        return f"shape {self.shape} on {self.size} rank{'s' if self.size > 1 else ''}"
+
+    @property
+    def layout(self) -> ShardLayout:
+        return ShardLayout(self.shape, self.dim % len(self.shape), self.size)
+
+    def plain(self, seed: int = 0) -> torch.Tensor:
+        """Random values; the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            values = torch.randn(self.shape, generator=generator)
+        else:
+            values = torch.randint(0, 100, self.shape, generator=generator)
+        return values.to(self.device, self.dtype)
+
+    def shards(self, made: torch.Tensor | None = None, *, seed: int = 0) -> list[torch.Tensor]:
+        """The shards of all ranks: of ``made``, or of a tensor of its own for each seed."""
+        full = self.make(self.plain(seed)) if made is None else made
+        with torch.no_grad():
+            return [
+                subclass_shard(PARAMETER, full.detach(), self.layout, rank, self.device) for rank in range(self.size)
+            ]
+
+    def params(self, shards: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+        """``shards`` as optimizers and state dicts see them.
+
+        Raises:
+            ExtensionError: the class is lost on the way.
+        """
+        params = [nn.Parameter(StandInDTensor(shard), requires_grad=self.trainable) for shard in shards]
+        for param, shard in zip(params, shards, strict=True):
+            if type(local_of(param)) is not type(shard):
+                raise ExtensionError(
+                    f"detach of a DTensor makes a {type(local_of(param)).__name__} of a {type(shard).__name__}, so its "
+                    "hooks would be lost. Make it a wrapper subclass, whose __torch_dispatch__ keeps the class; "
+                    "as_subclass is not enough."
+                )
+        return params
+
+    def context(self, rank: int) -> HookContext:
+        return HookContext(
+            name=PARAMETER,
+            mesh=_mesh(self.size, rank, self.device.type),
+            outer_size=torch.Size(self.shape),
+            outer_stride=contiguous_stride(self.shape),
+            module=nn.Module(),
+            policy=self.policy,
+            param_dtype=param_dtypes(self.dtype, self.policy).param,
+            device=self.device,
+        )
 
 
-@dataclass
-class Memory:
-    """Storages that come and go together, with their sizes."""
+class StandInDTensor(WrapperTensor):
+    """Holds a shard as a DTensor holds its local tensor: operations reach the shard from below autograd, where torch
+    does not always count writes. What they return is held likewise."""
 
-    sized: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
+    local: torch.Tensor
+    _INNER = ("local",)
 
-    def add(self, storage: torch.UntypedStorage) -> None:
-        if storage.nbytes():
-            self.sized[storage.data_ptr()] = (storage, storage.nbytes())
-
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Only while it has memory."""
-        return storage.data_ptr() in {mine.data_ptr() for mine, _ in self.sized.values()}
-
-    def allocate(self) -> None:
-        """Other memory than before, full of garbage."""
-        kept = [torch.UntypedStorage(nbytes, device=storage.device) for storage, nbytes in self.sized.values()]
-        for storage, nbytes in self.sized.values():
-            storage.resize_(nbytes)
-        self.spoil()
-        del kept  # it has kept the allocator from handing out the same block again
-
-    def spoil(self) -> None:
-        for storage, _ in self.sized.values():
-            fill_with_garbage(storage)
-
-    def release(self) -> None:
-        for storage, _ in self.sized.values():
-            storage.resize_(0)
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # declared as a static method
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # DTensors run operations in C++, where no class but one with __torch_dispatch__ has a say.
+        without_torch_function = nn.Parameter.__torch_function__
+        result = without_torch_function(func, (), map_tensors(local_of, args), map_tensors(local_of, kwargs or {}))
+        if func.__name__.partition(".")[0].endswith("_"):
+            return None if result is None else args[0]
+        return map_tensors(cls, result)
 
 
-def fill_with_garbage(storage: torch.UntypedStorage) -> None:
-    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_GARBAGE)
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard that a ``StandInDTensor`` holds; other tensors themselves."""
+    return tensor.local if isinstance(tensor, StandInDTensor) else tensor
+
+
+class _Mesh(SimpleNamespace):
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the ranks of this check share one process, and their mesh has no '{name}'. A hook that communicates must "
+            "be able to do without: have prepare(shards) hand to every shard what the ranks would agree on"
+        )
+
+
+def _mesh(size: int, rank: int, device_type: str) -> DeviceMesh:
+    """A 1D mesh over ``size`` ranks as ``rank`` sees it, without a process group."""
+    mesh = _Mesh(
+        ndim=1,
+        mesh_dim_names=("shard",),
+        device_type=device_type,
+        shape=(size,),
+        mesh=torch.arange(size),
+        size=lambda mesh_dim=None: size,
+        get_rank=lambda: rank,
+        get_local_rank=lambda mesh_dim=None: rank,
+        get_coordinate=lambda: [rank],
+    )
+    return cast(DeviceMesh, mesh)
 
 
 class Rank:
-    """One rank: its shard, its hooks, and what it gathers.
-
-    Attributes:
-        unsharded: the parameter that compute reads, from the first gather on.
-        listed: what the post-hook wants freed with it.
-    """
+    """One rank: its shard, its hooks, and what it gathers."""
 
     def __init__(self, param: nn.Parameter, context: HookContext) -> None:
         self.shard = local_of(param)
         self.hooks = Hooks(self.shard, context)
-        self.unsharded: nn.Parameter | None = None
-        self.listed: list[torch.Tensor] = []
-        self.outputs_memory, self.inner_memory = Memory(), Memory()
-        self._param, self._trainable = param, param.requires_grad
-        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._param = param
         self._sent: tuple[torch.Tensor, ...] | None = None
         self._stamp: list[int] = []
         self._num_steps = [0]
         count_steps([self._param], self._num_steps)
         self._metadata: Any = None
         self._releases_outputs = False
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._unsharded: nn.Parameter | None = None
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []  # come and go: outputs, and what hooks list
+
+    @property
+    def unsharded(self) -> nn.Parameter:
+        """The parameter that compute reads, from the first gather on."""
+        assert self._unsharded is not None
+        return self._unsharded
 
     def send(self) -> tuple[torch.Tensor, ...]:
         """The payload; the earlier one, if the class has it kept and no write of the shard was noticed."""
-        leaves = [leaf for leaf in _torch.leaves(self.shard) if leaf is not self.shard]
-        stamp = [self._num_steps[0], *_torch.versions_of([self._param, self.shard, *leaves])]
-        is_first = self._sent is None
+        stamp = [self._num_steps[0], *_torch.versions_of([self._param, *_torch.versioned(self.shard)])]
         if self._sent is None or not self.hooks.keeps_inputs or stamp != self._stamp:
             self._sent, self._metadata = self.hooks.call_pre()
             self._stamp = stamp
-        if is_first:
             self._releases_outputs = self.hooks.releases_outputs()
         return self._sent
 
     def receive(self, layouts: Sequence[JoinedLayout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """``sent`` by all ranks arrives, and the post-hook makes the unsharded parameter of it."""
-        is_first = self.unsharded is None
-        if is_first:
+        if self._unsharded is None:
             self._outputs = tuple(
                 self._output(layout, payload.dtype) for layout, payload in zip(layouts, sent[0], strict=True)
             )
-        self.outputs_memory.allocate()
-        self.inner_memory.allocate()
-        for k, (layout, output) in enumerate(zip(layouts, self._outputs, strict=True)):
+        self._allocate()
+        for layout, output, payloads in zip(layouts, self._outputs, zip(*sent, strict=True), strict=True):
             # I2: a tensor of its own writes, and autograd does not see that the output changes.
             target = tensor_on(output.untyped_storage(), 0, output.shape, output.stride(), output.dtype)
-            for piece, payload in zip(pieces(target, layout), [each[k] for each in sent], strict=True):
+            for piece, payload in zip(pieces(target, layout), payloads, strict=True):
                 piece.copy_(payload.reshape(piece.shape))
-        if self.unsharded is None:
-            tensor, self.listed = self.hooks.first_post(self._outputs, self._metadata)
-            self.unsharded = self._parameter(tensor)
-            self._own()
-        versioned = () if is_first else (self.unsharded, *_torch.leaves(self.unsharded))
-        versions = [tensor._version for tensor in versioned]
-        self._fill(self.unsharded)
+        if self._unsharded is None:
+            self._make_unsharded()
+        versioned = _torch.versioned(self.unsharded)
+        versions, before = _torch.versions_of(versioned), _memory_of(self.unsharded)
+        self.hooks.call_post(self._outputs, self._metadata, self.unsharded)
+        if _memory_of(self.unsharded) != before:
+            problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
+            raise self.hooks.error("fsdp_post_all_gather", problem)
         _torch.set_versions(versioned, versions)
 
     def drop_outputs(self) -> None:
         """Spoil the outputs, if the class says that the unsharded parameter does not need them."""
-        if self.hooks.releases_outputs():
-            self.outputs_memory.spoil()
+        for output in self._outputs if self._releases_outputs else ():
+            _fill_with_garbage(output.untyped_storage())
 
     def release(self) -> None:
-        self.outputs_memory.release()
-        self.inner_memory.release()
+        """Free what the runtime frees when the parameter is resharded."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
 
-    def _fill(self, unsharded: torch.Tensor) -> None:
-        before = [leaf.untyped_storage() for leaf in _torch.leaves(unsharded)]
-        self.hooks.call_post(self._outputs, self._metadata, unsharded)
-        after = [leaf.untyped_storage() for leaf in _torch.leaves(unsharded)]
-        if [storage.data_ptr() for storage in before] != [storage.data_ptr() for storage in after]:
-            problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
-            raise self.hooks.error("fsdp_post_all_gather", problem)
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``release`` frees it; known while it has memory."""
+        return any(mine.data_ptr() == storage.data_ptr() for mine, _ in self._storages)
+
+    def _allocate(self) -> None:
+        """Other memory than before, full of garbage."""
+        kept = [torch.UntypedStorage(nbytes, device=storage.device) for storage, nbytes in self._storages]
+        for storage, nbytes in self._storages:
+            storage.resize_(nbytes)
+            _fill_with_garbage(storage)
+        del kept  # it has kept the allocator from handing out the same block again
 
     def _output(self, layout: JoinedLayout, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(layout.padded_numel * dtype.itemsize, device=self.shard.device)
-        self.outputs_memory.add(storage)
+        self._storages.append((storage, storage.nbytes()))
         return tensor_on(storage, 0, layout.shape, contiguous_stride(layout.shape), dtype)
 
-    def _parameter(self, tensor: torch.Tensor) -> nn.Parameter:
-        if self._trainable and not tensor.dtype.is_floating_point:
+    def _make_unsharded(self) -> None:
+        tensor, listed = self.hooks.first_post(self._outputs, self._metadata)
+        if self._param.requires_grad and not tensor.dtype.is_floating_point:
             raise self.hooks.error("fsdp_post_all_gather", f"made a tensor of {tensor.dtype} of a trainable parameter")
         try:
-            return nn.Parameter(tensor, requires_grad=self._trainable)
+            self._unsharded = nn.Parameter(tensor, requires_grad=self._param.requires_grad)
         except RuntimeError as error:  # it wants detach() to keep the class
             problem = f"made a {type(tensor).__name__} that cannot be a parameter: {error}"
             raise self.hooks.error("fsdp_post_all_gather", problem) from error
+        for storage in (leaf.untyped_storage() for inner in listed for leaf in _torch.leaves(inner)):
+            if storage.nbytes() and storage.data_ptr() in _memory_of(self.shard):
+                problem = "lists memory of the shard itself to be freed: make a tensor of its own"
+                raise self.hooks.error("fsdp_post_all_gather", problem)
+            if storage.nbytes() and not self.frees(storage):
+                self._storages.append((storage, storage.nbytes()))
 
-    def _own(self) -> None:
-        shards = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(self.shard)}
-        for leaf in (leaf for tensor in self.listed for leaf in _torch.leaves(tensor)):
-            storage = leaf.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() in shards:
-                raise self.hooks.error(
-                    "fsdp_post_all_gather", "lists memory of the shard itself to be freed: make a tensor of its own"
-                )
-            if not self.outputs_memory.holds(storage):
-                self.inner_memory.add(storage)
+
+def _fill_with_garbage(storage: torch.UntypedStorage) -> None:
+    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_GARBAGE)
+
+
+def _memory_of(tensor: torch.Tensor) -> list[int]:
+    return [leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(tensor)]
 
 
 class World:
-    """``params`` of all ranks, one each: shards of one parameter of ``layout``.
+    """``params`` of all ranks, one each: shards of one parameter of ``case``.
 
     Raises:
         ExtensionError: here and by the methods, what the runtime would raise.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], layout: ShardLayout, setting: Setting) -> None:
-        self._dim, self._setting = layout.dim, setting
-        self.ranks = [Rank(param, _context(rank, layout, setting)) for rank, param in enumerate(params)]
+    def __init__(self, case: Case, params: Sequence[nn.Parameter]) -> None:
+        self._case = case
+        self.ranks = [Rank(param, case.context(rank)) for rank, param in enumerate(params)]
         self._sent: list[tuple[torch.Tensor, ...]] = []
         self._layouts: list[JoinedLayout] = []
 
     def send(self) -> None:
         """Every rank calls its pre-hook, and what they send is fitted together."""
         with torch.inference_mode(False), torch.no_grad():
-            if self._setting.prepare is not None:
-                self._setting.prepare([rank.shard for rank in self.ranks])
+            if self._case.prepare is not None:
+                self._case.prepare([rank.shard for rank in self.ranks])
             self._sent = [self._on(index, rank.send) for index, rank in enumerate(self.ranks)]
             self._layouts = self._joined()
 
@@ -207,18 +286,14 @@ class World:
             for index, rank in enumerate(self.ranks):
                 self._on(index, partial(rank.receive, self._layouts, self._sent))
 
-    def drop_outputs(self) -> None:
-        """On every rank the post-hook has returned."""
+    def gather(self) -> None:
+        """What an all-gather does; on every rank, the post-hook has returned before outputs are dropped."""
+        self.send()
+        self.receive()
         for rank in self.ranks:
             rank.drop_outputs()
 
-    def gather(self) -> None:
-        self.send()
-        self.receive()
-        self.drop_outputs()
-
     def release(self) -> None:
-        """Free what the runtime frees when the parameters are resharded."""
         for rank in self.ranks:
             rank.release()
 
@@ -236,25 +311,11 @@ class World:
         kinds = [tuple(tensor.dtype for tensor in payload) for payload in self._sent]
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
-                raise hooks.error(
-                    "fsdp_pre_all_gather",
-                    f"returned tensors of {kinds[0]} on rank 0, but of {kind} on rank {rank}: all must send the same",
-                )
+                problem = f"{kinds[0]} on rank 0, but of {kind} on rank {rank}: all must send the same"
+                raise hooks.error("fsdp_pre_all_gather", f"returned tensors of {problem}")
+        dim = self._case.layout.dim
         try:
-            return [join([tuple(tensor.shape) for tensor in same], self._dim) for same in zip(*self._sent, strict=True)]
+            return [join([tuple(tensor.shape) for tensor in same], dim) for same in zip(*self._sent, strict=True)]
         except ValueError as error:
             problem = f"returned tensors that do not fit together on the ranks: {error}"
             raise hooks.error("fsdp_pre_all_gather", problem) from None
-
-
-def _context(rank: int, layout: ShardLayout, setting: Setting) -> HookContext:
-    return HookContext(
-        name=PARAMETER,
-        mesh=cast(DeviceMesh, StandInMesh(layout.num_shards, rank, setting.device.type)),
-        outer_size=torch.Size(layout.shape),
-        outer_stride=contiguous_stride(layout.shape),
-        module=nn.Module(),
-        policy=setting.policy,
-        param_dtype=setting.param_dtype,
-        device=setting.device,
-    )
