@@ -70,11 +70,7 @@ class Float8AllGatherTensor(WireFormatTensor):
     _scale_stamp: tuple[int, ...] | None = None
 
     def __new__(
-        cls,
-        data: torch.Tensor,
-        *,
-        scaling: Float8Scaling = Float8Scaling.PER_TENSOR,
-        quantise_once: bool = False,
+        cls, data: torch.Tensor, *, scaling: Float8Scaling = Float8Scaling.PER_TENSOR, quantise_once: bool = False
     ) -> Float8AllGatherTensor:
         if not isinstance(scaling, Float8Scaling):
             raise TypeError(f"{cls.__name__}: scaling must be a Float8Scaling, found {scaling!r}.")
@@ -192,40 +188,24 @@ def _without_values(op: Callable[..., Any], tensor: Float8Tensor, *args: Any, **
     return op(tensor._data, *args, **{**kwargs, "dtype": kwargs.get("dtype") or tensor.dtype})
 
 
-def _mm(x: torch.Tensor, weight: torch.Tensor) -> Any:
-    return _float8_mm(x, weight) if _runs_in_float8(x, weight) else NotImplemented
+def _product(*operands: torch.Tensor, **factors: Any) -> Any:
+    """``mm(x, weight)`` and ``addmm(bias, x, weight)``."""
+    x, weight = operands[-2:]
+    if factors or not isinstance(weight, Float8Tensor) or not _runs_in_float8(x, weight):
+        return NotImplemented
+    per_row = weight._scale.dim() > 1
+    scale = scale_from(row_magnitudes(x) if per_row else magnitude(x))
+    recipe = F.ScalingType.RowWise if per_row else F.ScalingType.TensorWise
+    values = _to_float8(x, scale).contiguous()
+    product = F.scaled_mm(values, weight._data, scale, recipe, weight._scale, recipe, output_dtype=x.dtype)
+    return product.add_(operands[0]) if len(operands) == 3 else product
 
 
-def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **factors: Any) -> Any:
-    return NotImplemented if factors or not _runs_in_float8(x, weight) else _float8_mm(x, weight).add_(bias)
-
-
-Float8Tensor._OPS = {
-    **ALIASES,
-    aten.t.default: _transposed,
-    aten.transpose.int: _transposed,
-    aten.as_strided.default: _cut_rows,
-    aten.mm.default: _mm,
-    aten.addmm.default: _addmm,
-    aten.linear.default: aten.linear.default.decompose,  # comes here in inference mode only
-    **{
-        op: partial(_without_values, op)
-        for op in (aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default)
-    },
-}
-
-
-def _has_float8_matmul(device: torch.device) -> bool:
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _runs_in_float8(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _runs_in_float8(x: torch.Tensor, weight: Float8Tensor) -> bool:
     """Whether ``x @ weight`` is what the device multiplies in float8: its second operand must lie column by column, as
     a transposed weight does in forward, and the weight itself, in backward, does not."""
     return (
-        isinstance(weight, Float8Tensor)
-        and not isinstance(x, Float8Tensor)
+        not isinstance(x, Float8Tensor)
         and x.dtype == weight.dtype == torch.bfloat16
         and weight.stride() == (1, weight.size(0))
         and x.size(1) % 16 == 0
@@ -235,13 +215,24 @@ def _runs_in_float8(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _float8_mm(x: torch.Tensor, weight: Any) -> torch.Tensor:
-    per_row = weight._scale.dim() > 1
-    scale = scale_from(row_magnitudes(x) if per_row else magnitude(x))
-    recipe = F.ScalingType.RowWise if per_row else F.ScalingType.TensorWise
-    return F.scaled_mm(
-        _to_float8(x, scale).contiguous(), weight._data, scale, recipe, weight._scale, recipe, output_dtype=x.dtype
-    )
+def _has_float8_matmul(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+Float8Tensor._OPS = {
+    **ALIASES,
+    aten.t.default: _transposed,
+    aten.transpose.int: _transposed,
+    aten.as_strided.default: _cut_rows,
+    aten.mm.default: _product,
+    aten.addmm.default: _product,
+    aten.linear.default: aten.linear.default.decompose,  # comes here in inference mode only
+    **{
+        op: partial(_without_values, op)
+        for op in (aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default)
+    },
+}
 
 
 # Scales
@@ -295,11 +286,9 @@ def precompute_float8_scales(model: nn.Module) -> None:
     Source: the idea is torchao's precomputation of dynamic float8 scales for FSDP.
     """
     waiting: dict[tuple[DeviceMesh, tuple[int, ...]], list[Float8AllGatherTensor]] = {}
-    for param in model.parameters():
-        shard = _torch.local_of(param) if isinstance(param, DTensor) else None
-        if isinstance(param, DTensor) and isinstance(shard, Float8AllGatherTensor):
-            if shard.scaling is not Float8Scaling.PER_TENSOR:
-                continue
+    for param in (param for param in model.parameters() if isinstance(param, DTensor)):
+        shard = _torch.local_of(param)
+        if isinstance(shard, Float8AllGatherTensor) and shard.scaling is Float8Scaling.PER_TENSOR:
             axes = tuple(axis for axis, placement in enumerate(param.placements) if placement.is_shard())
             waiting.setdefault((param.device_mesh, axes), []).append(shard)
     for (mesh, axes), shards in waiting.items():

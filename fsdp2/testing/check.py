@@ -129,8 +129,7 @@ def _check_size(
         "autograd": partial(_check_autograd, world),
     }
     if findings.passes(case.where, step) and is_handled:
-        rank = world.ranks[0]
-        for name, check in _handling(case, _values(world), rank.shard, bool(_gradient_names(rank))).items():
+        for name, check in _handling(case, _values(world), world.ranks[0]).items():
             findings.passes(case.where, {name: check})
     return found if expected is None else expected
 
@@ -250,25 +249,26 @@ def _gradient_names(rank: Rank) -> tuple[str, ...]:
 # What else happens to shards: each must leave shards of the same class, that send what they should
 
 
-def _handling(case: Case, expected: Values, shard: torch.Tensor, is_wrapped: bool) -> dict[str, Callable[[], None]]:
-    copies: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-        "clone": ("clone", lambda param: param.detach().clone()),
-        # As to_empty and load_state_dict do it.
-        "empty_like": ("empty_like", lambda param: torch.empty_like(param).copy_(param)),
-        "flatten": ("__tensor_unflatten__ of __tensor_flatten__", lambda param: _rebuilt(local_of(param))),
-    }
-    if not _torch.inner_names(shard):
-        del copies["flatten"]
+def _handling(case: Case, expected: Values, rank: Rank) -> dict[str, Callable[[], None]]:
     checks: dict[str, Callable[[], None]] = {
-        name: partial(_check_copy, case, expected, *operation) for name, operation in copies.items()
+        "clone": partial(_check_copy, case, expected, "clone", lambda param: param.detach().clone()),
+        "empty_like": partial(_check_copy, case, expected, "empty_like", _emptied_and_filled),
+        "to": partial(_check_cast, case),
+        "deepcopy": partial(_check_deepcopy, case, expected),
+        "meta": partial(_check_meta, case, expected),
+        "load": partial(_check_load, case, expected),
     }
-    checks["to"] = partial(_check_cast, case)
-    checks["deepcopy"] = partial(_check_deepcopy, case, expected)
-    checks["meta"] = partial(_check_meta, case, expected)
-    checks["load"] = partial(_check_load, case, expected)
+    if _torch.inner_names(rank.shard):
+        name = "__tensor_unflatten__ of __tensor_flatten__"
+        checks["flatten"] = partial(_check_copy, case, expected, name, lambda param: _rebuilt(local_of(param)))
     for name, optimizer in OPTIMIZERS.items() if case.trainable else ():
-        checks[name] = partial(_check_optimizer, case, expected, optimizer, is_wrapped)
+        checks[name] = partial(_check_optimizer, case, expected, optimizer, bool(_gradient_names(rank)))
     return checks
+
+
+def _emptied_and_filled(param: torch.Tensor) -> torch.Tensor:
+    """As ``to_empty`` and ``load_state_dict`` do it."""
+    return torch.empty_like(param).copy_(param)
 
 
 def _gathered(case: Case, shards: Sequence[torch.Tensor]) -> Values:
@@ -352,49 +352,45 @@ def _check_meta(case: Case, expected: Values) -> None:
 
 def _check_load(case: Case, expected: Values) -> None:
     """Other values are copied into shards that have been gathered, as a checkpoint is loaded."""
-    params = case.params(case.shards())
-    world = World(case, params)
-    world.gather()
-    world.release()
-    with torch.no_grad():
-        for param, other in zip(params, case.params(case.shards(seed=1)), strict=True):
-            param.copy_(other)
-    world.gather()
-    loaded = _gathered(case, case.shards(seed=1))
+
+    def load(params: list[nn.Parameter]) -> None:
+        with torch.no_grad():
+            for param, other in zip(params, case.params(case.shards(seed=1)), strict=True):
+                param.copy_(other)
+
+    found, loaded = _gathered_after(case, load), _gathered(case, case.shards(seed=1))
     if are_equal(loaded, expected):
         raise ExtensionError("tensors of other values give the same unsharded parameter. Send the shard's values.")
     problem = "what is gathered after copy_ is not what was copied in"
-    check_equal(_values(world), loaded, problem, "Let copy_ copy all that the hooks read, and hooks keep nothing.")
+    check_equal(found, loaded, problem, "Let copy_ copy all that the hooks read, and hooks keep nothing.")
 
 
 def _check_optimizer(
     case: Case, expected: Values, make_optimizer: Callable[[Any], torch.optim.Optimizer], is_wrapped: bool
 ) -> None:
-    params = case.params(case.shards())
-    classes = [type(local_of(param)) for param in params]
-    world = World(case, params)
-    world.gather()
-    world.release()
-    for param in params:
-        param.grad = StandInDTensor(_gradient(local_of(param), is_wrapped))
-    make_optimizer(params).step()
-    for param, cls in zip(params, classes, strict=True):
-        if type(local_of(param)) is not cls:
-            raise ExtensionError(f"the step made a {type(local_of(param)).__name__} of a {cls.__name__}.")
-    world.gather()
-    if are_equal(_values(world), expected):
+    """``is_wrapped``: gradients are of the class of the shard."""
+
+    def step(params: list[nn.Parameter]) -> None:
+        for param in params:
+            shard = local_of(param)
+            ones = torch.ones(shard.shape, dtype=shard.dtype, device=shard.device)
+            parts = {name: ones.clone() for name in _torch.inner_names(shard)}
+            param.grad = StandInDTensor(_torch.rewrapped(shard, parts) if is_wrapped else ones)
+        make_optimizer(params).step()
+
+    if are_equal(_gathered_after(case, step), expected):
         raise ExtensionError(
             "the step did not change what is gathered. Let in-place operations write the inner tensors, also on lists, "
             "and hooks keep nothing."
         )
 
 
-def _gradient(shard: torch.Tensor, is_wrapped: bool) -> torch.Tensor:
-    """As the runtime leaves it: plain, or of the class of the shard."""
-
-    def ones() -> torch.Tensor:
-        return torch.ones(shard.shape, dtype=shard.dtype, device=shard.device)
-
-    if not is_wrapped:
-        return ones()
-    return _torch.rewrapped(shard, {name: ones() for name in _torch.inner_names(shard)})
+def _gathered_after(case: Case, write: Callable[[list[nn.Parameter]], None]) -> Values:
+    """What a second gather makes of shards that ``write`` has written after the first."""
+    params = case.params(case.shards())
+    world = World(case, params)
+    world.gather()
+    world.release()
+    write(params)
+    world.gather()
+    return _values(world)
