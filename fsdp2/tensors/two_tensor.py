@@ -77,20 +77,17 @@ class TwoTensor(WrapperTensor):
     ) -> tuple[Tensors, None]:
         """What travels: plain contiguous tensors, and metadata for the other hook, which stays on this rank.
 
-        ``mesh`` is the shard axis. ``outer_size`` and ``outer_stride`` are the unsharded parameter's. A hook that needs
-        none of the rest may have the short form ``fsdp_pre_all_gather(self, mesh)``. A cast to
-        ``mp_policy.param_dtype`` here instead of in the other hook would send fewer bytes.
+        ``mesh`` is the shard axis, ``outer_size`` the unsharded parameter's. A hook that needs none of the rest may have
+        the short form ``fsdp_pre_all_gather(self, mesh)``. A cast here, not in the other hook, would send fewer bytes.
         """
         return (self.a, self.b), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[TwoTensor, Tensors] | None:
-        """The unsharded parameter from ``all_gather_outputs``, each ``[*outer_size]`` in the dtype that was sent.
-
-        First call: returns it, with the tensors whose memory the runtime is to free and to allocate again. The
-        outputs' own memory is managed anyway, so a parameter that lies in it names nothing. Later calls bring the same
-        parameter as ``out``, to be written in place, with its memory and the outputs' allocated again.
+        """The first call returns the unsharded parameter, and the tensors whose memory comes and goes with it. The
+        outputs' memory does anyway, so a parameter that lies in it names nothing. Later calls bring the same parameter
+        as ``out``, to be written in place, with its memory and the outputs' allocated again.
         """
         a, b = all_gather_outputs
         if out is not None:

@@ -1,9 +1,7 @@
 """A parameter that keeps one dtype in memory and travels in another: what all wire formats have in common.
 
-A ``WireFormatTensor`` behaves as its one inner tensor, the master values. Only the all-gather differs.
-Rule: a wire format is not part of the value. Arithmetic gives plain tensors, so optimizer states are plain, and what is
-pickled is the plain tensor, so checkpoints load anywhere. Only operations by which runtimes place, cut, copy and move
-parameters keep the class; they are listed.
+Rule: a wire format is not part of the value. Optimizer states and checkpoints are plain, and load anywhere. Only the
+operations by which runtimes place, cut, copy and move parameters keep the class; they are listed.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ class WireFormatTensor(WrapperTensor):
     through views, copies, ``copy.deepcopy`` and ``torch.compile``.
 
     - In-place operations write the plain tensor and return the wrapper.
-    - The operations that place and copy parameters return the same class: see ``_VIEWS`` and ``_COPIES``.
-    - Every other operation returns plain tensors.
+    - Views, slices and copies are of the same class; every other operation returns plain tensors.
     - ``pickle``, ``torch.save`` and distributed checkpoints write the plain tensor. Loading one copies it in.
 
     Hooks send a shard's own rows, and fsdp2 pads them. ``torch.distributed.fsdp`` wants padded ones where dim 0 is not
