@@ -116,6 +116,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating-point tensor in it, however nested, cast to ``dtype``; differentiable."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.dtype.is_floating_point else tensor
+        found = tensor.dtype
+        return tensor if found is dtype or not found.is_floating_point else tensor.to(dtype)
 
     return map_tensors(cast, value)

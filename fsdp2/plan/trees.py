@@ -8,9 +8,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
+
+# Most of what models are given beside tensors; told apart first, since the other tests cost more.
+_LEAVES = frozenset({type(None), bool, int, float, str})
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -18,59 +22,52 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     that the identity costs no copy and keeps the caller's objects."""
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, dict):
-        mapped = {key: map_tensors(fn, item) for key, item in value.items()}
-        return value if _same(mapped.values(), value.values()) else _rebuilt_dict(value, mapped)
+    if type(value) in _LEAVES:
+        return value
     if isinstance(value, (list, tuple)):
         items = [map_tensors(fn, item) for item in value]
-        if _same(items, value):
+        if all(map(is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _mapped_dataclass(fn, value)
-    return value
+    parts = _named_parts(value)
+    mapped = {name: map_tensors(fn, item) for name, item in parts.items()}
+    return value if all(map(is_, mapped.values(), parts.values())) else _rebuilt(value, mapped)
 
 
 def find_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     """Append every tensor in ``value`` to ``found``, in the order in which ``map_tensors`` visits them."""
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif type(value) not in _LEAVES:
+        for item in value if isinstance(value, (list, tuple)) else _named_parts(value).values():
             find_tensors(item, found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            find_tensors(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            find_tensors(getattr(value, field.name), found)
     return found
 
 
-def _same(new: Any, old: Any) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
-
-
-def _rebuilt_dict(original: dict[Any, Any], mapped: dict[Any, Any]) -> dict[Any, Any]:
-    if type(original) is dict:
-        return mapped
-    cls = type(original)
-    if hasattr(cls, "__copy__"):  # defaultdict
-        rebuilt = copy.copy(original)
-    else:  # keeps the subclass and its attributes without guessing its __init__
-        rebuilt = cls.__new__(cls)
-        vars(rebuilt).update(vars(original))
-    for key, item in mapped.items():  # some subclasses mirror items as attributes, and forbid update()
-        rebuilt[key] = item
-    return rebuilt
-
-
-def _mapped_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    new = {name: map_tensors(fn, item) for name, item in old.items()}
-    if _same(new.values(), old.values()):
+def _named_parts(value: Any) -> dict[Any, Any]:
+    """The items of a dict, or the fields of a dataclass; nothing of what is neither."""
+    if isinstance(value, dict):
         return value
-    rebuilt = copy.copy(value)  # no __init__, no __post_init__: they may validate, or have side effects
-    for name, item in new.items():
-        object.__setattr__(rebuilt, name, item)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {}
+
+
+def _rebuilt(original: Any, parts: dict[Any, Any]) -> Any:
+    """A copy of the dict or dataclass ``original`` with other parts. No ``__init__`` or ``__post_init__`` runs: they
+    may validate, or have side effects."""
+    if type(original) is dict:
+        return parts
+    if not isinstance(original, dict):
+        rebuilt = copy.copy(original)
+        for name, item in parts.items():
+            object.__setattr__(rebuilt, name, item)  # it may be frozen
+        return rebuilt
+    if hasattr(type(original), "__copy__"):  # defaultdict
+        rebuilt = copy.copy(original)
+    else:  # copy() of an OrderedDict would call the subclass
+        rebuilt = type(original).__new__(type(original))
+        vars(rebuilt).update(vars(original))
+    for key, item in parts.items():  # some subclasses mirror items as attributes, and forbid update()
+        rebuilt[key] = item
     return rebuilt
