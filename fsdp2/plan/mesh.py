@@ -45,13 +45,12 @@ class SpmdMesh:
     """A mesh that has all axes: the one that DTensor parameters are on before they are sharded.
 
     ``roles``: of its axes. ``sharded_mesh``: the same, but several shard axes are one: a parameter is cut once.
-    ``sources``: for each axis of ``sharded_mesh``, its position in ``mesh``.
     """
 
     mesh: DeviceMesh
     roles: tuple[AxisRole, ...]
     sharded_mesh: DeviceMesh
-    sources: tuple[int, ...]
+    sharded_roles: tuple[AxisRole, ...]
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,16 @@ class ParallelMesh:
 
 def replicated(parallel: ParallelMesh) -> ParallelMesh:
     """The ranks of ``parallel``, with parameters whole on each of them. Collective at its first use on a 2D mesh."""
-    roles = tuple(_unless_shard(role) for role in parallel.roles)
     spmd = parallel.spmd
     if spmd is not None:
-        whole = tuple(_unless_shard(role) for role in spmd.roles)
-        spmd = SpmdMesh(spmd.mesh, whole, spmd.mesh, tuple(range(spmd.mesh.ndim)))
+        whole = _without_shard(spmd.roles)
+        spmd = SpmdMesh(spmd.mesh, whole, spmd.mesh, whole)
+    roles = _without_shard(parallel.roles)
     return replace(parallel, roles=roles, shard=NO_AXIS, replicate=_joint_axis(parallel), spmd=spmd)
 
 
-def _unless_shard(role: AxisRole) -> AxisRole:
-    return AxisRole.REPLICATE if role is AxisRole.SHARD else role
+def _without_shard(roles: Sequence[AxisRole]) -> tuple[AxisRole, ...]:
+    return tuple(AxisRole.REPLICATE if role is AxisRole.SHARD else role for role in roles)
 
 
 def _joint_axis(parallel: ParallelMesh) -> Axis:
@@ -103,8 +102,7 @@ def _joint_axis(parallel: ParallelMesh) -> Axis:
         return parallel.shard
     if parallel.shard.size == 1:
         return parallel.replicate
-    ranks = parallel.mesh.mesh.flatten().tolist()
-    return Axis(_own_group(tuple(ranks), "fsdp2_replicate"), len(ranks), ranks.index(dist.get_rank()))
+    return _own_axis(parallel.mesh.mesh.flatten().tolist(), "fsdp2_replicate")
 
 
 def default_mesh() -> DeviceMesh:
@@ -136,7 +134,7 @@ def parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) ->
             'Pass a submesh, for example mesh["dp"], or name the data-parallel axes with dp_mesh_dims.'
         )
     roles = (AxisRole.REPLICATE, AxisRole.SHARD)[-mesh.ndim :]
-    return _parallel_mesh(mesh, roles, mesh_device(mesh))
+    return _parallel_mesh(mesh, roles)
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
@@ -146,36 +144,35 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _parallel_mesh(
-    mesh: DeviceMesh, roles: tuple[AxisRole, ...], device: torch.device, spmd: SpmdMesh | None = None
-) -> ParallelMesh:
-    axes = {role: _axis(mesh, i) for i, role in enumerate(roles)}
+def _parallel_mesh(mesh: DeviceMesh, roles: tuple[AxisRole, ...], spmd: SpmdMesh | None = None) -> ParallelMesh:
+    axes = {role: Axis(mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i)) for i, role in enumerate(roles)}
     shard, replicate = (axes.get(role, NO_AXIS) for role in (AxisRole.SHARD, AxisRole.REPLICATE))
-    return ParallelMesh(mesh, roles, shard, replicate, device, spmd)
-
-
-def _axis(mesh: DeviceMesh, axis: int) -> Axis:
-    return Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
+    return ParallelMesh(mesh, roles, shard, replicate, mesh_device(mesh), spmd)
 
 
 # A full mesh, of which the user names axes
 
 
 def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ParallelMesh:
-    _check_names(mesh, dims)
-    names = mesh.mesh_dim_names or ()
-    shard, replicate = (
-        [name for name in names if name in wanted] for wanted in (dims.shard_names, dims.replicate_names)
-    )
-    role_of = dict.fromkeys(shard, AxisRole.SHARD) | dict.fromkeys(replicate, AxisRole.REPLICATE)
+    names = _checked_names(mesh, dims)
+    role_of = dict.fromkeys(dims.shard_names, AxisRole.SHARD) | dict.fromkeys(dims.replicate_names, AxisRole.REPLICATE)
     roles = tuple(role_of.get(name, AxisRole.MODEL) for name in names)
-    parts = {AxisRole.REPLICATE: replicate, AxisRole.SHARD: shard}
-    flat = {role: _flat(mesh, part) for role, part in parts.items() if part}
-    spmd = SpmdMesh(mesh, roles, *_with_one_shard_axis(mesh, roles, flat))
-    return _parallel_mesh(_torch.concatenated_mesh(list(flat.values())), tuple(flat), mesh_device(mesh), spmd)
+    flat = {
+        role: _flat(mesh, [name for name, found in zip(names, roles, strict=True) if found is role])
+        for role in (AxisRole.REPLICATE, AxisRole.SHARD)
+        if role in roles
+    }
+    sharded, sharded_roles = mesh, roles
+    if roles.count(AxisRole.SHARD) > 1:  # the first of the shard axes stands for all of them
+        first = roles.index(AxisRole.SHARD)
+        kept = [i for i, role in enumerate(roles) if role is not AxisRole.SHARD or i == first]
+        sharded_roles = tuple(roles[i] for i in kept)
+        sharded = _torch.concatenated_mesh([flat[AxisRole.SHARD] if i == first else mesh[names[i]] for i in kept])
+    spmd = SpmdMesh(mesh, roles, sharded, sharded_roles)
+    return _parallel_mesh(_torch.concatenated_mesh(list(flat.values())), tuple(flat), spmd)
 
 
-def _check_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
+def _checked_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[str, ...]:
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError(
@@ -188,6 +185,7 @@ def _check_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
             raise ValueError(f"fully_shard: dp_mesh_dims names the axis '{name}', but the mesh has the axes {names}.")
     if len(set(asked)) < len(asked):
         raise ValueError(f"fully_shard: dp_mesh_dims names an axis twice: {dims}. An axis shards or replicates.")
+    return names
 
 
 def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
@@ -195,66 +193,43 @@ def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(mesh[tuple(names)], "_".join(names))
 
 
-def _with_one_shard_axis(
-    mesh: DeviceMesh, roles: Sequence[AxisRole], flat: dict[AxisRole, DeviceMesh]
-) -> tuple[DeviceMesh, tuple[int, ...]]:
-    """``mesh`` with the first of its shard axes standing for all of them, and the positions of the axes that stay."""
-    if roles.count(AxisRole.SHARD) < 2:
-        return mesh, tuple(range(mesh.ndim))
-    first = roles.index(AxisRole.SHARD)
-    kept = tuple(i for i, role in enumerate(roles) if role is not AxisRole.SHARD or i == first)
-    names = mesh.mesh_dim_names or ()
-    return _torch.concatenated_mesh([flat[AxisRole.SHARD] if i == first else mesh[names[i]] for i in kept]), kept
-
-
-# The mesh that parameters rest on
-
-# Creating process groups is slow, so all calls with equal meshes share the smaller one. It is no attribute of the mesh,
-# because DTensors are copied and pickled with theirs. The shard axis' group tells meshes apart that were made before
-# and after a destroy_process_group.
-_PostForwardKey = tuple[int, dist.ProcessGroup | None]
-_post_forward_meshes: WeakKeyDictionary[DeviceMesh, dict[_PostForwardKey, ParallelMesh]] = WeakKeyDictionary()
+# Process groups of our own
 
 
 def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
-    """Parameters rest on groups of ``shard_size`` neighbouring ranks of ``parallel``, replicated across the groups."""
-    kept = _post_forward_meshes.setdefault(parallel.mesh, {})
-    key = (shard_size, parallel.shard.group)
-    if key not in kept:
-        ranks = parallel.mesh.mesh.reshape(-1, shard_size)
-        roles = (AxisRole.REPLICATE, AxisRole.SHARD)
-        kept[key] = _parallel_mesh(_mesh_of_ranks(ranks, parallel.mesh.device_type), roles, parallel.device)
-    return kept[key]
-
-
-def _mesh_of_ranks(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
-    """``ranks`` as a 2D mesh. Only they take part in making it: ``ranks`` may be one of several parts of the world
-    (one per rank of a model axis), which ``DeviceMesh`` itself would have to be told of."""
+    """Parameters rest on groups of ``shard_size`` neighbouring ranks of ``parallel``, replicated across the groups.
+    Collective at first use."""
+    ranks = parallel.mesh.mesh.reshape(-1, shard_size)
     ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
-    groups = [
-        dist.new_group(line.tolist(), use_local_synchronization=True) for line in (ranks[:, column], ranks[row, :])
-    ]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
-
-
-# By the process group of all ranks, so that they go with it, and then by their ranks and what they are for.
-_Key = tuple[tuple[int, ...], str]
-_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def _own_group(ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
-    """A process group of ``ranks``, made once. Only these ranks take part: other parts of the mesh make their own."""
-    assert dist.group.WORLD is not None  # the mesh has groups
-    made = _own_groups.setdefault(dist.group.WORLD, {})
-    if (ranks, description) not in made:
-        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
-        made[ranks, description] = group
-    return made[ranks, description]
+    groups = [_own_group(line.tolist(), "fsdp2_post_forward") for line in (ranks[:, column], ranks[row, :])]
+    names = ("replicate", "shard")
+    mesh = DeviceMesh.from_group(groups, parallel.mesh.device_type, ranks, mesh_dim_names=names)
+    return _parallel_mesh(mesh, (AxisRole.REPLICATE, AxisRole.SHARD))
 
 
 def separate_axis(axis: Axis) -> Axis:
     """``axis`` with a process group of its own, the same for all axes of the same ranks. Collective at first use."""
     if axis.group is None or axis.size == 1:
         return axis
-    ranks = tuple(dist.get_process_group_ranks(axis.group))
-    return replace(axis, group=_own_group(ranks, "fsdp2_reduce_scatter"))
+    return _own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter")
+
+
+def _own_axis(ranks: list[int], description: str) -> Axis:
+    return Axis(_own_group(ranks, description), len(ranks), ranks.index(dist.get_rank()))
+
+
+# Whether a group is made has to be decided alike by all of its ranks. So it follows from plain values, and what was
+# made is kept for as long as the process group of all ranks is the default one: not for as long as a mesh or a model
+# is alive, which may differ from rank to rank.
+_Key = tuple[tuple[int, ...], str]
+_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _own_group(ranks: list[int], description: str) -> dist.ProcessGroup:
+    """The process group of ``ranks`` for this use, made once. Only these ranks take part: others make their own."""
+    assert dist.group.WORLD is not None  # the mesh has groups
+    made = _own_groups.setdefault(dist.group.WORLD, {})
+    key = (tuple(ranks), description)
+    if key not in made:
+        made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    return made[key]

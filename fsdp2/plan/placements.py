@@ -127,9 +127,8 @@ def _on_full_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -
                 f"'{(spmd.mesh.mesh_dim_names or ())[axis]}', expected Replicate(): the sharding there is done here."
             )
     shape, stride = tuple(param.shape), contiguous_stride(param.shape)
-    roles = tuple(spmd.roles[source] for source in spmd.sources)
     on_model_axes = [param.placements[axis] for axis, role in enumerate(spmd.roles) if role is AxisRole.MODEL]
-    placements = _placements(roles, spmd.sharded_mesh.shape, on_model_axes, dim)
+    placements = _placements(spmd.sharded_roles, spmd.sharded_mesh.shape, on_model_axes, dim)
     data_parallel = tuple(axis for axis, role in enumerate(spmd.roles) if role is not AxisRole.MODEL)
     return ParamSpec(
         TensorSpec(spmd.sharded_mesh, placements, shape, stride),

@@ -1,0 +1,72 @@
+"""Process groups that fsdp2 makes: when one is made follows from ranks alone, never from what a rank has freed."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2.plan.mesh import parallel_mesh, post_forward_mesh, replicated
+from tests.distributed.support import same_on_all_ranks, sharded, step
+from tests.harness.distributed import RankContext
+
+WORLD_SIZE = 4
+
+
+class _Recorded:
+    """Stands in for ``dist.new_group``: counts, and makes one group for each set of ranks, so that a rank that calls it
+    alone does not hang."""
+
+    made: ClassVar[dict[tuple[int, ...], Any]] = {}
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self._new_group = dist.new_group
+
+    def __call__(self, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(ranks)
+        if tuple(ranks) not in self.made:
+            self.made[tuple(ranks)] = self._new_group(ranks, *args, **kwargs)
+        return self.made[tuple(ranks)]
+
+
+def _resting(ctx: RankContext) -> object:
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    return mesh, post_forward_mesh(parallel_mesh(mesh), 2)
+
+
+def _scalars(ctx: RankContext) -> object:
+    mesh = init_device_mesh("cpu", (2, ctx.world_size // 2))
+    return mesh, replicated(parallel_mesh(mesh))
+
+
+def _model(ctx: RankContext) -> object:
+    model = sharded(ctx, mesh=init_device_mesh("cpu", (ctx.world_size,)), reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group()
+    step(model)
+    return model
+
+
+def _num_calls(ctx: RankContext, make: str) -> list[int]:
+    """Calls that a first and a second ``make`` need, on equal meshes. Rank 0 frees what it has made before the second.
+    Models stay alive on that rank, too, as long as DTensor's caches refer to their mesh."""
+    num_calls, kept = [], []
+    for _ in range(2):
+        with mock.patch.object(dist, "new_group", _Recorded()) as recorded:
+            made = globals()[make](ctx)
+        num_calls.append(len(recorded.calls))
+        if ctx.rank > 0:
+            kept.append(made)
+        del made
+        gc.collect()
+    return num_calls
+
+
+@pytest.mark.parametrize("make", [_resting, _scalars, _model])
+def test_ranks_make_groups_alike_whatever_one_of_them_has_freed(make: Any) -> None:
+    first, second = same_on_all_ranks(_num_calls, WORLD_SIZE, make=make.__name__)
+    assert second == 0, f"{first} calls for the first, {second} for the second"
