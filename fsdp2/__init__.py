@@ -1,9 +1,9 @@
 """fsdp2: a composable ``fully_shard`` runtime for PyTorch."""
 
+from fsdp2 import extensions
 from fsdp2.api.contexts import no_sync, unsharded
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp2.group import extensions
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.tools import inner_gradients as _inner_gradients, memory_limit as _memory_limit, trace
 from fsdp2.tools.clip import clip_grad_norm_

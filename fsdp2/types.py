@@ -1,7 +1,7 @@
 """What users pass in, implement or catch.
 
-Plain words of the package: policies, errors, the interfaces of communication of the user's own, and the ``Observer``
-seam. This room knows no stream and no plan, and of process groups only the type; every other room may import it.
+Words only: policies, the protocols of all-gather hooks, the interfaces of communication of the user's own, errors, and
+``Observer``. This room knows no stream and no plan, and of process groups only the type; every other one may import it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,14 @@ from torch.distributed.tensor import Shard
 
 __all__ = [
     "AllGather",
+    "AllGatherExtension",
     "CPUOffloadPolicy",
     "Comm",
+    "CommunicationError",
     "DataParallelMeshDims",
     "ExtensionError",
     "MemoryLimitError",
+    "MeshAllGatherExtension",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
@@ -204,6 +208,84 @@ class ReduceScatter(Comm):
 
         Both tensors came from ``allocate`` and are of the reduce dtype. ``async_op`` as for an all-gather.
         """
+
+
+PreResult = tuple[tuple[torch.Tensor, ...], Any]
+PostResult = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
+
+
+@runtime_checkable
+class AllGatherExtension(Protocol):
+    """What a tensor subclass implements to decide what is all-gathered in its place.
+
+    Two further members are optional and not part of the type:
+
+    - ``fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool``: True says that the unsharded
+      tensor does not alias the outputs, so that their memory is released as soon as the post-hook returns.
+    - ``fsdp_keep_all_gather_inputs: bool``: True keeps what the pre-hook returned, metadata included, until the shard
+      is written: micro-batches and backward do not convert again. Costs the size of the payload.
+    """
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> PreResult:
+        """What this rank sends; ``self`` is its shard, without padding, possibly empty.
+
+        Args:
+            mesh: the 1D mesh that the parameter is sharded over.
+            outer_size, outer_stride: of the unsharded parameter.
+            module: the module that holds the parameter, the first one if it is tied.
+            mp_policy: as given to ``fully_shard``, but with the ``param_dtype`` of this parameter.
+
+        Returns:
+            The tensors to gather: plain, contiguous, on the mesh's device, of any dtype and shape, as many on every
+            rank, and equal but for the size along the sharded dim (dim 0 where they have no such dim). And metadata
+            for this rank's post-hook. Shapes and dtypes stay the same from call to call.
+        """
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> PostResult:
+        """Make the unsharded tensor.
+
+        Args:
+            all_gather_outputs: per tensor of the pre-hook, the payloads of all ranks joined along the sharded dim.
+            metadata: what this rank's pre-hook returned with the payload that has been gathered.
+            param_dtype: the dtype that the policy asks for, or the shard's.
+            out: None in the first call; then the unsharded parameter, to be filled in place.
+
+        Returns:
+            In the first call the unsharded tensor, of the outer size or with more rows (they are cut off), and the
+            tensors whose memory is to be freed with it; outputs may be among them. None if ``out`` was given.
+        """
+
+
+@runtime_checkable
+class MeshAllGatherExtension(Protocol):
+    """The protocol with the short pre-hook, for payloads that depend on nothing but the shard."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> PreResult:
+        """As in :class:`AllGatherExtension`."""
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> PostResult:
+        """As in :class:`AllGatherExtension`."""
 
 
 class ScheduleError(RuntimeError):

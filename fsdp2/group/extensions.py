@@ -1,8 +1,8 @@
 """All-gather hooks: a tensor subclass decides what travels in its place, and what becomes of it.
 
-The protocol, and its rules: hooks are looked up and their signature is inspected once, when a group is bound; every
+The protocol is in ``types``. Hooks are looked up and their signature is inspected once, when a group is bound; every
 call is checked, and what is wrong is an ``ExtensionError`` that names parameter, class and hook. This room knows no
-collective: see ``extended`` for how the ranks agree.
+collective: see ``hooked_params`` for how the ranks agree.
 
 Source: the extension points of PyTorch's FSDP2 (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
 """
@@ -13,98 +13,20 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.types import ExtensionError, MixedPrecisionPolicy
-
-__all__ = ["AllGatherExtension", "MeshAllGatherExtension"]
+from fsdp2.types import ExtensionError, MixedPrecisionPolicy, PreResult
 
 _PRE = "fsdp_pre_all_gather"
 _POST = "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _KEEP = "fsdp_keep_all_gather_inputs"
 
-PreResult = tuple[tuple[torch.Tensor, ...], Any]
 _Kind = tuple[torch.Size, torch.dtype]
-PostResult = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
-
-
-@runtime_checkable
-class AllGatherExtension(Protocol):
-    """What a tensor subclass implements to decide what is all-gathered in its place.
-
-    Two further members are optional and not part of the type:
-
-    - ``fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool``: True says that the unsharded
-      tensor does not alias the outputs, so that their memory is released as soon as the post-hook returns.
-    - ``fsdp_keep_all_gather_inputs: bool``: True keeps what the pre-hook returned, metadata included, until the shard
-      is written: micro-batches and backward do not convert again. Costs the size of the payload.
-    """
-
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> PreResult:
-        """What this rank sends; ``self`` is its shard, without padding, possibly empty.
-
-        Args:
-            mesh: the 1D mesh that the parameter is sharded over.
-            outer_size, outer_stride: of the unsharded parameter.
-            module: the module that holds the parameter, the first one if it is tied.
-            mp_policy: as given to ``fully_shard``, but with the ``param_dtype`` of this parameter.
-
-        Returns:
-            The tensors to gather: plain, contiguous, on the mesh's device, of any dtype and shape, as many on every
-            rank, and equal but for the size along the sharded dim (dim 0 where they have no such dim). And metadata
-            for this rank's post-hook. Shapes and dtypes stay the same from call to call.
-        """
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> PostResult:
-        """Make the unsharded tensor.
-
-        Args:
-            all_gather_outputs: per tensor of the pre-hook, the payloads of all ranks joined along the sharded dim.
-            metadata: what this rank's pre-hook returned with the payload that has been gathered.
-            param_dtype: the dtype that the policy asks for, or the shard's.
-            out: None in the first call; then the unsharded parameter, to be filled in place.
-
-        Returns:
-            In the first call the unsharded tensor, of the outer size or with more rows (they are cut off), and the
-            tensors whose memory is to be freed with it; outputs may be among them. None if ``out`` was given.
-        """
-
-
-@runtime_checkable
-class MeshAllGatherExtension(Protocol):
-    """The protocol with the short pre-hook, for payloads that depend on nothing but the shard."""
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> PreResult:
-        """As in :class:`AllGatherExtension`."""
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> PostResult:
-        """As in :class:`AllGatherExtension`."""
 
 
 @dataclass(frozen=True)

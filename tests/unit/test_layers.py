@@ -18,7 +18,7 @@ FOLDERS: list[set[str]] = [
     {"comm"},
     {"schedule"},
     {"plan"},
-    {"types", "_torch"},
+    {"types", "extensions", "_torch"},
 ]
 LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for folder in folders}
 PACKAGE = Path(fsdp2.__file__).parent

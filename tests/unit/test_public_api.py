@@ -152,6 +152,13 @@ def test_policies_are_frozen() -> None:
         fsdp2.MixedPrecisionPolicy().param_dtype = torch.bfloat16  # type: ignore[misc]
 
 
+def test_protocols_of_extensions_are_imported_by_either_name() -> None:
+    from fsdp2.extensions import AllGatherExtension, MeshAllGatherExtension
+
+    assert fsdp2.extensions.AllGatherExtension is AllGatherExtension
+    assert fsdp2.extensions.MeshAllGatherExtension is MeshAllGatherExtension
+
+
 def test_unshard_handle_has_the_methods_of_torch() -> None:
     assert set(_public_methods(theirs.UnshardHandle)) <= set(_public_methods(fsdp2.UnshardHandle))
 
