@@ -1,4 +1,4 @@
-"""``FSDPModule``: what a sharded module can do beyond its own class, and ``UnshardHandle``.
+"""``FSDPModule``: what a sharded module can do beyond its own class, and the handles that its methods return.
 
 A setter changes options of groups, rules of units, or what their root holds. Methods act on the module's own unit
 unless they take ``recurse``.
@@ -6,19 +6,22 @@ unless they take ``recurse``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.communication import CommunicationSetters
 from fsdp2.api.copying import copied_module
+from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter, SymmetricMemory
 from fsdp2.group.group import ParamGroup
-from fsdp2.runtime.root import Root, Unit
+from fsdp2.group.reduce_scatter import AllReduceHook
+from fsdp2.plan.mesh import separate_axis
+from fsdp2.runtime.root import Root, Unit, unit_of, units_under
 from fsdp2.schedule.schedule import AfterForward
-from fsdp2.types import ScheduleError
+from fsdp2.types import AllGather, ReduceScatter, ScheduleError
 
 
 class UnshardHandle:
@@ -39,7 +42,7 @@ class GradientReductionHandle:
     """A pending :meth:`FSDPModule.finalize_backward`."""
 
     def __init__(self, root: Root) -> None:
-        self._root: Root | None = root
+        self._root: Root | None = context
         self._num_resets = root.num_resets
 
     def wait(self) -> None:
@@ -59,13 +62,13 @@ class GradientReductionHandle:
         self._root = None
 
 
-class FSDPModule(CommunicationSetters):
+class FSDPModule:
     """Mixed into the class of every module given to :func:`fsdp2.fully_shard`, in front of the original class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build the original class: containers construct ``type(self)`` when they are sliced, and a slice of a sharded
         container is no sharded module."""
-        original = next(base for base in cls.__mro__[cls.__mro__.index(FSDPModule) :] if base not in FSDPModule.__mro__)
+        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
@@ -76,6 +79,15 @@ class FSDPModule(CommunicationSetters):
             ScheduleError: a forward or backward runs, or parameters are lent to ``unsharded``.
         """
         return copied_module(cast(nn.Module, self), memo)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``cuda``, ``to_empty`` and their like work on the shards."""
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        self._unit().mark_stale()
+        return result
+
+    # Parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's parameters and bind the unsharded ones; not recursive.
@@ -95,30 +107,63 @@ class FSDPModule(CommunicationSetters):
         """Bind the shards and free the unsharded parameters, or the ones resting on a smaller mesh; not recursive."""
         self._unit().reshard()
 
-    def reset_iter_state(self, *, keep_unreduced: bool = False) -> None:
-        """After an exception in forward or backward, return to rest so that the next iteration can run.
-
-        All parameters are resharded. Gradients in ``.grad`` stay. Those of earlier micro-batches that are still on
-        their way (not reduced, or in flight) are dropped, as torch does: a step that is repeated as a whole would count
-        them twice. Call it on the root.
-
-        Args:
-            keep_unreduced: they stay, too, to go on with the next micro-batch after an exception in *forward*.
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are resharded after forward; overrides the argument of ``fully_shard``.
 
         Raises:
-            ScheduleError: ``keep_unreduced`` after an exception in backward, which has added to some of them.
+            ValueError: ``reshard_after_forward`` is no bool.
         """
-        root = self._unit().form_root()
-        if not keep_unreduced:
-            root.reset()
-        elif root.schedule.in_backward:
-            raise ScheduleError(
-                "reset_iter_state(keep_unreduced=True): an exception in backward has left parts of its own on "
-                "gradients that were not reduced yet. Call reset_iter_state() and zero_grad(), and repeat all "
-                "micro-batches."
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}. "
+                "A smaller world size can be given to fully_shard only."
             )
-        else:
-            root.abandon_forward()
+        for unit in self._units(recurse):
+            unit.auto_reshard = False
+            unit.configure(after_forward=AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are resharded after backward. Without, the next forward needs no all-gather: memory for
+        communication between microbatches whose parameters do not change."""
+        self._set_rules(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether parameters are gathered for backward. Switch it off where no backward reads them, as of an embedding;
+        not recursive."""
+        self._set_rules(False, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """In this module's forward, start gathering ``modules`` instead of the one that followed in the last forward.
+
+        Each further module in flight costs its unsharded parameters.
+        """
+        unit = self._unit()
+        unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        unit.update_rules()
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """In this module's backward, start gathering ``modules`` instead of the one whose forward ran before."""
+        unit = self._unit()
+        unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        unit.update_rules()
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next forward's gathers wait for ``event``, recorded after the optimizer's step, instead of all that
+        the current stream was given before that forward. For one forward; call it on the root.
+
+        On the CPU nothing is asynchronous in that way, and ``event`` is not looked at.
+        """
+        self._unit().form_root().post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether memory for unsharded parameters is allocated, and filled with this rank's part, on the stream of the
+        caller, so that no memory belongs to a stream for gathers. Casts and copies around the collective then do not
+        overlap with compute; the collective itself does where it is prefetched. Recursive. Reshards. On the CPU, which
+        has no streams, nothing changes."""
+        for unit in self._units(True):
+            unit.gather_on_compute_stream(async_op)
+
+    # Gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one over the forwards recorded so far. Call it on the root.
@@ -127,6 +172,94 @@ class FSDPModule(CommunicationSetters):
         follows, is kept until then.
         """
         self._unit().form_root().schedule.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. Without, they accumulate unsharded, in reduce dtype, on each rank."""
+        self._configure(recurse, requires_all_reduce=requires_gradient_sync)
+        self._set_rules(recurse, reduces=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces over the replicate axis, too (HSDP). Without, sums over the shard axis accumulate
+        on each rank."""
+        self._configure(recurse, requires_all_reduce=requires_all_reduce)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether trainable parameters that no rank has a gradient of get one of zeros; ``None`` by default.
+
+        In torch this is what lets ranks use different parameters. Here they may anyway, and whole units: see
+        :meth:`set_ranks_may_skip`.
+        """
+        self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
+
+    def set_ranks_may_skip(self, ranks_may_skip: bool, *, recurse: bool = True) -> None:
+        """Whether ranks may skip this module in a pass in which others use it; they may by default.
+
+        Where the data decides which modules run (experts without tokens, batches without images), a rank that skips a
+        unit gathers it all the same when it comes to what follows, lets go of it, and reduces zeros for it. So all
+        ranks issue the same collectives, and each ends with the mean gradient. A unit that all ranks use costs nothing
+        more; one that no rank uses in a pass still travels. Switch that off for units that all ranks skip alike, such
+        as a head that only some stages of training use: then nothing is gathered or reduced for them, and a rank that
+        skips one alone makes the others wait for the process group's timeout.
+
+        From the next forward on. A rank may not use a unit more often than others do, nor take units in an order that
+        contradicts theirs.
+        """
+        self._set_rules(recurse, ranks_may_skip=ranks_may_skip)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of ranks; not recursive."""
+        self._configure(False, gradient_divide_factor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated name of :meth:`set_gradient_divide_factor`."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated, use set_gradient_divide_factor",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Divide gradients behind the all-reduce hook, so that it gets their sum; not recursive.
+
+        Collectives only ever sum here, so nothing else changes.
+        """
+        self._configure(False, divides_behind_hook=enable)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` on this rank's reduced gradients in every backward that reduces; not recursive.
+
+        It gets one flat buffer of reduce dtype, and may change it in place: the gradients of all trainable parameters
+        of the unit, zeros between them, summed over the shard axis and, on HSDP, over the replicate axis. They are
+        divided already, except after :meth:`set_force_sum_reduction_for_comms`, and except for the second division of
+        float16. On HSDP it is not called where :meth:`set_requires_all_reduce` is off. Scalars, which are whole on all
+        ranks, come in a buffer and a call of their own.
+
+        Args:
+            hook: None takes an earlier one away.
+            stream: the accelerator's stream that the hook runs on, in order with the reduction. Not on HSDP, whose
+                hooks run on the stream of reductions, and so do those on scalars. The CPU has no streams.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+            ValueError: ``stream`` on HSDP, or a unit of several groups.
+        """
+        caller = "set_all_reduce_hook"
+        cut, scalars = self._only_group(caller)
+        if hook is not None and not callable(hook):
+            raise TypeError(f"{caller}: expected a function of a tensor, or None, got a {type(hook).__name__}.")
+        if stream is not None and any(group.mesh.replicate.group is not None for group in cut):
+            raise ValueError(
+                f"{caller}: this unit's mesh has a replicate axis (HSDP). Its all-reduce has a stream already, and the "
+                "hook runs on it. Leave stream out."
+            )
+        for groups, on in ((cut, stream), (scalars, None)):
+            for group in groups:
+                group.configure(all_reduce_hook=None if hook is None else AllReduceHook(hook, on))
+
+    # The end of backward, and recovery
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether the end of backward is left to :meth:`finalize_backward`, however many backwards come before it;
@@ -138,8 +271,7 @@ class FSDPModule(CommunicationSetters):
         Raises:
             ScheduleError: the module is no root; a backward is running, or waits to be finalized.
         """
-        self._check_root("set_manual_backward_finalization")
-        root = self._unit().form_root()
+        context = self._root("set_manual_backward_finalization").context
         schedule = root.schedule
         if enabled == schedule.finalizes_by_hand:
             return
@@ -169,8 +301,7 @@ class FSDPModule(CommunicationSetters):
             ScheduleError: the module is no root; manual finalization is off; a backward is running; an earlier handle
                 was not waited for.
         """
-        self._check_root("finalize_backward")
-        root = self._unit().form_root()
+        context = self._root("finalize_backward").context
         problem = None
         if not root.schedule.finalizes_by_hand:
             problem = "backward is finalized when it ends. Call set_manual_backward_finalization(True) before it"
@@ -187,64 +318,32 @@ class FSDPModule(CommunicationSetters):
         handle.wait()
         return None
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Without, they accumulate unsharded, in reduce dtype, on each rank."""
-        self._configure(recurse, requires_all_reduce=requires_gradient_sync)
-        self._set_rules(recurse, reduces=requires_gradient_sync)
+    def reset_iter_state(self, *, keep_unreduced: bool = False) -> None:
+        """After an exception in forward or backward, return to rest so that the next iteration can run.
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces over the replicate axis, too (HSDP). Without, sums over the shard axis accumulate
-        on each rank."""
-        self._configure(recurse, requires_all_reduce=requires_all_reduce)
+        All parameters are resharded. Gradients in ``.grad`` stay. Those of earlier micro-batches that are still on
+        their way (not reduced, or in flight) are dropped, as torch does: a step that is repeated as a whole would count
+        them twice. Call it on the root.
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are resharded after forward; overrides the argument of ``fully_shard``.
+        Args:
+            keep_unreduced: they stay, too, to go on with the next micro-batch after an exception in *forward*.
 
         Raises:
-            ValueError: ``reshard_after_forward`` is no bool.
+            ScheduleError: ``keep_unreduced`` after an exception in backward, which has added to some of them.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}. "
-                "A smaller world size can be given to fully_shard only."
+        root = self._unit().form_root()
+        if not keep_unreduced:
+            root.reset()
+        elif root.schedule.in_backward:
+            raise ScheduleError(
+                "reset_iter_state(keep_unreduced=True): an exception in backward has left parts of its own on "
+                "gradients that were not reduced yet. Call reset_iter_state() and zero_grad(), and repeat all "
+                "micro-batches."
             )
-        rule = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
-        for unit in self._units(recurse):
-            unit.auto_reshard = False
-            unit.configure(after_forward=rule)
+        else:
+            root.abandon_forward()
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are resharded after backward. Without, the next forward needs no all-gather: memory for
-        communication between microbatches whose parameters do not change."""
-        self._set_rules(recurse, reshard_after_backward=reshard_after_backward)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether parameters are gathered for backward. Switch it off where no backward reads them, as of an embedding;
-        not recursive."""
-        self._set_rules(False, unshard_in_backward=unshard_in_backward)
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether trainable parameters that no rank has a gradient of get one of zeros; ``None`` by default.
-
-        In torch this is what lets ranks use different parameters. Here they may anyway, and whole units: see
-        ``set_ranks_may_skip``.
-        """
-        self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
-
-    def set_ranks_may_skip(self, ranks_may_skip: bool, *, recurse: bool = True) -> None:
-        """Whether ranks may skip this module in a pass in which others use it; they may by default.
-
-        Where the data decides which modules run (experts without tokens, batches without images), a rank that skips a
-        unit gathers it all the same when it comes to what follows, lets go of it, and reduces zeros for it. So all
-        ranks issue the same collectives, and each ends with the mean gradient. A unit that all ranks use costs nothing
-        more; one that no rank uses in a pass still travels. Switch that off for units that all ranks skip alike, such
-        as a head that only some stages of training use: then nothing is gathered or reduced for them, and a rank that
-        skips one alone makes the others wait for the process group's timeout.
-
-        From the next forward on. A rank may not use a unit more often than others do, nor take units in an order that
-        contradicts theirs.
-        """
-        self._set_rules(recurse, ranks_may_skip=ranks_may_skip)
+    # Memory
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight at a time; 1 by default. Each holds the gradients that it reads. More
@@ -255,12 +354,7 @@ class FSDPModule(CommunicationSetters):
             TypeError: ``max_input_buffers`` is no int.
             ValueError: it is less than 1.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                f"set_reduce_scatter_max_input_buffers: expected an int, got a {type(max_input_buffers).__name__}."
-            )
-        if max_input_buffers < 1:
-            raise ValueError(f"set_reduce_scatter_max_input_buffers: expected at least 1, got {max_input_buffers}.")
+        _check_at_least_one("set_reduce_scatter_max_input_buffers", max_input_buffers, "an int")
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
 
@@ -283,58 +377,146 @@ class FSDPModule(CommunicationSetters):
             ScheduleError: the module is no root.
             MemoryLimitError: later, by a forward or backward, if a unit does not fit at all.
         """
-        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int)):
-            raise TypeError(f"set_temporary_memory_limit: expected an int or None, got a {type(nbytes).__name__}.")
-        if nbytes is not None and nbytes < 1:
-            raise ValueError(f"set_temporary_memory_limit: expected at least 1 byte, got {nbytes}.")
-        self._check_root("set_temporary_memory_limit")
-        self._unit().memory_limit = nbytes
+        if nbytes is not None:
+            _check_at_least_one("set_temporary_memory_limit", nbytes, "an int or None", " byte")
+        self._root("set_temporary_memory_limit").memory_limit = nbytes
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether resharding leaves the memory of unsharded parameters allocated, so that they stay where they are, for
         CUDA graphs for example. Takes effect at the next reshard."""
+        for group in self._groups(recurse):
+            group.keeps_storage = keep
+
+    # What carries the bytes
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """All-gather this unit's parameters by ``comm`` from the next time on; not recursive. See :class:`AllGather`.
+
+        One rank on the shard axis gathers nothing, and does not call it.
+
+        Raises:
+            TypeError: ``comm`` is no :class:`AllGather`.
+            ValueError: a unit of several groups.
+        """
+        self._only_group("set_custom_all_gather")
+        _check_comm("set_custom_all_gather", comm, "AllGather")
+        self._configure(False, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter this unit's gradients by ``comm``; not recursive. See :class:`ReduceScatter`.
+
+        Raises:
+            TypeError: ``comm`` is no :class:`ReduceScatter`.
+            ValueError: a unit of several groups.
+        """
+        self._only_group("set_custom_reduce_scatter")
+        _check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
+        self._configure(False, reduce_scatter=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether messages travel in memory from the backend's own allocator, such as NCCL's registered memory, if it
+        has one; not recursive. What travels is then copied into it and out of it.
+
+        Raises:
+            ValueError: the unit has a custom all-gather or reduce-scatter, or symmetric memory.
+        """
+        self._check_no_other_comm("set_allocate_memory_from_process_group_for_comm", BackendMemory)
+        for group in self._groups(False):
+            shard = group.mesh.shard.group
+            memory = BackendMemory(shard) if enable and shard is not None else None
+            group.configure(
+                all_gather=None if memory is None else BackendAllGather(memory),
+                reduce_scatter=None if memory is None else BackendReduceScatter(memory),
+            )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """All-gather in symmetric memory, which NCCL has faster ways for; after
+        :meth:`set_force_sum_reduction_for_comms` reduce in it as well. Not recursive, and collective.
+
+        Raises:
+            ValueError: another backend than NCCL; a mesh that is not on CUDA devices; the unit has a custom all-gather
+                or reduce-scatter, or memory from the process group.
+        """
+        caller = "set_symm_mem_for_comm"
+        self._check_no_other_comm(caller, SymmetricMemory)
+        if backend != "NCCL":
+            raise ValueError(f"{caller}: backend={backend!r}, expected 'NCCL', the only one that is supported.")
+        device = self._unit().mesh.device
+        if device.type != "cuda":
+            raise ValueError(
+                f"{caller}: the mesh is on {device.type} devices, and only CUDA has symmetric memory here. Leave the "
+                "call out on other devices."
+            )
+        for group in self._groups(False):
+            shard = group.mesh.shard.group
+            if shard is not None:
+                memory = SymmetricMemory(shard, backend)
+                reduces = group.options.divides_behind_hook
+                group.configure(
+                    all_gather=BackendAllGather(memory),
+                    reduce_scatter=BackendReduceScatter(memory) if reduces else None,
+                )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether gradients are reduce-scattered over a process group of their own, so that they need not queue behind
+        all-gathers in backward. One is made for each set of shard ranks, at first use, and kept.
+
+        All ranks must call it alike.
+        """
+        groups = self._groups(recurse)
+        axes = [separate_axis(group.mesh.shard) if enable else None for group in groups]
+        for group, axis in zip(groups, axes, strict=True):
+            group.configure(reduce_axis=axis)
+
+    # The way to what the setters change
+
+    def _unit(self) -> Unit:
+        unit = unit_of(cast(nn.Module, self))
+        assert unit is not None  # fully_shard swaps the class and sets the unit together
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return [unit for _, unit in units_under(cast(nn.Module, self))] if recurse else [self._unit()]
+
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        return [group for unit in self._units(recurse) for group in unit.groups]
+
+    def _configure(self, recurse: bool, **changes: Any) -> None:
+        for group in self._groups(recurse):
+            group.configure(**changes)
+
+    def _set_rules(self, recurse: bool, **changes: Any) -> None:
         for unit in self._units(recurse):
-            for group in unit.groups:
-                group.keeps_storage = keep
+            unit.configure(**changes)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Have the next forward's gathers wait for ``event``, recorded after the optimizer's step, instead of all that
-        the current stream was given before that forward. For one forward; call it on the root.
-
-        On the CPU nothing is asynchronous in that way, and ``event`` is not looked at.
-        """
-        self._unit().form_root().post_optim_event = event
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether memory for unsharded parameters is allocated, and filled with this rank's part, on the stream of the
-        caller, so that no memory belongs to a stream for gathers. Casts and copies around the collective then do not
-        overlap with compute; the collective itself does where it is prefetched. Recursive. Reshards. On the CPU, which
-        has no streams, nothing changes."""
-        for unit in self._units(True):
-            for group in unit.groups:
-                group.gather_on_compute_stream(async_op)
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """In this module's forward, start gathering ``modules`` instead of the one that followed in the last forward.
-
-        Each further module in flight costs its unsharded parameters.
-        """
+    def _root(self, caller: str) -> Unit:
         unit = self._unit()
-        unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
-        unit.update_rules()
+        if not unit.is_root:
+            raise ScheduleError(
+                f"{caller} on '{unit.name}', which is no root. Call it on the {unit.form_root().class_name} around it."
+            )
+        return unit
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """In this module's backward, start gathering ``modules`` instead of the one whose forward ran before."""
-        unit = self._unit()
-        unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
-        unit.update_rules()
+    def _only_group(self, caller: str) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
+        """The unit's group, if it has one; and that of its scalars, which are not cut, so no comm moves them."""
+        cut = [group for group in self._groups(False) if any(param.layout.shape for param in group.params)]
+        if len(cut) > 1:
+            raise ValueError(
+                f"{caller}: this unit has {len(cut)} parameter groups, on meshes of their own, and one comm would "
+                "have to serve them all. Call fully_shard on the modules of each mesh separately."
+            )
+        return cut, [group for group in self._groups(False) if group not in cut]
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``cuda``, ``to_empty`` and their like work on the shards."""
-        self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        self._unit().mark_stale()
-        return result
+    def _check_no_other_comm(self, caller: str, memory: type) -> None:
+        """The unit has no comm but those that ``caller`` itself sets, with ``memory``."""
+        options = [group.options for group in self._groups(False)]
+        for comm in (comm for each in options for comm in (each.all_gather, each.reduce_scatter)):
+            if comm is not None and not isinstance(getattr(comm, "memory", None), memory):
+                raise ValueError(
+                    f"{caller}: this unit communicates by a {type(comm).__name__} already, which allocates its own "
+                    "memory. Choose one of set_custom_all_gather and set_custom_reduce_scatter, "
+                    "set_allocate_memory_from_process_group_for_comm, and set_symm_mem_for_comm."
+                )
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -349,6 +531,20 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         raise ValueError(f"share_comm_ctx: expected modules on one device, got modules on {' and '.join(devices)}.")
 
 
+def sharded_unit(module: nn.Module, caller: str) -> Unit:
+    """The unit of ``module``, for what looks at sharded models.
+
+    Raises:
+        ValueError: ``module`` is not sharded.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        raise ValueError(
+            f"{caller}: this {type(module).__name__} was not given to fully_shard. Pass the root of the sharded model."
+        )
+    return unit
+
+
 def _units_of(modules: list[FSDPModule], caller: str) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -356,3 +552,16 @@ def _units_of(modules: list[FSDPModule], caller: str) -> list[Unit]:
                 f"{caller}: expected modules that fully_shard was called on, got a {type(module).__name__}."
             )
     return [module._unit() for module in modules]
+
+
+def _check_at_least_one(caller: str, value: object, expected: str, unit: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{caller}: expected {expected}, got a {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{caller}: expected at least 1{unit}, got {value}.")
+
+
+def _check_comm(caller: str, comm: object, expected: str) -> None:
+    """Whatever has the two methods will do: comms may be subclasses of torch's own interface."""
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise TypeError(f"{caller}: expected an fsdp2.{expected}, with allocate() and __call__(), got {comm!r}.")
