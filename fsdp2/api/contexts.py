@@ -7,9 +7,9 @@ nobody would reduce their gradients. The shards are the truth before the block a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.services import services_for
-from fsdp2.group.all_gather import Gather, GatheredMemory, flat_shards, shard_slice
+from fsdp2.group.extensions import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.mesh import NO_AXIS, ParallelMesh
-from fsdp2.plan.plan import PlanInput, compile_gather
 from fsdp2.runtime.root import units_under
 from fsdp2.schedule.schedule import Pass
 from fsdp2.schedule.states import GroupState, Lent
@@ -82,11 +79,10 @@ def unsharded(
         writeback: copy values into the shards when the block ends. If it raises, nothing is written.
         rank0_only: only the first rank of the data-parallel mesh has whole parameters, the others see their shards.
             What that rank writes is written on all ranks.
-        offload_to_cpu: whole parameters are on the host. Units are gathered one by one, so the device never has more
-            than one of them.
+        offload_to_cpu: whole parameters are on the host, and the device has one at a time.
 
-    Memory: besides the parameters themselves, a unit's parameters twice while it is gathered. Values change, and
-    nothing else: whole parameters have no gradients, and freezing them does not freeze the shards.
+    Parameters are gathered one by one, on the device; each takes its memory twice meanwhile. Values change, and nothing
+    else: whole parameters have no gradients, and freezing them does not freeze the shards.
 
     Raises:
         ValueError: no parameter under ``module`` is sharded; a replacement has another shape. Nothing is written then.
@@ -96,24 +92,31 @@ def unsharded(
 
     Source: ``FullyShardedDataParallel.summon_full_params`` of PyTorch, with its arguments.
     """
-    loans = _loans(module)
-    meshes = dict.fromkeys(loan.group.mesh for loan in loans) if rank0_only and writeback else {}
+    lent = _params_under(module)
+    meshes = dict.fromkeys(group.mesh for group in lent) if rank0_only and writeback else {}
     with ExitStack() as stack:
-        for loan in loans:
-            loan.group.settle()
-            loan.group.lend()
-            stack.callback(loan.group.take_back)
-            loan.hand_out(rank0_only=rank0_only, device=torch.device("cpu") if offload_to_cpu else None)
-        whole = {loan.group for loan in loans if loan.is_whole(rank0_only=rank0_only)}
+        whole = set()  # groups all of whose parameters this rank gets
+        for group, params in lent.items():
+            group.settle()
+            group.lend()
+            stack.callback(group.take_back)
+            is_here = not rank0_only or _is_first(group.mesh)
+            if is_here and len(params) == len(group.params):
+                whole.add(group)
+            for param in params:
+                _hand_out(param, group.mesh, is_here=is_here, device=torch.device("cpu") if offload_to_cpu else None)
         for _, unit in units_under(module):
             stack.callback(setattr, unit, "lent", unit.lent)
             unit.lent = Lent.ALL if whole.issuperset(unit.groups) else Lent.PART
         with _raising_on_all_ranks(meshes):
             yield
-            values = [loan.values() for loan in loans]
+            values = {param: _value(param) for params in lent.values() for param in params}
     if writeback:
-        for loan, found in zip(loans, values, strict=True):
-            loan.write(found, rank0_only=rank0_only)
+        with torch.no_grad():
+            for group, params in lent.items():
+                for param in params:
+                    value = _from_first_rank(values[param], param, group.mesh) if rank0_only else values[param]
+                    _torch.local_of(param.sharded).copy_(param.shard_of(value))
 
 
 @contextmanager
@@ -138,26 +141,25 @@ def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
     return mine
 
 
-def _loans(module: nn.Module) -> list[_Loan]:
+def _params_under(module: nn.Module) -> dict[ParamGroup, list[ShardedParam]]:
     """What is under ``module``, by group, in the order of its tree, which is the same on all ranks."""
     _check_idle(module)
     by_slot = groups_by_slot()
-    loans: dict[ParamGroup, _Loan] = {}
-    for child in module.modules():
-        for name in _torch.parameters_dict(child):
-            found = by_slot.get(Slot(child, name))
-            if found is not None:
-                group, index = found
-                loans.setdefault(group, _Loan(group)).params.setdefault(index, group.params[index])
-    if not loans:
+    found: dict[ParamGroup, list[ShardedParam]] = {}
+    slots = [Slot(child, name) for child in module.modules() for name in _torch.parameters_dict(child)]
+    for group, index in (by_slot[slot] for slot in slots if slot in by_slot):
+        params = found.setdefault(group, [])
+        if group.params[index] not in params:
+            params.append(group.params[index])
+    if not found:
         raise ValueError(
             f"unsharded: no parameter under this {type(module).__name__} is sharded. Pass the model that fully_shard "
             "was called on, or a module in it."
         )
-    for group in loans:
+    for group in found:
         if group.state is GroupState.LENT:
             raise ScheduleError(f"unsharded: parameters of unit '{group.name}' are lent to another unsharded(...).")
-    return list(loans.values())
+    return found
 
 
 def _check_idle(module: nn.Module) -> None:
@@ -171,77 +173,42 @@ def _check_idle(module: nn.Module) -> None:
         )
 
 
-@dataclass(eq=False)
-class _Loan:
-    """Parameters of one group, by their indices, that the user has whole for a while."""
-
-    group: ParamGroup
-    params: dict[int, ShardedParam] = field(default_factory=dict)
-
-    def is_whole(self, *, rank0_only: bool) -> bool:
-        """Whether this rank has all parameters of the group whole."""
-        return len(self.params) == len(self.group.params) and (not rank0_only or _is_first(self.group.mesh))
-
-    def hand_out(self, *, rank0_only: bool, device: torch.device | None) -> None:
-        """Bind whole parameters on ``device``, None for that of the mesh; with ``rank0_only`` on the first rank."""
-        for param, full in self._gathered(device, keep=not rank0_only or _is_first(self.group.mesh)):
-            whole = nn.Parameter(param.spec.unsharded_tensor(full), requires_grad=param.sharded.requires_grad)
+def _hand_out(param: ShardedParam, mesh: ParallelMesh, *, is_here: bool, device: torch.device | None) -> None:
+    """Gather ``param``, and where it ``is_here`` bind it whole, on ``device``, None for that of the mesh."""
+    with torch.no_grad():
+        full = _gathered(param, mesh) if is_plain(_torch.local_of(param.sharded)) else _gathered_subclass(param)
+        if is_here:
+            own = torch.empty_like(full, device=device or full.device).copy_(full)
+            whole = nn.Parameter(param.spec.unsharded_tensor(own), requires_grad=param.sharded.requires_grad)
             for module, name in param.slots:
                 setattr(module, name, whole)
 
-    def values(self) -> list[torch.Tensor]:
-        """What is bound now: this rank's part of each whole parameter, or its shard where that was left bound."""
-        return [_value(param) for param in self.params.values()]
 
-    def write(self, values: list[torch.Tensor], *, rank0_only: bool) -> None:
-        """Copy ``values`` into the shards; with ``rank0_only`` those of the first rank."""
-        mesh = self.group.mesh
-        with torch.no_grad():
-            for param, value in zip(self.params.values(), values, strict=True):
-                if rank0_only:
-                    value = _from_first_rank(value, param, mesh)
-                _torch.local_of(param.sharded).copy_(param.shard_of(value))
-
-    def _gathered(self, device: torch.device | None, *, keep: bool) -> list[tuple[ShardedParam, torch.Tensor]]:
-        plain = set(self.group.shards.plain)
-        gather = _gather(self.group, {index: param for index, param in self.params.items() if index in plain})
-        whole = []
-        for index, param in self.params.items():
-            full = gather.outputs[index] if index in plain else _whole_subclass(param)
-            if keep:
-                whole.append((param, torch.empty_like(full, device=device or full.device).copy_(full)))
-        gather.release()
-        services_for(self.group.mesh.device).flush()
-        return whole
+def _gathered(param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
+    """The values of ``param`` in the dtype of its shards, on the mesh's device. The group's own gather casts, and moves
+    all its parameters. Moved as bytes, since backends do not know all dtypes."""
+    layout, local = param.layout, _torch.local_of(param.sharded)
+    sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=mesh.device)
+    sent[: local.numel()].view(local.shape).copy_(local)
+    if layout.num_shards == 1:
+        return sent.view(layout.shape)
+    got = torch.empty(layout.padded_numel, dtype=local.dtype, device=mesh.device)
+    dist.all_gather_into_tensor(got.view(torch.uint8), sent.view(torch.uint8), mesh.shard.group)
+    if layout.is_contiguous:
+        return got[: layout.numel].view(layout.shape)
+    shapes = [layout.shard_shape(rank) for rank in range(layout.num_shards)]
+    pieces = zip(got.view(layout.num_shards, layout.chunk_numel), shapes, strict=True)
+    return torch.cat([piece[: math.prod(shape)].view(shape) for piece, shape in pieces], layout.dim)
 
 
-def _gather(group: ParamGroup, params: dict[int, ShardedParam]) -> Gather:
-    """All-gather ``params`` in the dtypes of their shards, in one launch; the result has arrived. The group's own
-    gather casts, and moves all its parameters."""
-    mesh, comm = group.mesh, group.unsharded.comm
-    services = services_for(mesh.device)
-    services.streams.gather_after_compute()
-    with torch.no_grad(), services.streams.on_gather():
-        inputs = {i: PlanInput(p.name, p.layout, ParamDtypes(*4 * (p.dtypes.orig,))) for i, p in params.items()}
-        plan = compile_gather(inputs, comm)
-        flats = flat_shards(plan, mesh.device)
-        for step in plan.steps:
-            param = params[step.index]
-            shard_slice(flats, step, param.shard_shape).copy_(_torch.local_of(param.sharded))
-        gather = Gather(plan, flats, GatheredMemory(plan, mesh.device), mesh.shard.rank, comm, services, None)
-    gather.issue().wait()
-    return gather
-
-
-def _whole_subclass(param: ShardedParam) -> torch.Tensor:
+def _gathered_subclass(param: ShardedParam) -> torch.Tensor:
     """The values of a parameter whose shard is a tensor subclass, as DTensor gathers them."""
     if param.spec.unsharded is not None:
         raise ValueError(
             f"unsharded: parameter '{param.full_name}' is a {type(_torch.local_of(param.sharded)).__name__} that model "
             "axes have cut as well. Read it with full_tensor()."
         )
-    with torch.no_grad():
-        return param.sharded.full_tensor()  # type: ignore[attr-defined]
+    return param.sharded.full_tensor()  # type: ignore[attr-defined]
 
 
 def _value(param: ShardedParam) -> torch.Tensor:

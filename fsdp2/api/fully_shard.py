@@ -7,7 +7,7 @@ refused call leaves the model as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,8 +22,8 @@ from fsdp2.api.resolve import (
     described,
     resolve_after_forward,
     resolve_groups,
+    settle_ties,
 )
-from fsdp2.api.ties import settle_ties
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import SHARDED_AS, Slot
@@ -34,6 +34,8 @@ from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, TiedWeights
 
 
+@overload
+def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
 @overload
 def fully_shard(
     module: nn.Module,
@@ -47,25 +49,8 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     tied_weights: TiedWeights = ...,
 ) -> FSDPModule: ...
-
-
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    tied_weights: TiedWeights = ...,
-) -> list[FSDPModule]: ...
-
-
-def fully_shard(
-    module: nn.Module | list[nn.Module],
+def fully_shard(  # type: ignore[misc]  # options of a list of modules are those of one
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -75,18 +60,16 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     tied_weights: TiedWeights = TiedWeights.MOVE,
-) -> FSDPModule | list[FSDPModule]:
+) -> Any:
     """Shard ``module``'s parameters, their gradients and so the optimizer's states over the ranks of ``mesh``.
 
     All parameters under ``module`` that no earlier call has taken form one unit: they are all-gathered together before
     the module's forward and backward, and their gradients are reduce-scattered together after it. Call it bottom-up, on
     every block and then on the root, so that few units are unsharded at a time.
 
-    Parameters may be DTensors already, cut over model axes (TP, EP) of the same mesh: what each rank has of them is
-    sharded, and compute reads them as the DTensors that they were.
-
-    Parameters become ``DTensor`` shards in place; the optimizer is built after this call. The module's class gains
-    :class:`FSDPModule`; ``isinstance`` with its original class still holds.
+    Parameters become ``DTensor`` shards in place; the optimizer is built after this call. They may be DTensors already,
+    cut over model axes (TP, EP) of the same mesh. The module's class gains :class:`FSDPModule`; ``isinstance`` with its
+    original class still holds.
 
     Args:
         module: the module, or modules that are unsharded and reduced as one unit.
@@ -118,11 +101,10 @@ def fully_shard(
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
     roots = _root_modules(module)
-    _check_policies(mp_policy, offload_policy)
-    ignored = _checked_ignored(ignored_params)
+    _check_policies(mp_policy, offload_policy, tied_weights, ignored_params)
     parallel = parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims))
-    found, managed, left_alone = _collect(roots, ignored)
-    ties = settle_ties(found, roots, _checked_ties(tied_weights))
+    found, managed, left_alone = _collect(roots, ignored_params or set())
+    ties = settle_ties(found, roots, tied_weights)
     check_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
     resolved = resolve_groups(ties.found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
@@ -132,7 +114,7 @@ def fully_shard(
     unit = _commit(roots, managed, resolved, parallel, mp_policy, home, after_forward)
     unit.left_alone.update(left_alone)
     unit.left_out = ties.left_out
-    return module  # type: ignore[return-value]
+    return module
 
 
 # Collect and check
@@ -162,17 +144,22 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     return roots
 
 
-def _check_policies(mp_policy: object, offload_policy: object) -> None:
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"fully_shard: mp_policy must be an fsdp2.MixedPrecisionPolicy, not {described(mp_policy)}.")
-    override = mp_policy.param_dtype_override_fn
+def _check_policies(mp_policy: object, offload_policy: object, tied_weights: object, ignored_params: object) -> None:
+    for name, value, cls in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+        ("tied_weights", tied_weights, TiedWeights),
+    ):
+        if not isinstance(value, cls):
+            raise TypeError(f"fully_shard: {name} must be an fsdp2.{cls.__name__}, not {described(value)}.")
+    override = mp_policy.param_dtype_override_fn  # type: ignore[attr-defined]
     if override is not None and not callable(override):
         raise TypeError(
             "fully_shard: mp_policy.param_dtype_override_fn must be a function from a parameter to a dtype or None, "
             f"not {described(override)}."
         )
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"fully_shard: offload_policy must be an fsdp2.OffloadPolicy, not {described(offload_policy)}.")
+    if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
+        raise TypeError(f"fully_shard: ignored_params must be a set of parameters, not {described(ignored_params)}.")
 
 
 def _checked_dims(dims: object) -> DataParallelMeshDims | None:
@@ -185,20 +172,6 @@ def _checked_dims(dims: object) -> DataParallelMeshDims | None:
             'Write DataParallelMeshDims(shard="dp"), with the names of the mesh\'s data-parallel axes.'
         )
     return DataParallelMeshDims(dims.shard, dims.replicate)
-
-
-def _checked_ties(ties: object) -> TiedWeights:
-    if not isinstance(ties, TiedWeights):
-        raise TypeError(f"fully_shard: tied_weights must be an fsdp2.TiedWeights, not {described(ties)}.")
-    return ties
-
-
-def _checked_ignored(ignored_params: object) -> set[nn.Parameter]:
-    if ignored_params is None:
-        return set()
-    if not isinstance(ignored_params, (set, frozenset)):
-        raise TypeError(f"fully_shard: ignored_params must be a set of parameters, not {described(ignored_params)}.")
-    return set(ignored_params)
 
 
 def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:
@@ -216,9 +189,7 @@ def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[li
                 if param in ignored:
                     left_alone.append(Slot(module, name))
                     continue
-                item = found.setdefault(param, Found(f"{prefix}{name}", param))
-                if (slot := Slot(module, name)) not in item.slots:
-                    item.slots.append(slot)
+                found.setdefault(param, Found(f"{prefix}{name}", param)).add(Slot(module, name))
     return list(found.values()), list(managed), left_alone
 
 

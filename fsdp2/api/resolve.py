@@ -1,18 +1,22 @@
-"""What ``fully_shard`` was asked for, checked and decided: nothing in here changes the model.
+"""What ``fully_shard`` was asked for, checked and decided; only ``SettledTies.commit`` changes anything.
 
 Every parameter becomes a frozen record, and records that are sharded over the same ranks become one group. Whatever can
 be refused is refused here.
+
+Weights tied across units move to the nearest unit that contains all their places. Calls go bottom-up, so an inner call
+does not see the other end of a tie. It takes the parameter; a call on another module that finds it there leaves it out;
+and the first call around both takes it over, as long as nothing has happened to it. What nobody has taken when the
+model runs is an error.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,13 +24,15 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2 import _torch
 from fsdp2.comm.offload import Home
 from fsdp2.group.extensions import has_hooks, is_plain
-from fsdp2.group.param import SHARDED_AS, ParamRecord, Slot, pinned, subclass_shard
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.param import SHARDED_AS, ParamRecord, ShardedParam, Slot, pinned, subclass_shard
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
 from fsdp2.plan.placements import local_part, param_spec
+from fsdp2.runtime.root import Unit, units_under
 from fsdp2.schedule.schedule import AfterForward
-from fsdp2.types import ExtensionError, MixedPrecisionPolicy, ParamPlacement
+from fsdp2.types import ExtensionError, MixedPrecisionPolicy, ParamPlacement, TiedWeights
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ParamPlacement | None]
 
@@ -41,10 +47,78 @@ class Found:
     slots: list[Slot] = field(default_factory=list)
     moves: bool = False
 
-    @property
-    def is_scalar(self) -> bool:
-        """Whether it has no dimension to cut: it is whole on all ranks, and its gradient is all-reduced."""
-        return self.param.dim() == 0
+    def add(self, slot: Slot) -> None:
+        if slot not in self.slots:
+            self.slots.append(slot)
+
+
+# Ties across units
+
+
+class _Owner(NamedTuple):
+    """Where a parameter is managed so far."""
+
+    unit: Unit
+    group: ParamGroup
+    param: ShardedParam
+
+
+@dataclass
+class SettledTies:
+    """``found``: what a call manages. ``left_out``: where it leaves tied parameters to a call around it."""
+
+    found: list[Found] = field(default_factory=list)
+    left_out: list[Slot] = field(default_factory=list)
+    _moving: list[_Owner] = field(default_factory=list)
+    _inner: list[Unit] = field(default_factory=list)
+
+    def commit(self) -> None:
+        """Inner units give up what this call takes over."""
+        for unit, group, param in self._moving:
+            group.give_up(param)
+            unit.groups = tuple(each for each in unit.groups if each.params)
+        taken = {slot for item in self.found for slot in item.slots}
+        for unit in self._inner:
+            unit.left_out = [slot for slot in unit.left_out if slot not in taken]
+
+
+def settle_ties(found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWeights) -> SettledTies:
+    """Decide about parameters that other units manage; nothing changes so far. What cannot move stays in ``found`` as
+    it was, and is refused there."""
+    inner = [(name, unit) for root in roots for name, unit in units_under(root)]
+    items = {id(item.param): item for item in found}
+    for name, unit in inner:
+        for slot in unit.left_out:  # what inner calls have left to this one
+            param = getattr(slot.module, slot.name)
+            items.setdefault(id(param), Found(f"{name}.{slot.name}" if name else slot.name, param)).add(slot)
+    owners = {id(param): owner for _, unit in inner for param, owner in _origins(unit)}
+    settled = SettledTies(_inner=[unit for _, unit in inner])
+    for item in items.values():
+        owner = owners.get(id(item.param))
+        is_elsewhere = hasattr(item.param, SHARDED_AS) and not isinstance(item.param, DTensor)
+        if not is_elsewhere or ties is TiedWeights.REFUSE:
+            settled.found.append(item)
+        elif owner is None:
+            settled.left_out += item.slots
+        elif owner.group.may_give_up(owner.param):
+            settled._moving.append(owner)
+            slots = list(dict.fromkeys([*item.slots, *owner.param.slots]))
+            settled.found.append(replace(item, slots=slots, moves=True))
+        else:
+            settled.found.append(item)
+    return settled
+
+
+def _origins(unit: Unit) -> Iterator[tuple[nn.Parameter, _Owner]]:
+    """The parameters that ``unit`` was given, as long as somebody else has them, too."""
+    for group in unit.groups:
+        for param in group.params:
+            origin = param.origin()
+            if origin is not None:
+                yield origin, _Owner(unit, group, param)
+
+
+# Groups
 
 
 @dataclass(frozen=True)
@@ -65,48 +139,27 @@ def resolve_groups(
     reshard_after_forward: bool | int | None,
 ) -> list[ResolvedGroup]:
     """A group per set of ranks, in the order in which the parameters lead to them."""
-    meshes = _Meshes(parallel)
+    meshes: dict[Any, ParallelMesh] = {}
+
+    def known(mesh: ParallelMesh) -> ParallelMesh:
+        return meshes.setdefault((mesh.shard.group, mesh.replicate.group), mesh)
+
+    known(parallel)
     members: dict[ParallelMesh, list[ParamRecord]] = {}
     for item in found:
         _check_class(item.name, item.param)
-        placement, mesh = _asked_placement(item, meshes, placement_fn)
-        if item.is_scalar:
-            mesh = meshes.whole(mesh)
-        members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy, home))
+        placement, mesh = _asked_placement(item, parallel, placement_fn)
+        if item.param.dim() == 0:  # nothing to cut: it is whole on all ranks, and its gradient is all-reduced
+            mesh = replicated(known(mesh))
+        members.setdefault(known(mesh), []).append(_resolve(item, known(mesh), placement, policy, home))
     return [
         ResolvedGroup(mesh, tuple(records), _resting_mesh(reshard_after_forward, mesh))
         for mesh, records in members.items()
     ]
 
 
-class _Meshes:
-    """The data-parallel meshes of one call, one for each set of ranks."""
-
-    def __init__(self, default: ParallelMesh) -> None:
-        self.default = default
-        self._by_groups: dict[tuple[dist.ProcessGroup | None, ...], ParallelMesh] = {}
-        self._known(default)
-
-    def read(self, name: str, mesh: DeviceMesh) -> ParallelMesh:
-        """``mesh``, which ``shard_placement_fn`` returned for parameter ``name``."""
-        found = parallel_mesh(mesh)
-        if found.device != self.default.device:
-            raise ValueError(
-                f"fully_shard: shard_placement_fn returned a mesh on {found.device} for parameter '{name}', but the "
-                f"mesh given to fully_shard is on {self.default.device}. All parameters live on one device."
-            )
-        return self._known(found)
-
-    def whole(self, mesh: ParallelMesh) -> ParallelMesh:
-        """``mesh`` for what cannot be cut."""
-        return self._known(replicated(mesh))
-
-    def _known(self, mesh: ParallelMesh) -> ParallelMesh:
-        return self._by_groups.setdefault((mesh.shard.group, mesh.replicate.group), mesh)
-
-
 def _asked_placement(
-    item: Found, meshes: _Meshes, placement_fn: ShardPlacementFn | None
+    item: Found, parallel: ParallelMesh, placement_fn: ShardPlacementFn | None
 ) -> tuple[Shard | None, ParallelMesh]:
     asked: Any = None if placement_fn is None else placement_fn(item.param)
     mesh = getattr(getattr(asked, "mesh_info", asked), "mesh", None)  # torch's ShardPlacementResult has a mesh_info
@@ -117,7 +170,15 @@ def _asked_placement(
             f"fully_shard: shard_placement_fn returned {asked!r} for parameter '{item.name}', "
             "expected Shard(dim), ParamPlacement(Shard(dim), mesh) or None."
         )
-    return placement, meshes.default if mesh is None else meshes.read(item.name, mesh)
+    if mesh is None:
+        return placement, parallel
+    read = parallel_mesh(mesh)
+    if read.device != parallel.device:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn returned a mesh on {read.device} for parameter '{item.name}', but the "
+            f"mesh given to fully_shard is on {parallel.device}. All parameters live on one device."
+        )
+    return placement, read
 
 
 def _resolve(
@@ -125,9 +186,7 @@ def _resolve(
 ) -> ParamRecord:
     name, param = item.name, item.param
     _check_param(name, param, parallel, moves=item.moves)
-    _check_memory(name, param)
     dim = _resolve_dim(name, param, placement)
-    spec = param_spec(name, param, dim, parallel)
     full = local_part(param)
     layout = ShardLayout(tuple(full.shape), dim, parallel.shard.size)
     own, grad_dtype = own_policy(name, param, policy), _torch.own_grad_dtype(param)
@@ -137,7 +196,7 @@ def _resolve(
         param=param,
         slots=tuple(item.slots),
         layout=layout,
-        spec=spec,
+        spec=param_spec(name, param, dim, parallel),
         dtypes=param_dtypes(param.dtype, own, grad_dtype),
         policy=own,
         local=_subclass_shard(name, param, full, layout, parallel.shard.rank, home),
@@ -173,9 +232,6 @@ def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh, *, move
             "would be lost. It moves to this unit only with tied_weights=MOVE, and before anything has run or was "
             "written or replaced. Or call fully_shard([a, b]) on the modules that share it, as one unit."
         )
-
-
-def _check_memory(name: str, param: nn.Parameter) -> None:
     layout = "nested" if param.is_nested else "quantized" if param.is_quantized else str(param.layout)
     if layout != str(torch.strided):
         raise ValueError(
