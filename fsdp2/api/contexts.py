@@ -21,7 +21,7 @@ from fsdp2.comm.backends import exchange
 from fsdp2.group.extensions import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.plan.mesh import NO_AXIS, ParallelMesh
+from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
 from fsdp2.runtime.root import units_under
 from fsdp2.schedule.schedule import Pass
 from fsdp2.schedule.states import GroupState, Lent
@@ -46,19 +46,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         raise ValueError(
             f"no_sync: nothing under this {type(module).__name__} was given to fully_shard. Pass the sharded model."
         )
-    rules = [(unit, unit.rules.reduces) for unit in units]
-    options = [(group, group.options.requires_all_reduce) for unit in units for group in unit.groups]
-    for unit in units:
-        unit.configure(reduces=False)
-        for group in unit.groups:
-            group.configure(requires_all_reduce=False)
-    try:
+    with ExitStack() as stack:
+        for unit in units:
+            stack.callback(unit.configure, reduces=unit.rules.reduces)
+            unit.configure(reduces=False)
+            for group in unit.groups:
+                stack.callback(group.configure, requires_all_reduce=group.options.requires_all_reduce)
+                group.configure(requires_all_reduce=False)
         yield
-    finally:
-        for unit, reduces in rules:
-            unit.configure(reduces=reduces)
-        for group, requires_all_reduce in options:
-            group.configure(requires_all_reduce=requires_all_reduce)
 
 
 @contextmanager
@@ -100,7 +95,7 @@ def unsharded(
             group.settle()
             group.lend()
             stack.callback(group.take_back)
-            is_here = not rank0_only or _is_first(group.mesh)
+            is_here = not rank0_only or _all_ranks(group.mesh).rank == 0
             if is_here and len(params) == len(group.params):
                 whole.add(group)
             for param in params:
@@ -136,7 +131,7 @@ def _raising_on_all_ranks(meshes: Iterable[ParallelMesh]) -> Iterator[None]:
 def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
     """``mine``, or that of another rank."""
     for mesh in meshes:
-        found = (each for row in exchange(mesh.replicate, exchange(mesh.shard, mine)) for each in row)
+        found = exchange(_all_ranks(mesh), mine)
         mine = next((each for each in found if each is not None), None)
     return mine
 
@@ -232,17 +227,18 @@ def _value(param: ShardedParam) -> torch.Tensor:
 # Ranks
 
 
-def _is_first(mesh: ParallelMesh) -> bool:
-    return mesh.shard.rank == 0 and mesh.replicate.rank == 0
+def _all_ranks(mesh: ParallelMesh) -> Axis:
+    """The data-parallel ranks, that is the shard and the replicate axis, as one."""
+    return replicated(mesh).replicate
 
 
 def _from_first_rank(value: torch.Tensor, param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
-    """``value`` of the first rank of ``mesh``: along the replicate axis to the first of each row, then along rows."""
-    if _is_first(mesh):
+    """``value`` of the first rank of ``mesh``, on all of them."""
+    ranks = _all_ranks(mesh)
+    if ranks.rank == 0:
         value = value.to(mesh.device, param.dtypes.orig).contiguous()
     else:
         value = torch.empty(param.layout.shape, dtype=param.dtypes.orig, device=mesh.device)
-    for axis in (mesh.replicate if mesh.shard.rank == 0 else NO_AXIS, mesh.shard):
-        if axis.group is not None and axis.size > 1:
-            dist.broadcast(value, group=axis.group, group_src=0)
+    if ranks.size > 1:
+        dist.broadcast(value, group=ranks.group, group_src=0)
     return value

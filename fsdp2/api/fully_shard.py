@@ -7,6 +7,7 @@ refused call leaves the model as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, overload
 
 from torch import nn
@@ -132,8 +133,9 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     roots = tuple(item for item in modules if item not in inner)
     for item in roots:
         if unit_of(item) is not None:
+            name = type(item).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"fully_shard: this {_original_name(item)} was given to fully_shard before. Call it once per module, "
+                f"fully_shard: this {name} was given to fully_shard before. Call it once per module, "
                 "on inner modules first."
             )
         if isinstance(item, (nn.ModuleList, nn.ModuleDict)) and type(item).forward is nn.Module.forward:
@@ -181,7 +183,7 @@ def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[li
     managed: dict[nn.Module, None] = {}
     left_alone: list[Slot] = []
     for i, root in enumerate(roots):
-        for prefix, module in _named_modules_outside_units(root, "" if len(roots) == 1 else f"[{i}]."):
+        for prefix, module in _modules_outside_units(root, "" if len(roots) == 1 else f"[{i}].", set()):
             managed[module] = None
             for name, param in _torch.parameters_dict(module).items():
                 if param is None:
@@ -193,18 +195,13 @@ def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[li
     return list(found.values()), list(managed), left_alone
 
 
-def _named_modules_outside_units(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """``root``'s tree without the subtrees of other units, each module once."""
-    seen: set[nn.Module] = set()
-    pending = [(prefix, root)]
-    while pending:
-        name, module = pending.pop()
-        if module in seen or (module is not root and unit_of(module) is not None):
-            continue
-        seen.add(module)
-        yield name, module
-        children = [(f"{name}{child_name}.", child) for child_name, child in module.named_children()]
-        pending += reversed(children)
+def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """``module``'s tree without the subtrees of other units, each module once."""
+    seen.add(module)
+    yield prefix, module
+    for name, child in module.named_children():
+        if child not in seen and unit_of(child) is None:
+            yield from _modules_outside_units(child, f"{prefix}{name}.", seen)
 
 
 # Commit
@@ -246,23 +243,15 @@ def _change_classes(roots: Sequence[nn.Module]) -> None:
     originals = [type(root) for root in roots]
     try:
         for root in roots:
-            root.__class__ = _sharded_class(type(root))
+            root.__class__ = _sharded_class(type(root))  # type: ignore[arg-type]  # classes are hashable
     except BaseException:
         for root, original in zip(roots, originals, strict=True):
             root.__class__ = original
         raise
 
 
-_sharded_classes: dict[type, type] = {}
-
-
+@cache
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """``original`` with ``FSDPModule`` in front, one per class so that ``type(a) is type(b)`` is kept."""
-    if original not in _sharded_classes:
-        attributes = {"__module__": original.__module__, "__qualname__": f"FSDP{original.__qualname__}"}
-        _sharded_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), attributes)
-    return _sharded_classes[original]
-
-
-def _original_name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")
+    attributes = {"__module__": original.__module__, "__qualname__": f"FSDP{original.__qualname__}"}
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), attributes)

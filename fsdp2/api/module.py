@@ -156,10 +156,9 @@ class FSDPModule:
         self._unit().form_root().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether memory for unsharded parameters is allocated, and filled with this rank's part, on the stream of the
-        caller, so that no memory belongs to a stream for gathers. Casts and copies around the collective then do not
-        overlap with compute; the collective itself does where it is prefetched. Recursive. Reshards. On the CPU, which
-        has no streams, nothing changes."""
+        """Whether memory for unsharded parameters is allocated and filled on the stream of the caller, so that none
+        belongs to a stream for gathers. Casts and copies around the collective then do not overlap with compute; the
+        collective does where it is prefetched. Recursive. Reshards. On the CPU nothing changes."""
         for unit in self._units(True):
             unit.gather_on_compute_stream(async_op)
 
@@ -194,12 +193,11 @@ class FSDPModule:
     def set_ranks_may_skip(self, ranks_may_skip: bool, *, recurse: bool = True) -> None:
         """Whether ranks may skip this module in a pass in which others use it; they may by default.
 
-        Where the data decides which modules run (experts without tokens, batches without images), a rank that skips a
-        unit gathers it all the same when it comes to what follows, lets go of it, and reduces zeros for it. So all
-        ranks issue the same collectives, and each ends with the mean gradient. A unit that all ranks use costs nothing
-        more; one that no rank uses in a pass still travels. Switch that off for units that all ranks skip alike, such
-        as a head that only some stages of training use: then nothing is gathered or reduced for them, and a rank that
-        skips one alone makes the others wait for the process group's timeout.
+        A rank that skips a unit (experts without tokens, batches without images) gathers it all the same, frees it, and
+        reduces zeros for it, so all ranks issue the same collectives and end with the mean gradient. A unit that all
+        ranks use costs nothing more; one that no rank uses in a pass still travels. Switch that off for units that all
+        ranks skip alike, such as a head that only some stages of training use: then a rank that skips one alone makes
+        the others wait for the process group's timeout.
 
         From the next forward on. A rank may not use a unit more often than others do, nor take units in an order that
         contradicts theirs.
@@ -231,16 +229,15 @@ class FSDPModule:
     ) -> None:
         """Call ``hook`` on this rank's reduced gradients in every backward that reduces; not recursive.
 
-        It gets one flat buffer of reduce dtype, and may change it in place: the gradients of all trainable parameters
-        of the unit, zeros between them, summed over the shard axis and, on HSDP, over the replicate axis. They are
-        divided already, except after :meth:`set_force_sum_reduction_for_comms`, and except for the second division of
-        float16. On HSDP it is not called where :meth:`set_requires_all_reduce` is off. Scalars, which are whole on all
-        ranks, come in a buffer and a call of their own.
+        It gets one flat buffer of reduce dtype, and may change it in place: the gradients of the unit's trainable
+        parameters, zeros between them, summed over the shard axis and, on HSDP, over the replicate axis; divided
+        already, except after :meth:`set_force_sum_reduction_for_comms`, and except for the second division of float16.
+        On HSDP it is not called where :meth:`set_requires_all_reduce` is off. Scalars come in a call of their own.
 
         Args:
             hook: None takes an earlier one away.
-            stream: the accelerator's stream that the hook runs on, in order with the reduction. Not on HSDP, whose
-                hooks run on the stream of reductions, and so do those on scalars. The CPU has no streams.
+            stream: the accelerator's stream that the hook runs on, in order with the reduction. On HSDP, and for
+                scalars, hooks run on the stream of reductions. The CPU has no streams.
 
         Raises:
             TypeError: ``hook`` cannot be called.
@@ -363,13 +360,10 @@ class FSDPModule:
         forward on; None, the default, sets no limit. Call it on the root.
 
         Counted are unsharded parameters, the staging memory of their gathers, gradients while their unit's backward
-        runs, and what reductions in flight read and write. Near the limit, a prefetch that does not fit is left out:
-        its unit is gathered when it is needed. What is needed waits for reductions in flight first. So less overlaps,
-        and memory is as predictable as the plans; :func:`fsdp2.memory_plan` shows what units take. All ranks decide
-        alike, and must set the same limit.
-
-        Not counted are gradients that accumulate without communication, what a user's own communication or hooks
-        allocate, and blocks that the allocator keeps.
+        runs, and what reductions in flight read and write; :func:`fsdp2.memory_plan` shows what units take. Not
+        counted are gradients that accumulate without communication, what a user's own communication or hooks allocate,
+        and blocks that the allocator keeps. Near the limit, prefetches that do not fit are left out, and what is needed
+        waits for reductions in flight, so less overlaps. All ranks must set the same limit.
 
         Raises:
             TypeError: ``nbytes`` is no int.
@@ -398,8 +392,7 @@ class FSDPModule:
             TypeError: ``comm`` is no :class:`AllGather`.
             ValueError: a unit of several groups.
         """
-        self._only_group("set_custom_all_gather")
-        _check_comm("set_custom_all_gather", comm, "AllGather")
+        self._check_comm("set_custom_all_gather", comm, "AllGather")
         self._configure(False, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -409,8 +402,7 @@ class FSDPModule:
             TypeError: ``comm`` is no :class:`ReduceScatter`.
             ValueError: a unit of several groups.
         """
-        self._only_group("set_custom_reduce_scatter")
-        _check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
+        self._check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
         self._configure(False, reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -423,11 +415,11 @@ class FSDPModule:
         self._check_no_other_comm("set_allocate_memory_from_process_group_for_comm", BackendMemory)
         for group in self._groups(False):
             shard = group.mesh.shard.group
-            memory = BackendMemory(shard) if enable and shard is not None else None
-            group.configure(
-                all_gather=None if memory is None else BackendAllGather(memory),
-                reduce_scatter=None if memory is None else BackendReduceScatter(memory),
-            )
+            if not enable or shard is None:
+                group.configure(all_gather=None, reduce_scatter=None)
+            else:
+                memory = BackendMemory(shard)
+                group.configure(all_gather=BackendAllGather(memory), reduce_scatter=BackendReduceScatter(memory))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """All-gather in symmetric memory, which NCCL has faster ways for; after
@@ -451,11 +443,8 @@ class FSDPModule:
             shard = group.mesh.shard.group
             if shard is not None:
                 memory = SymmetricMemory(shard, backend)
-                reduces = group.options.divides_behind_hook
-                group.configure(
-                    all_gather=BackendAllGather(memory),
-                    reduce_scatter=BackendReduceScatter(memory) if reduces else None,
-                )
+                reduce_scatter = BackendReduceScatter(memory) if group.options.divides_behind_hook else None
+                group.configure(all_gather=BackendAllGather(memory), reduce_scatter=reduce_scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether gradients are reduce-scattered over a process group of their own, so that they need not queue behind
@@ -506,6 +495,12 @@ class FSDPModule:
                 "have to serve them all. Call fully_shard on the modules of each mesh separately."
             )
         return cut, [group for group in self._groups(False) if group not in cut]
+
+    def _check_comm(self, caller: str, comm: object, expected: str) -> None:
+        """Whatever has the two methods will do: comms may be subclasses of torch's own interface."""
+        self._only_group(caller)
+        if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+            raise TypeError(f"{caller}: expected an fsdp2.{expected}, with allocate() and __call__(), got {comm!r}.")
 
     def _check_no_other_comm(self, caller: str, memory: type) -> None:
         """The unit has no comm but those that ``caller`` itself sets, with ``memory``."""
@@ -559,9 +554,3 @@ def _check_at_least_one(caller: str, value: object, expected: str, unit: str = "
         raise TypeError(f"{caller}: expected {expected}, got a {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"{caller}: expected at least 1{unit}, got {value}.")
-
-
-def _check_comm(caller: str, comm: object, expected: str) -> None:
-    """Whatever has the two methods will do: comms may be subclasses of torch's own interface."""
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise TypeError(f"{caller}: expected an fsdp2.{expected}, with allocate() and __call__(), got {comm!r}.")

@@ -12,9 +12,9 @@ model runs is an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,21 +55,13 @@ class Found:
 # Ties across units
 
 
-class _Owner(NamedTuple):
-    """Where a parameter is managed so far."""
-
-    unit: Unit
-    group: ParamGroup
-    param: ShardedParam
-
-
 @dataclass
 class SettledTies:
     """``found``: what a call manages. ``left_out``: where it leaves tied parameters to a call around it."""
 
     found: list[Found] = field(default_factory=list)
     left_out: list[Slot] = field(default_factory=list)
-    _moving: list[_Owner] = field(default_factory=list)
+    _moving: list[tuple[Unit, ParamGroup, ShardedParam]] = field(default_factory=list)
     _inner: list[Unit] = field(default_factory=list)
 
     def commit(self) -> None:
@@ -91,31 +83,28 @@ def settle_ties(found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWe
         for slot in unit.left_out:  # what inner calls have left to this one
             param = getattr(slot.module, slot.name)
             items.setdefault(id(param), Found(f"{name}.{slot.name}" if name else slot.name, param)).add(slot)
-    owners = {id(param): owner for _, unit in inner for param, owner in _origins(unit)}
+    owners = {
+        id(origin): (unit, group, param)
+        for _, unit in inner
+        for group in unit.groups
+        for param in group.params
+        if (origin := param.origin()) is not None
+    }
     settled = SettledTies(_inner=[unit for _, unit in inner])
     for item in items.values():
-        owner = owners.get(id(item.param))
         is_elsewhere = hasattr(item.param, SHARDED_AS) and not isinstance(item.param, DTensor)
         if not is_elsewhere or ties is TiedWeights.REFUSE:
             settled.found.append(item)
-        elif owner is None:
+            continue
+        if id(item.param) not in owners:
             settled.left_out += item.slots
-        elif owner.group.may_give_up(owner.param):
-            settled._moving.append(owner)
-            slots = list(dict.fromkeys([*item.slots, *owner.param.slots]))
-            settled.found.append(replace(item, slots=slots, moves=True))
-        else:
-            settled.found.append(item)
+            continue
+        unit, group, param = owners[id(item.param)]
+        if group.may_give_up(param):
+            settled._moving.append((unit, group, param))
+            item = replace(item, slots=list(dict.fromkeys([*item.slots, *param.slots])), moves=True)
+        settled.found.append(item)
     return settled
-
-
-def _origins(unit: Unit) -> Iterator[tuple[nn.Parameter, _Owner]]:
-    """The parameters that ``unit`` was given, as long as somebody else has them, too."""
-    for group in unit.groups:
-        for param in group.params:
-            origin = param.origin()
-            if origin is not None:
-                yield origin, _Owner(unit, group, param)
 
 
 # Groups
@@ -147,7 +136,7 @@ def resolve_groups(
     known(parallel)
     members: dict[ParallelMesh, list[ParamRecord]] = {}
     for item in found:
-        _check_class(item.name, item.param)
+        _check_param(item, parallel.device)
         placement, mesh = _asked_placement(item, parallel, placement_fn)
         if item.param.dim() == 0:  # nothing to cut: it is whole on all ranks, and its gradient is all-reduced
             mesh = replicated(known(mesh))
@@ -185,7 +174,6 @@ def _resolve(
     item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
 ) -> ParamRecord:
     name, param = item.name, item.param
-    _check_param(name, param, parallel, moves=item.moves)
     dim = _resolve_dim(name, param, placement)
     full = local_part(param)
     layout = ShardLayout(tuple(full.shape), dim, parallel.shard.size)
@@ -204,16 +192,15 @@ def _resolve(
     )
 
 
-def _check_class(name: str, param: nn.Parameter) -> None:
+def _check_param(item: Found, device: torch.device) -> None:
+    """Refuse what cannot be sharded over any ranks."""
+    name, param = item.name, item.param
     if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # for hooks there is another answer
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__}, and sharding would lose that class: compute "
             "would read an nn.Parameter. Replace it by nn.Parameter(...) of its values, or of a tensor subclass with "
             "all-gather hooks; or list it in ignored_params."
         )
-
-
-def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh, *, moves: bool) -> None:
     sharded_as = getattr(param, SHARDED_AS, None)
     if isinstance(param, DTensor) and sharded_as is not None:
         raise ValueError(
@@ -221,12 +208,12 @@ def _check_param(name: str, param: nn.Parameter, parallel: ParallelMesh, *, move
             "Call fully_shard on inner modules first; to add modules later, give it the new ones only, or list this "
             "parameter in ignored_params."
         )
-    if isinstance(param, DTensor) and param.device_mesh.device_type != parallel.device.type:
+    if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a DTensor on a mesh of {param.device_mesh.device_type}, but the mesh "
-            f"given to fully_shard is on {parallel.device.type}. Both have to be parts of one mesh."
+            f"given to fully_shard is on {device.type}. Both have to be parts of one mesh."
         )
-    if sharded_as is not None and not moves:
+    if sharded_as is not None and not item.moves:
         raise ValueError(
             f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that was sharded before, and the tie "
             "would be lost. It moves to this unit only with tied_weights=MOVE, and before anything has run or was "

@@ -215,7 +215,8 @@ def separate_axis(axis: Axis) -> Axis:
 
 
 def _own_axis(ranks: list[int], description: str) -> Axis:
-    return Axis(_own_group(ranks, description), len(ranks), ranks.index(dist.get_rank()))
+    group = _own_group(ranks, description)
+    return Axis(group, len(ranks), dist.get_rank(group))
 
 
 # Whether a group is made has to be decided alike by all of its ranks. So it follows from plain values, and what was

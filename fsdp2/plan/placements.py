@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2.plan.layout import contiguous_stride
-from fsdp2.plan.mesh import AxisRole, ParallelMesh
+from fsdp2.plan.mesh import AxisRole, ParallelMesh, SpmdMesh
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,14 @@ def param_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh)
             than whole; or its mesh cannot be joined with the data-parallel one.
     """
     if isinstance(param, DTensor):
-        return (
-            _on_full_mesh(name, param, dim, parallel) if parallel.spmd else _on_model_mesh(name, param, dim, parallel)
-        )
+        if any(placement.is_partial() for placement in param.placements):
+            raise ValueError(
+                f"fully_shard: parameter '{name}' is placed {param.placements}: sums that are still pending cannot be "
+                "sharded. Redistribute it to Replicate() or Shard(dim) first."
+            )
+        if parallel.spmd is None:
+            return _on_model_mesh(name, param, dim, parallel)
+        return _on_full_mesh(name, param, dim, parallel.spmd)
     if parallel.spmd is not None:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a plain {type(param).__name__}, but with dp_mesh_dims every parameter "
@@ -96,7 +101,6 @@ def local_part(param: torch.Tensor) -> torch.Tensor:
 def _on_model_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -> ParamSpec:
     """``param`` lies on model axes only: the data-parallel axes stand in front of them."""
     model, shape, stride = param.device_mesh, tuple(param.shape), contiguous_stride(param.shape)
-    _refuse_partial(name, param)
     try:
         mesh = _torch.concatenated_mesh([parallel.mesh, model])
     except (RuntimeError, TypeError, AssertionError) as error:
@@ -110,18 +114,16 @@ def _on_model_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) 
     return ParamSpec(TensorSpec(mesh, placements, shape, stride), TensorSpec(model, param.placements, shape, stride))
 
 
-def _on_full_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -> ParamSpec:
+def _on_full_mesh(name: str, param: DTensor, dim: int, spmd: SpmdMesh) -> ParamSpec:
     """``param`` lies on the full mesh, whole on each data-parallel rank."""
-    spmd = parallel.spmd
-    assert spmd is not None
     if param.device_mesh != spmd.mesh:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a DTensor on {param.device_mesh}, but the mesh given with "
             f"dp_mesh_dims is {spmd.mesh}. Distribute the module over the mesh that is given to fully_shard."
         )
-    _refuse_partial(name, param)
-    for axis, role in enumerate(spmd.roles):
-        if role is not AxisRole.MODEL and not param.placements[axis].is_replicate():
+    data_parallel = tuple(axis for axis, role in enumerate(spmd.roles) if role is not AxisRole.MODEL)
+    for axis in data_parallel:
+        if not param.placements[axis].is_replicate():
             raise ValueError(
                 f"fully_shard: parameter '{name}' is placed {param.placements[axis]} on the data-parallel axis "
                 f"'{(spmd.mesh.mesh_dim_names or ())[axis]}', expected Replicate(): the sharding there is done here."
@@ -129,7 +131,6 @@ def _on_full_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -
     shape, stride = tuple(param.shape), contiguous_stride(param.shape)
     on_model_axes = [param.placements[axis] for axis, role in enumerate(spmd.roles) if role is AxisRole.MODEL]
     placements = _placements(spmd.sharded_roles, spmd.sharded_mesh.shape, on_model_axes, dim)
-    data_parallel = tuple(axis for axis, role in enumerate(spmd.roles) if role is not AxisRole.MODEL)
     return ParamSpec(
         TensorSpec(spmd.sharded_mesh, placements, shape, stride),
         TensorSpec(spmd.mesh, param.placements, shape, stride),
@@ -149,11 +150,3 @@ def _placements(
             pieces = math.prod(size for placement, size in right if _torch.shards_dim(placement, dim))
             placements[axis] = Shard(dim) if pieces == 1 else _torch.strided_shard(dim, pieces)
     return tuple(placements)
-
-
-def _refuse_partial(name: str, param: DTensor) -> None:
-    if any(placement.is_partial() for placement in param.placements):
-        raise ValueError(
-            f"fully_shard: parameter '{name}' is placed {param.placements}: sums that are still pending cannot be "
-            "sharded. Redistribute it to Replicate() or Shard(dim) first."
-        )
