@@ -219,9 +219,8 @@ def _own_axis(ranks: list[int], description: str) -> Axis:
     return Axis(group, len(ranks), dist.get_rank(group))
 
 
-# Whether a group is made has to be decided alike by all of its ranks. So it follows from plain values, and what was
-# made is kept for as long as the process group of all ranks is the default one: not for as long as a mesh or a model
-# is alive, which may differ from rank to rank.
+# I4: all ranks of a group have to decide alike whether it is made. So it is found by plain values, for as long as the
+# process group of all ranks is the default one; a mesh or a model may be freed on one rank and alive on another.
 _Key = tuple[tuple[int, ...], str]
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 
