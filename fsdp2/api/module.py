@@ -42,7 +42,7 @@ class GradientReductionHandle:
     """A pending :meth:`FSDPModule.finalize_backward`."""
 
     def __init__(self, root: Root) -> None:
-        self._root: Root | None = context
+        self._root: Root | None = root
         self._num_resets = root.num_resets
 
     def wait(self) -> None:
@@ -160,7 +160,8 @@ class FSDPModule:
         belongs to a stream for gathers. Casts and copies around the collective then do not overlap with compute; the
         collective does where it is prefetched. Recursive. Reshards. On the CPU nothing changes."""
         for unit in self._units(True):
-            unit.gather_on_compute_stream(async_op)
+            for group in unit.groups:
+                group.gather_on_compute_stream(async_op)
 
     # Gradients
 
@@ -268,7 +269,7 @@ class FSDPModule:
         Raises:
             ScheduleError: the module is no root; a backward is running, or waits to be finalized.
         """
-        context = self._root("set_manual_backward_finalization").context
+        root = self._root("set_manual_backward_finalization").form_root()
         schedule = root.schedule
         if enabled == schedule.finalizes_by_hand:
             return
@@ -298,7 +299,7 @@ class FSDPModule:
             ScheduleError: the module is no root; manual finalization is off; a backward is running; an earlier handle
                 was not waited for.
         """
-        context = self._root("finalize_backward").context
+        root = self._root("finalize_backward").form_root()
         problem = None
         if not root.schedule.finalizes_by_hand:
             problem = "backward is finalized when it ends. Call set_manual_backward_finalization(True) before it"

@@ -1,21 +1,30 @@
-"""What a sharded model takes on this rank, unit by unit, from its plans: ``print(fsdp2.memory_plan(model))``.
+"""What a sharded model takes on this rank beside its shards, in bytes from plans: ``print(fsdp2.memory_plan(model))``.
 
-Arithmetic on what the runtime would do; nothing runs, and nothing is allocated.
+Arithmetic on what the runtime would do: nothing runs, nothing is allocated, and no allocator is asked. Sizes are the
+same on all ranks, and so is every decision that ``memory_limit`` takes by them. Counted are unsharded parameters and
+the staging memory of their gathers, shards on the post-forward mesh, the gradients of units whose backward runs, and
+what reductions in flight read and write. Not counted are shards and their gradients, activations, and gradients that
+the user keeps unreduced.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 
 from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api.module import sharded_unit
-from fsdp2.runtime.root import Root, Unit
-from fsdp2.runtime.units import parents_of
-from fsdp2.schedule.schedule import Schedule
-from fsdp2.tools.budget import Ledger, UnitBytes, simulate
-from fsdp2.tools.memory_limit import footprint_of
+from fsdp2.comm.backends import ReduceComm
+from fsdp2.group.group import ParamGroup
+from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.plan import GatherStep, Lifetime, Origin, ReducePlan, Route
+from fsdp2.runtime.root import Root, Unit, parents_of
+from fsdp2.schedule.rank_skipping import nested
+from fsdp2.schedule.schedule import Action, Actions, Schedule
 
 
 @dataclass(frozen=True)
@@ -43,11 +52,11 @@ class MemoryPlan:
     at_least: int
 
     def __str__(self) -> str:
-        columns = ("unit", "shards", "unsharded", "staging", "resting", "gradients", "copies")
+        columns = ("unit", "shards", "unsharded", "staging", "post-forward", "gradients", "copies")
         rows: list[tuple[str, ...]] = [columns]
         for unit in self.units:
             sizes = unit.bytes
-            figures = (unit.shards, sizes.unsharded, sizes.arriving, sizes.resting, sizes.gradients, sizes.copies)
+            figures = (unit.shards, sizes.unsharded, sizes.arriving, sizes.post_forward, sizes.gradients, sizes.copies)
             rows.append((unit.name, *map(str, figures)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
@@ -62,9 +71,9 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     Raises:
         ValueError: ``module`` is not sharded.
     """
-    context = sharded_unit(module, "fsdp2.memory_plan").context
-    units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), footprint_of(unit)) for unit in context.units)
-    return MemoryPlan(units, _peak(context, overlaps=True), _peak(context, overlaps=False))
+    root = sharded_unit(module, "fsdp2.memory_plan").form_root()
+    units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), unit_bytes(unit)) for unit in root.units)
+    return MemoryPlan(units, _peak(root, overlaps=True), _peak(root, overlaps=False))
 
 
 def _shards_nbytes(unit: Unit) -> int:
@@ -73,13 +82,292 @@ def _shards_nbytes(unit: Unit) -> int:
 
 def _peak(root: Root, *, overlaps: bool) -> int:
     """The most that a step holds; without overlap, if nothing is prefetched and reductions land at once."""
-    units = context.units
+    units = root.units
     rules = root.schedule.rules
     if not overlaps:
         rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
-    schedule, sizes = Schedule(rules), [footprint_of(unit) for unit in units]
+    schedule, sizes = Schedule(rules), [unit_bytes(unit) for unit in units]
     order, parents = root.schedule.last_order or range(len(units)), parents_of(units)
     simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
     ledger = Ledger(sizes)
     simulate(schedule, order, parents, ledger, overlaps=overlaps)
     return ledger.peak
+
+
+# Bytes of plans
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """What one unit takes, in bytes.
+
+    Attributes:
+        unsharded: its unsharded parameters.
+        arriving: what its gather takes beside them, until they are usable.
+        post_forward: its shards on the post-forward mesh.
+        gradients: what autograd makes in its backward.
+        copies: what a reduction makes of them: buckets, casts, and room to receive.
+        sent: of gradients and copies, what is held while the reduction is in flight.
+    """
+
+    unsharded: int = 0
+    arriving: int = 0
+    post_forward: int = 0
+    gradients: int = 0
+    copies: int = 0
+    sent: int = 0
+
+    def __add__(self, other: UnitBytes) -> UnitBytes:
+        return UnitBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def gather(self) -> int:
+        """The parameters while they are on their way."""
+        return self.unsharded + self.arriving
+
+    def backward(self, *, reshards: bool) -> int:
+        """What backward adds to the unsharded parameters, up to the start of the reduction; ``reshards``: they are
+        freed before that makes its copies."""
+        return self.gradients + max(self.copies - (self.unsharded if reshards else 0), 0)
+
+    @property
+    def alone(self) -> int:
+        """What a step of this unit alone takes."""
+        return max(self.gather, self.unsharded + self.backward(reshards=True))
+
+
+def group_bytes(group: ParamGroup) -> UnitBytes:
+    """What ``group`` takes beside its shards, in bytes that all ranks agree on; what hooks send is counted from the
+    first gather on."""
+    trainable = [i for i, requires_grad in enumerate(group.shards.requires_grad()) if requires_grad]
+    plans, comm = group.gradients.plans(trainable)
+    return _gather_bytes(group) + reduce_bytes(plans, comm, keeps_gradients=group.mesh.device.type != "cpu")
+
+
+def unit_bytes(unit: Unit) -> UnitBytes:
+    """What the groups of ``unit`` take."""
+    return sum(map(group_bytes, unit.groups), UnitBytes())
+
+
+def _gather_bytes(group: ParamGroup) -> UnitBytes:
+    unsharded = group.unsharded
+    if unsharded.is_local:
+        return UnitBytes()
+    plan, smaller = unsharded.plan(), unsharded.post_forward_mesh
+    passing = sum(step.padded_nbytes for step in plan.steps if step.lifetime is Lifetime.ARRIVAL)
+    travelling = sum(step.padded_nbytes for step in plan.steps)
+    staged = sum(flat.nbytes for flat in group.shards.flats.values()) if group.home.is_staged else 0
+    num_ranks = 0 if smaller is None else smaller.shard.size
+    return UnitBytes(
+        unsharded=plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes,
+        arriving=plan.staging_nbytes + passing + staged + unsharded.carrier.gather_buffer_nbytes(travelling),
+        post_forward=sum(_post_forward_nbytes(step, num_ranks) for step in plan.steps) if num_ranks else 0,
+    )
+
+
+def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm, *, keeps_gradients: bool) -> UnitBytes:
+    """What reducing takes. ``keeps_gradients``: those that were copied are held, too, while the reduction is in
+    flight."""
+    gradients = sum(_numel(plan) * plan.dtypes.param.itemsize for plan in plans)
+    copies = sum(_copies_nbytes(plan, comm) for plan in plans)
+    sent_as_they_are = sum(
+        _numel(plan, Route.DIRECT) * plan.dtypes.param.itemsize for plan in plans if not _casts(plan)
+    )
+    return UnitBytes(
+        gradients=gradients,
+        copies=copies,
+        sent=copies + (gradients if keeps_gradients else sent_as_they_are),
+    )
+
+
+def _copies_nbytes(plan: ReducePlan, comm: ReduceComm) -> int:
+    """Buckets, casts, what the comm itself takes, and the sums: they are not gradients before they have landed."""
+    padded = sum(step.layout.padded_numel for step in plan.steps if step.route is not Route.DIRECT)
+    cast = _numel(plan, Route.DIRECT) if _casts(plan) else 0
+    itemsize = plan.dtypes.reduce.itemsize
+    travelling = sum(step.layout.padded_numel for step in plan.steps) * itemsize
+    return (padded + cast + plan.flat_numel) * itemsize + comm.reduce_buffer_nbytes(travelling)
+
+
+def _casts(plan: ReducePlan) -> bool:
+    return plan.dtypes.param is not plan.dtypes.reduce
+
+
+def _numel(plan: ReducePlan, route: Route | None = None) -> int:
+    return sum(step.layout.numel for step in plan.steps if route is None or step.route is route)
+
+
+def _post_forward_nbytes(step: GatherStep, num_ranks: int) -> int:
+    shape, dim = (step.layout.shape, step.layout.dim) if step.origin is Origin.SHARD else ((step.layout.numel,), 0)
+    return ShardLayout(shape, dim, num_ranks).chunk_numel * step.dtype.itemsize
+
+
+# Who holds how much
+
+
+@dataclass(frozen=True)
+class Room:
+    """How room is made: ``landings`` of the oldest reductions, then gathers in flight of ``dropped`` units."""
+
+    landings: int = 0
+    dropped: tuple[int, ...] = ()
+
+
+class Ledger:
+    """Who holds how much. Each method is told what happens, or asked before it does.
+
+    Attributes:
+        sizes: of each unit; replaced by the owner when plans are compiled anew.
+        limit: how much may be held.
+        held: how much is.
+        peak: how much was, at most.
+    """
+
+    def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
+        self.sizes = list(sizes)
+        self.limit = limit
+        self.held = 0
+        self.peak = 0
+        self._params = [0] * len(self.sizes)
+        self._unsharded: set[int] = set()  # or on the way there
+        self._arriving: dict[int, None] = {}  # oldest first
+        self._backwards = [0] * len(self.sizes)
+        self._reductions: deque[int] = deque()
+
+    @property
+    def num_reductions(self) -> int:
+        """How many reductions are in flight, as far as all ranks agree: some may have landed earlier on this one."""
+        return len(self._reductions)
+
+    # Questions
+
+    def to_unshard(self, unit: int) -> int:
+        """What gathering ``unit`` adds."""
+        return 0 if unit in self._unsharded else self.sizes[unit].gather
+
+    def to_run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> int:
+        """What the backward of ``unit`` adds: its parameters, if it ``gathers`` them, and then its gradients."""
+        sizes = self.sizes[unit]
+        params = sizes.unsharded if gathers or unit in self._unsharded else self._params[unit]
+        at_most = max(self._params[unit] + self.to_unshard(unit) * gathers, params + sizes.backward(reshards=reshards))
+        return max(at_most - self._params[unit] - self._backwards[unit], 0)
+
+    def fits(self, nbytes: int) -> bool:
+        return self.held + nbytes <= self.limit
+
+    def stays(self, unit: int) -> dict[int, int]:
+        """Who holds how much that would not go for ``unit``."""
+        params = [0 if i in self._arriving and i != unit else n for i, n in enumerate(self._params)]
+        held = [a + b for a, b in zip(params, self._backwards, strict=True)]
+        return {i: n for i, n in enumerate(held) if n}
+
+    def room_for(self, nbytes: int, unit: int) -> Room | None:
+        """What has to go so that ``unit`` can take ``nbytes`` more; None if all that can go is not enough."""
+        missing = self.held + nbytes - self.limit
+        landings = 0
+        while missing > 0 and landings < len(self._reductions):
+            missing -= self._reductions[landings]
+            landings += 1
+        dropped = []
+        for other in reversed(self._arriving):  # the latest was predicted to be needed last
+            if missing > 0 and other != unit:
+                missing -= self._params[other]
+                dropped.append(other)
+        return None if missing > 0 else Room(landings, tuple(dropped))
+
+    # Events
+
+    def unshard(self, unit: int) -> None:
+        self._set_params(unit, self._params[unit] + self.to_unshard(unit))
+        if unit not in self._unsharded:
+            self._arriving[unit] = None
+            self._unsharded.add(unit)
+
+    def wait(self, unit: int) -> None:
+        self._arriving.pop(unit, None)
+        self._unsharded.add(unit)
+        self._set_params(unit, self.sizes[unit].unsharded)
+
+    def reshard(self, unit: int, leaves: int = 0) -> None:
+        """``leaves``: bytes that stay, of shards on the post-forward mesh, or of memory that the user wants kept."""
+        self._arriving.pop(unit, None)
+        self._unsharded.discard(unit)
+        self._set_params(unit, leaves)
+
+    def run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> None:
+        if gathers or unit in self._unsharded:
+            self.unshard(unit)
+            self.wait(unit)
+        self._set_backward(unit, self.sizes[unit].backward(reshards=reshards))
+
+    def keep(self, unit: int) -> None:
+        """Its gradients stay with the user's consent, unreduced."""
+        self._set_backward(unit, 0)
+
+    def reduce(self, unit: int, max_in_flight: int) -> None:
+        """Its reduction starts, behind the landing of those that are too many."""
+        while len(self._reductions) >= max_in_flight:
+            self.land(1)
+        self._set_backward(unit, 0)
+        self._reductions.append(self.sizes[unit].sent)
+        self._add(self.sizes[unit].sent)
+
+    def land(self, count: int | None = None) -> None:
+        """The oldest ``count`` reductions land, or all."""
+        for _ in range(len(self._reductions) if count is None else count):
+            self._add(-self._reductions.popleft())
+
+    def _set_params(self, unit: int, nbytes: int) -> None:
+        self._add(nbytes - self._params[unit])
+        self._params[unit] = nbytes
+
+    def _set_backward(self, unit: int, nbytes: int) -> None:
+        self._add(nbytes - self._backwards[unit])
+        self._backwards[unit] = nbytes
+
+    def _add(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+
+
+def simulate(
+    schedule: Schedule, order: Sequence[int], parents: Sequence[int | None], ledger: Ledger, *, overlaps: bool
+) -> None:
+    """Run a forward and a backward over the units in ``order``, from the root on, each inside its parent's forward, and
+    have ``ledger`` count. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
+    events = nested(order, parents)
+    for unit, is_start in events:
+        if is_start:
+            _replay(schedule.pre_forward(unit, in_backward=False, grad_enabled=True), schedule, ledger)
+        else:
+            _replay(schedule.post_forward(unit), schedule, ledger)
+    for unit, is_start in reversed(events):
+        if is_start:
+            if unit != order[0]:  # the root's own backward ends with all of it
+                _replay(schedule.post_backward(unit), schedule, ledger)
+            continue
+        rules = schedule.rules[unit]
+        actions = schedule.pre_backward(unit)
+        if not overlaps:
+            ledger.land()
+        ledger.run_backward(unit, gathers=rules.unshard_in_backward, reshards=rules.reshard_after_backward)
+        _replay(actions, schedule, ledger)
+    _replay(schedule.end_backward(), schedule, ledger)
+
+
+def _replay(actions: Actions, schedule: Schedule, ledger: Ledger) -> None:
+    for action, unit in actions:
+        if action in (Action.UNSHARD, Action.PREFETCH):
+            ledger.unshard(unit)
+        elif action is Action.WAIT:
+            ledger.wait(unit)
+        elif action is Action.RESHARD:
+            ledger.reshard(unit)
+        elif action is Action.RESHARD_POST_FORWARD:
+            ledger.reshard(unit, ledger.sizes[unit].post_forward)
+        elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
+            ledger.reduce(unit, 1)
+        elif action is Action.KEEP:
+            ledger.keep(unit)
+        else:
+            ledger.land()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2.api.module import sharded_unit
+from fsdp2.runtime.root import Watch
 from fsdp2.types import Observer
 
 
@@ -60,24 +61,29 @@ def _line(entry: TraceEntry) -> str:
 
 @contextmanager
 def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
-    """Report what the runtime does under ``module`` to ``observer`` while the block runs.
+    """Report what the runtime does with ``module`` and the sharded modules inside it to ``observer`` while the block
+    runs, whatever root they work under and whether or not there is one yet. Names are those from the root.
 
     Raises:
         ValueError: ``module`` is not sharded.
     """
-    performer = sharded_unit(module, "fsdp2.trace").context.performer
-    performer.observers.append(observer)
-    performer.observe_transitions()
+    sharded_unit(module, "fsdp2.trace")
+    watch = Watch(module, observer)
     try:
         yield
     finally:
-        performer.observers.remove(observer)
-        performer.observe_transitions()
+        watch.end()
 
 
 @contextmanager
 def record(module: nn.Module) -> Iterator[Trace]:
-    """Record what the runtime does under ``module``, the root of a sharded model, while the block runs."""
+    """Record what the runtime does with ``module`` and the sharded modules inside it while the block runs.
+
+    That is everything, if ``module`` is the root of a sharded model.
+
+    Raises:
+        ValueError: ``module`` is not sharded.
+    """
     trace = Trace()
     with observe(module, trace):
         yield trace
