@@ -1,26 +1,25 @@
-"""Units that this rank skips and others may use: it goes through their events all the same, in one order.
+"""Which units this rank skips while other ranks may use them. It gathers and reduces them all the same.
 
-A pass is a list of events: a unit begins its forward, and ends it; backward is the same list read backwards. When an
-event happens here, those that come before it in the shared order and have not happened belong to units that this rank
-skips. Whoever asks performs them, without computing anything. So every rank gathers and reduces the same, in the same
-order, whatever its data decides (I4). Pure: no tensor, no process group.
+A forward is a list of events: the forward of a unit begins, or ends. A backward reads that list from its end: where a
+forward ended, a backward begins. All ranks share one order of events. When an event happens here, events before it in
+that order may not have happened: this rank skips their units. It performs those events first, without computing. So all
+ranks start the same collectives in the same order, whatever their data decides (I4).
 
-The order is that of registration at first. At the end of a root's first forward the ranks compare what they used, and
-go by that from then on. Units that no rank has used yet keep their place by registration: they may be used some day. A
-pass that takes another order, or uses a unit again, is left alone: that all ranks must do alike.
+The first order is that of registration. When the first forward of a root ends, the ranks compare what they used and
+agree on an order. In it, units that no rank has used keep their place of registration. A pass that takes another order,
+or uses a unit twice, is left alone: all ranks must do that alike.
+
+Pure: no tensor, no process group.
 """
 
 from __future__ import annotations
 
-import difflib
-import itertools
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
+from itertools import accumulate
 from typing import NamedTuple
 
-Event = int  # a unit's index where its forward begins, and its complement where it ends
-MAX_FORWARDS = 256  # without a backward: of more, the first ones are forgotten
-_MARK = 1 << 32  # sets events of units that this rank has not used apart
+MAX_FORWARDS = 256  # without a backward; of more, the oldest are forgotten
 
 
 class Outcome(Enum):
@@ -31,283 +30,273 @@ class Outcome(Enum):
     UNKNOWN = "unknown"  # gradients are off in this part of the forward: a checkpoint may run it again with them
 
 
-class Used(NamedTuple):
-    """What one rank did in a forward: the order it followed, or its own; which units it used, and which of those led to
-    a backward."""
+class Event(NamedTuple):
+    """The forward of ``unit`` begins, or ends. If not ``is_used``, this rank skips the unit."""
 
-    events: tuple[Event, ...]
+    unit: int
+    begins: bool
+    is_used: bool = True
+
+
+class Used(NamedTuple):
+    """What one rank did in a forward: its events, if they did not follow the shared order; the units that it used; and
+    those of them that a backward may reach."""
+
+    order: tuple[Event, ...]
     units: tuple[int, ...]
     differentiable: tuple[int, ...]
 
 
 class _Order(NamedTuple):
-    """What all ranks go by: ``events`` of a forward, and which units may have a backward, given those with parameters
-    that are trained."""
+    """What the ranks have agreed on: the events of a forward, and the units that a backward may reach. It holds while
+    the same units are trained."""
 
     events: Sequence[Event]
     differentiable: Collection[int]
     trainable: Collection[int]
 
 
-class _Forward(NamedTuple):
-    """One forward with gradients that no backward has come back through. Events of units that were not used here are
-    marked."""
+class Forward:
+    """One forward.
 
-    order: tuple[int, bool]
-    events: list[Event]
+    Attributes:
+        key: its root, and whether gradients are recorded.
+        expected: the events that the ranks share.
+        events: what has happened on this rank, skipped units included. A backward reads it.
+        leads_to: for each unit that was used, what its output leads to.
+        is_following: whether the forward has kept to the shared order.
+    """
+
+    def __init__(self, units: SkippedUnits, key: tuple[int, bool], expected: Sequence[Event]) -> None:
+        self.key, self.expected = key, expected
+        self.events: list[Event] = []
+        self.leads_to: dict[int, Outcome] = {}
+        self.is_following = bool(expected)
+        self._begins, self._ends = units.begins, units.ends
+        self._by_hand, self._alike = units.by_hand, units.alike
+        self._position = 0
+        self._skipped: set[int] = set()
+
+    def begin(self, unit: int) -> Sequence[Event]:
+        """``unit``'s forward begins. Returns the events before it, of units that this rank skips."""
+        self._by_hand.discard(unit)
+        return self._reach(self._begins[unit])
+
+    def end(self, unit: int, leads_to: Outcome) -> Sequence[Event]:
+        """``unit``'s forward ends. Returns as ``begin``."""
+        self.leads_to[unit] = leads_to
+        return self._reach(self._ends[unit])
+
+    def _reach(self, event: Event) -> Sequence[Event]:
+        skipped: Sequence[Event] = ()
+        expected, position = self.expected, self._position
+        if position < len(expected) and expected[position] is event:
+            self._position = position + 1
+        elif self.is_following:
+            skipped = self._catch_up(event)
+            self.events += skipped
+        self.events.append(event)
+        return skipped
+
+    def _catch_up(self, event: Event) -> Sequence[Event]:
+        if event not in self.expected[self._position :]:  # used again, or too late
+            self.is_following = event.unit not in self._skipped
+            return ()
+        found = self.expected.index(event, self._position)
+        passed, self._position = self.expected[self._position : found], found + 1
+        left_alone = self._alike | self._by_hand
+        self._skipped.update(each.unit for each in passed if each.begins and each.unit not in left_alone)
+        return [each._replace(is_used=False) for each in passed if each.unit in self._skipped]
+
+
+class Backward:
+    """One backward through ``forwards``, the last one first. At its end it removes those that it has come back through
+    from the list. ``reachable``: the units that it may reach.
+
+    Attributes:
+        ended: units whose backward was ended here although nobody has reported its end.
+    """
+
+    def __init__(self, units: SkippedUnits, forwards: list[Forward], reachable: Collection[int]) -> None:
+        self._forwards = forwards
+        self.ended: set[int] = set()
+        self._begins, self._ends = units.begins, units.ends
+        self._reachable = reachable
+        self._left = [event for forward in forwards for event in forward.events]
+        self._is_following = bool(self._left)
+        self._open: set[int] = set()  # units whose backward has begun and not ended
+
+    def begin(self, unit: int) -> Sequence[Event]:
+        """``unit``'s backward begins. Returns the events before it, of units that this rank skips."""
+        skipped = self._reach(self._ends[unit])
+        self._open.add(unit)
+        self.ended.discard(unit)
+        return skipped
+
+    def end(self, unit: int) -> Sequence[Event]:
+        """``unit``'s backward ends. Returns as ``begin``."""
+        skipped = self._reach(self._begins[unit])
+        self._open.discard(unit)
+        return skipped
+
+    def _reach(self, event: Event) -> Sequence[Event]:
+        left = self._left
+        if left and left[-1] is event:
+            left.pop()
+        elif self._is_following and event in left:
+            skipped = self._pass_to(len(left) - left[::-1].index(event))
+            left.pop()
+            return skipped
+        elif self._is_following:  # it may have been passed already; units that ranks use alike change nothing
+            self._is_following = event.begins or event.unit not in self._reachable
+        return ()
+
+    def recompute(self, unit: int) -> Sequence[Event]:
+        """``unit``'s forward is about to run again, and its backward follows. Returns the events before that, unless
+        another unit, which was used later, has to begin or end its backward first."""
+        for at in reversed(range(len(self._left) if self._is_following else 0)):
+            event = self._left[at]
+            if event is self._ends[unit]:
+                return self._pass_to(at + 1)
+            if event.is_used and (event.unit in self._open or not event.begins):
+                break
+        return ()
+
+    def finish(self, *, is_last: bool, ends_open: bool) -> Sequence[Event]:
+        """The backward is over. Returns what is left of the forward that it was in the middle of. ``is_last``: no
+        backward follows that comes back through the other forwards. ``ends_open``: units whose end nobody has reported
+        end now."""
+        forwards, left = self._forwards, self._left
+        skipped: Sequence[Event] = ()
+        starts = [0, *accumulate(len(forward.events) for forward in forwards)]
+        while forwards and starts[-2] >= len(left):
+            del forwards[-1], starts[-1]
+        if forwards and self._is_following and len(left) < starts[-1]:
+            if not ends_open:
+                self._open.clear()
+            skipped = self._skip(left[starts[-2] :])
+            del forwards[-1]
+        if is_last:
+            forwards.clear()
+        self._is_following = False
+        return skipped
+
+    def _pass_to(self, at: int) -> list[Event]:
+        """Take what is left from ``at`` on. Autograd runs first what was computed last, so a unit that is open has all
+        its gradients. Only the roots stay open: further forwards may follow."""
+        roots = {root for root, _ in (forward.key for forward in self._forwards)}
+        passed = [event for event in self._left[at:] if not event.begins or event.unit not in roots]
+        del self._left[at:]
+        self.ended.update(event.unit for event in passed if event.begins and event.unit in self._open)
+        return self._skip(passed)
+
+    def _skip(self, passed: Sequence[Event]) -> list[Event]:
+        """Read ``passed`` from its end. Returns the events that this rank has to perform."""
+        skipped = []
+        for event in reversed(passed):
+            if event.begins and event.unit in self._open:
+                self._open.discard(event.unit)
+                skipped.append(event)
+            elif not event.begins and event.unit in self._reachable and event.unit not in self._open:
+                self._open.add(event.unit)
+                skipped.append(event)
+        return skipped
 
 
 class SkippedUnits:
     """See the module's text. ``parents``: for each unit the innermost one around it.
 
     Attributes:
-        by_hand: units that the user has unsharded: what becomes of those is the user's decision.
-        ended: units whose backward was ended here although nobody has reported its end.
+        forward: the forward that runs, or ran last.
+        backward: the backward that runs, or ran last.
+        by_hand: units that the user has unsharded. Until they are used, the user decides what becomes of them.
+        alike: units that all ranks use or none.
+        begins: for each unit the one event that it begins on this rank: events are compared by identity.
+        ends: for each unit the one event that it ends.
     """
 
     def __init__(self, parents: Sequence[int | None]) -> None:
-        self._parents = parents
+        self.begins = [Event(unit, begins=True) for unit in range(len(parents))]
+        self.ends = [Event(unit, begins=False) for unit in range(len(parents))]
         self.by_hand: set[int] = set()
-        self.ended: set[int] = set()
-        self._alike: set[int] = set()  # units that all ranks skip or none
-        self._orders: dict[tuple[int, bool], _Order] = {}  # by root, and by whether gradients are recorded
-        self._current = (0, False)
-        self._expected: Sequence[Event] = ()
-        self._position = 0
-        self._is_following = False
-        self._used: list[Event] = []
-        self._leads_to: dict[int, Outcome] = {}
-        self._joined: set[int] = set()  # units that this rank has gone through without using them
-        self._tape: list[Event] | None = None  # of the running forward, if a backward may come back through it
-        self._forwards: list[_Forward] = []
-        self._last_forwards: list[_Forward] = []  # that the last backward began with
-        self._backward: list[Event] = []  # of the forwards that a backward comes back through, what is left
-        self._reachable: set[int] = set()  # units that may have a backward in it
-        self._roots: set[int] = set()  # of those forwards
-        self._open: set[int] = set()  # units whose backward has begun here
+        self.alike: set[int] = set()
+        self._parents = parents
+        self._orders: dict[tuple[int, bool], _Order] = {}  # by the key of a forward
+        self.reset()
+
+    def reset(self) -> None:
+        """An exception has cut a pass short."""
+        self.forward = Forward(self, (0, False), ())
+        self.backward = Backward(self, [], ())
+        self._forwards: list[Forward] = []  # that no backward has come back through
+        self._last_forwards: list[Forward] = []  # that the last backward began with
 
     def may_skip(self, unit: int, *, enabled: bool) -> None:
         """Whether ranks may skip ``unit`` while others use it."""
-        (self._alike.discard if enabled else self._alike.add)(unit)
-
-    # Forward
+        (self.alike.discard if enabled else self.alike.add)(unit)
 
     def begin_forward(self, root: int, *, grad_enabled: bool) -> None:
-        """The forward of ``root`` is a pass of its own."""
-        self._position, self._is_following = 0, len(self._alike) < len(self._parents)
-        self._used, self._leads_to, self._joined = [], {}, set()
-        if not self._is_following:
-            self._expected, self._tape = (), None
-            return
-        self._current = (root, grad_enabled)
-        order = self._orders.get(self._current)
-        self._expected = self._registered(root) if order is None else order.events
-        self._tape = [] if grad_enabled else None
-        if self._tape is not None:
-            self._forwards.append(_Forward(self._current, self._tape))
+        """A forward of ``root`` begins that is a pass of its own."""
+        key = (root, grad_enabled)
+        expected: Sequence[Event] = ()
+        if len(self.alike) < len(self._parents):
+            expected = self._orders[key].events if key in self._orders else self._registered(root)
+        self.forward = Forward(self, key, expected)
+        if grad_enabled and expected:
+            self._forwards.append(self.forward)
             del self._forwards[:-MAX_FORWARDS]
 
-    def forward(self, event: Event, leads_to: Outcome = Outcome.NOTHING) -> Sequence[Event]:
-        """``event`` is about to happen. Returns what comes before it, of units that this rank skips. ``leads_to``: what
-        follows from the output of a unit whose forward ends."""
-        skipped: Sequence[Event] = ()
-        expected, position = self._expected, self._position
-        if position < len(expected) and expected[position] == event:
-            self._position = position + 1
-        elif self._is_following:
-            skipped = self._catch_up(event)
-        if self._tape is not None:
-            if skipped:
-                self._tape += map(_marked, skipped)
-            self._tape.append(event)
-            if event < 0:
-                self._leads_to[~event] = leads_to
-        self._used.append(event)
-        if self.by_hand:
-            self.by_hand.discard(event)  # its forward does with it what it does with all
-        return skipped
-
-    def _catch_up(self, event: Event) -> Sequence[Event]:
-        try:
-            found = self._expected.index(event, self._position)
-        except ValueError:  # used again, or too late
-            self._is_following = event < 0 or event not in self._joined
-            return ()
-        passed, self._position = self._expected[self._position : found], found + 1
-        skipped: list[Event] = []
-        begun: set[int] = set()
-        for each in passed:
-            if each >= 0 and each not in self.by_hand and each not in self._alike:
-                begun.add(each)
-                skipped.append(each)
-            elif ~each in begun:
-                skipped.append(each)
-        self._joined |= begun
-        return skipped
-
-    def leave_out(self, event: Event) -> None:
-        """``event`` turns out to be no part of the pass on any rank."""
-        if self._tape is not None:
-            self._tape.remove(_marked(event))
-
     def end_forward(self, trainable: Collection[int]) -> Used | None:
-        """The forward is over. Returns what ranks have to compare, if they have not yet. ``trainable``: units with
+        """The forward is over. Returns what ranks have to compare, or None if they have. ``trainable``: units with
         parameters that are trained."""
-        has_followed, self._is_following = self._is_following, False
-        order = self._orders.get(self._current)
-        if not self._expected or (order is not None and order.trainable == trainable):
+        forward, order = self.forward, self._orders.get(self.forward.key)
+        if not forward.expected or (order is not None and order.trainable == trainable):
             return None
-        used = dict.fromkeys(self._used)
-        units = sorted(event for event in used if event >= 0)
-        trained = {Outcome.BACKWARD, Outcome.UNKNOWN}
+        used = tuple(dict.fromkeys(event for event in forward.events if event.is_used))
+        units = sorted(event.unit for event in used if event.begins)
         differentiable = sorted(
             unit
-            for unit, outcome in self._leads_to.items()
-            if outcome in (trained if unit in trainable else {Outcome.BACKWARD})
+            for unit, outcome in forward.leads_to.items()
+            if outcome is Outcome.BACKWARD or (outcome is Outcome.UNKNOWN and unit in trainable)
         )
-        return Used(tuple(self._expected if has_followed else used), tuple(units), tuple(differentiable))
+        return Used(() if forward.is_following else used, tuple(units), tuple(differentiable))
 
     def agree(self, used: Iterable[Used], trainable: Collection[int]) -> Sequence[int]:
         """``used``: what the ranks did in the forward that has just ended. Returns the order in which units are
         gathered."""
-        used = list(used)
-        root, _ = self._current
-        order: tuple[Event, ...] = ()
-        for each in dict.fromkeys(each.events for each in used):
-            order = _merged(order, each)
-        events, known = list(order), set(order)
-        for unit in self._registered(root):
-            if unit >= 0 and unit not in known:
-                self._insert(unit, events)
+        used, key = list(used), self.forward.key
+        other_order = max((one.order for one in used), key=len)  # ranks that leave the shared order do so alike
+        events = [self._event(unit, begins) for unit, begins, _ in other_order] or list(self.forward.expected)
+        at = 0
+        for event in self._registered(key[0]):
+            if event.begins and event not in events:  # behind its last sibling, or first in its parent
+                events[at:at] = [event, self.ends[event.unit]]
+            if event in events:
+                at = events.index(event) + 1
         seen = {unit for one in used for unit in one.units}
         differentiable = {unit for one in used for unit in one.differentiable}
         differentiable.update(unit for unit in trainable if unit not in seen)
-        self._orders[self._current] = _Order(tuple(events), frozenset(differentiable), trainable)
-        return [event for event in events if event in seen or (event >= 0 and event not in self._alike)]
+        self._orders[key] = _Order(events, differentiable, trainable)
+        return [unit for unit, begins, _ in events if begins and (unit in seen or unit not in self.alike)]
 
-    def _insert(self, unit: int, events: list[Event]) -> None:
-        """Where registration has it: behind its last sibling, or first of its parent."""
-        parent = self._parents[unit]
-        assert parent is not None  # the root of a pass is part of it
-        siblings = [each for each in range(unit) if self._parents[each] == parent and ~each in events]
-        at = events.index(~siblings[-1] if siblings else parent) + 1
-        events[at:at] = [unit, ~unit]
-
-    def _registered(self, root: int) -> Sequence[Event]:
-        inside = {root: None}
+    def _registered(self, root: int) -> list[Event]:
+        """A forward of ``root`` that uses all units inside it in the order of registration."""
+        inside = [root]
         for unit in range(root + 1, len(self._parents)):
             if self._parents[unit] in inside:
-                inside[unit] = None
-        return tuple(unit if begins else ~unit for unit, begins in nested(list(inside), self._parents))
+                inside.append(unit)
+        return [self._event(unit, begins) for unit, begins in nested(inside, self._parents)]
 
-    # Backward
+    def _event(self, unit: int, begins: bool) -> Event:
+        return self.begins[unit] if begins else self.ends[unit]
 
     def begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
-        if not self._forwards:  # once more through the same graph
-            self._forwards = self._last_forwards
+        self._forwards = self._forwards or self._last_forwards  # once more through the same graph
         self._last_forwards = list(self._forwards)
-        self._backward = [event for forward in self._forwards for event in forward.events]
-        self._is_following = bool(self._backward)
-        self._roots = {forward.order[0] for forward in self._forwards}
-        orders = [self._orders.get(forward.order) for forward in self._forwards]
-        self._reachable = {unit for order in orders if order is not None for unit in order.differentiable} - self._alike
-        self._open.clear()
-        self.ended.clear()
-
-    def backward(self, event: Event) -> Sequence[Event]:
-        """As ``forward``; where the forward of a unit ended, its backward begins."""
-        left = self._backward
-        if left and left[-1] == event:
-            left.pop()
-            skipped: Sequence[Event] = ()
-        else:
-            skipped = self._catch_up_backward(event)
-        if event < 0:
-            self._open.add(~event)
-            self.ended.discard(~event)
-        else:
-            self._open.discard(event)
-        return skipped
-
-    def _catch_up_backward(self, event: Event) -> Sequence[Event]:
-        if not self._is_following:
-            return ()
-        left = self._backward
-        at = next((i for i in range(len(left) - 1, -1, -1) if left[i] == event), None)
-        if at is None:  # of what ranks have to do alike, this changes nothing
-            self._is_following = event >= 0 or ~event not in self._reachable
-            return ()
-        skipped = self._pass_to(at + 1)
-        left.pop()
-        return skipped
-
-    def recompute(self, unit: int) -> Sequence[Event]:
-        """``unit``'s forward is about to run again, in a backward. Returns what comes before its own backward, unless
-        that of another unit, which was used behind it, has to go on or to begin first."""
-        left = self._backward
-        at = next((i for i in range(len(left) - 1, -1, -1) if -_MARK <= left[i] < 0), None)
-        if not self._is_following or at is None or left[at] != ~unit or self._open.intersection(left[at:]):
-            return ()
-        return self._pass_to(at + 1)
-
-    def end_backward(self, *, is_last: bool, ends_open: bool) -> Sequence[Event]:
-        """A backward is over. Returns what is left of the forward that it came back through. ``ends_open``: units whose
-        end nobody has reported end now."""
-        left, forwards = self._backward, self._forwards
-        starts = [0, *itertools.accumulate(len(forward.events) for forward in forwards)]
-        while forwards and starts[-2] >= len(left):
-            del forwards[-1], starts[-1]
-        skipped: Sequence[Event] = ()
-        if forwards and self._is_following and len(left) < starts[-1]:
-            if not ends_open:
-                self._open.clear()
-            skipped = self._join_backward(map(_plain, reversed(left[starts[-2] :])))
-            del forwards[-1]
-        self._is_following = False
-        if is_last:
-            self._forwards = []
-        return skipped
-
-    def _pass_to(self, at: int) -> Sequence[Event]:
-        """Take what is left from ``at`` on. Autograd runs what was computed last first: a unit that is open has all its
-        gradients. But the root of several forwards stays open for all of them."""
-        passed = [event for event in map(_plain, self._backward[at:]) if event not in self._roots]
-        del self._backward[at:]
-        self.ended |= self._open.intersection(passed)
-        return self._join_backward(reversed(passed))
-
-    def _join_backward(self, passed: Iterable[Event]) -> list[Event]:
-        """Of the events ``passed``, those that this rank goes through."""
-        skipped: list[Event] = []
-        for each in passed:
-            if each < 0:
-                if ~each in self._reachable and ~each not in self._open:
-                    self._open.add(~each)
-                    skipped.append(each)
-            elif each in self._open:
-                self._open.discard(each)
-                skipped.append(each)
-        return skipped
-
-    def reset(self) -> None:
-        """An exception has cut the pass short."""
-        self._is_following, self._tape = False, None
-        self._forwards, self._last_forwards = [], []
-        self._backward.clear()
-        self._open.clear()
-        self.ended.clear()
-
-
-def _marked(event: Event) -> Event:
-    return event + _MARK if event >= 0 else event - _MARK
-
-
-def _plain(event: Event) -> Event:
-    """Without the mark, if it has one."""
-    if -_MARK <= event < _MARK:
-        return event
-    return event - _MARK if event >= 0 else event + _MARK
+        orders = [self._orders.get(forward.key) for forward in self._forwards]
+        reachable = {unit for order in orders if order is not None for unit in order.differentiable}
+        self.backward = Backward(self, self._forwards, reachable - self.alike)
 
 
 def nested(order: Sequence[int], parents: Sequence[int | None]) -> list[tuple[int, bool]]:
@@ -320,12 +309,3 @@ def nested(order: Sequence[int], parents: Sequence[int | None]) -> list[tuple[in
         running.append(unit)
         events.append((unit, True))
     return events + [(unit, False) for unit in reversed(running)]
-
-
-def _merged(one: tuple[Event, ...], other: tuple[Event, ...]) -> tuple[Event, ...]:
-    """What both contain, each event once, in an order that follows both where they do not contradict each other."""
-    events: list[Event] = []
-    for _, start, stop, other_start, other_stop in difflib.SequenceMatcher(None, one, other, False).get_opcodes():
-        events += one[start:stop]
-        events += other[other_start:other_stop]
-    return tuple(dict.fromkeys(events))

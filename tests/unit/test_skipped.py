@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from fsdp2.schedule.rank_skipping import Outcome, SkippedUnits, nested
+from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits, nested
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 
 Program = Sequence[int]
@@ -34,12 +34,11 @@ class Rank:
         self._events = nested(program, self._parents)
         for unit, begins in self._events:
             if begins:
-                self._join_forward(self.skipped.forward(unit))
+                self._join_forward(self.skipped.forward.begin(unit))
                 self._do(self.schedule.pre_forward(unit, in_backward=False, grad_enabled=grad_enabled))
             else:
-                self._join_forward(
-                    self.skipped.forward(~unit, Outcome.NOTHING if unit in without_gradient else Outcome.BACKWARD)
-                )
+                leads_to = Outcome.NOTHING if unit in without_gradient else Outcome.BACKWARD
+                self._join_forward(self.skipped.forward.end(unit, leads_to))
                 self._do(self.schedule.post_forward(unit))
         return self.skipped.end_forward(self._trainable)
 
@@ -54,13 +53,13 @@ class Rank:
             if unit in unreached:
                 continue
             if not begins:
-                self._join_backward(self.skipped.backward(~unit))
+                self._join_backward(self.skipped.backward.begin(unit))
                 self._do(self.schedule.pre_backward(unit))
             elif unit not in unreported:
-                self._join_backward(self.skipped.backward(unit))
-                if unit not in self.skipped.ended:
+                self._join_backward(self.skipped.backward.end(unit))
+                if unit not in self.skipped.backward.ended:
                     self._do(self.schedule.post_backward(unit))
-        self._join_backward(self.skipped.end_backward(is_last=True, ends_open=True))
+        self._join_backward(self.skipped.backward.finish(is_last=True, ends_open=True))
         self._do(self.schedule.end_backward())
 
     @property
@@ -71,16 +70,19 @@ class Rank:
     def is_at_rest(self) -> bool:
         return set(self.schedule.phases) == {Phase.IDLE} and not self._unsharded
 
-    def _join_forward(self, events: Sequence[int]) -> None:
+    def _join_forward(self, events: Sequence[Event]) -> None:
         for event in events:
-            if event >= 0:
-                self._do(self.schedule.pre_forward(event, in_backward=False, grad_enabled=True))
+            if event.begins:
+                self._do(self.schedule.pre_forward(event.unit, in_backward=False, grad_enabled=True))
             else:
-                self._do(self.schedule.post_forward(~event))
+                self._do(self.schedule.post_forward(event.unit))
 
-    def _join_backward(self, events: Sequence[int]) -> None:
+    def _join_backward(self, events: Sequence[Event]) -> None:
         for event in events:
-            self._do(self.schedule.pre_backward(~event) if event < 0 else self.schedule.post_backward(event))
+            if event.begins:
+                self._do(self.schedule.post_backward(event.unit))
+            else:
+                self._do(self.schedule.pre_backward(event.unit))
 
     def _do(self, actions: Actions) -> None:
         for action, unit in actions:
@@ -180,9 +182,11 @@ def test_end_that_is_reported_late_changes_nothing() -> None:
     step([rank], [0, 1, 2, 3, 4])
     rank.forward([0, 1, 2, 3, 4])
     rank.skipped.begin_backward()
-    assert [list(rank.skipped.backward(event)) for event in (~0, ~4, ~3)] == [[], [], [4]]
-    assert rank.skipped.backward(4) == ()
-    assert rank.skipped.ended == {4}
+    backward = rank.skipped.backward
+    assert [backward.begin(unit) for unit in (0, 4)] == [(), ()]
+    assert backward.begin(3) == [Event(4, begins=True)]
+    assert backward.end(4) == ()
+    assert backward.ended == {4}
 
 
 def test_frozen_units_that_no_gradient_reaches_are_not_gathered_in_backward() -> None:
@@ -221,6 +225,15 @@ def test_unit_used_again_is_left_to_the_program() -> None:
     again = [0, 1, 2, 1, 2, 3, 4]
     assert len(step(ranks, again, again)) > len(once)
     step(ranks, [0, 1, 2, 1, 2, 3], [0, 1, 2, 1, 2, 4])
+
+
+def test_skipped_unit_whose_child_runs_outside_it_ends_all_the_same() -> None:
+    skipped = SkippedUnits((None, 0, 1, 0))
+    skipped.begin_forward(0, grad_enabled=True)
+    assert skipped.forward.begin(0) == ()
+    assert skipped.forward.begin(2) == [Event(1, begins=True, is_used=False)]
+    assert skipped.forward.end(2, Outcome.BACKWARD) == ()
+    assert skipped.forward.begin(3) == [Event(1, begins=False, is_used=False)]
 
 
 def test_units_unsharded_by_hand_are_left_alone() -> None:
