@@ -147,36 +147,3 @@ def test_backward_that_was_cut_short_ends_the_wait_for_finalization_and_a_forwar
     schedule.pre_backward(0)
     schedule.reset()
     assert not schedule.awaits_finalization
-
-
-def _half_backward(schedule: Schedule) -> str:
-    """The actions in the middle of the backward of unit 2, which is the only one."""
-    schedule.pre_backward(0)
-    schedule.pre_backward(2)
-    actions = schedule.half_backward(2)
-    schedule.end_backward()
-    return text(actions)
-
-
-def test_half_of_a_backward_is_reduced_ahead_of_the_rest_from_the_second_time_on() -> None:
-    schedule = schedule_of()
-    assert _half_backward(schedule) == ""
-    assert _half_backward(schedule) == "reduce_early 2"
-
-
-def test_nothing_is_reduced_early_of_a_unit_in_whose_backward_another_began() -> None:
-    schedule = schedule_of()
-    for unit in (0, 2, 3):
-        schedule.pre_backward(unit)
-    schedule.post_backward(3)
-    schedule.post_backward(2)
-    schedule.end_backward()
-    assert _half_backward(schedule) == ""
-    backward(schedule, [3, 2, 1])
-    assert _half_backward(schedule) == "reduce_early 2"
-
-
-def test_nothing_is_reduced_early_where_reductions_wait() -> None:
-    for schedule in (schedule_of(unit2=UnitRules(reduces=False)), _by_hand()):
-        backward(schedule, [3, 2, 1])
-        assert _half_backward(schedule) == ""

@@ -43,7 +43,7 @@ class Rank:
         return self.skipped.end_forward(self._trainable)
 
     def agree(self, used: Sequence[object]) -> None:
-        self.schedule.expect(self.skipped.agree(used, self._trainable))  # type: ignore[arg-type]
+        self.schedule.last_order = self.skipped.agree(used, self._trainable)  # type: ignore[arg-type]
 
     def backward(self, *, unreached: Collection[int] = (), unreported: Collection[int] = ()) -> None:
         """Back through the last forward. ``unreached``: units that no gradient reaches; ``unreported``: whose end
