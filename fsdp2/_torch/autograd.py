@@ -56,6 +56,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 class GradientHook:
     """``function``, to be called in backward with the gradients of many tensors, ahead of what computed these.
 
+    Attributes:
+        owner: the tensor whose hooks serve all.
+
     ``Tensor.register_hook`` makes a dict and a handle for each tensor, 20 thousand instructions more. Nodes of a graph
     take the dict of any tensor, so that of one serves all.
     """
@@ -63,8 +66,8 @@ class GradientHook:
     def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
         self._function = function
         with torch.inference_mode(False), torch.enable_grad():
-            self._owner = torch.zeros((), device="cpu", requires_grad=True)
-        self._owner.register_hook(function)
+            self.owner = torch.zeros((), device="cpu", requires_grad=True)
+        self.owner.register_hook(function)
 
     def add_to(self, tensor: torch.Tensor) -> None:
         """Call the function with the gradient of ``tensor``, which requires one."""
@@ -72,26 +75,29 @@ class GradientHook:
         if node is None or tensor.output_nr:  # the dict counts for a node's first output
             tensor.register_hook(self._function)
         else:
-            node._register_hook_dict(self._owner)
+            node._register_hook_dict(self.owner)
 
 
 # To look up an attribute of a subclass, torch asks the class for ``__torch_function__`` first, which takes four fifths
 # of the time. DTensor has none to call. The functions below switch that off, for the time of a ``with`` block.
 plain_access = torch._C.DisableTorchFunctionSubclass
-_get_requires_grad, _get_grad = attrgetter("requires_grad"), attrgetter("grad")
+_get_grad = attrgetter("grad")
 _get_hooks, _get_version = attrgetter("_post_accumulate_grad_hooks"), attrgetter("_version")
-
-
-def requires_grad_of(params: Sequence[torch.Tensor]) -> list[bool]:
-    """``requires_grad`` of each."""
-    with plain_access():
-        return list(map(_get_requires_grad, params))
 
 
 def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """``grad`` of each."""
     with plain_access():
         return list(map(_get_grad, params))
+
+
+def take_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """``grad`` of each, which has none afterwards."""
+    with plain_access():
+        grads = list(map(_get_grad, params))
+        for param in params:
+            param.grad = None
+    return grads
 
 
 def set_grads(params: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None]) -> None:
@@ -107,10 +113,11 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
         return list(map(_get_version, tensors))
 
 
-def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Make autograd take ``tensors`` for unmodified since they had ``versions``. The context manager that torch has for
-    this, private as well, takes as long as the writes that it hides."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+# Makes autograd take tensors for unmodified since they had these versions. The context manager that torch has for this,
+# private as well, takes as long as the writes that it hides.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
 
 
 def have_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> bool:

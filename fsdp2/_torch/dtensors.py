@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -34,21 +34,26 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
-def dtensor_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """``local`` as a DTensor that is sharded like ``param``, of the same dtype and on the same device."""
-    like = cast(DTensor, param)
-    made = DTensor.__new__(DTensor, like._local_tensor, like._spec, requires_grad=False)  # its local has no offset
-    made._local_tensor = local
+def dtensors_like(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
+    """``locals_`` as DTensors that are sharded like ``params``, of the same dtype and on the same device."""
+    made = []
+    for like, local in zip(cast(Sequence[DTensor], params), locals_, strict=True):
+        each = DTensor.__new__(DTensor, like._local_tensor, like._spec, requires_grad=False)  # its local has no offset
+        each._local_tensor = local
+        made.append(each)
     return made
 
 
-def dtensor_placed_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """The same, but of the dtype of ``local``."""
-    like = cast(DTensor, param)
-    return dtensor(local, dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype))
+def dtensors_placed_like(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
+    """The same, but of the dtypes of ``locals_``."""
+    pairs = zip(cast(Sequence[DTensor], params), locals_, strict=True)
+    return [
+        dtensor(local, dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype))
+        for like, local in pairs
+    ]
 
 
-_get_local = attrgetter("_local_tensor")
+get_local = attrgetter("_local_tensor")  # a DTensor's local tensor, without Python
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,14 +61,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined]
 
 
-def have_locals(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> bool:
-    """Whether these are the local tensors of ``tensors``, the very objects; once per gather, so without Python."""
-    return all(map(is_, map(_get_local, tensors), locals_))
-
-
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The local tensors of many DTensors."""
-    return list(map(_get_local, tensors))
+    return list(map(get_local, tensors))
 
 
 def locals_placed_like(

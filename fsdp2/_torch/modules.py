@@ -31,13 +31,20 @@ def watch_calls(
     behind, and the compiler does not look at it where it traces through the module.
     """
     call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
-    add_to = hook.add_to
+    owner = hook.owner
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
-        for tensor in (output,) if type(output) is torch.Tensor else find_tensors(output, []):
-            if tensor.requires_grad:
-                add_to(tensor)
+        if type(output) is not torch.Tensor:
+            for tensor in find_tensors(output, []):
+                if tensor.requires_grad:
+                    hook.add_to(tensor)
+        elif output.requires_grad:
+            node = output.grad_fn
+            if node is None or output.output_nr:
+                hook.add_to(output)
+            else:  # most: as add_to does, without a call more
+                node._register_hook_dict(owner)
         return output
 
     module.__dict__["_compiled_call_impl"] = watched

@@ -91,7 +91,7 @@ class Streams:
 
     def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
         """The same for all-gathers: what is returned is waited for where the data is needed."""
-        return self.issued(works)
+        return works
 
 
 class AcceleratorStreams(Streams):
@@ -153,6 +153,9 @@ class AcceleratorStreams(Streams):
         for work in works:
             work.wait()  # current stream waits for the backend's own stream; the CPU goes on
         return ()
+
+    def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        return self.issued(works)
 
 
 class ComputeStreamGathers(AcceleratorStreams):

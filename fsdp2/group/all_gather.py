@@ -104,7 +104,8 @@ class PendingGather:
             works, self._works = self._works, ()
             wait_for(works)
             self._receiver.arrive()
-        self._streams.wait_here(self._done)  # compute waits for the gather stream: the unsharded parameters are read
+        if self._done is not None:  # compute waits for the gather stream: the unsharded parameters are read
+            self._streams.wait_here(self._done)
 
     def drop(self) -> None:
         """Wait until no rank writes or reads the memory of this gather any more."""
@@ -182,7 +183,7 @@ class Gather:
             works = self._streams.gathers_issued(self._launch())
             if not works:  # the rest is enqueued in order on the gather stream
                 self.arrive()
-            done = self._streams.record()
+            done = None if works else self._streams.record()
         return PendingGather(works, self if works else None, done, self._streams)
 
     def release(self, *, keeps_memory: bool = False) -> None:

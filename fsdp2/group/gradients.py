@@ -87,7 +87,7 @@ class BoundReduce:
         plain: the unsharded parameters, if autograd leaves them gradients that travel as they are; else empty.
         params: the sharded side of each step.
         used: a byte per parameter of the group, 1 if it is reduced.
-        as_gradient: from a sharded parameter and a shard to what becomes its ``.grad``.
+        as_gradients: from sharded parameters and shards to what becomes their ``.grad``.
     """
 
     reduce: Reduce
@@ -95,7 +95,7 @@ class BoundReduce:
     is_wrapped: bool
     plain: list[nn.Parameter]
     used: bytes
-    as_gradient: Callable[[torch.Tensor, torch.Tensor], DTensor]
+    as_gradients: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[DTensor]]
 
     def is_like(self, other: BoundReduce) -> bool:
         """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured in between."""
@@ -144,7 +144,9 @@ class Reduction:
         wait_for(self._works)
         if self._land is not None:
             self._land(self)
-        self._streams.wait_here(self._read or self._done)  # compute waits for reduce stream: it frees what that read
+        event = self._read or self._done
+        if event is not None:
+            self._streams.wait_here(event)  # compute waits for the reduce stream: it frees what that read
         self._works, self._land, self._inputs = (), None, None
 
     def wait(self) -> None:
@@ -163,6 +165,7 @@ class GroupGradients:
 
     Attributes:
         used: a byte per parameter, 1 if it had a gradient on this rank in a reduction since the last ``settle``.
+        withheld: landed reductions, in part for parameters without a gradient on this rank: other ranks decide.
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: ReduceComm, home: Home) -> None:
@@ -174,7 +177,7 @@ class GroupGradients:
         self._options = GroupOptions()  # of what is bound
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged, and on their way to the host
-        self._withheld: list[Reduction] = []  # landed, in part for parameters without a gradient on this rank
+        self.withheld: list[Reduction] = []
         self.used = self._unused = bytes(len(params))
 
     @property
@@ -257,15 +260,10 @@ class GroupGradients:
         """Forget gradients that are on their way to the host."""
         self._to_host.clear()
 
-    @property
-    def withholds(self) -> bool:
-        """Whether it depends on other ranks which gradients are handed over."""
-        return bool(self._withheld)
-
     def settle(self, used_anywhere: bytes) -> None:
         """The step is over. ``used_anywhere``: as ``used``, of all ranks. Hand over what was withheld of parameters
         that some rank has used, and drop the rest."""
-        withheld, self._withheld = self._withheld, []
+        withheld, self.withheld = self.withheld, []
         self.used = self._unused
         if withheld and used_anywhere:
             anywhere = set(compress(self._params, used_anywhere))
@@ -303,7 +301,7 @@ class GroupGradients:
             is_wrapped=is_wrapped,
             plain=[param.unsharded for param, _ in ordered if is_plain and param.unsharded is not None],
             used=self._flags(params),
-            as_gradient=_torch.dtensor_like if is_usual else _torch.dtensor_placed_like,
+            as_gradients=_torch.dtensors_like if is_usual else _torch.dtensors_placed_like,
         )
         self._bound[trainable] = bound
         return bound
@@ -317,9 +315,7 @@ class GroupGradients:
     def _take_all(self, bound: BoundReduce) -> list[torch.Tensor | None]:
         """The gradient that each step of ``bound`` reduces, off the unsharded parameters, or None."""
         if bound.plain and not any(map(_is_there, map(_accumulated_of, self._params))):
-            grads = _torch.grads_of(bound.plain)
-            _torch.set_grads(bound.plain, [None] * len(grads))
-            return grads
+            return _torch.take_grads(bound.plain)
         taken = {param: self._take(param) for param in dict.fromkeys(param for param, _ in bound.parts)}
         return [_inner_gradient(part, taken[part.param]) for part in bound.parts]
 
@@ -389,7 +385,7 @@ class GroupGradients:
         _deposit(reduction, reduction.present)
         used = reduction.bound.used
         if False in reduction.present:
-            self._withheld.append(reduction)
+            self.withheld.append(reduction)
             used = self._flags(part.param for part in compress(reduction.bound.parts, reduction.present))
         self.used = used if self.used is self._unused else bytes(map(or_, self.used, used))
 
@@ -408,7 +404,7 @@ def _deposit(averaged: Reduction, present: list[bool]) -> None:
             params, shards = list(compress(params, present)), list(compress(shards, present))
     before = _torch.grads_of(params)
     if before.count(None) == len(before):
-        _torch.set_grads(params, map(bound.as_gradient, params, shards))
+        _torch.set_grads(params, bound.as_gradients(params, shards))
     else:
         _add_gradients(bound, params, shards, before)
     if _torch.have_post_accumulate_grad_hooks(params):
@@ -426,7 +422,7 @@ def _add_gradients(
     targets, values = [], []
     for param, earlier, shard in zip(params, before, shards, strict=True):
         if earlier is None:
-            param.grad = bound.as_gradient(param, shard)
+            (param.grad,) = bound.as_gradients([param], [shard])
         else:
             targets.append(_torch.local_of(earlier))
             values.append(shard)

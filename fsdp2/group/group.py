@@ -14,13 +14,14 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.offload import Home
 from fsdp2.comm.services import compute_stream_services, services_for
 from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions, Reduction, Unused
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
-from fsdp2.group.shards import Bindings, GroupShards
+from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
@@ -40,6 +41,7 @@ class ParamGroup:
     Attributes:
         keeps_storage: resharding leaves the memory of the unsharded parameters where it is.
         is_stale: users may have replaced parameters since they were looked at.
+        stamp: of the shards, when what is unsharded was gathered, as far as that was noted.
         on_transition: told of each change of state, while somebody observes.
         on_parameters: told when the unsharded parameters were made, or when others of them became trainable.
     """
@@ -59,7 +61,7 @@ class ParamGroup:
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, mesh, comm, home)
         self._story: Callable[[], str] = lambda: "none"
-        self._stamp: list[int] | None = None  # of the shards, when what is unsharded was gathered
+        self.stamp: list[int] | None = None
         self._bindings = Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
         _alive.add(self)
@@ -131,7 +133,7 @@ class ParamGroup:
     def _refresh(self) -> None:
         """Take over parameters that the user replaced, moved, cast or materialised since the last call."""
         if self.shards.refresh():
-            self._stamp = None
+            self.stamp = None
             self._unbind()
             self.unsharded.services.streams.gather_after_compute()  # compute has just written the flat shard buffers
             self._bindings.bind(self.shards.sharded)
@@ -158,7 +160,8 @@ class ParamGroup:
             return
         unsharded = self.unsharded
         try:
-            if self.is_stale or (before is GroupState.SHARDED and not self._is_intact()):
+            is_intact = self._bindings.are_intact() and self.shards.are_in_place()
+            if self.is_stale or (before is GroupState.SHARDED and not is_intact):
                 self._refresh()
             if not unsharded.parameters:  # never yet; or hooks failed, and may have been mended
                 unsharded.bind()
@@ -166,7 +169,7 @@ class ParamGroup:
                 unsharded.follow_requires_grad()
                 self._tell_parameters()
             if before is GroupState.SHARDED:
-                self._stamp = None
+                self.stamp = None
             unsharded.issue(from_post_forward=before is GroupState.SHARDED_POST_FORWARD)
         except BaseException:
             self.state = before  # nothing is in flight: a refused gather leaves the group as it was
@@ -228,15 +231,15 @@ class ParamGroup:
 
     def note_writes(self) -> None:
         """What has been gathered up to here, or is kept on a smaller mesh, is outdated once the shards are written."""
-        if self.state is not GroupState.SHARDED and self._stamp is None:
-            self._stamp = self.shards.write_stamp()
+        if self.state is not GroupState.SHARDED and self.stamp is None:
+            self.stamp = self.shards.write_stamp()
 
     def reshard_if_outdated(self) -> None:
         """Have parameters gathered again whose shards were written (by an optimizer), frozen or replaced since
         ``note_writes``."""
-        if self.state is GroupState.SHARDED or self._stamp is None:
+        if self.state is GroupState.SHARDED or self.stamp is None:
             return
-        has_changed = self._stamp != self.shards.write_stamp() or not self._is_intact()
+        has_changed = self.stamp != self.shards.write_stamp() or not self._is_intact()
         if has_changed or self.unsharded.requires_grad != self.shards.requires_grad():
             self.reshard()
 
@@ -277,3 +280,52 @@ class ParamGroup:
         """Start summing over the replicate axis what backwards have summed over the shard axis only; None if there is
         nothing, or if the user wants that to stay."""
         return self.gradients.reduce_partial(self.options, self.unsharded.services)
+
+
+class Bindings:
+    """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible.
+    Remembers which, and leaves alone what the user has put there since."""
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._plain: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
+        self._custom: list[tuple[nn.Module, str, int]] = []
+        for index, param in enumerate(params):
+            for module, name in param.slots:
+                if _torch.sets_attributes_plainly(module):
+                    self._plain.append((_torch.parameters_dict(module), name, index))
+                else:
+                    self._custom.append((module, name, index))
+        self._forms: Sequence[nn.Parameter] = ()
+
+    def bind(self, forms: Sequence[nn.Parameter]) -> None:
+        """Bind ``forms[i]`` in the slots of parameter i, whatever is there."""
+        for parameters, name, index in self._plain:
+            parameters[name] = forms[index]
+        for module, name, index in self._custom:
+            setattr(module, name, forms[index])
+        self._forms = forms
+
+    def rebind(self, forms: Sequence[nn.Parameter]) -> bool:
+        """Bind ``forms[i]`` where the form before is still bound. Returns whether that was everywhere."""
+        before, self._forms, is_intact = self._forms, forms, True
+        for parameters, name, index in self._plain:
+            if parameters.get(name) is before[index]:
+                parameters[name] = forms[index]
+            else:
+                is_intact = False
+        for module, name, index in self._custom:
+            if getattr(module, name, None) is before[index]:
+                setattr(module, name, forms[index])
+            else:
+                is_intact = False
+        return is_intact
+
+    def are_intact(self) -> bool:
+        """Whether every slot still has what was bound last."""
+        forms = self._forms
+        for parameters, name, index in self._plain:
+            if parameters.get(name) is not forms[index]:
+                return False
+        return not self._custom or all(
+            getattr(module, name, None) is forms[index] for module, name, index in self._custom
+        )

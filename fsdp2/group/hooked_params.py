@@ -241,7 +241,7 @@ class HookedParams:
             for fill, extended, unsharded in self._fills:
                 fill(extended.outputs, extended.metadata, unsharded)
         if versions != [tensor._version for tensor in self._versioned]:
-            _torch.set_versions(self._versioned, versions)
+            _torch.set_versions(self._versioned, tuple(versions))
 
     def _arrive_first(self) -> None:
         def make() -> None:

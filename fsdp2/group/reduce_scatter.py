@@ -78,9 +78,9 @@ class Reduce:
                 mine = grads[: part.num_steps]
                 del grads[: part.num_steps]
                 reads_gradients |= part.prepare(mine, sums, outputs, inputs)
-            read = None if reads_gradients else streams.record()
+            read = streams.record() if held and not reads_gradients else None
             works = streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
-            if reads_gradients and not self._lands_gradients:
+            if held and reads_gradients and not self._lands_gradients:
                 read = streams.record()
         # What was packed belongs to the reduce stream: nobody else need keep it once that stream has been given all.
         return Launched(sums, works, held or inputs, read)

@@ -1,4 +1,4 @@
-"""The sharded form of one group's parameters: where the shards lie, and where in modules parameters are bound.
+"""The sharded form of one group's parameters: where the shards lie, and whether those that were bound still are.
 
 Plain shards lie behind each other in flat buffers, one per dtype, so that one launch reads or writes many. The shard of
 a tensor subclass is an object of its own, since nobody but the subclass knows where its values are. Users may replace
@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ def flat_buffers() -> list[torch.Tensor]:
     return [flat for shards in _alive for flat in shards.flats.values()]
 
 
+_get_requires_grad = attrgetter("requires_grad")
 _NUM_STEPS = "_fsdp2_num_steps"  # on a sharded parameter: how often an optimizer has stepped its group, in a list
 
 
@@ -59,55 +61,6 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     for count in {id(count): count for param in params if (count := vars(param).get(_NUM_STEPS))}.values():
         count[0] += 1
-
-
-class Bindings:
-    """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible.
-    Remembers which, and leaves alone what the user has put there since."""
-
-    def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self._plain: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
-        self._custom: list[tuple[nn.Module, str, int]] = []
-        for index, param in enumerate(params):
-            for module, name in param.slots:
-                if _torch.sets_attributes_plainly(module):
-                    self._plain.append((_torch.parameters_dict(module), name, index))
-                else:
-                    self._custom.append((module, name, index))
-        self._forms: Sequence[nn.Parameter] = ()
-
-    def bind(self, forms: Sequence[nn.Parameter]) -> None:
-        """Bind ``forms[i]`` in the slots of parameter i, whatever is there."""
-        for parameters, name, index in self._plain:
-            parameters[name] = forms[index]
-        for module, name, index in self._custom:
-            setattr(module, name, forms[index])
-        self._forms = forms
-
-    def rebind(self, forms: Sequence[nn.Parameter]) -> bool:
-        """Bind ``forms[i]`` where the form before is still bound. Returns whether that was everywhere."""
-        before, self._forms, is_intact = self._forms, forms, True
-        for parameters, name, index in self._plain:
-            if parameters.get(name) is before[index]:
-                parameters[name] = forms[index]
-            else:
-                is_intact = False
-        for module, name, index in self._custom:
-            if getattr(module, name, None) is before[index]:
-                setattr(module, name, forms[index])
-            else:
-                is_intact = False
-        return is_intact
-
-    def are_intact(self) -> bool:
-        """Whether every slot still has what was bound last."""
-        forms = self._forms
-        for parameters, name, index in self._plain:
-            if parameters.get(name) is not forms[index]:
-                return False
-        return not self._custom or all(
-            getattr(module, name, None) is forms[index] for module, name, index in self._custom
-        )
 
 
 class GroupShards:
@@ -175,10 +128,12 @@ class GroupShards:
 
     def are_in_place(self) -> bool:
         """Whether the parameters are still made of what was noted; ``torch.utils.swap_tensors`` exchanges that."""
-        return _torch.have_locals(self.sharded, self._noted)
+        return all(map(is_, map(_torch.get_local, self.sharded), self._noted))
 
     def requires_grad(self) -> list[bool]:
-        return _torch.requires_grad_of(self.sharded)
+        """What the user has set on each."""
+        with _torch.plain_access():
+            return list(map(_get_requires_grad, self.sharded))
 
     def write_stamp(self) -> list[int]:
         """Differs from an earlier one if a shard was written meanwhile, or may have been, by an optimizer."""

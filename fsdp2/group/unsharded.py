@@ -35,6 +35,7 @@ class UnshardedParams:
         parameters: what compute reads; none before the first gather has arrived.
         requires_grad: of each parameter, what was last seen on the sharded one.
         trainable: the positions of those that require gradients, once there are ``parameters``.
+        hooked: the parameters whose all-gather hooks decide what they send, if there are any.
         post_forward_mesh: the smaller mesh between forward and backward, if there is one.
     """
 
@@ -48,7 +49,7 @@ class UnshardedParams:
         self._all_gather: AllGather | None = None
         self._memory: GatheredMemory | None = None
         self._places: object = None  # of what lies in that memory
-        self._hooked: HookedParams | None = None
+        self.hooked: HookedParams | None = None
         self._pending: PendingGather | None = None
         self.unbind()
 
@@ -103,11 +104,6 @@ class UnshardedParams:
         return isinstance(self._gather, LocalGather)
 
     @property
-    def has_hooks(self) -> bool:
-        """Whether all-gather hooks decide what some parameter sends."""
-        return self._hooked is not None
-
-    @property
     def made_by_hooks_nbytes(self) -> int:
         """Size of what post-hooks fill."""
         return sum(nbytes for param in self._params for _, nbytes in param.inner)
@@ -138,17 +134,17 @@ class UnshardedParams:
             if len(inputs) < first_key:
                 inputs |= self._bind_hooks().inputs(first_key, self._consumed_lifetime)
             else:
-                self._hooked = None
+                self.hooked = None
             gather = self._bound(compile_gather(inputs, self.comm))
-            if self._hooked is not None:
-                self._hooked.bind_outputs(gather.outputs, first_key)
+            if self.hooked is not None:
+                self.hooked.bind_outputs(gather.outputs, first_key)
         self._gather = gather
         self.requires_grad = self._shards.requires_grad()
 
     def _bind_hooks(self) -> HookedParams:
         hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
-        self._hooked = HookedParams(hooked, self._mesh, self._home, self.services, self._hooked)
-        return self._hooked
+        self.hooked = HookedParams(hooked, self._mesh, self._home, self.services, self.hooked)
+        return self.hooked
 
     @property
     def _consumed_lifetime(self) -> Lifetime:
@@ -158,11 +154,11 @@ class UnshardedParams:
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, services = self._shards.flats, self._mesh, self.services
         stage = FlatStage(flats, mesh.device, services.streams) if self._home.is_staged else None
-        if self._hooked is None and stage is None and is_local(plan, mesh):
+        if self.hooked is None and stage is None and is_local(plan, mesh):
             self._memory_for(plan, flats)
             return LocalGather(plan, flats, services.streams)
         memory = self._memory_for(plan, {})
-        return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, services, self._hooked, stage=stage)
+        return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, services, self.hooked, stage=stage)
 
     def _memory_for(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
         """The memory to gather into, unless ``flats`` are read right away. Unsharded parameters stay the same objects
@@ -250,7 +246,7 @@ class UnshardedParams:
             assert self.post_forward_mesh is not None
             with torch.inference_mode(False), torch.no_grad():
                 self._post_forward = PostForwardShards(
-                    self._params, self._gather, self._hooked, self.post_forward_mesh, self.services
+                    self._params, self._gather, self.hooked, self.post_forward_mesh, self.services
                 )
                 self._post_forward.set_comm(self._all_gather)
         self._post_forward.cut()

@@ -16,6 +16,7 @@ from fsdp2.comm.services import compute_stream_services, services_for
 from fsdp2.group.gradients import Reduction, Unused
 from fsdp2.group.group import ParamGroup
 from fsdp2.schedule.schedule import Action, Actions, UnitRules
+from fsdp2.schedule.states import GroupState
 from fsdp2.types import CommunicationError, Observer
 
 Programs = Mapping[tuple[Action, int], Sequence[Callable[[], object]]]
@@ -139,7 +140,8 @@ class Executor:
         return len(self._pending)
 
     def _reduce(self, unit: GroupedUnit, group: ParamGroup, unused: Unused) -> None:
-        group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
+        if group.state is not GroupState.SHARDED:
+            group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
         self._make_room(group)
         self._add(group, group.reduce(Unused.ZERO if unit.rules.reduces_unused else unused))
 

@@ -85,16 +85,14 @@ class ModuleHooks:
             return args, kwargs
         root = unit.root or unit.form_root()
         in_backward = _torch.running_backward() != -1
-        if not in_backward:
-            root.recover(unit)
-        if self._moves_inputs and root.schedule.forward_root is None:
-            device = unit.mesh.device
-            args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         is_first = len(unit.modules) == 1 or self._begins_forward(root, in_backward=in_backward)
         if not is_first:
             phase = root.resume_forward(unit)
         else:
             phase = root.pre_recompute(unit) if in_backward else root.pre_forward(unit)
+        if self._moves_inputs and root.schedule.forward_root == unit.index:
+            device = unit.mesh.device
+            args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
         if is_first and phase is not Phase.BACKWARD and torch.is_grad_enabled():
@@ -232,7 +230,10 @@ class ModuleHooks:
     def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Tell when the gradients of all inputs are known. With one input, as most blocks have, a hook on a view does
         that; it spares the Python of an ``autograd.Function``."""
-        tensors = [tensor for tensor in find_tensors((args, kwargs), []) if tensor.requires_grad]
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            tensors = list(args) if args[0].requires_grad else []
+        else:
+            tensors = [tensor for tensor in find_tensors((args, kwargs), []) if tensor.requires_grad]
         if not tensors:
             return args, kwargs
         if len(tensors) > 1:

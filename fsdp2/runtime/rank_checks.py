@@ -179,7 +179,7 @@ class _OnMesh:
         for axis in (self._mesh.shard, self._mesh.replicate):
             if axis.size > 1:
                 wait_for(all_reduce(axis, flags, dist.ReduceOp.MAX))
-        is_asking = any(gradients.withholds for gradients in self._groups)
+        is_asking = any([gradients.withheld for gradients in self._groups])
         return bytes(flags.tolist()) if is_asking else b""
 
 

@@ -351,7 +351,7 @@ class Root:
 
     # Forward
 
-    def recover(self, unit: Unit) -> None:
+    def _recover(self, unit: Unit) -> None:
         """``unit``'s forward begins, outside of backward. If that shows that the last pass raised, return to rest.
 
         Raises:
@@ -376,17 +376,19 @@ class Root:
             self.abandon_forward()
 
     def pre_forward(self, unit: Unit) -> Phase:
-        """``unit`` is about to compute. Returns the phase it is in now."""
+        """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
+        self._recover(unit)
         schedule = self.schedule
         if schedule.forward_root is None:
             self._begin_forward(unit)
             schedule = self.schedule
         index = unit.index
-        skipped = self.skipping.forward(index)
+        skipped = self.skipping.forward.begin(index)
         if skipped:
             self._join_forward(skipped)
         for group in unit.groups:
-            group.reshard_if_outdated()
+            if group.stamp is not None:
+                group.reshard_if_outdated()
         self._note("pre_forward", unit)
         actions = schedule.pre_forward(index, in_backward=False, grad_enabled=torch.is_grad_enabled())
         self.executor.do(actions)
@@ -396,7 +398,7 @@ class Root:
         """``unit`` is about to compute again, in a backward. Returns the phase it is in now."""
         schedule, index = self.schedule, unit.index
         if schedule.phases[index] is not Phase.BACKWARD:
-            self._join_backward(self.skipping.recompute(index))
+            self._join_backward(self.skipping.backward.recompute(index))
         self._note("pre_forward", unit)
         # Its own backward prefetches.
         self.executor.do(schedule.pre_forward(index, in_backward=True, grad_enabled=torch.is_grad_enabled()))
@@ -416,7 +418,7 @@ class Root:
         schedule, index = self.schedule, unit.index
         is_root = schedule.forward_root == index
         if schedule.phases[index] is Phase.FORWARD:
-            skipped = self.skipping.forward(~index, leads_to)
+            skipped = self.skipping.forward.end(index, leads_to)
             if skipped:
                 self._join_forward(skipped)
         self._note("post_forward", unit)
@@ -447,26 +449,26 @@ class Root:
         """A root's forward is over. If it was the first of its kind, or others were trained then, find out what the
         other ranks have used."""
         units = enumerate(self.units)
-        trainable = {i for i, unit in units if any(group.unsharded.trainable for group in unit.groups)}
+        trainable = {i for i, unit in units if any([group.unsharded.trainable for group in unit.groups])}
         used = self.skipping.end_forward(trainable)
         if used is not None:
-            self.schedule.expect(self.skipping.agree(compare(self.units, used), trainable))
+            self.schedule.last_order = self.skipping.agree(compare(self.units, used), trainable)
 
     def _join_forward(self, events: Sequence[Event]) -> None:
         """Gather what other ranks may use."""
         for event in events:
-            unit = self.units[event if event >= 0 else ~event]
+            unit = self.units[event.unit]
             if not self._is_in_tree(unit):
-                self.skipping.leave_out(event)
+                self.skipping.forward.events.remove(event)
                 note_tree_change()
-            elif event < 0:
-                self.executor.do(self.schedule.post_forward(~event))
-            else:
+            elif event.begins:
                 self._note("join_forward", unit)
                 for group in unit.groups:
                     group.reshard_if_outdated()
-                actions = self.schedule.pre_forward(event, in_backward=False, grad_enabled=torch.is_grad_enabled())
+                actions = self.schedule.pre_forward(event.unit, in_backward=False, grad_enabled=torch.is_grad_enabled())
                 self.executor.do(actions)
+            else:
+                self.executor.do(self.schedule.post_forward(event.unit))
 
     # Backward
 
@@ -477,7 +479,7 @@ class Root:
             self._begin_backward()
         elif schedule.phases[index] is Phase.BACKWARD:
             return
-        skipped = self.skipping.backward(~index)
+        skipped = self.skipping.backward.begin(index)
         if skipped:
             self._join_backward(skipped)
         self._start_backward("pre_backward", unit)
@@ -489,10 +491,10 @@ class Root:
             return  # the unit's own forward takes gradients on the way
         if not schedule.in_backward:  # of a loss that no output led to, and of parameters that were kept
             self.pre_backward(unit)
-        skipped = self.skipping.backward(index)
+        skipped = self.skipping.backward.end(index)
         if skipped:
             self._join_backward(skipped)
-        if index not in self.skipping.ended:
+        if index not in self.skipping.backward.ended:
             self._note("post_backward", unit)
             self.executor.do(schedule.post_backward(index))
 
@@ -500,8 +502,8 @@ class Root:
         """The first unit's backward is about to begin."""
         _torch.at_end_of_backward(self.end_backward)
         self.skipping.begin_backward()
-        self.executor.max_in_flight = max(unit.max_reductions for unit in self.units)
-        if any(group.unsharded.has_hooks for unit in self.units for group in unit.groups):
+        self.executor.max_in_flight = max([unit.max_reductions for unit in self.units])
+        if any([group.unsharded.hooked for unit in self.units for group in unit.groups]):
             # Pre-hooks may read what was written since forward began.
             self.executor.services.streams.gather_after_compute()
 
@@ -514,10 +516,10 @@ class Root:
     def _join_backward(self, events: Sequence[Event]) -> None:
         """Gather and reduce what other ranks may."""
         for event in events:
-            if event < 0:
-                self._start_backward("join_backward", self.units[~event])
+            if event.begins:  # its backward ends
+                self.executor.do(self.schedule.post_backward(event.unit))
             else:
-                self.executor.do(self.schedule.post_backward(event))
+                self._start_backward("join_backward", self.units[event.unit])
 
     def end_backward(self) -> None:
         """Autograd has executed the last node of a backward."""
@@ -526,8 +528,8 @@ class Root:
             unit.missing_modules.clear()
         by_hand = self.schedule.finalizes_by_hand
         is_last = self.schedule.is_last_backward and not by_hand
-        self._join_backward(self.skipping.end_backward(is_last=is_last, ends_open=not by_hand))
-        self.executor.do(self.schedule.end_backward(self.skipping.ended))
+        self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not by_hand))
+        self.executor.do(self.schedule.end_backward(self.skipping.backward.ended))
         self._end_pass()
         if is_last:
             self._settle()
@@ -555,7 +557,7 @@ class Root:
 
     def _settle(self) -> None:
         """A step's gradients have landed: all ranks end with the same."""
-        if any(unit.rules.reduces for unit in self.units):
+        if any([unit.rules.reduces for unit in self.units]):
             self._used.settle()
 
     # Between passes
@@ -615,7 +617,8 @@ class Root:
     def _end_pass(self) -> None:
         for unit in self.units:
             for group in unit.groups:
-                group.note_writes()
+                if group.state is not GroupState.SHARDED:
+                    group.note_writes()
         self.executor.flush()
         if not self.schedule.in_backward:  # I12
             self.executor.finish_copies()

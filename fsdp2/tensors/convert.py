@@ -71,5 +71,5 @@ def _made(name: str, param: nn.Parameter, make: Callable[[torch.Tensor], torch.T
             f"{tuple(local.shape)}. Sharding and state dicts need the same shape."
         )
     if isinstance(param, DTensor):
-        tensor = _torch.dtensor_like(param, tensor)
+        (tensor,) = _torch.dtensors_like([param], [tensor])
     return nn.Parameter(tensor, requires_grad=param.requires_grad)

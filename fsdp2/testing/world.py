@@ -205,7 +205,7 @@ class Rank:
         if _memory_of(self.unsharded) != before:
             problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
             raise self.hooks.error("fsdp_post_all_gather", problem)
-        _torch.set_versions(versioned, versions)
+        _torch.set_versions(tuple(versioned), tuple(versions))
 
     def drop_outputs(self) -> None:
         """Spoil the outputs, if the class says that the unsharded parameter does not need them."""
