@@ -179,8 +179,8 @@ class _OnMesh:
         for axis in (self._mesh.shard, self._mesh.replicate):
             if axis.size > 1:
                 wait_for(all_reduce(axis, flags, dist.ReduceOp.MAX))
-        is_asking = any([gradients.withheld for gradients in self._groups])
-        return bytes(flags.tolist()) if is_asking else b""
+        asking = [gradients for gradients in self._groups if gradients.withheld]
+        return bytes(flags.tolist()) if asking else b""
 
 
 class Tells(Protocol):

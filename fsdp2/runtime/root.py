@@ -449,7 +449,7 @@ class Root:
         """A root's forward is over. If it was the first of its kind, or others were trained then, find out what the
         other ranks have used."""
         units = enumerate(self.units)
-        trainable = {i for i, unit in units if any([group.unsharded.trainable for group in unit.groups])}
+        trainable = {i for i, unit in units for group in unit.groups if group.unsharded.trainable}
         used = self.skipping.end_forward(trainable)
         if used is not None:
             self.schedule.last_order = self.skipping.agree(compare(self.units, used), trainable)
@@ -503,7 +503,7 @@ class Root:
         _torch.at_end_of_backward(self.end_backward)
         self.skipping.begin_backward()
         self.executor.max_in_flight = max([unit.max_reductions for unit in self.units])
-        if any([group.unsharded.hooked for unit in self.units for group in unit.groups]):
+        if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:
             # Pre-hooks may read what was written since forward began.
             self.executor.services.streams.gather_after_compute()
 
@@ -557,7 +557,7 @@ class Root:
 
     def _settle(self) -> None:
         """A step's gradients have landed: all ranks end with the same."""
-        if any([unit.rules.reduces for unit in self.units]):
+        if any(unit.rules.reduces for unit in self.units):
             self._used.settle()
 
     # Between passes

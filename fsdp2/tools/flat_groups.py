@@ -137,7 +137,7 @@ class Run:
         offset = 0
         for param, local in zip(self._params, _torch.locals_of(self._params), strict=True):
             part = alias(value, offset, local.shape, contiguous_stride(local.shape))
-            placed = _torch.dtensor_like if part.dtype is param.dtype else _torch.dtensor_placed_like
+            placed = _torch.dtensors_like if part.dtype is param.dtype else _torch.dtensors_placed_like
             yield placed(param, part)
             offset += local.numel()
 
