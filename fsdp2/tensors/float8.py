@@ -201,6 +201,13 @@ def _product(*operands: torch.Tensor, **factors: Any) -> Any:
     return product.add_(operands[0]) if len(operands) == 3 else product
 
 
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """In inference mode only; autograd has taken it apart before it comes here."""
+    rows = x.reshape(-1, x.size(-1))
+    product = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return product.view(*x.shape[:-1], weight.size(0))
+
+
 def _runs_in_float8(x: torch.Tensor, weight: Float8Tensor) -> bool:
     """Whether ``x @ weight`` is what the device multiplies in float8: its second operand must lie column by column, as
     a transposed weight does in forward, and the weight itself, in backward, does not."""
@@ -227,7 +234,7 @@ Float8Tensor._OPS = {
     aten.as_strided.default: _cut_rows,
     aten.mm.default: _product,
     aten.addmm.default: _product,
-    aten.linear.default: aten.linear.default.decompose,  # comes here in inference mode only
+    aten.linear.default: _linear,
     **{
         op: partial(_without_values, op)
         for op in (aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default)

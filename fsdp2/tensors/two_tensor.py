@@ -77,8 +77,8 @@ class TwoTensor(WrapperTensor):
     ) -> tuple[Tensors, None]:
         """What travels: plain contiguous tensors, and metadata for the other hook, which stays on this rank.
 
-        ``mesh`` is the shard axis, ``outer_size`` the unsharded parameter's. A hook that needs none of the rest may have
-        the short form ``fsdp_pre_all_gather(self, mesh)``. A cast here, not in the other hook, would send fewer bytes.
+        ``mesh`` is the shard axis, ``outer_size`` the unsharded parameter's. A hook that needs nothing but ``mesh`` has
+        the short form ``fsdp_pre_all_gather(self, mesh)``. A cast here would send fewer bytes than one in the other.
         """
         return (self.a, self.b), None
 
