@@ -24,6 +24,7 @@ from fsdp2.api.resolve import (
     resolve_after_forward,
     resolve_groups,
     settle_ties,
+    take_over,
 )
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
@@ -105,16 +106,16 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     _check_policies(mp_policy, offload_policy, tied_weights, ignored_params)
     parallel = parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims))
     found, managed, left_alone = _collect(roots, ignored_params or set())
-    ties = settle_ties(found, roots, tied_weights)
+    found, left_out = settle_ties(found, roots, tied_weights)
     check_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
-    resolved = resolve_groups(ties.found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
+    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
     after_forward = resolve_after_forward(reshard_after_forward, resolved)
     _change_classes(roots)
-    ties.commit()
+    take_over(found, roots)
     unit = _commit(roots, managed, resolved, parallel, mp_policy, home, after_forward)
     unit.left_alone.update(left_alone)
-    unit.left_out = ties.left_out
+    unit.left_out = left_out
     return module
 
 

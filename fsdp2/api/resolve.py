@@ -1,4 +1,4 @@
-"""What ``fully_shard`` was asked for, checked and decided; only ``SettledTies.commit`` changes anything.
+"""What ``fully_shard`` was asked for, checked and decided. Only ``take_over`` changes anything.
 
 Every parameter becomes a frozen record, and records that are sharded over the same ranks become one group. Whatever can
 be refused is refused here.
@@ -39,13 +39,13 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ParamPlacement | None]
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter in the tree: its first name, and every place where it is bound. ``moves``: an inner unit gives it
-    up."""
+    """A parameter in the tree: its first name, and every place where it is bound. ``owner``: the inner unit that gives
+    it up, with the group and the parameter there."""
 
     name: str
     param: nn.Parameter
     slots: list[Slot] = field(default_factory=list)
-    moves: bool = False
+    owner: tuple[Unit, ParamGroup, ShardedParam] | None = None
 
     def add(self, slot: Slot) -> None:
         if slot not in self.slots:
@@ -55,28 +55,11 @@ class Found:
 # Ties across units
 
 
-@dataclass
-class SettledTies:
-    """``found``: what a call manages. ``left_out``: where it leaves tied parameters to a call around it."""
-
-    found: list[Found] = field(default_factory=list)
-    left_out: list[Slot] = field(default_factory=list)
-    _moving: list[tuple[Unit, ParamGroup, ShardedParam]] = field(default_factory=list)
-    _inner: list[Unit] = field(default_factory=list)
-
-    def commit(self) -> None:
-        """Inner units give up what this call takes over."""
-        for unit, group, param in self._moving:
-            group.give_up(param)
-            unit.groups = tuple(each for each in unit.groups if each.params)
-        taken = {slot for item in self.found for slot in item.slots}
-        for unit in self._inner:
-            unit.left_out = [slot for slot in unit.left_out if slot not in taken]
-
-
-def settle_ties(found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWeights) -> SettledTies:
-    """Decide about parameters that other units manage; nothing changes so far. What cannot move stays in ``found`` as
-    it was, and is refused there."""
+def settle_ties(
+    found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWeights
+) -> tuple[list[Found], list[Slot]]:
+    """What a call manages, and where it leaves tied parameters to a call around it; nothing changes so far. What cannot
+    move stays as it was found, and is refused later."""
     inner = [(name, unit) for root in roots for name, unit in units_under(root)]
     items = {id(item.param): item for item in found}
     for name, unit in inner:
@@ -90,21 +73,32 @@ def settle_ties(found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWe
         for param in group.params
         if (origin := param.origin()) is not None
     }
-    settled = SettledTies(_inner=[unit for _, unit in inner])
+    managed: list[Found] = []
+    left_out: list[Slot] = []
     for item in items.values():
         is_elsewhere = hasattr(item.param, SHARDED_AS) and not isinstance(item.param, DTensor)
-        if not is_elsewhere or ties is TiedWeights.REFUSE:
-            settled.found.append(item)
-            continue
-        if id(item.param) not in owners:
-            settled.left_out += item.slots
-            continue
-        unit, group, param = owners[id(item.param)]
-        if group.may_give_up(param):
-            settled._moving.append((unit, group, param))
-            item = replace(item, slots=list(dict.fromkeys([*item.slots, *param.slots])), moves=True)
-        settled.found.append(item)
-    return settled
+        if is_elsewhere and ties is TiedWeights.MOVE:
+            if id(item.param) not in owners:
+                left_out += item.slots
+                continue
+            unit, group, param = owners[id(item.param)]
+            if group.may_give_up(param):
+                slots = list(dict.fromkeys([*item.slots, *param.slots]))
+                item = replace(item, slots=slots, owner=(unit, group, param))
+        managed.append(item)
+    return managed, left_out
+
+
+def take_over(found: Sequence[Found], roots: Sequence[nn.Module]) -> None:
+    """Inner units give up what this call manages from now on."""
+    for item in found:
+        if item.owner is not None:
+            unit, group, param = item.owner
+            group.give_up(param)
+            unit.groups = tuple(each for each in unit.groups if each.params)
+    taken = {slot for item in found for slot in item.slots}
+    for _, unit in (each for root in roots for each in units_under(root)):
+        unit.left_out = [slot for slot in unit.left_out if slot not in taken]
 
 
 # Groups
@@ -213,7 +207,7 @@ def _check_param(item: Found, device: torch.device) -> None:
             f"fully_shard: parameter '{name}' is a DTensor on a mesh of {param.device_mesh.device_type}, but the mesh "
             f"given to fully_shard is on {device.type}. Both have to be parts of one mesh."
         )
-    if sharded_as is not None and not item.moves:
+    if sharded_as is not None and item.owner is None:
         raise ValueError(
             f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that was sharded before, and the tie "
             "would be lost. It moves to this unit only with tied_weights=MOVE, and before anything has run or was "
