@@ -39,11 +39,11 @@ class Event(NamedTuple):
 
 
 class Used(NamedTuple):
-    """What one rank did in a forward: its events, if they did not follow the shared order; the units that it used; and
-    those of them that a backward may reach."""
+    """What one rank did in a forward: the events of the units that it used, each once; whether they kept to the shared
+    order; and the units that a backward may reach."""
 
-    order: tuple[Event, ...]
-    units: tuple[int, ...]
+    events: tuple[Event, ...]
+    is_following: bool
     differentiable: tuple[int, ...]
 
 
@@ -57,21 +57,13 @@ class _Order(NamedTuple):
 
 
 class Forward:
-    """One forward.
-
-    Attributes:
-        key: its root, and whether gradients are recorded.
-        expected: the events that the ranks share.
-        events: what has happened on this rank, skipped units included. A backward reads it.
-        leads_to: for each unit that was used, what its output leads to.
-        is_following: whether the forward has kept to the shared order.
-    """
+    """One forward. The ranks share the events ``expected``."""
 
     def __init__(self, units: SkippedUnits, key: tuple[int, bool], expected: Sequence[Event]) -> None:
-        self.key, self.expected = key, expected
-        self.events: list[Event] = []
-        self.leads_to: dict[int, Outcome] = {}
-        self.is_following = bool(expected)
+        self.key, self.expected = key, expected  # key: the root, and whether gradients are recorded
+        self.events: list[Event] = []  # what has happened, skipped units included: a backward reads it
+        self.leads_to: dict[int, Outcome] = {}  # of units that were used
+        self.is_following = bool(expected)  # it has kept to the shared order
         self._begins, self._ends = units.begins, units.ends
         self._by_hand, self._alike = units.by_hand, units.alike
         self._position = 0
@@ -110,16 +102,12 @@ class Forward:
 
 
 class Backward:
-    """One backward through ``forwards``, the last one first. At its end it removes those that it has come back through
-    from the list. ``reachable``: the units that it may reach.
-
-    Attributes:
-        ended: units whose backward was ended here although nobody has reported its end.
-    """
+    """One backward through ``forwards``, the last one first. It may reach the units ``reachable``. At its end it takes
+    the forwards that it has come back through off the list."""
 
     def __init__(self, units: SkippedUnits, forwards: list[Forward], reachable: Collection[int]) -> None:
         self._forwards = forwards
-        self.ended: set[int] = set()
+        self.ended: set[int] = set()  # units whose backward was ended here although nobody has reported its end
         self._begins, self._ends = units.begins, units.ends
         self._reachable = reachable
         self._left = [event for forward in forwards for event in forward.events]
@@ -194,32 +182,26 @@ class Backward:
         """Read ``passed`` from its end. Returns the events that this rank has to perform."""
         skipped = []
         for event in reversed(passed):
-            if event.begins and event.unit in self._open:
-                self._open.discard(event.unit)
+            unit = event.unit
+            if event.begins and unit in self._open:
+                self._open.discard(unit)
                 skipped.append(event)
-            elif not event.begins and event.unit in self._reachable and event.unit not in self._open:
-                self._open.add(event.unit)
+            elif not event.begins and unit in self._reachable and unit not in self._open:
+                self._open.add(unit)
                 skipped.append(event)
         return skipped
 
 
 class SkippedUnits:
-    """See the module's text. ``parents``: for each unit the innermost one around it.
-
-    Attributes:
-        forward: the forward that runs, or ran last.
-        backward: the backward that runs, or ran last.
-        by_hand: units that the user has unsharded. Until they are used, the user decides what becomes of them.
-        alike: units that all ranks use or none.
-        begins: for each unit the one event that it begins on this rank: events are compared by identity.
-        ends: for each unit the one event that it ends.
-    """
+    """See the module's text. ``forward`` and ``backward`` follow the passes that run, or ran last. ``parents``: for
+    each unit the innermost one around it."""
 
     def __init__(self, parents: Sequence[int | None]) -> None:
+        # One object for each event that is used: the hot path compares identities.
         self.begins = [Event(unit, begins=True) for unit in range(len(parents))]
         self.ends = [Event(unit, begins=False) for unit in range(len(parents))]
-        self.by_hand: set[int] = set()
-        self.alike: set[int] = set()
+        self.by_hand: set[int] = set()  # that the user has unsharded, and decides about until they are used
+        self.alike: set[int] = set()  # that all ranks use or none
         self._parents = parents
         self._orders: dict[tuple[int, bool], _Order] = {}  # by the key of a forward
         self.reset()
@@ -252,28 +234,29 @@ class SkippedUnits:
         forward, order = self.forward, self._orders.get(self.forward.key)
         if not forward.expected or (order is not None and order.trainable == trainable):
             return None
-        used = tuple(dict.fromkeys(event for event in forward.events if event.is_used))
-        units = sorted(event.unit for event in used if event.begins)
+        events = dict.fromkeys(event for event in forward.events if event.is_used)
         differentiable = sorted(
             unit
             for unit, outcome in forward.leads_to.items()
             if outcome is Outcome.BACKWARD or (outcome is Outcome.UNKNOWN and unit in trainable)
         )
-        return Used(() if forward.is_following else used, tuple(units), tuple(differentiable))
+        return Used(tuple(events), forward.is_following, tuple(differentiable))
 
     def agree(self, used: Iterable[Used], trainable: Collection[int]) -> Sequence[int]:
         """``used``: what the ranks did in the forward that has just ended. Returns the order in which units are
         gathered."""
         used, key = list(used), self.forward.key
-        other_order = max((one.order for one in used), key=len)  # ranks that leave the shared order do so alike
-        events = [self._event(unit, begins) for unit, begins, _ in other_order] or list(self.forward.expected)
+        # Ranks that leave the shared order do so alike; the longest of theirs has the most units.
+        own_orders = [one.events for one in used if not one.is_following]
+        order = max(own_orders, key=len) if own_orders else self.forward.expected
+        events = [self._event(unit, begins) for unit, begins, _ in order]
         at = 0
         for event in self._registered(key[0]):
             if event.begins and event not in events:  # behind its last sibling, or first in its parent
                 events[at:at] = [event, self.ends[event.unit]]
             if event in events:
                 at = events.index(event) + 1
-        seen = {unit for one in used for unit in one.units}
+        seen = {event.unit for one in used for event in one.events}
         differentiable = {unit for one in used for unit in one.differentiable}
         differentiable.update(unit for unit in trainable if unit not in seen)
         self._orders[key] = _Order(events, differentiable, trainable)

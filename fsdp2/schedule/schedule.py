@@ -22,6 +22,8 @@ from enum import Enum
 
 
 class Action(Enum):
+    """What is done to one unit."""
+
     __hash__ = object.__hash__  # Enum's own is Python; actions are looked up in the hot path
 
     UNSHARD = "unshard"  # start gathering, unless the parameters are there or on their way
@@ -64,28 +66,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class UnitRules:
-    """What the user configured for one unit.
-
-    Attributes:
-        after_forward: what becomes of its parameters after its forward.
-        keeps_alone: whether it keeps them after a forward of its own: other modules of the unit run soon.
-        unshard_in_backward: whether its backward reads its parameters.
-        reshard_after_backward: whether they are resharded after its backward.
-        reduces: whether its backward reduces its gradients; else they stay on this rank.
-        reduces_unused: whether parameters that no rank used get a gradient of zeros.
-        ranks_may_skip: whether other ranks may use the unit while this one does not.
-        forward_prefetch: the units to prefetch at its forward. ``None``: the one that is predicted.
-        backward_prefetch: the same, at its backward.
-    """
+    """What the user configured for one unit."""
 
     after_forward: AfterForward = AfterForward.RESHARD
-    keeps_alone: bool = False
+    keeps_alone: bool = False  # unsharded after a forward that is the whole pass: other modules of the unit run soon
     unshard_in_backward: bool = True
     reshard_after_backward: bool = True
-    reduces: bool = True
-    reduces_unused: bool = False
-    ranks_may_skip: bool = False
-    forward_prefetch: tuple[int, ...] | None = None
+    reduces: bool = True  # else gradients stay on this rank
+    reduces_unused: bool = False  # parameters that no rank used get a gradient of zeros
+    ranks_may_skip: bool = False  # other ranks may use the unit while this one does not
+    forward_prefetch: tuple[int, ...] | None = None  # None: the unit that is predicted
     backward_prefetch: tuple[int, ...] | None = None
 
 
@@ -98,31 +88,20 @@ _AFTER_FORWARD = {
 
 
 class Schedule:
-    """The order of units, and where each of them stands.
-
-    Attributes:
-        rules: of each unit. The owner may replace them between passes.
-        phases: of each unit.
-        forward_root: the unit whose forward is the whole pass, while that runs.
-        in_backward: whether a backward has reached a unit and has not ended.
-        last_order: the order in which units began in the last complete forward. The owner may replace it, if the next
-            forward is likely to take another one.
-        is_last_backward: set by the user: no other backward of this step follows.
-        finalizes_by_hand: set by the user: ``finalize`` ends the step, and not a backward.
-        awaits_finalization: whether a backward has ended that ``finalize`` has not been called for.
-    """
+    """The order of units, and where each of them stands. The owner may replace ``rules`` between passes, and
+    ``last_order`` if it knows what the next forward is likely to do."""
 
     def __init__(self, rules: Sequence[UnitRules]) -> None:
         self.rules = list(rules)
         # Built once: looking up members of an Enum is slow in Python 3.11.
         self._gather = [((Action.UNSHARD, unit), (Action.WAIT, unit)) for unit in range(len(self.rules))]
         self.phases = [Phase.IDLE] * len(self.rules)
-        self.forward_root: int | None = None
-        self.in_backward = False
-        self.last_order: Sequence[int] = ()
-        self.is_last_backward = True
-        self.finalizes_by_hand = False
-        self.awaits_finalization = False
+        self.forward_root: int | None = None  # the unit whose forward is the whole pass, while that runs
+        self.in_backward = False  # a backward has reached a unit and has not ended
+        self.last_order: Sequence[int] = ()  # in which units began in the last complete forward
+        self.is_last_backward = True  # the user: the next backward is the last of the step
+        self.finalizes_by_hand = False  # the user: ``finalize`` ends the step, not a backward
+        self.awaits_finalization = False  # a backward has ended, and ``finalize`` was not called since
         self._order: list[int] = []  # in which units have begun in the running forward
         self._cursor = 0  # where it stands in last_order
         self._prefetched: set[int] = set()  # in the running pass, and not used so far

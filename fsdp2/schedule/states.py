@@ -1,6 +1,7 @@
-"""The states of a parameter group, and which event leads from one to another: the table, as data.
+"""The state machine of a parameter group, as a table.
 
-``group`` refuses a pair that is not in ``TRANSITIONS``; a test drives every cell.
+The group looks up each event in ``TRANSITIONS`` and raises a ScheduleError if the pair is not there. A test drives
+every cell.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from enum import Enum
 
 
 class GroupState(Enum):
-    """Which form of the parameters is bound, and whether another is on its way."""
+    """Which form of the parameters is bound to the modules, and whether another is on its way."""
 
     __hash__ = object.__hash__  # Enum's own is Python; transitions are looked up in the hot path
 
@@ -21,14 +22,16 @@ class GroupState(Enum):
 
 
 class Lent(Enum):
-    """How much of a unit's parameters the user has whole, and may compute with."""
+    """How much of a unit's parameters ``fsdp2.unsharded`` has bound."""
 
     NOTHING = "nothing"
-    PART = "part"  # or all, but on another rank
+    PART = "part"  # or all of them, but on another rank
     ALL = "all"
 
 
 class GroupEvent(Enum):
+    """What may happen to the parameters."""
+
     __hash__ = object.__hash__
 
     UNSHARD = "unshard"
@@ -40,7 +43,7 @@ class GroupEvent(Enum):
 
 
 _S, _E = GroupState, GroupEvent
-# (state, event) -> state. A pair that maps to its own state does nothing; a missing pair is a ScheduleError.
+# (state, event) -> state. Where the state stays, nothing is done.
 TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
     (_S.SHARDED, _E.UNSHARD): _S.UNSHARDING,
     (_S.SHARDED, _E.RESHARD): _S.SHARDED,
