@@ -138,7 +138,7 @@ class Run:
         for param, local in zip(self._params, _torch.locals_of(self._params), strict=True):
             part = alias(value, offset, local.shape, contiguous_stride(local.shape))
             placed = _torch.dtensors_like if part.dtype is param.dtype else _torch.dtensors_placed_like
-            yield placed(param, part)
+            yield placed([param], [part])[0]
             offset += local.numel()
 
 
@@ -246,7 +246,7 @@ class FlatParams:
             self._is_final
             and list(map(len, lists)) == list(map(len, self._lists))
             and all(all(map(operator.is_, *pair)) for pair in zip(lists, self._lists, strict=True))
-            and _torch.have_locals(self._params, self._locals)
+            and all(map(operator.is_, map(_torch.get_local, self._params), self._locals))
             and _first_addresses(self.segments) == self._addresses
         )
 
