@@ -8,12 +8,8 @@ of parameters, and one all-reduce per mesh axis. Axes that hold copies do not co
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from operator import is_
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,23 +17,18 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.plan.mesh import mesh_device
-from fsdp2.tools.neighbours import cuts_of, joined
-
-_Groups = tuple[dist.ProcessGroup, ...]
-
-_is_none = partial(is_, None)
 
 # Sums of squares in fp32 lose digits as they grow; longer pieces are cut.
 _MAX_NUMEL = 1 << 20
 
 
-@dataclass(frozen=True)
-class _Class:
-    """Parameters, by position, that are cut over the same process groups. ``device``: where these communicate."""
+class _Class(NamedTuple):
+    """Parameters that are cut over the same process ``groups``. ``device``: where these communicate. ``pieces``: their
+    gradients on this rank, in as few tensors as memory allows, by device and dtype."""
 
-    groups: _Groups
+    groups: tuple[dist.ProcessGroup, ...]
     device: torch.device
-    positions: list[int]
+    pieces: list[list[torch.Tensor]]
 
 
 @torch.no_grad()
@@ -74,93 +65,40 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not params:
         return torch.zeros(())
-    known = _known(params)
-    pieces = known.gradients(params)
-    here = [_norm_here(*each, order, foreach) for each in zip(known.classes, pieces, strict=True)]
-    norms = _summed_over_ranks(here, order)
-    total = _root(_joined(torch.stack([norm.to(norms[0].device) for norm in norms]), order), order)
+    classes = _classes(params)
+    powers = _summed_over_ranks(classes, [_power_here(each, order, foreach) for each in classes], order)
+    power = _joined(torch.stack([power.to(powers[0].device) for power in powers]), order)
+    total = power if math.isinf(order) else power ** (1 / order)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of all gradients is {total.item()}. Find the loss "
             "that is not finite, or pass error_if_nonfinite=False to scale the gradients by it anyway."
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch: no division by zero, no branch on the value
-    alike = [tensors for of_class in pieces for tensors in of_class]
-    for tensors in alike:
+    pieces = [tensors for each in classes for tensors in each.pieces]
+    for tensors in pieces:
         _torch.foreach_mul(tensors, factor.to(tensors[0].device))
-    return total if any(tensors[0].dtype is torch.float64 for tensors in alike) else total.float()
+    return total if any(tensors[0].dtype is torch.float64 for tensors in pieces) else total.float()
 
 
-# Gradients
+def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
+    """In an order that all ranks share: by how parameters are cut, whether or not they have a gradient here."""
+    grads = _torch.grads_of(params)
+    locals_ = _torch.locals_placed_like(params, grads)
+    # By their specs first: the parameters that fully_shard cuts alike share one.
+    by_spec: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # a parameter, and the gradients of all
+    for param, spec, grad, local in zip(params, _torch.specs_of(params), grads, locals_, strict=True):
+        _, found = by_spec.setdefault(param.device if spec is None else id(spec), (param, []))
+        if grad is not None:
+            found.append(_local(grad) if local is None else local)
+    by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], torch.device], list[torch.Tensor]] = {}
+    for param, found in by_spec.values():
+        by_groups.setdefault(_groups_of(param), []).extend(found)
+    return [_Class(groups, device, _alike(joined_neighbours(found))) for (groups, device), found in by_groups.items()]
 
 
-class _Known:
-    """Parameters that were clipped before: their classes, and how their gradients lay in memory, as long as those are
-    the same tensors. Holds no gradients, since those that somebody holds are not used again (I13)."""
-
-    def __init__(self, params: Sequence[torch.Tensor], specs: list[object]) -> None:
-        self.specs = specs
-        found: dict[tuple[_Groups, torch.device], list[int]] = {}
-        for position, param in enumerate(params):
-            found.setdefault(_class_of(param), []).append(position)
-        self.classes = [_Class(groups, device, positions) for (groups, device), positions in found.items()]
-        self._locals: list[Callable[[], torch.Tensor | None]] = []
-        self._missing: list[int] | None = None  # without a gradient; None before the first use
-        self._cuts: list[list[tuple[int, int]]] = []
-
-    def gradients(self, params: Sequence[torch.Tensor]) -> list[list[list[torch.Tensor]]]:
-        """What each class has on this rank, in as few tensors as memory allows; those in a list are of one kind."""
-        grads = _torch.grads_of(params)
-        locals_ = _torch.locals_placed_like(params, grads)
-        if any(map(_is_none, locals_)):
-            pairs = zip(grads, locals_, strict=True)
-            locals_ = [_local(grad) if local is None and grad is not None else local for grad, local in pairs]
-            missing = [at for at, local in enumerate(locals_) if local is None]
-        else:
-            missing = []
-        # A tensor that is gone leaves None, too: those without a gradient are told apart by their positions.
-        were_seen = self._missing == missing and all(map(is_, locals_, [ref() for ref in self._locals]))
-        if were_seen:
-            found = [joined(cast(list[torch.Tensor], locals_), cuts) for cuts in self._cuts]
-        if not were_seen or None in found:
-            self._missing, found = missing, self._cut(locals_)
-        return [_alike(tensors or []) for tensors in found]
-
-    def _cut(self, locals_: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor] | None]:
-        self._cuts, found = [], []
-        for each in self.classes:
-            mine = {at: local for at in each.positions if (local := locals_[at]) is not None}
-            tensors, positions = list(mine.values()), list(mine)
-            cuts = cuts_of(tensors)
-            self._cuts.append([(positions[first], numel) for first, numel in cuts])
-            found.append(joined(tensors, cuts))
-        self._locals = [_no_tensor if local is None else weakref.ref(local) for local in locals_]
-        return found
-
-
-# By the specs of the parameters, which never change: the same ones come in every step.
-_recent: list[_Known] = []
-_MAX_RECENT = 8
-
-
-def _known(params: Sequence[torch.Tensor]) -> _Known:
-    specs = _torch.specs_of(params)
-    for known in _recent:
-        if len(known.specs) == len(specs) and all(map(is_, known.specs, specs)):
-            return known
-    known = _Known(params, specs)
-    if None not in specs:
-        _recent.insert(0, known)
-        del _recent[_MAX_RECENT:]
-    return known
-
-
-def _no_tensor() -> None:
-    return None
-
-
-def _class_of(param: torch.Tensor) -> tuple[_Groups, torch.device]:
-    """By the groups that parameters are cut over, whether or not they have a gradient here: all ranks find the same."""
+def _groups_of(param: torch.Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
+    """The process groups that ``param`` is cut over, and the device that they communicate on."""
     if not isinstance(param, DTensor):
         return (), param.device
     mesh = param.device_mesh
@@ -179,33 +117,57 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
     return _torch.local_of(grad)
 
 
-def _alike(grads: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def joined_neighbours(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The elements of ``tensors``: those of one dtype that lie behind each other in one storage as one 1-D view."""
+    firsts: list[torch.Tensor] = []
+    sizes: list[int] = []
+    end, left, dtype = 0, 0, None  # of the last one; how much of its storage follows
+    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
+        start, nbytes = tensor.data_ptr(), tensor.nbytes
+        if nbytes == 0:
+            continue
+        if start == end and nbytes <= left and tensor.dtype is dtype and tensor.is_contiguous():
+            sizes[-1] += nbytes
+        else:
+            firsts.append(tensor)
+            sizes.append(nbytes)
+            offset_nbytes = int(tensor.storage_offset()) * tensor.itemsize
+            left = tensor.untyped_storage().nbytes() - offset_nbytes if tensor.is_contiguous() else 0
+        end, left, dtype = start + nbytes, left - nbytes, tensor.dtype
+    return [
+        first if first.nbytes == nbytes else first.as_strided((nbytes // first.itemsize,), (1,), first.storage_offset())
+        for first, nbytes in zip(firsts, sizes, strict=True)
+    ]
+
+
+def _alike(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What one launch takes."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in grads:
-        found.setdefault((grad.device, grad.dtype), []).append(grad)
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(found.values())
 
 
-# Norms
+# Norms of infinite order are joined as they are, by the maximum; others as powers, by the sum.
 
 
-def _norm_here(
-    of: _Class, pieces: list[list[torch.Tensor]], order: float, foreach: bool | None
-) -> tuple[_Class, torch.Tensor]:
+def _joined(powers: torch.Tensor, order: float) -> torch.Tensor:
+    return powers.max() if math.isinf(order) else powers.sum()
+
+
+def _power_here(of: _Class, order: float, foreach: bool | None) -> torch.Tensor:
     """The norm of one class on this rank, to the power that sums; fp64. That of half precision gradients would overflow
     in theirs."""
     norms: list[torch.Tensor] = []
-    for tensors in pieces:
-        dtype = tensors[0].dtype
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
+    for tensors in of.pieces:
+        wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
         cut = [part for tensor in tensors for part in _parts(tensor)]
         if foreach is False:
             norms += [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in cut]
         else:
             norms += _torch.foreach_norm(cut, order, wide)
     local = torch.stack([norm.to(of.device) for norm in norms]) if norms else torch.zeros(1, device=of.device)
-    return of, _joined(_power(local.double(), order), order)
+    return _joined(local.double() if math.isinf(order) else local.double() ** order, order)
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -213,29 +175,13 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensor.split(_MAX_NUMEL) if is_long else (tensor,)
 
 
-def _summed_over_ranks(values: list[tuple[_Class, torch.Tensor]], order: float) -> list[torch.Tensor]:
-    """The values of all classes over all their ranks: one all-reduce per process group, for all that it cuts."""
-    found = [value for _, value in values]
+def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The powers of all classes over all their ranks: one all-reduce per process group, for all that it cuts."""
     op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
-    for group in dict.fromkeys(group for each, _ in values for group in each.groups):
-        cut = [i for i, (each, _) in enumerate(values) if group in each.groups]
-        joint = torch.stack([found[i] for i in cut])
+    for group in dict.fromkeys(group for each in classes for group in each.groups):
+        cut = [i for i, each in enumerate(classes) if group in each.groups]
+        joint = torch.stack([powers[i] for i in cut])
         dist.all_reduce(joint, op, group=group)
-        for i, value in zip(cut, joint.unbind(), strict=True):
-            found[i] = value
-    return found
-
-
-# A norm of infinite order is joined as it is, by the maximum; any other as a power, by the sum.
-
-
-def _power(norm: torch.Tensor, order: float) -> torch.Tensor:
-    return norm if math.isinf(order) else norm**order
-
-
-def _joined(powers: torch.Tensor, order: float) -> torch.Tensor:
-    return powers.max() if math.isinf(order) else powers.sum()
-
-
-def _root(power: torch.Tensor, order: float) -> torch.Tensor:
-    return power if math.isinf(order) else power ** (1 / order)
+        for i, power in zip(cut, joint.unbind(), strict=True):
+            powers[i] = power
+    return powers

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from fsdp2 import ParamPlacement, _torch, clip_grad_norm_, fully_shard
+from fsdp2.tools.clip import joined_neighbours
 from tests.distributed.support import same_on_all_ranks
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
@@ -209,3 +210,20 @@ def _noting(function: Callable[..., Any], noted: list[Any]) -> Callable[..., Any
         return function(first, *args, **kwargs)
 
     return call
+
+
+def test_gradients_that_touch_in_one_storage_are_joined() -> None:
+    flat = torch.arange(16.0)
+    a, b, c, d = flat[0:3], flat[3:7].view(2, 2), flat[9:12], flat[12:16].view(2, 2).t()
+    alone, half = torch.ones(2), torch.ones(4, dtype=torch.bfloat16)
+    found = joined_neighbours([c, b, d, torch.empty(0), a, half[:2], alone, half[2:]])
+    assert {(str(tensor.dtype), tuple(tensor.flatten().tolist())) for tensor in found} == {
+        ("torch.float32", tuple(range(7))),
+        ("torch.float32", (9, 10, 11)),
+        ("torch.float32", (12, 14, 13, 15)),
+        ("torch.float32", (1, 1)),
+        ("torch.bfloat16", (1, 1, 1, 1)),
+    }
+    for tensor in found:
+        tensor.zero_()
+    assert flat.tolist() == [0.0] * 7 + [7.0, 8.0] + [0.0] * 7  # views
