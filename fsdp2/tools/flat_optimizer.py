@@ -1,25 +1,38 @@
 """Element-wise optimizers that step flat memory: a few long tensors instead of many small DTensors.
 
-``flatten_optimizer`` gives an optimizer a class of its own, derived from the one it has. Its ``step`` puts runs of
-neighbouring parameters (``runs.py``) in the place of the parameters, has the optimizer's own step update those, and
-brings what that has made back to the parameters. Between steps the optimizer is what it was: param groups, states,
-hooks and state dicts are per parameter.
+``flatten_optimizer`` gives an optimizer a class of its own, derived from the one it has. For the time of its own step,
+that sees **runs** in the place of the parameters in them. Between steps the optimizer is what it was: param groups,
+states, hooks and state dicts are per parameter.
+
+A **segment** is the parameters of one param group whose shards lie in one flat buffer. A run is neighbours in a segment
+that have a gradient, whose gradients touch each other too or are small enough to be copied, and whose states are alike:
+one 1-D tensor, with one 1-D state per name, of which the states of its parameters are parts. Padding and alignment lie
+between runs, so nothing writes them (I8).
+
+Rule: the parameters and their states are the truth (I14). What a step finds there is compared with what the last step
+left; where it differs, a segment is cut anew.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from itertools import chain, islice
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import optim
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2 import _torch
+from fsdp2.comm.memory import alias
 from fsdp2.group.shards import flat_buffers
-from fsdp2.tools.flat_groups import FlatParams
+from fsdp2.plan.layout import contiguous_stride
 
 # Their update of an element depends on that element's values alone; tests compare each with its unflattened self. What
 # derives from them may do anything.
@@ -37,7 +50,15 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
 )
 
+# Gradients that do not touch each other are copied behind each other if they have no more together. A copy of 64 KiB
+# costs about as much as one more tensor in the step of an optimizer.
+COPY_MAX_NBYTES = 64 * 1024
+
 _O = TypeVar("_O", bound=optim.Optimizer)
+State = MutableMapping[torch.Tensor, Any]  # names and values, by parameter
+
+_NOTHING: dict[str, Any] = {}
+_data_ptr = torch.Tensor.data_ptr
 
 
 def flatten_optimizer(optimizer: _O, *, is_elementwise: bool = False) -> _O:
@@ -107,7 +128,7 @@ def _flat_class(cls: type[optim.Optimizer]) -> type[FlatOptimizer]:
 class FlatOptimizer(optim.Optimizer):
     """An optimizer that ``flatten_optimizer`` has changed."""
 
-    _params: FlatParams | None = None
+    _layout: Layout | None = None
     _step_as_before: Callable[[], Any]
 
     @_torch.hooked_step
@@ -123,47 +144,342 @@ class FlatOptimizer(optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what ``load_state_dict`` ends with: the states that were replaced must not live on here."""
-        self._params = None
+        self._layout = None
         super().__setstate__(state)
 
     def _step_flat(self) -> None:
-        params, self._params = self._params, None  # after an exception, the states tell what was done
-        if params is None or not params.are_those_of(self.param_groups):
-            params = FlatParams(self.param_groups, flat_buffers(), [] if params is None else params.slabs())
-        for segment in params.segments:
+        layout, self._layout = self._layout, None  # after an exception, the states tell what was done
+        if layout is None or not layout.is_that_of(self.param_groups):
+            layout = Layout(self.param_groups)
+        for segment in layout.segments:
             segment.take_gradients(self.state)
-        others = params.one_by_one()
-        new = [param for found in others for param in found if param not in self.state]
-        with self._runs_for_params(params, others) as state:
+        num_known = len(self.state)
+        with self._runs_for_params(layout):
             self._step_as_before()
-        params.hand_back(self.state, {param: state[param] for param in new if param in state})
-        self._params = params
+        for segment in layout.segments:
+            segment.hand_back(self.state)
+        if len(self.state) > num_known:  # new ones follow in the order of the param groups, as in torch
+            new = set(islice(self.state, num_known, None))
+            self.state.update([(param, self.state.pop(param)) for param in layout.params if param in new])
+        self._layout = layout
 
     @contextmanager
-    def _runs_for_params(
-        self, params: FlatParams, others: list[list[torch.Tensor]]
-    ) -> Iterator[dict[torch.Tensor, Any]]:
-        """Have the optimizer see runs in place of the parameters in them, next to the ``others`` of each param group.
-        Gives the states of what it sees."""
+    def _runs_for_params(self, layout: Layout) -> Iterator[None]:
+        """Have the optimizer see runs in place of the parameters in them, next to the others of each param group."""
         groups, outer = self.param_groups, self.state
         lists = [group["params"] for group in groups]
         runs: list[list[torch.Tensor]] = [[] for _ in groups]
+        alone = [list(params) for params in layout.others]
         inner: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for segment in params.segments:
-            for run in segment.runs:
-                runs[segment.group].append(run.flat)
-                inner[run.flat] = run.state
-        inner.update((param, outer[param]) for found in others for param in found if param in outer)
+        for segment in layout.segments:
+            runs[segment.group] += [run.flat for run in segment.runs]
+            alone[segment.group] += segment.apart
+            inner.update((run.flat, run.state) for run in segment.runs)
+        inner.update((param, outer[param]) for params in alone for param in params if param in outer)
         self.param_groups, self.state = [], inner
         try:
-            for group, mine, found in zip(groups, runs, others, strict=True):
-                if mine and found:  # not in one launch: plain tensors and DTensors do not mix
-                    self.param_groups.append({**group, "params": found})
-                if mine or found:
-                    group["params"] = mine or found
+            for group, flat, params in zip(groups, runs, alone, strict=True):
+                if flat and params:  # not in one launch: plain tensors and DTensors do not mix
+                    self.param_groups.append({**group, "params": params})
+                if flat or params:
+                    group["params"] = flat or params
                     self.param_groups.append(group)  # itself: an optimizer may keep values of its own in it
-            yield inner
+            yield
         finally:
-            for group, mine in zip(groups, lists, strict=True):
-                group["params"] = mine
+            for group, params in zip(groups, lists, strict=True):
+                group["params"] = params
             self.param_groups, self.state = groups, outer
+        outer.update((param, inner[param]) for params in alone for param in params if param in inner)
+
+
+class Layout:
+    """How the parameters of an optimizer lie in memory.
+
+    Attributes:
+        params: all of them.
+        segments: those in flat buffers.
+        others: per param group, plain parameters and shards of tensor subclasses.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._found = _layout_of(groups)
+        self.params: list[torch.Tensor] = [param for group in groups for param in group["params"]]
+        self.others = [[param for param in group["params"] if not _is_flat(param)] for group in groups]
+        self.segments: list[Segment] = []
+        buffers = sorted(flat_buffers(), key=_data_ptr)
+        for index, group in enumerate(groups):
+            found: dict[object, tuple[torch.Tensor, list[DTensor]]] = {}
+            for param in filter(_is_flat, group["params"]):
+                flat = _flat_around(_torch.local_of(param), buffers)
+                key = (flat.dtype, flat.device, flat.data_ptr())  # empty shards have no address, and make one segment
+                found.setdefault(key, (flat, []))[1].append(param)
+            self.segments += [Segment(index, flat, members) for flat, members in found.values()]
+
+    def is_that_of(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether ``groups`` have the same parameters as before, and those lie where they did."""
+        return _are_same(_layout_of(groups), self._found) and all(map(Segment.is_in_place, self.segments))
+
+
+def _layout_of(groups: Sequence[dict[str, Any]]) -> list[object]:
+    """The parameters, each group ahead of its own, and their local tensors."""
+    found = list(chain.from_iterable((group, *group["params"]) for group in groups))
+    return [*found, *_torch.locals_of([param for param in found if isinstance(param, DTensor)])]
+
+
+def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
+    """Whether both hold the same objects."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+class Segment:
+    """Parameters of one param group whose shards lie in one buffer.
+
+    Attributes:
+        group: the index of their param group.
+        runs: what is stepped as one tensor each.
+        apart: parameters that DTensor's own operations have to step this time.
+    """
+
+    def __init__(self, group: int, flat: torch.Tensor, params: list[DTensor]) -> None:
+        self.group = group
+        self.runs: list[Run] = []
+        self.apart: list[DTensor] = []
+        self._flat, self._params = flat, sorted(params, key=lambda param: _torch.local_of(param).data_ptr())
+        self._locals = _torch.locals_of(self._params)
+        self._starts = list(map(_data_ptr, self._locals))
+        self._grads: list[Grad | None] = []
+        self._seen: list[object] = []
+
+    def is_in_place(self) -> bool:
+        """Whether its memory is still there. Local tensors that were all given hooks of their own lie elsewhere, though
+        they are the same objects."""
+        return self._locals[0].data_ptr() == self._starts[0]
+
+    def take_gradients(self, state: State) -> None:
+        """Give the runs this step's gradients; cut anew if those, or the states, ask for it."""
+        tensors = _torch.grads_of(self._params)
+        locals_ = _torch.locals_placed_like(self._params, tensors)
+        grads = _described(tensors, locals_)
+        is_cut = grads == self._grads and _are_same(self._now(state), self._seen)
+        if not is_cut or not all(run.is_current() for run in self.runs):
+            self._cut(grads, [state.get(param, _NOTHING) for param in self._params])
+            self._grads, self._seen = grads, self._now(state)
+        for run in self.runs:
+            run.take_gradient(locals_)
+
+    def hand_back(self, state: State) -> None:
+        """After a step: bring what is new in the states of runs to ``state``."""
+        new = [(param, entry) for run in self.runs for param, entry in run.hand_back()]
+        for param, entry in new:
+            state.setdefault(param, {}).update(entry)
+        if new:
+            self._seen = self._now(state)
+
+    def _now(self, state: State) -> list[object]:
+        """The states: values that are other objects in the next step are somebody else's."""
+        entries = [state.get(param, _NOTHING) for param in self._params]
+        return [*entries, *(value for entry in entries for value in entry.values())]
+
+    def _cut(self, grads: list[Grad | None], entries: list[dict[str, Any]]) -> None:
+        kinds = [
+            None if grad is None else _kind_of(grad, param, entry)
+            for grad, param, entry in zip(grads, self._params, entries, strict=True)
+        ]
+        found = zip(self._params, grads, kinds, strict=True)
+        self.apart = [param for param, grad, kind in found if grad is not None and kind is None]
+        nbytes = [local.nbytes for local in self._locals]
+        follows = [False, *map(operator.eq, map(operator.add, self._starts, nbytes), self._starts[1:])]
+        touch = [grad is not None and grad[0] for grad in grads]
+        self.runs = []
+        for mine in cut_runs(kinds, follows, touch, nbytes):
+            start = (self._starts[mine.start] - self._flat.data_ptr()) // self._flat.itemsize
+            flat = self._flat.narrow(0, start, sum(map(torch.Tensor.numel, self._locals[mine])))
+            _torch.set_grad_dtype(flat, cast(Grad, grads[mine.start])[1])
+            self.runs.append(Run(self._params[mine], entries[mine], mine, flat, all(touch[mine][1:])))
+
+
+# How a gradient lies: whether it touches that of the parameter before; its dtype, or None if it is not placed like the
+# parameter or not contiguous, so that DTensor's own operations have to deal with it.
+Grad = tuple[bool, torch.dtype | None]
+
+
+def _described(grads: Sequence[torch.Tensor | None], locals_: Sequence[torch.Tensor | None]) -> list[Grad | None]:
+    """``locals_``: the gradients' local tensors, None of those that are not placed like their parameter."""
+    found: list[Grad | None] = []
+    end = -1
+    for grad, local in zip(grads, locals_, strict=True):
+        if local is None or not local.is_contiguous():
+            found.append(None if grad is None else (False, None))
+            end = -1
+        else:
+            start = local.data_ptr()
+            found.append((start == end, local.dtype))
+            end = start + local.nbytes
+    return found
+
+
+def cut_runs(
+    kinds: Sequence[object], follows: Sequence[bool], touch: Sequence[bool], nbytes: Sequence[int]
+) -> list[slice]:
+    """Which neighbours are stepped as one. Each but the first ``follows`` the one before, and is of the same of
+    ``kinds``, not None. All gradients ``touch`` the one before, or they are copied and have few ``nbytes`` together."""
+    found: list[slice] = []
+    total, is_view = 0, True  # of the last run
+    for i, kind in enumerate(kinds):
+        goes_on = i > 0 and follows[i] and kind == kinds[i - 1]
+        if kind is None:
+            continue
+        if goes_on and ((is_view and touch[i]) or total + nbytes[i] <= COPY_MAX_NBYTES):
+            found[-1] = slice(found[-1].start, i + 1)
+            total, is_view = total + nbytes[i], is_view and touch[i]
+        else:
+            found.append(slice(i, i + 1))
+            total, is_view = nbytes[i], True
+    return found
+
+
+class Run:
+    """Parameters that are stepped as one tensor.
+
+    Attributes:
+        flat: their shards, 1-D; ``flat.grad`` holds their gradients during a step.
+        state: what the optimizer keeps for ``flat``, by name.
+    """
+
+    def __init__(
+        self, params: Sequence[DTensor], entries: Sequence[dict[str, Any]], mine: slice, flat: torch.Tensor, touch: bool
+    ) -> None:
+        """Take over what ``entries`` have, one per parameter, all of one kind. ``mine``: which of their segment the
+        parameters are. ``touch``: whether their gradients do."""
+        self.flat = flat
+        self.state: dict[str, Any] = {}
+        self._params, self._mine, self._touch = params, mine, touch
+        # Values that each parameter has one of, such as the number of steps: one of its own per parameter, so that
+        # state dicts may be loaded into other optimizers, and one per run to step with.
+        self._copies: dict[str, torch.Tensor] = {}
+        for name, first in entries[0].items():
+            self.state[name] = first
+            if isinstance(first, DTensor):
+                parts = _torch.locals_of([entry[name] for entry in entries])
+                joined = _joined(parts)
+                self.state[name] = torch.cat([part.view(-1) for part in parts]) if joined is None else joined
+                if joined is None:
+                    self._distribute(name, entries)
+            elif isinstance(first, torch.Tensor):
+                self.state[name] = first.clone()
+                self._distribute(name, entries)
+        self._handed_back = self.state.copy()
+        self._versions = _torch.versions_of(self._copies.values())
+
+    def is_current(self) -> bool:
+        """Whether nobody has written what each parameter has one of since the last step."""
+        return _torch.versions_of(self._copies.values()) == self._versions
+
+    def take_gradient(self, locals_: Sequence[torch.Tensor | None]) -> None:
+        """Of those of its segment; copied if they lie apart, or in two storages that touch by chance."""
+        mine: list[Any] = list(locals_[self._mine])
+        flat = spanned(mine[0], self.flat.numel()) if self._touch else None
+        self.flat.grad = torch.cat([local.view(-1) for local in mine]) if flat is None else flat
+
+    def hand_back(self) -> Iterable[tuple[DTensor, dict[str, Any]]]:
+        """After a step: what is new in the states of the parameters. What existed before is written in place."""
+        self.flat.grad = None
+        new: dict[DTensor, dict[str, Any]] = {}
+        for name, value in self.state.items():
+            if value is not self._handed_back.get(name, self):
+                self._distribute(name, [new.setdefault(param, {}) for param in self._params])
+                self._handed_back[name] = value
+            elif name in self._copies:
+                self._copies[name].fill_(value)
+        self._versions = _torch.versions_of(self._copies.values())
+        return new.items()
+
+    def _distribute(self, name: str, entries: Sequence[dict[str, Any]]) -> None:
+        """Set ``name`` in ``entries``, one per parameter, to its part of the run's value."""
+        value = self.state[name]
+        parts: Sequence[Any] = [value] * len(entries)
+        if isinstance(value, torch.Tensor) and value.shape == self.flat.shape:
+            parts = self._parts(value)
+        elif isinstance(value, torch.Tensor):
+            self._copies[name] = value.expand(len(entries), *value.shape).clone()
+            parts = self._copies[name].unbind()
+        for entry, part in zip(entries, parts, strict=True):
+            entry[name] = part
+
+    def _parts(self, whole: torch.Tensor) -> list[DTensor]:
+        parts, offset = [], 0
+        for param, local in zip(self._params, _torch.locals_of(self._params), strict=True):
+            part = alias(whole, offset, local.shape, contiguous_stride(local.shape))
+            _whole_of[part] = whole, offset
+            placed = _torch.dtensors_like if part.dtype is param.dtype else _torch.dtensors_placed_like
+            parts.append(placed(param, part))
+            offset += local.numel()
+        return parts
+
+
+# Of parts of states, the memory that they were cut from, and where they start in it: what lies in one piece is joined
+# again without a copy.
+_whole_of: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakIdKeyDictionary()
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """``parts``, contiguous, as one 1-D tensor, if they lie behind each other in what they were cut from."""
+    if len(parts) == 1:
+        return parts[0].view(-1)
+    first, start = _whole_of.get(parts[0], (None, 0))
+    end = start
+    for part in parts:
+        whole, offset = _whole_of.get(part, (None, 0))
+        if whole is None or whole is not first or offset != end:
+            return None
+        end += part.numel()
+    return None if first is None else first.narrow(0, start, end - start)
+
+
+def spanned(first: torch.Tensor, numel: int) -> torch.Tensor | None:
+    """The ``numel`` elements from the first one of ``first`` on; None where its storage ends before."""
+    offset = int(first.storage_offset())
+    if (offset + numel) * first.itemsize > first.untyped_storage().nbytes():
+        return None
+    return first.as_strided((numel,), (1,), offset)
+
+
+def _is_flat(param: torch.Tensor) -> bool:
+    """Whether ``param`` is a DTensor of which this rank has a plain tensor, its elements behind each other."""
+    if not isinstance(param, DTensor):
+        return False
+    local = _torch.local_of(param)
+    return type(local) is torch.Tensor and not local.is_meta and local.is_contiguous()
+
+
+def _flat_around(local: torch.Tensor, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The one of ``buffers``, ordered by address, that ``local`` lies in, or its own elements."""
+    start = local.data_ptr()
+    index = bisect_right(buffers, start, key=_data_ptr) - 1
+    if index >= 0 and local.numel():
+        flat = buffers[index]
+        if start < flat.data_ptr() + flat.nbytes and flat.dtype is local.dtype and flat.device == local.device:
+            return flat
+    return local.view(-1)
+
+
+def _kind_of(grad: Grad, param: DTensor, entry: Mapping[str, Any]) -> tuple[object, ...] | None:
+    """What a parameter must have in common with another for both to be one: the gradient's dtype, and all of the state
+    ``entry`` but values of elements. None if DTensor's own operations have to step it."""
+    _, dtype = grad
+    if dtype is None:
+        return None
+    kind: list[object] = [dtype]
+    for name, value in entry.items():
+        if isinstance(value, DTensor):
+            local = _torch.locals_placed_like([param], [value])[0]
+            if local is None or not local.is_contiguous():
+                return None
+            kind.append((name, local.dtype, local.device))
+        elif isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                return None
+            kind.append((name, value.dtype, value.device, value.item()))
+        else:
+            kind.append((name, value))
+    return tuple(kind)

@@ -112,16 +112,19 @@ def records(state: Any) -> Any:
 
 
 class Seen(optim.Optimizer):
-    """Adds ``lr`` to every element, and writes down how many elements the tensors have that it is given."""
+    """Adds ``lr`` to every element, and writes down how many elements the tensors have that it is given, and where
+    their gradients lie."""
 
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, {"lr": lr})
         self.numels: list[int] = []
+        self.grad_addresses: list[int] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         self.numels = [param.numel() for param in params]
+        self.grad_addresses = [param.grad.data_ptr() for param in params]  # type: ignore[union-attr]
         for param in params:
             self.state[param].setdefault("sum", torch.zeros_like(param)).add_(param.grad)
             param.add_(self.param_groups[0]["lr"])

@@ -33,6 +33,26 @@ def test_a_group_is_stepped_as_one_tensor(ctx: RankContext) -> None:
 
 
 @distributed(2)
+def test_gradients_in_new_memory_are_stepped_where_they_are(ctx: RankContext) -> None:
+    """Somebody holds them, so they are other tensors in every step."""
+    model = shard(ctx, seeded(Stack))
+    optimizer = seen_steps(model)
+    held: list[DTensor] = []
+    memory: list[list[int]] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        stack_step(model)
+        held += [param.grad for param in model.parameters()]
+        optimizer.step()
+        mine = {param.grad.to_local().data_ptr() for param in model.parameters()}
+        assert len(optimizer.numels) == 4
+        assert set(optimizer.grad_addresses) <= mine  # not copied
+        memory.append([entry["sum"].to_local().data_ptr() for entry in optimizer.state.values()])
+    assert len({grad.to_local().data_ptr() for grad in held}) == len(held)
+    assert memory[0] == memory[1] == memory[2]
+
+
+@distributed(2)
 def test_runs_follow_the_gradients_there_are(ctx: RankContext) -> None:
     """One run per group; parts of it around a missing gradient; one again when it is there. States are not copied."""
     model = sharded(ctx, MLP, lambda runtime, model, mesh: runtime.fully_shard(model, mesh=mesh))

@@ -1,4 +1,4 @@
-"""What ``flatten_optimizer`` refuses, and which tensors count as neighbours in memory."""
+"""What ``flatten_optimizer`` refuses, and which parameters it steps as one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 import fsdp2
-from fsdp2.tools.flat_optimizer import ELEMENTWISE
-from fsdp2.tools.neighbours import Apart, Buffers, Code, codes_of, cuts_of, joined, spanned, spans
+from fsdp2.tools.flat_optimizer import COPY_MAX_NBYTES, ELEMENTWISE, cut_runs, spanned
 from tests.harness.messages import error_of
 
 
@@ -101,42 +100,6 @@ def test_plain_parameters_are_stepped_as_before() -> None:
     assert all(map(torch.equal, *values))
 
 
-def test_parts_of_one_flat_tensor_join_and_others_do_not() -> None:
-    flat, other = torch.arange(8.0), torch.arange(8.0)
-    buffers = Buffers([flat, other])
-    first, second, last = flat.narrow(0, 1, 2), flat.narrow(0, 3, 2), flat.narrow(0, 6, 2)
-    found = buffers.join([first, second])
-    assert found is not None
-    assert found.tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert found.data_ptr() == first.data_ptr()
-    assert buffers.join([second, last]) is None  # a gap
-    assert buffers.join([second, first]) is None
-    assert Buffers([other]).join([first, second]) is None
-    assert Buffers([flat.view(torch.int32)]).join([first, second]) is None
-    assert Buffers([flat[:4]]).join([first, second]) is None  # ends within
-
-
-FLOAT, HALF = torch.float32, torch.float16
-
-
-def _codes(*grads: Tensor | None) -> list[Code]:
-    return codes_of(grads, grads)
-
-
-def test_codes_say_which_gradients_touch() -> None:
-    flat, other = torch.zeros(8), torch.zeros(4, dtype=HALF)
-    codes = _codes(flat[0:2], flat[2:5], flat[6:8], None, flat[5:6], flat[6:8], other)
-    assert codes == [(False, FLOAT), (True, FLOAT), (False, FLOAT), None, (False, FLOAT), (True, FLOAT), (False, HALF)]
-    assert codes_of([flat], [None]) == [Apart.APART]
-
-
-def test_a_transposed_gradient_touches_nothing() -> None:
-    flat = torch.zeros(8)
-    transposed = flat[2:6].view(2, 2).t()
-    assert _codes(flat[0:2], transposed, flat[6:8]) == [(False, FLOAT)] * 3
-    assert spanned(transposed, 4) is None
-
-
 def test_gradients_that_touch_are_one_view_within_one_storage_only() -> None:
     flat = torch.arange(6.0)
     view = spanned(flat[1:3], 5)
@@ -146,45 +109,29 @@ def test_gradients_that_touch_are_one_view_within_one_storage_only() -> None:
     assert spanned(flat[1:3], 6) is None
 
 
-def test_runs_end_where_keys_change_and_where_large_gradients_lie_apart() -> None:
-    touching, apart = (True, FLOAT), (False, FLOAT)
-    large = 32 * 1024
-    cases: list[tuple[list[object], list[Code], list[int]]] = [
-        (["a"] * 4, [touching] * 4, [large] * 4),
-        (["a", "a", "b", "b"], [touching] * 4, [1] * 4),
-        (["a", None, "a", "a"], [touching, None, apart, touching], [1] * 4),
-        (["a"] * 4, [apart] * 4, [1] * 4),
-        (["a"] * 4, [apart] * 4, [large, 1, 1, large]),
-        (["a"] * 4, [apart, touching, apart, apart], [10 * 1024, 10 * 1024, 1, 1]),
-        ([None] * 2, [None] * 2, [1] * 2),
+def test_runs_end_where_kinds_change_and_where_large_gradients_lie_apart() -> None:
+    large, small = COPY_MAX_NBYTES + 1, COPY_MAX_NBYTES // 3
+    yes, no = [True] * 4, [False] * 4
+    cases: list[tuple[list[object], list[bool], list[bool], list[int]]] = [  # kinds, follows, touch, nbytes
+        (["a"] * 4, yes, yes, [large] * 4),
+        (["a"] * 4, [True, True, False, True], yes, [1] * 4),
+        (["a", "a", "b", "b"], yes, yes, [1] * 4),
+        (["a", None, "a", "a"], yes, [True, False, False, True], [1] * 4),
+        (["a"] * 4, yes, no, [small] * 4),
+        (["a"] * 4, yes, no, [large, 1, 1, large]),
+        (["a"] * 4, yes, [False, True, False, True], [large, large, 1, 1]),
+        (["a"] * 4, yes, [False, False, True, True], [1, 1, 1, large]),
+        ([None] * 4, yes, no, [1] * 4),
     ]
-    found = [[(span.start, span.stop) for span in spans(*case)] for case in cases]
+    found = [[(run.start, run.stop) for run in cut_runs(*case)] for case in cases]
     assert found == [
         [(0, 4)],
         [(0, 2), (2, 4)],
+        [(0, 2), (2, 4)],
         [(0, 1), (2, 4)],
-        [(0, 4)],
+        [(0, 3), (3, 4)],
         [(0, 1), (1, 3), (3, 4)],
         [(0, 2), (2, 4)],
+        [(0, 3), (3, 4)],
         [],
     ]
-
-
-def test_tensors_that_touch_in_one_storage_are_joined() -> None:
-    flat = torch.arange(12.0)
-    a, b, c = flat[0:3], flat[3:7].view(2, 2), flat[9:12]
-    alone, half = torch.ones(2), torch.ones(4, dtype=torch.bfloat16)
-    tensors = [c, b, torch.empty(0), a, half[:2], alone, half[2:]]
-    found = joined(tensors, cuts_of(tensors))
-    assert found is not None
-    assert {(str(tensor.dtype), tuple(tensor.flatten().tolist())) for tensor in found} == {
-        ("torch.float32", tuple(range(7))),
-        ("torch.float32", (9, 10, 11)),
-        ("torch.float32", (1, 1)),
-        ("torch.bfloat16", (1, 1, 1, 1)),
-    }
-    for tensor in found:
-        tensor.zero_()
-    assert flat.tolist() == [0.0] * 7 + [7.0, 8.0] + [0.0] * 3  # views
-    assert cuts_of([flat.view(3, 4).t(), flat[12:]]) == [(0, 12)]
-    assert joined([a.clone(), b], [(0, 7)]) is None  # they touch no more
