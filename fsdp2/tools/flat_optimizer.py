@@ -412,7 +412,7 @@ class Run:
             part = alias(whole, offset, local.shape, contiguous_stride(local.shape))
             _whole_of[part] = whole, offset
             placed = _torch.dtensors_like if part.dtype is param.dtype else _torch.dtensors_placed_like
-            parts.append(placed(param, part))
+            parts.append(placed([param], [part])[0])
             offset += local.numel()
         return parts
 
