@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.group.extensions import is_plain
 from fsdp2.group.group import ParamGroup
+from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
 from fsdp2.runtime.root import UNIT_ATTRIBUTE, Unit, unit_of

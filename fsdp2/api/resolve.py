@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import _torch
 from fsdp2.comm.offload import Home
-from fsdp2.group.extensions import has_hooks, is_plain
 from fsdp2.group.group import ParamGroup
+from fsdp2.group.hooked_params import has_hooks, is_plain
 from fsdp2.group.param import SHARDED_AS, ParamRecord, ShardedParam, Slot, pinned, subclass_shard
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import ShardLayout

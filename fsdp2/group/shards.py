@@ -25,7 +25,7 @@ from fsdp2.comm.backends import GatherComm
 from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import FlatShards, flat_shards
-from fsdp2.group.extensions import is_plain
+from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, check_device, pinned
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import _torch
 from fsdp2.comm.memory import tensor_on
 from fsdp2.group.all_gather import pieces
-from fsdp2.group.extensions import HookContext, Hooks
+from fsdp2.group.hooked_params import HookContext, Hooks
 from fsdp2.group.param import subclass_shard
 from fsdp2.group.shards import count_steps
 from fsdp2.plan.dtypes import param_dtypes
