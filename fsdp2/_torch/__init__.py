@@ -1,6 +1,6 @@
 """The door to private torch: every use of a name that torch does not document, behind one function each.
 
-Checked on torch 2.13.0. Each function says what it uses and why no public name would do. No other room of the package
+Checked on torch 2.13.0. Each function says what it uses and why no public name would do. No other file of the package
 touches a private name.
 """
 

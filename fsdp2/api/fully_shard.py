@@ -227,7 +227,7 @@ def _commit(
             setattr(record.param, SHARDED_AS, record.name)
     groups = tuple(ParamGroup(item.records, item.mesh, home) for item in resolved)
     for item, group in zip(resolved, groups, strict=True):
-        group.unsharded.use_post_forward_mesh(item.resting)
+        group.unsharded.use_post_forward_mesh(item.post_forward)
         for param in group.params:
             setattr(param.sharded, SHARDED_AS, param.name)
     unit = Unit(roots, groups, parallel, policy, after_forward)

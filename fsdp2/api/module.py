@@ -104,7 +104,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Bind the shards and free the unsharded parameters, or the ones resting on a smaller mesh; not recursive."""
+        """Bind the shards and free the unsharded parameters, or the shards on the post-forward mesh; not recursive."""
         self._unit().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

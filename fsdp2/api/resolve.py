@@ -106,11 +106,11 @@ def take_over(found: Sequence[Found], roots: Sequence[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class ResolvedGroup:
-    """Parameters that travel together. ``resting``: the smaller mesh that they rest on after forward, if any."""
+    """Parameters that travel together. ``post_forward``: the smaller mesh between forward and backward, if any."""
 
     mesh: ParallelMesh
     records: tuple[ParamRecord, ...]
-    resting: ParallelMesh | None
+    post_forward: ParallelMesh | None
 
 
 def resolve_groups(
@@ -136,7 +136,7 @@ def resolve_groups(
             mesh = replicated(known(mesh))
         members.setdefault(known(mesh), []).append(_resolve(item, known(mesh), placement, policy, home))
     return [
-        ResolvedGroup(mesh, tuple(records), _resting_mesh(reshard_after_forward, mesh))
+        ResolvedGroup(mesh, tuple(records), _post_forward_mesh(reshard_after_forward, mesh))
         for mesh, records in members.items()
     ]
 
@@ -281,12 +281,12 @@ def resolve_after_forward(value: bool | int | None, groups: Sequence[ResolvedGro
         return None
     if value is False or (value is not True and value == 1):
         return AfterForward.KEEP
-    rests = any(group.resting is not None for group in groups)
-    return AfterForward.RESHARD_TO_SMALLER_MESH if rests else AfterForward.RESHARD
+    is_smaller = any(group.post_forward is not None for group in groups)
+    return AfterForward.RESHARD_TO_SMALLER_MESH if is_smaller else AfterForward.RESHARD
 
 
-def _resting_mesh(value: bool | int | None, mesh: ParallelMesh) -> ParallelMesh | None:
-    """Where a group rests between forward and backward; None on its own mesh, or nowhere. A mesh that
+def _post_forward_mesh(value: bool | int | None, mesh: ParallelMesh) -> ParallelMesh | None:
+    """The smaller mesh of a group between forward and backward; None on its own mesh, or nowhere. A mesh that
     ``shard_placement_fn`` chose may have fewer ranks than the ``value`` that suits the others."""
     if value is None or isinstance(value, bool) or not 1 < value < mesh.shard.size:
         return None

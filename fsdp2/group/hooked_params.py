@@ -410,41 +410,41 @@ class HookedParams:
             ExtensionError: the ranks' payloads do not fit together; on all ranks alike.
         """
         inputs: dict[int, HookInput] = {}
-        for i, extended in enumerate(self._params):
-            consumed = lifetime if extended.releases_outputs else Lifetime.UNSHARDED
-            for name, dtype, shapes in self._tensors_of(i, extended):
+        for i, hooked in enumerate(self._params):
+            consumed = lifetime if hooked.releases_outputs else Lifetime.UNSHARDED
+            for name, dtype, shapes in self._tensors_of(i, hooked):
                 try:
-                    layout = join(shapes, extended.param.layout.dim)
+                    layout = join(shapes, hooked.param.layout.dim)
                 except ValueError as error:
                     problem = f"returned tensors that do not fit together on the ranks: {error}"
-                    raise extended.hooks.error("fsdp_pre_all_gather", problem) from None
+                    raise hooked.hooks.error("fsdp_pre_all_gather", problem) from None
                 inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, consumed)
         return inputs
 
-    def _tensors_of(self, i: int, extended: HookedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
+    def _tensors_of(self, i: int, hooked: HookedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
         """Name, dtype, and the shape on every rank, of what parameter ``i`` sends."""
         by_rank = [reports[i].tensors for reports in self._agreement.reports]
         kinds = [tuple(dtype for _, dtype in report) for report in by_rank]
         if len(set(kinds)) > 1:
             other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
             problem = f"returned tensors of {kinds[0]} on the first rank, but of {kinds[other]} on rank {other}"
-            raise extended.hooks.error("fsdp_pre_all_gather", f"{problem} of the shard axis: all must send the same")
+            raise hooked.hooks.error("fsdp_pre_all_gather", f"{problem} of the shard axis: all must send the same")
         shapes = [[report[k][0] for report in by_rank] for k in range(len(kinds[0]))]
-        names = [f"{extended.param.name}[{k}]" for k in range(len(kinds[0]))]
+        names = [f"{hooked.param.name}[{k}]" for k in range(len(kinds[0]))]
         return list(zip(names, kinds[0], shapes, strict=True))
 
     def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
         """``outputs`` of the gather that ``inputs(first_key)`` was planned for."""
         key = first_key
-        for extended, report in zip(self._params, self._agreement.reports[0], strict=True):
-            extended.outputs = tuple(outputs[key + k] for k in range(len(report.tensors)))
+        for hooked, report in zip(self._params, self._agreement.reports[0], strict=True):
+            hooked.outputs = tuple(outputs[key + k] for k in range(len(report.tensors)))
             key += len(report.tensors)
 
     def payloads(self) -> list[torch.Tensor]:
         payloads: list[torch.Tensor] = []
         with self._no_grad:
-            for extended in self._params:
-                payloads += extended.prepare()
+            for hooked in self._params:
+                payloads += hooked.prepare()
         if self._has_odd_shapes:
             return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
         return payloads
@@ -458,27 +458,27 @@ class HookedParams:
         # I10: autograd has saved what is written here; it holds again what it held then.
         versions = [tensor._version for tensor in self._versioned]
         with self._no_grad:
-            for fill, extended, unsharded in self._fills:
-                fill(extended.outputs, extended.metadata, unsharded)
+            for fill, hooked, unsharded in self._fills:
+                fill(hooked.outputs, hooked.metadata, unsharded)
         if versions != [tensor._version for tensor in self._versioned]:
             _torch.set_versions(self._versioned, tuple(versions))
 
     def _arrive_first(self) -> None:
         def make() -> None:
             with torch.inference_mode(False), torch.no_grad():  # these tensors outlive the pass that first needs them
-                self._memory.allocate([inner for extended in self._params for inner in extended.param.inner])
-                for extended in self._params:
-                    extended.make_unsharded()
+                self._memory.allocate([inner for hooked in self._params for inner in hooked.param.inner])
+                for hooked in self._params:
+                    hooked.make_unsharded()
 
         if self._is_settled:
             make()
         else:
             _agree(self._mesh, make, None)
             self._is_settled = True
-        self.storages = [inner for extended in self._params for inner in extended.param.inner]
-        filled = [(extended, extended.param.unsharded_local) for extended in self._params]
+        self.storages = [inner for hooked in self._params for inner in hooked.param.inner]
+        filled = [(hooked, hooked.param.unsharded_local) for hooked in self._params]
         self._fills = [(ext.hooks.call_post, ext, tensor) for ext, tensor in filled if tensor is not None]
-        made = [param.unsharded for param in (extended.param for extended in self._params)]
+        made = [param.unsharded for param in (hooked.param for hooked in self._params)]
         self._versioned = tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
         self._is_new = False
 

@@ -1,7 +1,7 @@
 """Which ranks: the shard axis, the replicate axis, the model axes, and the smaller mesh to rest on between passes.
 
 A mesh always has a shard and a replicate axis; an absent one has size 1, so nobody else branches on FSDP, HSDP or plain
-replication. This is the only room that knows how process groups follow from a ``DeviceMesh``.
+replication. This is the only file that knows how process groups follow from a ``DeviceMesh``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each tensor takes one route. ``DIRECT`` tensors travel out of and into their final memory. Small ones, and those that
 must be rearranged, share a bucket, one per dtype: ``ROWS`` for shards that are intervals of their tensor, ``STRIDED``
 for shards that are no intervals. What an all-gather hook sends takes the same routes. A plan is compiled from layouts,
-dtypes and what the comm prefers, and is the same on all ranks; the rooms above bind memory to it and replay it.
+dtypes and what the comm prefers, and is the same on all ranks; the files above bind memory to it and replay it.
 """
 
 from __future__ import annotations

@@ -193,8 +193,8 @@ class Backward:
 
 
 class SkippedUnits:
-    """See the module's text. ``forward`` and ``backward`` follow the passes that run, or ran last. ``parents``: for
-    each unit the innermost one around it."""
+    """The units that this rank skips. ``forward`` and ``backward`` follow the passes that run, or ran last.
+    ``parents``: for each unit the innermost one around it."""
 
     def __init__(self, parents: Sequence[int | None]) -> None:
         # One object for each event that is used: the hot path compares identities.
