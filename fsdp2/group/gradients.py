@@ -384,7 +384,9 @@ class GroupGradients:
         """Hand over what had a gradient on this rank; of the rest, other ranks may have had one."""
         _deposit(reduction, reduction.present)
         used = reduction.bound.used
-        if False in reduction.present:
+        if False not in reduction.present:
+            reduction.sums = []  # where there were gradients, they have been added
+        else:
             self.withheld.append(reduction)
             used = self._flags(part.param for part in compress(reduction.bound.parts, reduction.present))
         self.used = used if self.used is self._unused else bytes(map(or_, self.used, used))

@@ -307,15 +307,15 @@ def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
     made: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def issue(self: Reduce, *args: Any) -> Any:
+    def launch(self: Reduce, *args: Any) -> Any:
         nonlocal most
         most = max(most, sum(ref() is not None for ref in made))
-        sums, pending = plain_issue(self, *args)
-        made.extend(weakref.ref(buffer) for buffers in sums for buffer in buffers)
-        return sums, pending
+        launched = plain_launch(self, *args)
+        made.extend(weakref.ref(buffer) for buffers in launched.sums for buffer in buffers)
+        return launched
 
-    plain_issue = Reduce.issue
-    with mock.patch.object(Reduce, "issue", issue):
+    plain_launch = Reduce.launch
+    with mock.patch.object(Reduce, "launch", launch):
         model(batch().to(torch.bfloat16)).float().square().mean().backward()
     assert len(made) == num_blocks + 1
     return most
