@@ -53,7 +53,7 @@ RANKS = [Case(f"{w} ranks, {name}", w, mixed=mixed) for name, mixed in PRECISION
 WIDE = [Case(f"{w} ranks, {name}", w, 256, mixed) for name, mixed in PRECISIONS.items() for w in (8, 64)]
 GROUPS = [Case(f"{n} groups", num_blocks=n) for n in (32, 250, 1000)]
 HOOKS = Case("8 ranks, bf16/fp32", mixed=True)
-LLAMA = Llama(width=64, num_layers=16, num_tokens=8)
+LLAMA = Llama(width=32, num_layers=16, num_tokens=8)
 Step = Callable[[], None]
 
 

@@ -134,3 +134,35 @@ def test_optimizer_of_a_plain_module_on_one_rank_makes_nobody_gather(ctx: RankCo
     with trace.record(model) as recorded:
         evaluate(model)
     assert "unshard (root)" not in recorded.actions()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@distributed(2)
+def test_optimizer_of_another_sharded_model_makes_a_kept_teacher_not_gather_again(
+    ctx: RankContext, foreach: bool
+) -> None:
+    teacher, student = (sharded(ctx, reshard_after_forward=False) for _ in range(2))
+    teacher.requires_grad_(False)
+    optimizer = torch.optim.AdamW(student.parameters(), foreach=foreach)
+    evaluate(teacher)
+    for _ in range(2):
+        step(student)
+        optimizer.step()
+        with trace.record(teacher) as recorded:
+            evaluate(teacher)
+        assert [action for action in recorded.actions() if action.startswith(("unshard", "prefetch"))] == []
+    evaluate(student)
+    optimizer.step()
+    with trace.record(student) as recorded:  # its own optimizer does
+        evaluate(student)
+    assert "unshard (root)" in recorded.actions()
+
+
+@distributed(2)
+def test_compute_reads_parameters_of_the_users_class(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    seen: set[type] = set()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, *_: seen.update(type(p) for p in module.parameters()))
+    step(model)
+    assert seen == {nn.Parameter}
