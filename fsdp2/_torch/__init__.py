@@ -51,14 +51,12 @@ from fsdp2._torch.dtensors import (
     strided_shard as strided_shard,
 )
 from fsdp2._torch.memory import (
-    can_swap_storages as can_swap_storages,
     foreach_add as foreach_add,
     foreach_copy as foreach_copy,
     foreach_div as foreach_div,
     foreach_mul as foreach_mul,
     foreach_norm as foreach_norm,
     pack_rows as pack_rows,
-    swap_storages as swap_storages,
 )
 from fsdp2._torch.modules import (
     buffers_dict as buffers_dict,

@@ -1,4 +1,4 @@
-"""Launches for many tensors, and memory that changes hands."""
+"""Launches for many tensors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,3 @@ def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
     tensors side by side in ``out``, casting where dtypes differ. One launch on CUDA; on CPU, tensors that need padding
     or a cast are copied twice."""
     torch._chunk_cat(tensors, 0, out.size(0), out=out)
-
-
-def can_swap_storages() -> bool:
-    """Whether :func:`swap_storages` exists in this torch."""
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def swap_storages(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages; every tensor keeps its storage. Public API can only free and allocate."""
-    a._swap_data_ptr_(b)  # type: ignore[attr-defined]

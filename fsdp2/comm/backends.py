@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2.comm.memory import services_for
 from fsdp2.comm.same_host.host_meeting import meet
 from fsdp2.comm.same_host.transfers import SameHostComm, Transfers
-from fsdp2.comm.services import services_for
 from fsdp2.comm.streams import Waitable
 from fsdp2.plan.mesh import Axis
 

@@ -16,9 +16,8 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm
-from fsdp2.comm.memory import tensor_on
+from fsdp2.comm.memory import Services, tensor_on
 from fsdp2.comm.offload import FlatStage
-from fsdp2.comm.services import Services
 from fsdp2.comm.streams import Streams, Waitable, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh

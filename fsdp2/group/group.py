@@ -17,8 +17,8 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import reduce_comm
+from fsdp2.comm.memory import compute_stream_services, services_for
 from fsdp2.comm.offload import Home
-from fsdp2.comm.services import compute_stream_services, services_for
 from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions, Reduction, Unused
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.group.shards import GroupShards

@@ -13,7 +13,7 @@ import torch
 from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import gather_comm
-from fsdp2.comm.services import Services
+from fsdp2.comm.memory import Services
 from fsdp2.group.all_gather import Gather, GatherHooks, PendingGather, flat_shards, shard_slice
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.dtypes import ParamDtypes

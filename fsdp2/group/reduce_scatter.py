@@ -13,7 +13,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
-from fsdp2.comm.services import Services
+from fsdp2.comm.memory import Services
 from fsdp2.comm.streams import Waitable
 from fsdp2.group.all_gather import pieces
 from fsdp2.plan.layout import Layout, contiguous_stride

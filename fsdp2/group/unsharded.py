@@ -15,8 +15,8 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.comm.backends import AxisComm, GatherComm, comm_for
 from fsdp2.comm.custom import gather_comm
+from fsdp2.comm.memory import Services, services_for
 from fsdp2.comm.offload import FlatStage, Home
-from fsdp2.comm.services import Services, services_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
 from fsdp2.group.hooked_params import HookedParams
 from fsdp2.group.param import ShardedParam

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp2.comm.services import compute_stream_services, services_for
+from fsdp2.comm.memory import compute_stream_services, services_for
 from fsdp2.group.gradients import Reduction, Unused
 from fsdp2.group.group import ParamGroup
 from fsdp2.schedule.schedule import Action, Actions, UnitRules

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.comm import offload, services
+from fsdp2.comm import memory, offload
 from fsdp2.comm.streams import AcceleratorStreams
 from fsdp2.group import shards
 from tests.harness.races import Races, SimulatedDevice, SimulatedStream, caller
@@ -255,7 +255,7 @@ def simulated_accelerator(world_size: int = 4, *, shards_on_host: bool = False) 
         patch.setattr(torch, "get_device_module", lambda device: simulation.device)
         streams = AcceleratorStreams(torch.device("cpu"))
         patch.undo()
-        patch.setattr(services, "streams_for", lambda device: streams)
+        patch.setattr(memory, "streams_for", lambda device: streams)
         resize = torch.UntypedStorage.resize_
         patch.setattr(
             torch.UntypedStorage, "resize_", lambda storage, n: simulation.resize(storage, n, partial(resize, storage))
@@ -276,5 +276,5 @@ def simulated_accelerator(world_size: int = 4, *, shards_on_host: bool = False) 
 
 
 def _forget_services() -> None:
-    services.services_for.cache_clear()
-    services.compute_stream_services.cache_clear()
+    memory.services_for.cache_clear()
+    memory.compute_stream_services.cache_clear()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fsdp2.comm.services import services_for
+from fsdp2.comm.memory import services_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, pieces
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import JoinedLayout, ShardLayout, join

@@ -13,8 +13,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from fsdp2.comm.backends import LocalComm
+from fsdp2.comm.memory import services_for
 from fsdp2.comm.offload import HOST, FlatStage, Home, HostCopies, StagedOffloadPolicy, home_for
-from fsdp2.comm.services import services_for
 from fsdp2.comm.streams import AcceleratorStreams, Streams
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
 from fsdp2.group.param import check_device, pinned

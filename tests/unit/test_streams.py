@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.comm.memory import Memory
-from fsdp2.comm.services import compute_stream_services, services_for
+from fsdp2.comm.memory import Memory, compute_stream_services, services_for
 from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
 
 
@@ -45,7 +44,7 @@ def streams() -> RecordingStreams:
 
 @pytest.fixture
 def memory(streams: RecordingStreams) -> Memory:
-    return Memory(torch.device("cpu"), streams)
+    return Memory(streams)
 
 
 def _allocated(memory: Memory, streams: RecordingStreams, name: str, nbytes: int) -> torch.UntypedStorage:
@@ -130,7 +129,7 @@ def test_memory_that_is_kept_is_written_behind_the_compute_that_read_it(
 
 def test_on_the_cpu_a_release_frees_at_once_and_records_nothing(streams: RecordingStreams) -> None:
     streams.runs_ahead = False
-    memory = Memory(torch.device("cpu"), streams)
+    memory = Memory(streams)
     storage = _allocated(memory, streams, "a", 64)
     memory.release([(storage, 64)])
     assert storage.nbytes() == 0
