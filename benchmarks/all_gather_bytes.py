@@ -40,7 +40,6 @@ from lm_task import Transformer, read_corpus
 from lora import quantise_and_adapt
 from train_lm import Trainer
 
-from fsdp2.comm.same_host.host_meeting import SWITCH
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,
@@ -189,7 +188,6 @@ def measure(format: Format, options: argparse.Namespace, folder: Path) -> dict[s
 
 
 def run_rank(rank: int, name: str, options: argparse.Namespace, folder: str) -> None:
-    os.environ[SWITCH] = "0"  # what ranks of one host read in each other's memory, nobody counts
     torch.set_num_threads(1)
     store = f"file://{folder}/store_{name}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)

@@ -28,8 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from fsdp2.comm.backends import comm_for
-from fsdp2.comm.same_host import transfers as same_host
-from fsdp2.comm.same_host.host_meeting import SWITCH
 from fsdp2.plan.mesh import Axis
 
 Step = Callable[[Tensor], None]
@@ -91,17 +89,6 @@ def ours(model: nn.Module) -> Step:
     return _fully_sharded(fsdp2.fully_shard, model, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def ours_by_messages(model: nn.Module) -> Step:
-    """As between hosts. Whether ranks may read each other is asked once per process group, so this one has its own."""
-    before = os.environ.pop(SWITCH, None)
-    os.environ[SWITCH] = "0"
-    step = _fully_sharded(fsdp2.fully_shard, model, DeviceMesh.from_group(dist.new_group(), "cpu"))
-    del os.environ[SWITCH]
-    if before is not None:
-        os.environ[SWITCH] = before
-    return step
-
-
 def _fully_sharded(fully_shard: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Step:
     for unit in units(model):
         fully_shard(unit, mesh=mesh)
@@ -148,12 +135,11 @@ PEERS: dict[str, Callable[[nn.Sequential], Step]] = {
     "FSDP1": fsdp1,
     "DeepSpeed": deepspeed_zero3,
     "torch FSDP2": torch_fsdp2,
-    "messages": ours_by_messages,
     "fsdp2": ours,
 }
 
 
-LLAMA_PEERS = ("unsharded", "DDP", "torch FSDP2", "messages", "fsdp2")
+LLAMA_PEERS = ("unsharded", "DDP", "torch FSDP2", "fsdp2")
 
 
 def missing_peers() -> dict[str, str]:
@@ -165,13 +151,12 @@ def missing_peers() -> dict[str, str]:
 
 
 class Waits:
-    """How many seconds this thread has been blocked in the ``wait`` of a collective: torch's, or one within a host."""
+    """How many seconds this thread has been blocked in the ``wait`` of a collective."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._thread = threading.get_ident()
-        for work in (dist.Work, same_host._Transfer):
-            work.wait = self._noting(work.wait)  # type: ignore[method-assign]
+        dist.Work.wait = self._noting(dist.Work.wait)  # type: ignore[method-assign]
 
     def _noting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:

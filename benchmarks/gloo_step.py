@@ -8,7 +8,7 @@ bytes. The last table is of a Llama of Hugging Face's transformers, on two ranks
 It stays below seven minutes on two idle cores: a case has as many rounds as fit into its time, three at least.
 
     python benchmarks/gloo_step.py [--ranks N] [--case WIDTH BLOCKS TOKENS | --llama] [--dtype NAME] [--only NAME ...]
-        [--direct-min-nbytes N] [--sum-nbytes N] [--nap-ms MS] [--no-block-pool] [--no-huge-pages]
+        [--direct-min-nbytes N]
 
 DeepSpeed takes part where it is installed and finds a C++ compiler, which it calls at its first use.
 """
@@ -19,7 +19,6 @@ import argparse
 import copy
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +33,7 @@ from gloo_peers import FLOORS, LLAMA_PEERS, PEERS, Block, Step, Waits, missing_p
 from llama import MISSING, Llama
 from torch import Tensor, nn
 
-from fsdp2.comm import memory as buffers
 from fsdp2.comm.backends import PeerComm
-from fsdp2.comm.memory import BlockPool
-from fsdp2.comm.same_host import host_ranks, transfers as same_host
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -75,10 +71,6 @@ class Options:
     dtypes: tuple[str, ...]
     subjects: tuple[str, ...]
     direct_min_nbytes: int | None
-    sum_nbytes: int | None
-    nap_ms: float | None
-    no_block_pool: bool
-    no_huge_pages: bool
 
 
 CASES = (Case(256, 8, 64), Case(1024, 3, 128), Case(2048, 2, 128, max_ranks=2, warm_ups=0))
@@ -141,16 +133,7 @@ def run_rank(rank: int, store: str, num_ranks: int, case: Case, options: Options
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     if options.direct_min_nbytes is not None:
-        PeerComm.direct_min_nbytes = same_host.SameHostComm.direct_min_nbytes = options.direct_min_nbytes
-    if options.sum_nbytes is not None:
-        same_host.SUM_NBYTES = options.sum_nbytes
-    if options.nap_ms is not None:
-        host_ranks.Service.NAP_S = options.nap_ms * 1e-3
-    if options.no_block_pool:
-        BlockPool.fill = lambda self, storage, nbytes: storage.resize_(nbytes)  # type: ignore[assignment, method-assign]
-        BlockPool.drain = lambda self, storage: storage.resize_(0)  # type: ignore[assignment, method-assign]
-    if options.no_huge_pages:
-        buffers.HUGE_MIN_NBYTES = sys.maxsize
+        PeerComm.direct_min_nbytes = options.direct_min_nbytes
     waits = Waits()
     figures = {name: measure_here(case, DTYPES[name], options.subjects, waits) for name in options.dtypes}
     if rank == 0:
@@ -171,7 +154,7 @@ def hidden(taken: Taken, alone: Taken) -> str:
     return f"{1 - taken.waited / alone.step:.0%}"
 
 
-NOTE = "unsharded: no communication. messages: fsdp2 as between hosts."
+NOTE = "unsharded: no communication."
 
 
 def step_rows(found: Mapping[str, Figures], dtype: str, peers: Sequence[str]) -> list[list[object]]:
@@ -226,10 +209,6 @@ def arguments() -> tuple[tuple[int, ...], tuple[Case, ...], bool, Options]:
     parser.add_argument("--dtype", choices=DTYPES, help="instead of both; the Llama is in fp32")
     parser.add_argument("--only", nargs="+", choices=[*PEERS, *FLOORS], help="of what is compared")
     parser.add_argument("--direct-min-nbytes", type=int, help="from which size of a shard on it travels without a copy")
-    parser.add_argument("--sum-nbytes", type=int, help="in pieces of which size the ranks of a host read what they add")
-    parser.add_argument("--nap-ms", type=float, help="how often a rank that computes looks whether others wait for it")
-    parser.add_argument("--no-block-pool", action="store_true", help="let the allocator free and map memory each time")
-    parser.add_argument("--no-huge-pages", action="store_true", help="map large memory in pages of the usual size")
     given = parser.parse_args()
     absent = missing_peers()
     for name, reason in absent.items():
@@ -240,8 +219,7 @@ def arguments() -> tuple[tuple[int, ...], tuple[Case, ...], bool, Options]:
     dtypes = (given.dtype,) if given.dtype else tuple(DTYPES)
     cases = () if given.llama else (Case(*given.case),) if given.case else CASES
     has_llama = not MISSING and not given.case and given.dtype != "bf16" and given.ranks in (None, LLAMA.max_ranks)
-    names = ("direct_min_nbytes", "sum_nbytes", "nap_ms", "no_block_pool", "no_huge_pages")
-    options = Options(dtypes, subjects, **{name: getattr(given, name) for name in names})
+    options = Options(dtypes, subjects, given.direct_min_nbytes)
     return (given.ranks,) if given.ranks else (2, 4), cases, has_llama, options
 
 

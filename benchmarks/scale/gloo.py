@@ -8,7 +8,6 @@ predicts the step.
 from __future__ import annotations
 
 import copy
-import os
 import statistics
 import tempfile
 import time
@@ -24,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.comm.backends import PeerComm
-from fsdp2.comm.same_host.host_meeting import SWITCH
 from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
@@ -109,7 +107,6 @@ def measure(case: Case) -> Measured:
 
 
 def _run_rank(rank: int, store: str, case: Case, results: str) -> None:
-    os.environ[SWITCH] = "0"  # what the model predicts are messages
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     torch.manual_seed(0)

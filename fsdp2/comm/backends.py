@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.memory import services_for
-from fsdp2.comm.same_host.host_meeting import meet
-from fsdp2.comm.same_host.transfers import SameHostComm, Transfers
 from fsdp2.comm.streams import Waitable
 from fsdp2.plan.mesh import Axis
 
@@ -51,12 +47,10 @@ class ReduceComm(Protocol):
     Attributes:
         direct_min_nbytes: as for a gather.
         reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
-        splits: whether it pays to reduce a large group in two launches.
     """
 
     direct_min_nbytes: int
     reduces_uneven: bool
-    splits: bool
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         """Sum ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in ``outputs[i]``
@@ -79,7 +73,6 @@ class CollectiveComm:
     # Not measured on a GPU so far; benchmarks/runtime_overhead.py --widths 256 shows what the copies of a bucket cost.
     direct_min_nbytes = 16 * 1024
     reduces_uneven = False
-    splits = True
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
@@ -90,10 +83,17 @@ class CollectiveComm:
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
             return lambda: ()
         launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
-        return lambda: _works(launch())
+        return lambda: self._issued(launch())
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        return _works(self._reduce_scatter(outputs, inputs))
+        return self._issued(self._reduce_scatter(outputs, inputs))
+
+    def _issued(self, work: dist.Work | None) -> Sequence[Waitable]:
+        """On a stream, NCCL returns no work; where another backend does, that stream waits for it, and not the CPU."""
+        if work is None or not self._on_stream:
+            return () if work is None else (work,)
+        work.wait()
+        return ()
 
     def gather_buffer_nbytes(self, nbytes: int) -> int:
         return 0
@@ -102,30 +102,40 @@ class CollectiveComm:
         return 0
 
 
-def _works(work: dist.Work | None) -> Sequence[Waitable]:
-    """NCCL returns no work for what is ordered on the current stream."""
-    return () if work is None else (work,)
-
-
 # Every comm has channels of its own: if the ranks' programs diverge, a message of one parameter group is never taken
 # for that of another. Every rank makes its comms on a process group in the same order; else see match_channels.
 _FIRST_CHANNEL = 7101  # tags of messages: away from 0, which user code on the same group is likely to use
-_next_channel: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_next_channel: dict[tuple[object, ...], int] = {}  # by name and ranks of the process group, whoever refers to it
 
 
 def _new_channels(group: dist.ProcessGroup) -> tuple[int, int]:
     """One for gathers, one for reductions."""
-    first = _next_channel.get(group, _FIRST_CHANNEL)
-    _next_channel[group] = first + 2
+    first = _next_channel.get(_identity(group), _FIRST_CHANNEL)
+    _next_channel[_identity(group)] = first + 2
     return first, first + 1
+
+
+def match_channels(axis: Axis) -> None:
+    """Some ranks have made comms on ``axis`` that others have not: have those match that are made from now on."""
+    if axis.group is not None:
+        mine = _next_channel.get(_identity(axis.group), _FIRST_CHANNEL)
+        _next_channel[_identity(axis.group)] = max(exchange(axis, mine))
+
+
+def _identity(group: dist.ProcessGroup) -> tuple[object, ...]:
+    return (group.group_name, *dist.get_process_group_ranks(group))
 
 
 class PeerComm:
     """gloo: every rank sends its part straight to every other, out of and into the tensors that compute uses.
 
-    gloo's own all-gather and reduce-scatter stage their data and reduce on the calling queue. Measured with 2 ranks and
-    48 MiB in four tensors: 15 ms for either direction here, 24 ms for its all-gather, 35 ms for its reduce-scatter.
+    gloo's own all-gather and reduce-scatter stage their data. Measured with 2 ranks and 48 MiB in four tensors: 15 ms
+    for either direction here, 24 ms for its all-gather, 35 ms for its reduce-scatter.
     Sums run in rank order, starting behind this rank, so a result does not depend on where an element lies.
+
+    Sends come first: a ``send`` whose receive is known already writes all its data on the calling thread, and gloo's
+    own thread spins meanwhile. Receives first, a step took 10% longer (2 ranks, 4 blocks of width 512;
+    benchmarks/gloo_step.py).
     """
 
     # Below this, a message costs more than the copy that spares it: with shards of 128 KiB a step took 87 ms direct and
@@ -133,7 +143,6 @@ class PeerComm:
     # (benchmarks/gloo_step.py --direct-min-nbytes).
     direct_min_nbytes = 512 * 1024
     reduces_uneven = True
-    splits = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -143,21 +152,20 @@ class PeerComm:
         self._sources = [(self._rank - step) % self._size for step in range(1, self._size)]
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
-        receives: list[tuple[torch.Tensor, int]] = []
         sends: list[tuple[torch.Tensor, int]] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        receives: list[tuple[torch.Tensor, int]] = []
+        own: list[torch.Tensor] = []
         for output, mine in zip(outputs, inputs, strict=True):
             slices = output.split(mine.numel())
-            receives += [(slices[source], source) for source in self._sources]
             sends += [(mine, target) for target in self._targets]
-            if slices[self._rank].data_ptr() != mine.data_ptr():
-                copies.append((slices[self._rank], mine))
+            receives += [(slices[source], source) for source in self._sources]
+            own.append(slices[self._rank])
+        copy_own = _copies(own, inputs)
 
         def launch() -> Sequence[Waitable]:
-            works: list[Waitable] = [self._group.recv([part], source, self._gather_tag) for part, source in receives]
-            works += [self._group.send([part], target, self._gather_tag) for part, target in sends]
-            for target, source in copies:
-                target.copy_(source)
+            works: list[Waitable] = [self._group.send([part], target, self._gather_tag) for part, target in sends]
+            works += [self._group.recv([part], source, self._gather_tag) for part, source in receives]
+            copy_own()
             return works
 
         return launch
@@ -178,18 +186,19 @@ class PeerComm:
             output[mine.numel() :].zero_()
             output = output[: mine.numel()]
         received = [output, *(torch.empty_like(output) for _ in self._sources[1:])]
-        works = []
+        works = [
+            self._group.send([parts[target]], target, self._reduce_tag)
+            for target in self._targets
+            if parts[target].numel() > 0
+        ]
         if mine.numel() > 0:
             for buffer, source in zip(received, self._sources, strict=True):
                 works.append(self._group.recv([buffer], source, self._reduce_tag))
-        for target in self._targets:
-            if parts[target].numel() > 0:
-                works.append(self._group.send([parts[target]], target, self._reduce_tag))
         return _PeerSum(works, received, mine)
 
 
 class _PeerSum:
-    """Receives in flight, and the sum to form when they have arrived."""
+    """Messages in flight, and the sum to form when they have arrived."""
 
     def __init__(self, works: list[dist.Work], received: list[torch.Tensor], mine: torch.Tensor) -> None:
         self._works, self._received, self._mine = works, received, mine
@@ -198,9 +207,15 @@ class _PeerSum:
         for work in self._works:
             work.wait()
         output, *others = self._received
-        for other in others:
+        for other in [*others, self._mine]:
             output.add_(other)
-        output.add_(self._mine)
+
+
+def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
+    """``values`` cut into ``count`` consecutive parts of ``size``; the last ones may be short or empty."""
+    total = values.numel()
+    bounds = [min(i * size, total) for i in range(count + 1)]
+    return [values.narrow(0, start, stop - start) for start, stop in itertools.pairwise(bounds)]
 
 
 class LocalComm:
@@ -208,18 +223,9 @@ class LocalComm:
 
     direct_min_nbytes = 0
     reduces_uneven = True
-    splits = False
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
-        pairs = zip(outputs, inputs, strict=True)
-        copies = [(output, mine) for output, mine in pairs if output.data_ptr() != mine.data_ptr()]
-
-        def launch() -> Sequence[Waitable]:
-            for output, mine in copies:
-                output.copy_(mine)
-            return ()
-
-        return launch
+        return _copies(outputs, inputs)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         _torch.foreach_copy(outputs, inputs)
@@ -232,11 +238,17 @@ class LocalComm:
         return 0
 
 
-def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
-    """``values`` cut into ``count`` consecutive parts of ``size``; the last ones may be short or empty."""
-    total = values.numel()
-    bounds = [min(i * size, total) for i in range(count + 1)]
-    return [values.narrow(0, start, stop - start) for start, stop in itertools.pairwise(bounds)]
+def _copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Launch:
+    """What copies each of ``sources`` to where it is not yet. Nothing is left to wait for."""
+    pairs = zip(targets, sources, strict=True)
+    copies = [(target, source) for target, source in pairs if target.data_ptr() != source.data_ptr()]
+
+    def launch() -> Sequence[Waitable]:
+        for target, source in copies:
+            target.copy_(source)
+        return ()
+
+    return launch
 
 
 def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> AxisComm:
@@ -245,24 +257,8 @@ def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> Axi
     if axis.group is None or axis.size == 1:
         return LocalComm()
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
-        transfers = _transfers_on(axis, device)
-        return PeerComm(axis.group) if transfers is None else SameHostComm(transfers, *_new_channels(axis.group))
+        return PeerComm(axis.group)
     return CollectiveComm(axis.group, on_stream=services_for(device).streams.runs_ahead and not is_async)
-
-
-_same_host: WeakKeyDictionary[dist.ProcessGroup, Transfers | None] = WeakKeyDictionary()
-
-
-def _transfers_on(axis: Axis, device: torch.device) -> Transfers | None:
-    """Transfers between the ranks of ``axis`` within their host; None if they are not on one, or may not. The first
-    call on a process group lets its ranks find out together."""
-    assert axis.group is not None
-    if axis.group not in _same_host:
-        timeout = _torch.timeout_of(axis.group, device)
-        assert timeout is not None  # gloo has one
-        neighbours = meet(axis.rank, partial(exchange, axis), timeout.total_seconds())
-        _same_host[axis.group] = None if neighbours is None else Transfers(neighbours)
-    return _same_host[axis.group]
 
 
 def exchange(axis: Axis, value: object) -> list[Any]:
@@ -274,12 +270,7 @@ def exchange(axis: Axis, value: object) -> list[Any]:
     return values
 
 
-def match_channels(axis: Axis) -> None:
-    """Some ranks have made comms on ``axis`` that others have not: have those match that are made from now on."""
-    if axis.group is not None:
-        _next_channel[axis.group] = max(exchange(axis, _next_channel.get(axis.group, _FIRST_CHANNEL)))
-
-
 def all_reduce(axis: Axis, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Sequence[Waitable]:
     """Reduce ``tensor`` over ``axis`` in place."""
-    return _works(dist.all_reduce(tensor, op, group=axis.group, async_op=True))
+    work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
+    return () if work is None else (work,)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm, Launch, ReduceComm
+from fsdp2.comm.memory import services_for
 from fsdp2.comm.streams import Waitable
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.types import AllGather, Comm, ReduceScatter
@@ -46,6 +47,20 @@ class _Message:
 # By the address of their memory. An ``allocate`` may return the same memory every time; on the CPU nothing else orders
 # the messages that lie in it.
 _in_flight: dict[int, _Message] = {}
+
+
+def _is_async(device: torch.device) -> bool:
+    """Whether messages travel beside what issues them; on an accelerator they are ordered on the current stream."""
+    return not services_for(device).streams.runs_ahead
+
+
+def _still_to_wait_for(messages: Sequence[_Message], device: torch.device) -> Sequence[Waitable]:
+    """What the CPU has to wait for. On an accelerator, the current stream waits."""
+    if _is_async(device):
+        return messages
+    for message in messages:
+        message.wait()
+    return ()
 
 
 def _place(buffer: torch.Tensor) -> int:
@@ -81,9 +96,10 @@ class CustomGather:
             rows = buffer.view(self._axis.size, -1)
             mine = rows[self._axis.rank]
             torch.cat(parts, out=mine)
-            is_async = self._device.type == "cpu"
+            is_async = _is_async(self._device)
             work = self._comm(output_tensor=buffer, input_tensor=mine, group=self._axis.group, async_op=is_async)
-        return (_Message(work, [buffer], partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=targets)),)
+        message = _Message(work, [buffer], partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=targets))
+        return _still_to_wait_for([message], self._device)
 
 
 class CustomReduce:
@@ -91,7 +107,6 @@ class CustomReduce:
 
     direct_min_nbytes = 0  # what comes is copied into the buffer: a bucket would be one copy more
     reduces_uneven = True
-    splits = False  # the interface promises one call for all of a unit
 
     def __init__(self, comm: ReduceScatter, axis: Axis, device: torch.device) -> None:
         self._comm, self._axis, self._device = comm, axis, device
@@ -104,7 +119,7 @@ class CustomReduce:
             alike = [(output, values) for output, values in pairs if output.dtype is dtype]
             pairs = [(output, values) for output, values in pairs if output.dtype is not dtype]
             messages.append(self._reduce([output for output, _ in alike], [values for _, values in alike], dtype))
-        return messages
+        return _still_to_wait_for(messages, self._device)
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         return nbytes + nbytes // self._axis.size
@@ -117,7 +132,7 @@ class CustomReduce:
             received = _allocated(self._comm, sum(sizes), dtype, self._device)
             rows = [_rows(values, size, numel) for values, numel in zip(inputs, sizes, strict=True)]
             torch.cat(rows, dim=1, out=sent.view(size, -1))
-            is_async = self._device.type == "cpu"
+            is_async = _is_async(self._device)
             op = dist.ReduceOp.SUM
             work = self._comm(
                 output_tensor=received, input_tensor=sent, group=self._axis.group, op=op, async_op=is_async

@@ -85,14 +85,6 @@ class Streams:
     def reduce_after_compute(self) -> None:
         """Reduce stream waits for compute: it has written gradients, and read what was freed of them since."""
 
-    def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
-        """Collectives were issued on the current stream; returns those the CPU still has to wait for."""
-        return works
-
-    def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
-        """The same for all-gathers: what is returned is waited for where the data is needed."""
-        return works
-
 
 class AcceleratorStreams(Streams):
     """CUDA and devices like it. One gather stream and one reduce stream for the whole model, both of high priority, so
@@ -149,14 +141,6 @@ class AcceleratorStreams(Streams):
     def reduce_after_compute(self) -> None:
         self._reduce.wait_stream(self._module.current_stream())
 
-    def issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
-        for work in works:
-            work.wait()  # current stream waits for the backend's own stream; the CPU goes on
-        return ()
-
-    def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
-        return self.issued(works)
-
 
 class ComputeStreamGathers(AcceleratorStreams):
     """Gathers without a stream of their own: memory is allocated and filled on the stream that computes, the backend
@@ -172,9 +156,6 @@ class ComputeStreamGathers(AcceleratorStreams):
 
     def gather_after_compute(self) -> None:
         """Nothing to wait for: it is the compute stream that gathers."""
-
-    def gathers_issued(self, works: Sequence[Waitable]) -> Sequence[Waitable]:
-        return works
 
 
 def streams_for(device: torch.device) -> Streams:

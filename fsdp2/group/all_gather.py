@@ -179,7 +179,7 @@ class Gather:
                 self._casts.run()
             if payloads:
                 _torch.foreach_copy(self._payload_targets, payloads)
-            works = self._streams.gathers_issued(self._launch())
+            works = self._launch()
             if not works:  # the rest is enqueued in order on the gather stream
                 self.arrive()
             done = None if works else self._streams.record()

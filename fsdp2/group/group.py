@@ -56,7 +56,7 @@ class ParamGroup:
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self.on_parameters: Callable[[ParamGroup], None] | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
-        comm = comm_for(mesh.shard, mesh.device)
+        self._comm = comm = comm_for(mesh.shard, mesh.device)
         self.shards = GroupShards(records, self.params, home, comm)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, mesh, comm, home)
@@ -83,7 +83,7 @@ class ParamGroup:
             self.unsharded.set_comm(after.all_gather)
         if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
             axis = after.reduce_axis or mesh.shard
-            default = self.unsharded.comm if axis is mesh.shard else comm_for(axis, mesh.device)
+            default = self._comm if axis is mesh.shard else comm_for(axis, mesh.device)
             self.gradients.set_comm(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
 
     def gather_on_compute_stream(self, enabled: bool) -> None:

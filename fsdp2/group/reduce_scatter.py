@@ -14,7 +14,7 @@ import torch
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
 from fsdp2.comm.memory import Services
-from fsdp2.comm.streams import Waitable
+from fsdp2.comm.streams import Waitable, wait_for
 from fsdp2.group.all_gather import pieces
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -79,7 +79,7 @@ class Reduce:
                 del grads[: part.num_steps]
                 reads_gradients |= part.prepare(mine, sums, outputs, inputs)
             read = streams.record() if held and not reads_gradients else None
-            works = streams.issued(self._comm.reduce_scatter(outputs, inputs)) if inputs else ()
+            works = self._comm.reduce_scatter(outputs, inputs) if inputs else ()
             if held and reads_gradients and not self._lands_gradients:
                 read = streams.record()
         # What was packed belongs to the reduce stream: nobody else need keep it once that stream has been given all.
@@ -94,8 +94,7 @@ class Reduce:
         """Sum over the replicate axis as well."""
         if self._mesh.replicate.size > 1:
             works = [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer)]
-            for work in self.streams.issued(works):
-                work.wait()
+            wait_for(works)  # on an accelerator, the reduce stream waits
 
     def average(self, sums: Sums) -> Sums:
         """Divide the complete sums in place, run the user's hook on them, cast them to the gradients' dtype."""

@@ -1,77 +1,48 @@
-"""What carries the bytes: communication of the user's own, for both runtimes, and the ways of fsdp2 on gloo.
+"""What carries the bytes: communication of the user's own, for both runtimes, and that of fsdp2 on gloo.
 
 The user's own counts its messages, and sends them as the backend would.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fsdp2
-import fsdp2.comm.backends
 from fsdp2.comm.backends import PeerComm
-from fsdp2.comm.same_host import host_meeting, remote_memory
-from fsdp2.comm.same_host.transfers import SameHostComm
-
-GLOO_COMMS: tuple[type[Any], ...] = (PeerComm, SameHostComm)
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-# Elsewhere all tests run over gloo's own messages.
-RANKS_MAY_READ_EACH_OTHER = remote_memory.is_supported() and (
-    os.geteuid() == 0 or not _YAMA.exists() or _YAMA.read_text().strip() == "0"
-)
-
-
-@contextmanager
-def messages_only() -> Iterator[None]:
-    """Models that are sharded meanwhile communicate by gloo's messages, as between hosts."""
-    found, fsdp2.comm.backends._same_host = fsdp2.comm.backends._same_host, WeakKeyDictionary()
-    os.environ[host_meeting.SWITCH] = "0"
-    try:
-        yield
-    finally:
-        fsdp2.comm.backends._same_host = found
-        del os.environ[host_meeting.SWITCH]
 
 
 @contextmanager
 def direct_from(nbytes: int) -> Iterator[None]:
     """In models that are sharded meanwhile, shards of at least ``nbytes`` travel on their own."""
-    before = [comm.direct_min_nbytes for comm in GLOO_COMMS]
-    for comm in GLOO_COMMS:
-        comm.direct_min_nbytes = nbytes
+    before = PeerComm.direct_min_nbytes
+    PeerComm.direct_min_nbytes = nbytes
     try:
         yield
     finally:
-        for comm, nbytes_before in zip(GLOO_COMMS, before, strict=True):
-            comm.direct_min_nbytes = nbytes_before
+        PeerComm.direct_min_nbytes = before
 
 
 @contextmanager
 def reductions_noted() -> Iterator[list[list[str]]]:
     """The dtypes of the tensors of each reduce-scatter that is launched meanwhile, sorted."""
     noted: list[list[str]] = []
-    launches = {comm: comm.reduce_scatter for comm in GLOO_COMMS}
+    launch = PeerComm.reduce_scatter
 
-    def noting(self: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
+    def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         noted.append(sorted(str(tensor.dtype) for tensor in inputs))
-        return launches[type(self)](self, outputs, inputs)
+        return launch(self, outputs, inputs)
 
-    for comm in GLOO_COMMS:
-        comm.reduce_scatter = noting
+    PeerComm.reduce_scatter = noting  # type: ignore[method-assign]
     try:
         yield noted
     finally:
-        for comm, launch in launches.items():
-            comm.reduce_scatter = launch
+        PeerComm.reduce_scatter = launch  # type: ignore[method-assign]
 
 
 class _Buffers:

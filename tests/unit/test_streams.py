@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp2.comm.backends import CollectiveComm
 from fsdp2.comm.memory import Memory, compute_stream_services, services_for
 from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
 
@@ -244,23 +245,6 @@ def test_without_a_gather_stream_gathers_run_where_compute_does(device_module: F
     assert len(device_module.priorities) == 2  # it made no stream of its own
 
 
-def test_without_a_gather_stream_gathers_are_awaited_where_their_data_is_needed(
-    device_module: FakeDeviceModule,
-) -> None:
-    streams = ComputeStreamGathers(AcceleratorStreams(torch.device("cuda", 0)))
-    gathers, reductions = [_Work()], [_Work()]
-    assert list(streams.gathers_issued(gathers)) == gathers
-    assert gathers[0].num_waits == 0
-    assert list(streams.issued(reductions)) == []
-    assert reductions[0].num_waits == 1
-
-
-def test_with_a_gather_stream_that_stream_awaits_gathers(device_module: FakeDeviceModule) -> None:
-    works = [_Work()]
-    assert list(AcceleratorStreams(torch.device("cuda", 0)).gathers_issued(works)) == []
-    assert works[0].num_waits == 1
-
-
 def test_memory_of_gathers_without_a_stream_is_apart(device_module: FakeDeviceModule) -> None:
     device = torch.device("meta")
     try:
@@ -284,6 +268,13 @@ def test_on_the_cpu_gathers_without_a_stream_are_those_with_one() -> None:
     assert compute_stream_services(device) is services_for(device)
 
 
+def test_cpu_records_no_events() -> None:
+    assert streams_for(torch.device("cpu")).record() is None
+
+
+# What collectives leave to be waited for
+
+
 class _Work:
     def __init__(self) -> None:
         self.num_waits = 0
@@ -292,20 +283,39 @@ class _Work:
         self.num_waits += 1
 
 
-def test_accelerator_hands_issued_work_to_the_stream_and_leaves_nothing_to_the_cpu(
-    device_module: FakeDeviceModule,
-) -> None:
-    works = [_Work(), _Work()]
-    assert list(AcceleratorStreams(torch.device("cuda", 0)).issued(works)) == []
-    assert [work.num_waits for work in works] == [1, 1]
+class _Group:
+    """Answers every collective with ``work``; None is what NCCL's group answers on a stream."""
+
+    def __init__(self, work: _Work | None) -> None:
+        self._work = work
+        self.asked: list[bool] = []
+
+    def _answer(self, outputs: Any, inputs: Any, options: Any) -> _Work | None:
+        self.asked.append(options.asyncOp)
+        return self._work
+
+    all_gather_single = all_gather_single_coalesced = reduce_scatter_single = reduce_scatter_single_coalesced = _answer
 
 
-def test_cpu_leaves_issued_work_to_be_waited_for_later() -> None:
-    works = [_Work()]
-    streams = streams_for(torch.device("cpu"))
-    assert list(streams.issued(works)) == works
-    assert works[0].num_waits == 0
-    assert streams.record() is None
+@pytest.mark.parametrize("num_tensors", [1, 2])
+@pytest.mark.parametrize("work", [None, _Work()], ids=["NCCL", "other backends"])
+def test_collectives_on_a_stream_leave_nothing_to_the_cpu(work: _Work | None, num_tensors: int) -> None:
+    group = _Group(work)
+    comm = CollectiveComm(group, on_stream=True)  # type: ignore[arg-type]
+    tensors = [torch.zeros(2)] * num_tensors
+    assert list(comm.all_gather(tensors, tensors)()) == []
+    assert list(comm.reduce_scatter(tensors, tensors)) == []
+    assert group.asked == [False, False]
+    assert work is None or work.num_waits % 2 == 0  # the stream waits for both
+
+
+def test_collectives_beside_a_stream_are_waited_for_where_their_data_is_needed() -> None:
+    work = _Work()
+    group = _Group(work)
+    comm = CollectiveComm(group, on_stream=False)  # type: ignore[arg-type]
+    assert list(comm.all_gather([torch.zeros(2)], [torch.zeros(2)])()) == [work]
+    assert list(comm.reduce_scatter([torch.zeros(2)], [torch.zeros(2)])) == [work]
+    assert (group.asked, work.num_waits) == ([True, True], 0)
 
 
 def test_all_models_on_a_device_share_its_services() -> None:
