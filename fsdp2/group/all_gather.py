@@ -1,16 +1,16 @@
 """Run a gather plan: bind its steps to memory once, then issue, wait, release.
 
-This file sees plans, flat tensors, a comm and streams, never parameters or modules. What is in flight is one
-``PendingGather``, finished exactly once.
+This file sees plans, flat tensors, a comm and streams, never parameters or modules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from enum import Enum
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import compress
+from typing import Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm
 from fsdp2.comm.memory import Services, tensor_on
 from fsdp2.comm.offload import FlatStage
-from fsdp2.comm.streams import Streams, Waitable, wait_for
+from fsdp2.comm.streams import Waitable, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
@@ -69,58 +69,13 @@ class GatheredMemory:
         return self._own.get(step.index, self.shared)
 
 
-class At(Enum):
-    """When memory comes, or goes."""
-
-    ISSUE = "issue"
-    ARRIVAL = "arrival"
-    RESHARD = "reshard"
-
-
-class Region(NamedTuple):
-    """Memory of a gather, ``nbytes`` of it. What tensors travel right into is needed at issue, the rest on arrival.
-    What hooks consume, and staging memory, is freed on arrival; the rest with the group."""
-
-    storage: torch.UntypedStorage
-    nbytes: int
-    allocate_at: At
-    free_at: At
-
-
-class PendingGather:
-    """An all-gather in flight. ``wait`` makes the unsharded tensors usable by the current stream.
-
-    ``receiver``: the gather that has to see to the data on arrival; None where all of that has been enqueued.
-    """
-
-    def __init__(
-        self, works: Sequence[Waitable], receiver: Gather | None, done: torch.Event | None, streams: Streams
-    ) -> None:
-        self._works, self._receiver, self._done, self._streams = works, receiver, done, streams
-
-    def wait(self) -> None:
-        if self._receiver is not None:
-            works, self._works = self._works, ()
-            wait_for(works)
-            self._receiver.arrive()
-        if self._done is not None:  # compute waits for the gather stream: the unsharded parameters are read
-            self._streams.wait_here(self._done)
-
-    def drop(self) -> None:
-        """Wait until no rank writes or reads the memory of this gather any more."""
-        if self._receiver is not None:
-            works, self._works = self._works, ()
-            wait_for(works)
-            self._receiver.drop()
-        self._streams.wait_here(self._done)  # compute waits for the gather stream: it releases what that one fills
-
-
 class Gather:
     """A gather plan bound to a group's flat shards and to the memory that it gathers into.
 
-    Every tensor that a step touches is made here, once, on storages whose memory comes and goes. ``hooks.payloads`` is
-    not called if ``calls_pre_hooks`` is False: what they once sent is gathered again. ``stage`` copies ``flats`` to the
-    device that gathers, if they are not there.
+    Every tensor that a step touches is made here, once, on storages whose memory comes and goes. One gather is in
+    flight at a time: ``issue``, then ``wait`` or ``drop``. ``hooks.payloads`` is not called if ``calls_pre_hooks`` is
+    False: what they once sent is gathered again. ``stage`` copies ``flats`` to the device that gathers, if they are not
+    there.
 
     Attributes:
         outputs: by ``index`` of the steps, the tensor ``[*shape]`` that is gathered.
@@ -141,49 +96,90 @@ class Gather:
     ) -> None:
         self.plan, self.gathered, self.stage = plan, gathered, stage
         self._memory, self._streams, self._hooks = services.memory, services.streams, hooks
-        self._rank, self._calls_pre_hooks = rank, hooks is not None and calls_pre_hooks
+        self._rank, self._calls_pre_hooks = rank, calls_pre_hooks
         self._flats = flats if stage is None else stage.flats
         self._staging = torch.UntypedStorage(0, device=gathered.shared.device)
-        self._regions = self._planned_regions()
-        self._at_issue = [region[:2] for region in self._regions if region.allocate_at is At.ISSUE]
-        self._on_arrival = [region[:2] for region in self._regions if region.allocate_at is At.ARRIVAL]
-        self._passing = [region.storage for region in self._regions if region.free_at is At.ARRIVAL]
-        self._lasting = [region[:2] for region in self._regions if region.free_at is At.RESHARD]
-        self._casts = Copies()  # of this rank's shards into what it sends
-        self._unpacks: list[Copies | SplitCopy] = []
+        self._plan_memory()
+        self._cast_targets: list[torch.Tensor] = []  # this rank's shards are copied into what it sends
+        self._cast_sources: list[torch.Tensor] = []
+        self._unpacks: list[Callable[[], object]] = []  # from the buckets to where compute reads
         payload_targets: dict[int, torch.Tensor] = {}
         with self._placed():
             wires = [self._direct(step, payload_targets) for step in plan.on_route(Route.DIRECT)]
             wires += [self._bucket(bucket, payload_targets) for bucket in plan.buckets]
             self._wires = [(output, mine) for output, mine in wires if output.numel()]
             self.outputs = {step.index: self._output(step) for step in plan.steps}
-        self._has_casts = not self._casts.is_empty
-        self._unpacks = [unpack for unpack in self._unpacks if not unpack.is_empty]
         self._payload_targets = [target for _, target in sorted(payload_targets.items()) if target.numel()]
         self.set_comm(comm)
+        self._is_in_flight = False
+        self._has_arrived = True  # all that arrival takes has been done, or enqueued
+        self._works: Sequence[Waitable] = ()
+        self._done: torch.Event | None = None
+
+    def _plan_memory(self) -> None:
+        """When memory comes and goes. What tensors travel right into is needed at issue, the rest on arrival. Staging
+        memory, and what hooks consume, is freed on arrival; the rest with the group."""
+        plan, gathered = self.plan, self.gathered
+        sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
+        sizes[gathered.shared] = plan.shared_nbytes
+        filled = {gathered.of(step) for step in plan.on_route(Route.DIRECT)}
+        consumed = {gathered.of(step) for step in plan.steps if step.lifetime is Lifetime.ARRIVAL}
+        outputs = [(storage, nbytes) for storage, nbytes in sizes.items() if nbytes]
+        staging = [(self._staging, plan.staging_nbytes), *([] if self.stage is None else self.stage.storages)]
+        staging = [(storage, nbytes) for storage, nbytes in staging if nbytes]
+        self._all_memory = [*outputs, *staging]
+        self._at_issue = [each for each in outputs if each[0] in filled] + staging
+        self._on_arrival = [each for each in outputs if each[0] not in filled]
+        self._passing = [storage for storage, _ in self._all_memory if storage in consumed or storage not in sizes]
+        self._lasting = [each for each in outputs if each[0] not in consumed]
 
     def set_comm(self, comm: GatherComm) -> None:
         """From the next launch on, ``comm`` carries what is gathered; called on the gather stream."""
         with self._placed():
             self._launch = comm.all_gather([output for output, _ in self._wires], [mine for _, mine in self._wires])
 
-    def issue(self) -> PendingGather:
+    def issue(self) -> None:
         """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if tensors
         travel right into it, else when the buckets have arrived."""
+        assert not self._is_in_flight
         with self._streams.on_gather():
-            payloads = self._hooks.payloads() if self._calls_pre_hooks and self._hooks is not None else None
+            payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
             self._memory.allocate(self._at_issue)
             if self.stage is not None:
                 self.stage.fetch()
-            if self._has_casts:
-                self._casts.run()
+            if self._cast_targets:
+                _torch.foreach_copy(self._cast_targets, self._cast_sources)
             if payloads:
                 _torch.foreach_copy(self._payload_targets, payloads)
             works = self._launch()
             if not works:  # the rest is enqueued in order on the gather stream
-                self.arrive()
-            done = None if works else self._streams.record()
-        return PendingGather(works, self if works else None, done, self._streams)
+                self._arrive()
+                self._done = self._streams.record()
+        self._works, self._has_arrived, self._is_in_flight = works, not works, True
+
+    def wait(self) -> None:
+        """The current stream may use what is gathered.
+
+        Raises:
+            CommunicationError: the all-gather failed; ``drop`` it.
+        """
+        assert self._is_in_flight
+        if not self._has_arrived:
+            self._wait_for_works()
+            self._arrive()
+        if self._done is not None:
+            self._streams.wait_here(self._done)  # compute waits for the gather stream: it reads what that one fills
+        self._is_in_flight, self._has_arrived, self._done = False, True, None
+
+    def drop(self) -> None:
+        """Nobody wants what is on its way: wait until no rank writes or reads the memory of this gather any more."""
+        has_arrived, done = self._has_arrived, self._done
+        self._is_in_flight, self._has_arrived, self._done = False, True, None
+        if not has_arrived:
+            self._wait_for_works()
+            for storage in self._passing:
+                storage.resize_(0)
+        self._streams.wait_here(done)  # compute waits for the gather stream: it releases what that one fills
 
     def release(self, *, keeps_memory: bool = False) -> None:
         """Free the unsharded tensors when the compute enqueued so far has read them, or have the next gather write them
@@ -195,50 +191,32 @@ class Gather:
         if self._hooks is not None:
             self._memory.release(self._hooks.storages)
 
-    def drop(self) -> None:
-        """The data has arrived, and nobody wants it."""
-        for storage in self._passing:
-            storage.resize_(0)
+    def _wait_for_works(self) -> None:
+        works, self._works = self._works, ()  # if one fails, none is waited for again
+        wait_for(works)
 
-    def arrive(self) -> None:
+    def _arrive(self) -> None:
         """The data has arrived: copy it to where compute reads it."""
         if self._on_arrival:
             self._memory.allocate(self._on_arrival)
         for unpack in self._unpacks:
-            unpack.run()
+            unpack()
         if self._hooks is not None:
             self._hooks.arrive()
         for storage in self._passing:
             storage.resize_(0)
 
-    def _planned_regions(self) -> list[Region]:
-        plan, gathered = self.plan, self.gathered
-        sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
-        sizes[gathered.shared] = plan.shared_nbytes
-        filled = {gathered.of(step) for step in plan.on_route(Route.DIRECT)}
-        consumed = {gathered.of(step) for step in plan.steps if step.lifetime is Lifetime.ARRIVAL}
-        regions = [
-            Region(
-                storage,
-                nbytes,
-                At.ISSUE if storage in filled else At.ARRIVAL,
-                At.ARRIVAL if storage in consumed else At.RESHARD,
-            )
-            for storage, nbytes in sizes.items()
-        ]
-        staging = [(self._staging, plan.staging_nbytes), *([] if self.stage is None else self.stage.storages)]
-        regions += [Region(storage, nbytes, At.ISSUE, At.ARRIVAL) for storage, nbytes in staging]
-        return [region for region in regions if region.nbytes]
-
     @contextmanager
     def _placed(self) -> Iterator[None]:
         """Tensors can be made only inside a storage's memory: give empty ones memory meanwhile. Nothing is written."""
-        with ExitStack() as stack:
-            for storage, nbytes, *_ in self._regions:
-                if storage.nbytes() == 0:
-                    storage.resize_(nbytes)
-                    stack.callback(storage.resize_, 0)
+        empty = [(storage, nbytes) for storage, nbytes in self._all_memory if storage.nbytes() == 0]
+        for storage, nbytes in empty:
+            storage.resize_(nbytes)
+        try:
             yield
+        finally:
+            for storage, _ in empty:
+                storage.resize_(0)
 
     def _output(self, step: GatherStep) -> torch.Tensor:
         shape = step.layout.shape
@@ -260,14 +238,14 @@ class Gather:
         """Output and input of a bucket; binds the copies into it and out of it."""
         rows_shape = (bucket.num_shards, bucket.row_numel)
         rows = tensor_on(self._staging, bucket.offset_nbytes, rows_shape, (bucket.row_numel, 1), bucket.dtype)
-        self._unpacks.append(_unpack(bucket, rows, self.gathered))
+        self._unpacks += _unpacks(bucket, rows, self.gathered)
         shards = [step for step in bucket.steps if step.origin is Origin.SHARD]
         runs = _runs(shards, self._flats)
         if len(runs) == 1 and not any(step.is_copied_in for step in bucket.steps):
             return rows.view(-1), runs[0]
         mine, offset = rows[self._rank], 0
         for run in runs:
-            self._casts.add(mine.narrow(0, offset, run.numel()), run)
+            self._cast_in(mine.narrow(0, offset, run.numel()), run)
             offset += run.numel()
         for step in bucket.steps[len(shards) :]:
             self._copy_in(step, mine.narrow(0, offset, step.layout.chunk_numel), payload_targets)
@@ -277,43 +255,15 @@ class Gather:
     def _copy_in(self, step: GatherStep, mine: torch.Tensor, payload_targets: dict[int, torch.Tensor]) -> None:
         """``mine`` ``[chunk_numel]`` receives this rank's part of ``step`` before each launch."""
         if step.origin is Origin.SHARD:
-            self._casts.add(mine, shard_slice(self._flats, step, (step.layout.chunk_numel,)))
+            self._cast_in(mine, shard_slice(self._flats, step, (step.layout.chunk_numel,)))
             return
         shape = step.layout.shard_shape(self._rank)
         payload_targets[step.index] = mine.narrow(0, 0, math.prod(shape)).view(shape)
 
-
-class Copies:
-    """Copies bound once and run every step, casting where dtypes differ, in one launch."""
-
-    def __init__(self) -> None:
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._targets
-
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """``source`` of the same shape is to be copied into ``target``."""
+    def _cast_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.numel() > 0:
-            self._targets.append(target)
-            self._sources.append(source)
-
-    def run(self) -> None:
-        _torch.foreach_copy(self._targets, self._sources)
-
-
-class SplitCopy:
-    """Rows cut at the same columns, one launch on CUDA, where many copies of strided tensors are as many launches."""
-
-    is_empty = False
-
-    def __init__(self, rows: torch.Tensor, sizes: list[int], targets: list[torch.Tensor]) -> None:
-        self._rows, self._sizes, self._targets = rows, sizes, targets
-
-    def run(self) -> None:
-        torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._targets)
+            self._cast_targets.append(target)
+            self._cast_sources.append(source)
 
 
 class LocalGather:
@@ -321,18 +271,18 @@ class LocalGather:
 
     stage = None
 
-    def __init__(self, plan: GatherPlan, flats: FlatShards, streams: Streams) -> None:
+    def __init__(self, plan: GatherPlan, flats: FlatShards) -> None:
         self.plan = plan
-        self._streams = streams
-        self.outputs: dict[int, torch.Tensor] = {}
-        for step in plan.steps:
-            shape = step.layout.shape
-            offset_nbytes = step.shard_offset * step.dtype.itemsize
-            flat = flats[step.source].untyped_storage()
-            self.outputs[step.index] = tensor_on(flat, offset_nbytes, shape, contiguous_stride(shape), step.dtype)
+        self.outputs = {step.index: self._output(step, flats[step.source]) for step in plan.steps}
 
-    def issue(self) -> PendingGather:
-        return PendingGather((), None, None, self._streams)
+    def _output(self, step: GatherStep, flat: torch.Tensor) -> torch.Tensor:
+        shape, offset_nbytes = step.layout.shape, step.shard_offset * step.dtype.itemsize
+        return tensor_on(flat.untyped_storage(), offset_nbytes, shape, contiguous_stride(shape), step.dtype)
+
+    def issue(self) -> None:
+        """Nothing moves."""
+
+    wait = drop = issue
 
     def release(self, *, keeps_memory: bool = False) -> None:
         """Nothing was allocated."""
@@ -349,8 +299,8 @@ def pieces(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     return [full.narrow(layout.dim, start, stop - start) for start, stop in intervals]
 
 
-def _unpack(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) -> Copies | SplitCopy:
-    """The copies from ``rows`` ``[W, row_numel]`` to where the bucket's tensors lie in their storages."""
+def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) -> list[Callable[[], object]]:
+    """Copies ``rows`` ``[W, row_numel]`` to where the bucket's tensors lie in their storages, in one launch."""
     steps = [step for step in bucket.steps if step.layout.numel > 0]
     sizes = [step.layout.chunk_numel for step in steps]
 
@@ -361,18 +311,22 @@ def _unpack(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) 
         return whole(step, (step.layout.num_shards, step.layout.chunk_numel))  # its padding included
 
     if rows.device.type != "cpu" and steps and all(step.route is Route.ROWS for step in steps):
-        return SplitCopy(rows, sizes, [rows_of(step) for step in steps])
-    copies = Copies()
+        # On CUDA, many copies of strided tensors are as many launches.
+        return [partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=[rows_of(step) for step in steps])]
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for step, column in zip(steps, rows.split_with_sizes(sizes, dim=1), strict=True):
         if step.route is Route.ROWS:  # without padding, which may be most of them
             target, (num_whole, rest) = rows_of(step), divmod(step.layout.numel, step.layout.chunk_numel)
-            copies.add(target[:num_whole], column[:num_whole])
-            if rest > 0:
-                copies.add(target[num_whole, :rest], column[num_whole, :rest])
+            targets += [target[:num_whole], target[num_whole : num_whole + 1, :rest]]
+            sources += [column[:num_whole], column[num_whole : num_whole + 1, :rest]]
             continue
-        for row, target in zip(column, pieces(whole(step, step.layout.shape), step.layout), strict=True):
-            copies.add(target, row.narrow(0, 0, target.numel()).view(target.shape))
-    return copies
+        parts = pieces(whole(step, step.layout.shape), step.layout)
+        targets += parts
+        sources += [row.narrow(0, 0, part.numel()).view(part.shape) for row, part in zip(column, parts, strict=True)]
+    some = [target.numel() > 0 for target in targets]
+    copies = list(compress(targets, some)), list(compress(sources, some))
+    return [partial(_torch.foreach_copy, *copies)] if True in some else []
 
 
 def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:

@@ -22,9 +22,9 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm
 from fsdp2.comm.memory import Services, alias
 from fsdp2.comm.offload import Home, HostCopies
-from fsdp2.comm.streams import Streams, Waitable, wait_for
+from fsdp2.comm.streams import Streams, wait_for
 from fsdp2.group.param import ShardedParam
-from fsdp2.group.reduce_scatter import AllReduceHook, Launched, Reduce, Sums
+from fsdp2.group.reduce_scatter import AllReduceHook, Launched, Reduce
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import ReducePlan, compile_reduces
 from fsdp2.types import AllGather, ExtensionError, ReduceScatter
@@ -84,7 +84,6 @@ class BoundReduce:
     Attributes:
         is_wrapped: some unsharded parameter is a tensor subclass, and so may be its gradient.
         plain: the unsharded parameters, if autograd leaves them gradients that travel as they are; else empty.
-        params: the sharded side of each step.
         used: a byte per parameter of the group, 1 if it is reduced.
         as_gradients: from sharded parameters and shards to what becomes their ``.grad``.
     """
@@ -116,20 +115,16 @@ class Reduction:
         copies: of offloaded gradients, the copies on their way to the host.
     """
 
-    def __init__(self, bound: BoundReduce, sums: Sums, present: list[bool]) -> None:
-        self.bound, self.sums, self.present = bound, sums, present
+    def __init__(self, bound: BoundReduce, launched: Launched, present: list[bool]) -> None:
+        self.bound, self.present = bound, present
+        self.sums, self._works, self._inputs, self._read = launched
         self.copies: list[HostCopies] = []
         self._streams: Streams = bound.reduce.streams
-        self._works: Sequence[Waitable] = ()
-        self._inputs: object = None
         self._land: Callable[[Reduction], None] | None = None
-        self._read: torch.Event | None = None
         self._done: torch.Event | None = None
 
-    def start(self, land: Callable[[Reduction], None], launched: Launched | None = None) -> Reduction:
-        """Run ``land`` when what was ``launched`` has arrived: at once where that is enqueued, else in ``finish``."""
-        if launched is not None:
-            self._works, self._inputs, self._read = launched.works, launched.inputs, launched.read
+    def start(self, land: Callable[[Reduction], None]) -> Reduction:
+        """Run ``land`` when what was launched has arrived: at once where that is enqueued, else in ``finish``."""
         if self._works:
             self._land = land
             return self
@@ -168,12 +163,8 @@ class GroupGradients:
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: ReduceComm, home: Home) -> None:
-        self._params = params
-        self._home = home
-        self._mesh = mesh
-        self._comm = comm
+        self._params, self._mesh, self._comm, self._home = params, mesh, comm, home
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
-        self._options = GroupOptions()  # of what is bound
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged, and on their way to the host
         self.withheld: list[Reduction] = []
@@ -181,7 +172,7 @@ class GroupGradients:
 
     @property
     def state(self) -> GradientState:
-        if any(p.accumulated is not None or _unsharded_grad(p) is not None for p in self._params):
+        if any(p.accumulated is not None or p.unsharded_grad is not None for p in self._params):
             return GradientState.UNREDUCED
         if self._partial is not None:
             return GradientState.PARTIAL
@@ -189,13 +180,13 @@ class GroupGradients:
         return GradientState.REDUCED if has_grad else GradientState.NONE
 
     def unbind(self) -> None:
-        """Forget compiled plans: dtypes, layouts or streams have changed."""
+        """Forget compiled plans: dtypes, layouts, streams or options have changed."""
         self._bound.clear()
 
     def set_comm(self, comm: ReduceComm) -> None:
         """From the next reduction on, ``comm`` carries it."""
         self._comm = comm
-        self._bound.clear()
+        self.unbind()
 
     def discard_unreduced(self) -> None:
         """Drop what is not in the shards' ``.grad`` yet."""
@@ -210,9 +201,9 @@ class GroupGradients:
         for param in self._params:
             if param.compute_dtypes.param is param.compute_dtypes.reduce:
                 continue  # autograd itself accumulates, in that dtype
-            grad = _take_unsharded_grad(param)
+            grad = param.take_unsharded_grad()
             if grad is not None:
-                _accumulate(param, grad.to(param.compute_dtypes.reduce))
+                param.accumulate(grad.to(param.compute_dtypes.reduce))
 
     def reduce(
         self, trainable: tuple[int, ...], options: GroupOptions, services: Services, unused: Unused
@@ -220,11 +211,7 @@ class GroupGradients:
         """Start reducing the gradients of the parameters ``trainable`` (indices); None if nothing has to be."""
         if not trainable:
             return None
-        if options is not self._options:
-            if options.bound != self._options.bound:
-                self._bound.clear()
-            self._options = options
-        bound = self._bound.get(trainable) or self._bind(trainable, services)
+        bound = self._bound.get(trainable) or self._bind(trainable, options, services)
         grads = self._take_all(bound)
         present = list(map(_is_there, grads))
         if unused is Unused.ZERO:
@@ -238,7 +225,7 @@ class GroupGradients:
         whole = self._completed(bound, grads)
         launched = bound.reduce.launch(whole)
         land = partial(self._receive, earlier, options.requires_all_reduce)
-        return Reduction(bound, launched.sums, present).start(land, launched)
+        return Reduction(bound, launched, present).start(land)
 
     def reduce_partial(self, options: GroupOptions, services: Services) -> Reduction | None:
         """Carry sums over the shard axis, if there are any, on over the replicate axis, unless they have to wait."""
@@ -274,15 +261,17 @@ class GroupGradients:
 
     def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:
         """What reducing the parameters ``trainable`` (indices) would run, and what would carry it."""
-        inputs = [param.reduce_input for i in trainable for param in (self._params[i],) for _ in param.gradient_parts()]
+        inputs = [part.param.reduce_input for part in self._parts_of(trainable)]
         return compile_reduces(inputs, self._comm, self._mesh.data_parallel_size), self._comm
+
+    def _parts_of(self, trainable: Sequence[int]) -> list[Part]:
+        return [Part(self._params[i], name) for i in trainable for name in self._params[i].gradient_parts()]
 
     # At first use
 
-    def _bind(self, trainable: tuple[int, ...], services: Services) -> BoundReduce:
+    def _bind(self, trainable: tuple[int, ...], options: GroupOptions, services: Services) -> BoundReduce:
         params = [self._params[index] for index in trainable]
-        parts = [Part(param, name) for param in params for name in param.gradient_parts()]
-        options = self._options
+        parts = self._parts_of(trainable)
         plans = compile_reduces(
             [part.param.reduce_input for part in parts],
             self._comm,
@@ -315,17 +304,8 @@ class GroupGradients:
         """The gradient that each step of ``bound`` reduces, off the unsharded parameters, or None."""
         if bound.plain and not any(map(_is_there, map(_accumulated_of, self._params))):
             return _torch.take_grads(bound.plain)
-        taken = {param: self._take(param) for param in dict.fromkeys(param for param, _ in bound.parts)}
+        taken = {param: param.take_grad() for param in dict.fromkeys(param for param, _ in bound.parts)}
         return [_inner_gradient(part, taken[part.param]) for part in bound.parts]
-
-    def _take(self, param: ShardedParam) -> torch.Tensor | None:
-        grad = _take_unsharded_grad(param)
-        if param.accumulated is None:
-            return grad
-        if grad is not None:
-            _accumulate(param, grad)
-        grad, param.accumulated = param.accumulated, None
-        return grad
 
     def _completed(self, bound: BoundReduce, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
         """``grads`` as one gradient per step, of one dtype per plan. The layout of a reduction is the same on all
@@ -364,14 +344,13 @@ class GroupGradients:
     def _start_landing(self, summed: Reduction, services: Services) -> Reduction:
         """Land sums over the shard axis that no reduction adds to."""
         services.streams.reduce_after_compute()
-        return Reduction(summed.bound, summed.sums, summed.present).start(self._land)
+        return Reduction(summed.bound, Launched(summed.sums, (), None, None), summed.present).start(self._land)
 
     def _land(self, reduction: Reduction) -> None:
         """Sum over the replicate axis, average, and hand over to the sharded parameters. If those live on the host,
         the CPU does so when it has waited for the copies."""
         reduce = reduction.bound.reduce
-        reduce.all_reduce(reduction.sums)
-        reduction.sums = reduce.average(reduction.sums)
+        reduction.sums = reduce.complete(reduction.sums)
         if not self._home.is_staged:
             self._hand_over(reduction)
             return
@@ -442,27 +421,6 @@ def _rewrapped(landed: Iterable[tuple[Part, torch.Tensor]]) -> tuple[list[nn.Par
         for param, parts in by_param.items()
     ]
     return [param.sharded for param in by_param], shards
-
-
-def _unsharded_grad(param: ShardedParam) -> torch.Tensor | None:
-    return None if param.unsharded is None else param.unsharded.grad
-
-
-def _take_unsharded_grad(param: ShardedParam) -> torch.Tensor | None:
-    grad = _unsharded_grad(param)
-    if grad is not None:
-        assert param.unsharded is not None
-        param.unsharded.grad = None
-        if param.spec.unsharded is not None:
-            grad = param.spec.local_gradient(grad)
-    return grad
-
-
-def _accumulate(param: ShardedParam, grad: torch.Tensor) -> None:
-    if param.accumulated is None:
-        param.accumulated = grad
-    else:
-        param.accumulated += grad
 
 
 def _inner_gradient(part: Part, grad: torch.Tensor | None) -> torch.Tensor | None:

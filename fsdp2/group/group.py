@@ -10,7 +10,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter, is_
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,6 +21,7 @@ from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.memory import compute_stream_services, services_for
 from fsdp2.comm.offload import Home
+from fsdp2.group.all_gather import Gather, LocalGather
 from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions, Reduction, Unused
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
@@ -27,6 +30,7 @@ from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
 from fsdp2.types import CommunicationError, ScheduleError
 
+_get_requires_grad = attrgetter("requires_grad")
 _alive: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
 
@@ -62,6 +66,7 @@ class ParamGroup:
         self.gradients = GroupGradients(self.params, mesh, comm, home)
         self._story: Callable[[], str] = lambda: "none"
         self.stamp: list[int] | None = None
+        self._in_flight: Gather | LocalGather | None = None
         self._bindings = Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
         _alive.add(self)
@@ -79,6 +84,8 @@ class ParamGroup:
         """Replace options. What is in flight arrives as it was sent."""
         before, self.options = self.options, replace(self.options, **changes)  # type: ignore[arg-type]
         after, mesh = self.options, self.mesh
+        if after.bound != before.bound:
+            self.gradients.unbind()
         if after.all_gather is not before.all_gather:
             self.unsharded.set_comm(after.all_gather)
         if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
@@ -114,7 +121,7 @@ class ParamGroup:
     def may_give_up(self, param: ShardedParam) -> bool:
         """Whether nothing has happened to the group since it was made, so that ``param`` has the values that it was
         sharded with."""
-        is_fresh = not self.unsharded.is_bound and self.gradients.state is GradientState.NONE
+        is_fresh = self.unsharded.gather is None and self.gradients.state is GradientState.NONE
         return is_fresh and self._is_intact() and not self.shards.are_written() and param in self.params
 
     def give_up(self, param: ShardedParam) -> None:
@@ -145,7 +152,9 @@ class ParamGroup:
 
     def _is_intact(self) -> bool:
         """Whether nobody has replaced parameters, or what they are made of, since they were bound."""
-        return self._bindings.are_intact() and self.shards.are_in_place()
+        shards = self.shards
+        has_moved = not all(map(is_, map(_torch.get_local, shards.sharded), shards.noted))  # by swap_tensors
+        return not has_moved and self._bindings.are_intact()
 
     def _unbind(self) -> None:
         self.unsharded.unbind()
@@ -160,17 +169,21 @@ class ParamGroup:
             return
         unsharded = self.unsharded
         try:
-            is_intact = self._bindings.are_intact() and self.shards.are_in_place()
-            if self.is_stale or (before is GroupState.SHARDED and not is_intact):
+            if self.is_stale or (before is GroupState.SHARDED and not self._is_intact()):
                 self._refresh()
+            requires_grad = self.requires_grad()
             if not unsharded.parameters:  # never yet; or hooks failed, and may have been mended
-                unsharded.bind()
-            elif unsharded.requires_grad != self.shards.requires_grad():
-                unsharded.follow_requires_grad()
+                unsharded.bind(requires_grad)
+            elif unsharded.requires_grad != requires_grad:
+                unsharded.follow_requires_grad(requires_grad)
                 self._tell_parameters()
+            self._in_flight = unsharded.gather
             if before is GroupState.SHARDED:
                 self.stamp = None
-            unsharded.issue(from_post_forward=before is GroupState.SHARDED_POST_FORWARD)
+            elif unsharded.post_forward is not None:
+                self._in_flight = unsharded.post_forward.gather
+            assert self._in_flight is not None
+            self._in_flight.issue()
         except BaseException:
             self.state = before  # nothing is in flight: a refused gather leaves the group as it was
             raise
@@ -180,16 +193,27 @@ class ParamGroup:
         before = self._transition(GroupEvent.WAIT)
         if before is GroupState.UNSHARDED:
             return
+        unsharded = self.unsharded
+        is_first = not unsharded.parameters
+        assert self._in_flight is not None
         try:
-            is_new = self.unsharded.arrive()
+            self._in_flight.wait()
+            if is_first:
+                unsharded.adopt()
+                unsharded.follow_requires_grad(self.requires_grad())
         except BaseException as error:
             self.state = before
             if isinstance(error, CommunicationError):
                 raise self.lost("all-gather", error) from error.__cause__
             raise
-        if is_new:
+        self._in_flight = None
+        if unsharded.post_forward is not None:
+            unsharded.post_forward.release()
+        if is_first:
             self._tell_parameters()
-        self._rebind(self.unsharded.parameters)
+        elif unsharded.versioned:  # they hold again what autograd has saved
+            _torch.set_versions(unsharded.versioned, unsharded.saved_versions)
+        self._rebind(unsharded.parameters)
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""
@@ -201,13 +225,29 @@ class ParamGroup:
         before = self._transition(GroupEvent.RESHARD)
         if before is GroupState.SHARDED:
             return
+        unsharded = self.unsharded
         if before is GroupState.UNSHARDING:
-            self.unsharded.drop()
+            gather, self._in_flight = self._in_flight, None
+            assert gather is not None
+            gather.drop()
+        if before is not GroupState.UNSHARDED and unsharded.post_forward is not None:
+            unsharded.post_forward.release()
         self._rebind(self.shards.sharded)
-        if before is GroupState.SHARDED_POST_FORWARD:
-            self.unsharded.drop_post_forward()
-        else:
-            self.unsharded.release(keeps_memory=self.keeps_storage)
+        if before is not GroupState.SHARDED_POST_FORWARD:
+            self._release()
+
+    def _release(self) -> None:
+        """Free the unsharded parameters when compute has read them; or keep their memory, to be written then.
+
+        Freed memory is not readable (I19): autograd compares the version that a tensor had in forward with the one
+        that it has when backward reads it. While the memory is freed, the version is another. So a backward that comes
+        upon it unprepared raises; it would read address 0 on the CPU, and whatever lies there by now on an accelerator.
+        """
+        unsharded = self.unsharded
+        assert unsharded.gather is not None
+        if unsharded.versioned and not self.keeps_storage:
+            torch.autograd.graph.increment_version(unsharded.versioned)
+        unsharded.gather.release(keeps_memory=self.keeps_storage)
 
     def reshard_post_forward(self) -> None:
         """Cut the unsharded parameters down to shards of the post-forward mesh, if this group has one."""
@@ -217,7 +257,7 @@ class ParamGroup:
         before = self._transition(GroupEvent.RESHARD_POST_FORWARD)
         if before is GroupState.UNSHARDED:
             self._rebind(self.unsharded.cut())
-            self.unsharded.release(keeps_memory=self.keeps_storage)
+            self._release()
 
     def lend(self) -> None:
         """Leave the slots, in which shards are bound, to the caller until ``take_back``."""
@@ -240,8 +280,13 @@ class ParamGroup:
         if self.state is GroupState.SHARDED or self.stamp is None:
             return
         has_changed = self.stamp != self.shards.write_stamp() or not self._is_intact()
-        if has_changed or self.unsharded.requires_grad != self.shards.requires_grad():
+        if has_changed or self.unsharded.requires_grad != self.requires_grad():
             self.reshard()
+
+    def requires_grad(self) -> list[bool]:
+        """What the user has set on each sharded parameter."""
+        with _torch.plain_access():
+            return list(map(_get_requires_grad, self.shards.sharded))
 
     def _tell_parameters(self) -> None:
         if self.on_parameters is not None:

@@ -33,7 +33,6 @@ from fsdp2.plan.plan import HookInput, Lifetime
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy, PreResult
 
 T = TypeVar("T")
-Fill = Callable[[tuple[torch.Tensor, ...], Any, torch.Tensor], None]
 
 _PRE = "fsdp_pre_all_gather"
 _POST = "fsdp_post_all_gather"
@@ -264,7 +263,7 @@ class HookedParam:
 
     Attributes:
         metadata: what the pre-hook returned with the payload that is gathered, or was last.
-        outputs: what is gathered, for the post-hook.
+        outputs, out: what is gathered, for the post-hook, and what that fills from the first gather on.
         releases_outputs: whether the post-hook consumes them.
     """
 
@@ -290,6 +289,7 @@ class HookedParam:
         self._first: tuple[torch.Tensor, ...] | None = None
         self._kept: tuple[torch.Tensor, ...] | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
+        self.out: torch.Tensor
         self._stamp: list[int] = []
 
     def prepare(self) -> tuple[torch.Tensor, ...]:
@@ -322,26 +322,26 @@ class HookedParam:
             tensor, inner = hooks.first_post(self.outputs, self.metadata)
             if versions != [output._version for output in self.outputs]:
                 problem = "wrote all_gather_outputs: they are read again, so make a tensor of its own"
-                raise hooks.error("fsdp_post_all_gather", problem)
+                raise hooks.error(_POST, problem)
             if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
-                raise hooks.error("fsdp_post_all_gather", f"made a tensor of {tensor.dtype} of a trainable parameter")
+                raise hooks.error(_POST, f"made a tensor of {tensor.dtype} of a trainable parameter")
             try:
                 param.unsharded = param.unsharded_parameter(tensor)
             except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
                 problem = f"made a {type(tensor).__name__} that cannot be a parameter: {error}"
-                raise hooks.error("fsdp_post_all_gather", problem) from error
+                raise hooks.error(_POST, problem) from error
             param.inner = self._owned(inner)
             gathered = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
             if self.releases_outputs and not gathered.isdisjoint(_memory_of(param.unsharded)):
                 problem = "made a tensor on the memory of all_gather_outputs, which the class says may be freed"
-                raise hooks.error("fsdp_post_all_gather", problem)
-        local = param.unsharded_local
-        assert local is not None
-        before = _memory_of(local)
-        hooks.call_post(self.outputs, self.metadata, local)
-        if _memory_of(local) != before:
+                raise hooks.error(_POST, problem)
+        assert param.unsharded_local is not None
+        self.out = param.unsharded_local
+        before = _memory_of(self.out)
+        hooks.call_post(self.outputs, self.metadata, self.out)
+        if _memory_of(self.out) != before:
             problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
-            raise hooks.error("fsdp_post_all_gather", problem)
+            raise hooks.error(_POST, problem)
 
     def _owned(self, inner: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
         """The storages of ``inner`` that come and go: not those of the outputs, which the group's plan sees to."""
@@ -354,9 +354,7 @@ class HookedParam:
             if pointer in ours or storage.nbytes() == 0:
                 continue
             if pointer in shards:
-                raise self.hooks.error(
-                    "fsdp_post_all_gather", "lists memory of the shard itself to be freed: make a tensor of its own"
-                )
+                raise self.hooks.error(_POST, "lists memory of the shard itself to be freed: make a tensor of its own")
             owned[pointer] = (storage, storage.nbytes())
         return list(owned.values())
 
@@ -377,30 +375,25 @@ class HookedParams:
         earlier: HookedParams | None,
     ) -> None:
         self._mesh, self._memory = mesh, services.memory
-        self._agreement: _Agreement
-        self._is_settled: bool
         self._no_grad = torch.no_grad()  # entered often; never while it is
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
-        self._fills: list[tuple[Fill, HookedParam, torch.Tensor]] = []
         self._params: list[HookedParam] = []
-
+        self._reports: list[list[Report]]  # by rank of the shard axis
+        self._is_settled: bool
         if earlier is not None and not earlier._is_settled:
             earlier = None
             for param in params:
                 param.forget_unsharded()
-        agreed = earlier._agreement if earlier is not None else None
+        agreed = None if earlier is None else earlier._reports
 
         def bind() -> list[Report]:
             self._params = [HookedParam(param, mesh, home) for param in params]
-            return [param.report() for param in self._params]
+            return [hooked.report() for hooked in self._params]
 
-        # I9
-        self._agreement = _agree(mesh, bind, agreed)
-        shapes = [shape for report in self._agreement.mine for shape, _ in report.tensors]
-        self._has_odd_shapes = any(not shape or 0 in shape for shape in shapes)  # 0-dim or empty
+        self._reports = _agree(mesh, bind, agreed)  # I9
         self._is_new = True
-        self._is_settled = not self._agreement.was_asked  # the post-hooks worked everywhere
+        self._is_settled = self._reports is agreed  # the post-hooks worked everywhere
 
     def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
         """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime`` of what the hooks say
@@ -417,18 +410,18 @@ class HookedParams:
                     layout = join(shapes, hooked.param.layout.dim)
                 except ValueError as error:
                     problem = f"returned tensors that do not fit together on the ranks: {error}"
-                    raise hooked.hooks.error("fsdp_pre_all_gather", problem) from None
+                    raise hooked.hooks.error(_PRE, problem) from None
                 inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, consumed)
         return inputs
 
     def _tensors_of(self, i: int, hooked: HookedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
         """Name, dtype, and the shape on every rank, of what parameter ``i`` sends."""
-        by_rank = [reports[i].tensors for reports in self._agreement.reports]
+        by_rank = [reports[i].tensors for reports in self._reports]
         kinds = [tuple(dtype for _, dtype in report) for report in by_rank]
         if len(set(kinds)) > 1:
             other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
             problem = f"returned tensors of {kinds[0]} on the first rank, but of {kinds[other]} on rank {other}"
-            raise hooked.hooks.error("fsdp_pre_all_gather", f"{problem} of the shard axis: all must send the same")
+            raise hooked.hooks.error(_PRE, f"{problem} of the shard axis: all must send the same")
         shapes = [[report[k][0] for report in by_rank] for k in range(len(kinds[0]))]
         names = [f"{hooked.param.name}[{k}]" for k in range(len(kinds[0]))]
         return list(zip(names, kinds[0], shapes, strict=True))
@@ -436,7 +429,7 @@ class HookedParams:
     def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
         """``outputs`` of the gather that ``inputs(first_key)`` was planned for."""
         key = first_key
-        for hooked, report in zip(self._params, self._agreement.reports[0], strict=True):
+        for hooked, report in zip(self._params, self._reports[0], strict=True):
             hooked.outputs = tuple(outputs[key + k] for k in range(len(report.tensors)))
             key += len(report.tensors)
 
@@ -445,9 +438,7 @@ class HookedParams:
         with self._no_grad:
             for hooked in self._params:
                 payloads += hooked.prepare()
-        if self._has_odd_shapes:
-            return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
-        return payloads
+        return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
 
     def arrive(self) -> None:
         if self._is_new:
@@ -458,8 +449,8 @@ class HookedParams:
         # I10: autograd has saved what is written here; it holds again what it held then.
         versions = [tensor._version for tensor in self._versioned]
         with self._no_grad:
-            for fill, hooked, unsharded in self._fills:
-                fill(hooked.outputs, hooked.metadata, unsharded)
+            for hooked in self._params:
+                hooked.hooks.call_post(hooked.outputs, hooked.metadata, hooked.out)
         if versions != [tensor._version for tensor in self._versioned]:
             _torch.set_versions(self._versioned, tuple(versions))
 
@@ -476,25 +467,14 @@ class HookedParams:
             _agree(self._mesh, make, None)
             self._is_settled = True
         self.storages = [inner for hooked in self._params for inner in hooked.param.inner]
-        filled = [(hooked, hooked.param.unsharded_local) for hooked in self._params]
-        self._fills = [(ext.hooks.call_post, ext, tensor) for ext, tensor in filled if tensor is not None]
-        made = [param.unsharded for param in (hooked.param for hooked in self._params)]
+        made = [hooked.param.unsharded for hooked in self._params]
         self._versioned = tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
         self._is_new = False
 
 
-@dataclass(frozen=True)
-class _Agreement:
-    """What every rank of the shard axis reported, in rank order. ``was_asked``: not taken over from earlier."""
-
-    mine: Any
-    reports: list[Any]
-    was_asked: bool
-
-
-def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None) -> _Agreement:
-    """Run ``act`` on every rank, and learn what it returned there. Ranks that report what they did ``earlier`` need
-    not ask again.
+def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: list[T] | None) -> list[T]:
+    """Run ``act`` on every rank. Returns what it returned on each rank of the shard axis; ``earlier`` itself, and no
+    rank asks another, if ``act`` returned the same as then.
 
     Raises:
         ExtensionError: ``act`` raised one on some rank, or replicas returned different values; on all ranks alike.
@@ -507,8 +487,8 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
         failure = error
     if failure is not None and earlier is not None:
         raise failure  # the other ranks may have nothing to ask
-    if earlier is not None and mine == earlier.mine:
-        return _Agreement(mine, earlier.reports, was_asked=False)
+    if earlier is not None and mine == earlier[mesh.shard.rank]:
+        return earlier
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and _failure_text(failure), mine)))
     if failure is not None:
@@ -520,7 +500,7 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: _Agreement | None)
     for row in reports:
         if row != reports[0]:
             raise ExtensionError(_difference(reports[0], row))
-    return _Agreement(mine, reports[0], was_asked=True)
+    return list(reports[0])
 
 
 def _failure_text(failure: Exception) -> str:

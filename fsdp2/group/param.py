@@ -227,11 +227,47 @@ class ShardedParam:
 
     def forget_unsharded(self) -> None:
         """Its memory has moved, or its dtype has changed: it is made anew at the next use."""
-        if self.unsharded is not None and self.unsharded.grad is not None:
-            grad = self.spec.local_gradient(self.unsharded.grad).to(self.compute_dtypes.reduce)
-            self.accumulated = grad if self.accumulated is None else self.accumulated + grad
+        grad = self.take_unsharded_grad()
+        if grad is not None:
+            self.accumulate(grad.to(self.compute_dtypes.reduce))
         self.unsharded = None
         self.inner = []
+
+    # Gradients before they are reduced
+
+    @property
+    def unsharded_grad(self) -> torch.Tensor | None:
+        """What autograd has left."""
+        return None if self.unsharded is None else self.unsharded.grad
+
+    def take_unsharded_grad(self) -> torch.Tensor | None:
+        """What this rank has of that, which is gone then."""
+        grad = self.unsharded_grad
+        if grad is not None:
+            assert self.unsharded is not None
+            self.unsharded.grad = None
+            if self.spec.unsharded is not None:
+                grad = self.spec.local_gradient(grad)
+        return grad
+
+    def accumulate(self, grad: torch.Tensor) -> None:
+        """Add ``grad`` to what was not communicated yet."""
+        if self.accumulated is None:
+            self.accumulated = grad
+        else:
+            self.accumulated += grad
+
+    def take_grad(self) -> torch.Tensor | None:
+        """All that was not communicated yet, which is gone then."""
+        grad = self.take_unsharded_grad()
+        if self.accumulated is None:
+            return grad
+        if grad is not None:
+            self.accumulate(grad)
+        grad, self.accumulated = self.accumulated, None
+        return grad
+
+    # Writes of the shard
 
     def write_stamp(self) -> list[int]:
         """Differs from an earlier one if the shard was written meanwhile, or may have been, by an optimizer."""

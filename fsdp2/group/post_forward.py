@@ -14,7 +14,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.memory import Services
-from fsdp2.group.all_gather import Gather, GatherHooks, PendingGather, flat_shards, shard_slice
+from fsdp2.group.all_gather import Gather, GatherHooks, flat_shards, shard_slice
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.layout import ShardLayout
@@ -27,6 +27,7 @@ class PostForwardShards:
     """One group's parameters on the post-forward mesh.
 
     Attributes:
+        gather: back into the group's unsharded storage.
         parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound meanwhile; the
             sharded parameter, if all-gather hooks decide what is kept, or if it is a DTensor on model axes.
     """
@@ -38,6 +39,7 @@ class PostForwardShards:
         hooks: GatherHooks | None,
         mesh: ParallelMesh,
         services: Services,
+        all_gather: AllGather | None,
     ) -> None:
         self._mesh = mesh
         self._comm = comm_for(mesh.shard, mesh.device, is_async=services.streams.gathers_are_async)
@@ -45,16 +47,15 @@ class PostForwardShards:
         plan = compile_gather(inputs, self._comm, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)
         rank = mesh.shard.rank
-        self._gather = Gather(
-            plan, self._flats, full.gathered, rank, self._comm, services, hooks, calls_pre_hooks=False
-        )
+        carrier = gather_comm(self._comm, mesh, all_gather)
+        self.gather = Gather(plan, self._flats, full.gathered, rank, carrier, services, hooks, calls_pre_hooks=False)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         # Bound as they are where no DTensor describes what is kept: parts of payloads, or of what model axes have cut.
         self.parameters = [param.sharded for param in params]
         for step in plan.steps:
-            start, stop = step.layout.interval(mesh.shard.rank)
-            local = shard_slice(self._flats, step, step.layout.shard_shape(mesh.shard.rank))
+            start, stop = step.layout.interval(rank)
+            local = shard_slice(self._flats, step, step.layout.shard_shape(rank))
             self._targets.append(local)
             output = full.outputs[step.index].view(step.layout.shape)
             self._sources.append(output.narrow(step.layout.dim, start, stop - start))
@@ -65,7 +66,7 @@ class PostForwardShards:
 
     def set_comm(self, all_gather: AllGather | None) -> None:
         """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
-        self._gather.set_comm(gather_comm(self._comm, self._mesh, all_gather))
+        self.gather.set_comm(gather_comm(self._comm, self._mesh, all_gather))
 
     def cut(self) -> None:
         """Copy this rank's part out of the unsharded parameters, which are released behind it: gathers wait for that
@@ -73,10 +74,6 @@ class PostForwardShards:
         for dtype, flat in self._flats.items():
             flat.untyped_storage().resize_(self._nbytes[dtype])
         _torch.foreach_copy(self._targets, self._sources)
-
-    def issue(self) -> PendingGather:
-        """Start gathering back into the group's unsharded storage."""
-        return self._gather.issue()
 
     def release(self) -> None:
         """Free the shards; nothing happens if there are none."""

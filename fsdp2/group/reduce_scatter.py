@@ -1,4 +1,4 @@
-"""Run a group's reduce plans: bind them to a comm once, then launch, all-reduce, average.
+"""Run a group's reduce plans: bind them to a comm once, then launch and complete.
 
 This file sees plans, gradients as tensors, a comm and streams, never parameters or modules.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import ReducePlan, Route
 
+_dtype_of = attrgetter("dtype")  # in C, since it runs once per parameter and step
 Sums = list[list[torch.Tensor]]  # per plan, the buffers that hold this rank's sums
 
 
@@ -57,9 +59,9 @@ class Reduce:
     ) -> None:
         self.plans = tuple(plans)
         self._mesh, self._comm, self.streams = mesh, comm, services.streams
-        self._parts = [_bound(plan, mesh, hook) for plan in plans]
+        self._parts = [_Part(plan, mesh, is_hooked=hook is not None) for plan in plans]
         self._hook = hook
-        self._lands_gradients = any(isinstance(part, _LocalPart) for part in self._parts)
+        self._lands_gradients = any(part.is_local for part in self._parts)
 
     def launch(self, grads: list[torch.Tensor]) -> Launched:
         """Start reducing ``grads``, one per step of the plans, in their unsharded shapes. Empties the list.
@@ -90,32 +92,30 @@ class Reduce:
         for mine, other in zip(sums, others, strict=True):
             _torch.foreach_add(mine, other)
 
-    def all_reduce(self, sums: Sums) -> None:
-        """Sum over the replicate axis as well."""
+    def complete(self, sums: Sums) -> Sums:
+        """Sum over the replicate axis as well, divide in place, run the user's hook, cast to the gradients' dtype."""
         if self._mesh.replicate.size > 1:
             works = [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer)]
             wait_for(works)  # on an accelerator, the reduce stream waits
-
-    def average(self, sums: Sums) -> Sums:
-        """Divide the complete sums in place, run the user's hook on them, cast them to the gradients' dtype."""
-        return [self._averaged(part.plan, mine) for part, mine in zip(self._parts, sums, strict=True)]
+        averaged: Sums = []
+        for plan, mine in zip(self.plans, sums, strict=True):
+            if self._hook is not None and plan.factors.behind_hook:
+                self._run_hook(self._hook, mine)
+            if plan.factors.after != 1.0:
+                for buffer in mine:
+                    buffer.div_(plan.factors.after)
+            if self._hook is not None and not plan.factors.behind_hook:
+                self._run_hook(self._hook, mine)
+            is_cast = plan.dtypes.reduce is not plan.dtypes.grad
+            averaged.append([buffer.to(plan.dtypes.grad) for buffer in mine] if is_cast else mine)
+        return averaged
 
     def shards(self, averaged: Sums) -> list[torch.Tensor]:
         """Per step of the plans, this rank's gradient: a view of the flat buffer."""
-        return [shard for part, mine in zip(self._parts, averaged, strict=True) for shard in part.shards(mine)]
-
-    def _averaged(self, plan: ReducePlan, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        factors = plan.factors
-        if self._hook is not None and factors.behind_hook:
-            self._run_hook(self._hook, sums)
-        if factors.after != 1.0:
-            for buffer in sums:
-                buffer.div_(factors.after)
-        if self._hook is not None and not factors.behind_hook:
-            self._run_hook(self._hook, sums)
-        if plan.dtypes.reduce is plan.dtypes.grad:
-            return sums
-        return [buffer.to(plan.dtypes.grad) for buffer in sums]
+        shards: list[torch.Tensor] = []
+        for part, mine in zip(self._parts, averaged, strict=True):
+            shards += mine if part.is_local else [mine[0].as_strided(*place) for place in part.places]
+        return shards
 
     def _run_hook(self, hook: AllReduceHook, sums: list[torch.Tensor]) -> None:
         with self.streams.on(hook.stream), torch.no_grad():
@@ -124,12 +124,19 @@ class Reduce:
 
 
 class _Part:
-    """One plan of a reduction: what it sends, and the flat buffer that receives."""
+    """One plan of a reduction: what it sends, and the flat buffer that receives.
+
+    Attributes:
+        is_local: one rank, no cast and no hook: the gradients are their own reduction, without buffer or copy.
+        places: shape, stride and offset in the flat buffer of this rank's part of each gradient.
+    """
 
     def __init__(self, plan: ReducePlan, mesh: ParallelMesh, *, is_hooked: bool) -> None:
         self.plan, self.num_steps = plan, len(plan.steps)
+        is_uncast = plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
+        self.is_local = mesh.data_parallel_size == 1 and is_uncast and not is_hooked
         self._mesh = mesh
-        # Between its parts the buffer has gaps, which a hook sees.
+        # A hook gets all sums in one buffer, and sees the gaps between its parts.
         self._new_buffer = torch.zeros if is_hooked else torch.empty
         on_route = {route: [(i, s) for i, s in enumerate(plan.steps) if s.route is route] for route in Route}
         self._rows_numel = sum(step.layout.chunk_numel for _, step in on_route[Route.ROWS])
@@ -138,13 +145,16 @@ class _Part:
         self._strided = [(i, step.layout) for i, step in on_route[Route.STRIDED]]
         self._direct = [i for i, _ in on_route[Route.DIRECT]]
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
-        self._places = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
+        self.places = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
 
     def prepare(
         self, grads: list[torch.Tensor], sums: Sums, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> bool:
         """Append the flat buffer ``[flat_numel]`` to ``sums``, and what each call of the comm fills and sends to
         ``outputs`` and ``inputs``. Returns whether some gradients are sent from where they are."""
+        if self.is_local:
+            sums.append(grads)
+            return True
         plan, dtype = self.plan, self.plan.dtypes.reduce
         flat = self._new_buffer(plan.flat_numel, dtype=dtype, device=self._mesh.device)
         sums.append([flat])
@@ -153,43 +163,19 @@ class _Part:
         if self._has_rows:
             rows = torch.empty((self._mesh.shard.size, self._rows_numel), dtype=dtype, device=flat.device)
             if self._packed:
-                _torch.pack_rows([grads[i] for i in self._packed], rows)
+                _torch.pack_rows(list(map(grads.__getitem__, self._packed)), rows)
             mine.append(rows.view(-1))
         if self._strided:
             mine.append(pack_strided([(grads[i], layout) for i, layout in self._strided], dtype))
-        direct = [grads[i] for i in self._direct]
+        direct = list(map(grads.__getitem__, self._direct))
         grads.clear()
-        reads_gradients = any(grad.dtype is dtype for grad in direct)
+        reads_gradients = dtype in map(_dtype_of, direct)
         while direct:  # a gradient that is cast is freed before the next one is cast
             mine.append(direct.pop(0).reshape(-1).to(dtype))
         if plan.factors.before != 1.0:
             _torch.foreach_div(mine, plan.factors.before)
         inputs += mine
         return reads_gradients
-
-    def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        (flat,) = sums
-        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._places]
-
-
-class _LocalPart(_Part):
-    """One rank and no cast: the gradients are their own reduction. No buffer, no copy."""
-
-    def prepare(
-        self, grads: list[torch.Tensor], sums: Sums, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
-    ) -> bool:
-        sums.append(grads)
-        return True
-
-    def shards(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        return sums
-
-
-def _bound(plan: ReducePlan, mesh: ParallelMesh, hook: AllReduceHook | None) -> _Part:
-    """A ``hook`` gets all sums of a plan in one buffer."""
-    is_uncast = plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
-    is_local = mesh.data_parallel_size == 1 and is_uncast and hook is None
-    return (_LocalPart if is_local else _Part)(plan, mesh, is_hooked=hook is not None)
 
 
 def pack_strided(grads: Sequence[tuple[torch.Tensor, Layout]], dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -40,7 +39,6 @@ def flat_buffers() -> list[torch.Tensor]:
     return [flat for shards in _alive for flat in shards.flats.values()]
 
 
-_get_requires_grad = attrgetter("requires_grad")
 _NUM_STEPS = "_fsdp2_num_steps"  # on a sharded parameter: how often an optimizer has stepped its group, in a list
 
 
@@ -69,7 +67,7 @@ class GroupShards:
     Attributes:
         flats: the flat buffers of the plain shards.
         plain: indices of the parameters whose shards lie there.
-        sharded: the parameters that are bound between passes.
+        sharded, noted: the parameters that are bound between passes, and what they are made of.
     """
 
     def __init__(
@@ -78,7 +76,8 @@ class GroupShards:
         self._params, self._home, self._comm = params, home, comm
         self._num_steps = [0]
         _alive.add(self)
-        self._place(list(map(_first_shard, records, params)))
+        pairs = zip(records, params, strict=True)
+        self._place([param.shard_of(local_part(r.param)) if r.local is None else r.local for r, param in pairs])
         for record, param, local in zip(records, params, self._locals, strict=True):
             if record.is_cut:
                 _torch.set_local(param.sharded, local)
@@ -89,10 +88,7 @@ class GroupShards:
     def give_up(self, index: int) -> None:
         """Another group manages the parameter at ``index`` from now on."""
         del self._params[index]
-        self._place(self._locals[:index] + self._locals[index + 1 :])
-        for param, local in zip(self._params, self._locals, strict=True):
-            _torch.set_local(param.sharded, local)
-        self._note()
+        self._replace(self._locals[:index] + self._locals[index + 1 :])
 
     def are_written(self) -> bool:
         """Whether somebody has written to the shards since they were placed."""
@@ -120,20 +116,8 @@ class GroupShards:
         locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
         for param, bound in zip(self._params, current, strict=True):
             param.adopt(bound, param_dtypes(bound.dtype, param.policy, param.grad_dtype_of(bound)))
-        self._place(locals_)
-        for param, local in zip(self._params, self._locals, strict=True):
-            _torch.set_local(param.sharded, local)
-        self._note()
+        self._replace(locals_)
         return True
-
-    def are_in_place(self) -> bool:
-        """Whether the parameters are still made of what was noted; ``torch.utils.swap_tensors`` exchanges that."""
-        return all(map(is_, map(_torch.get_local, self.sharded), self._noted))
-
-    def requires_grad(self) -> list[bool]:
-        """What the user has set on each."""
-        with _torch.plain_access():
-            return list(map(_get_requires_grad, self.sharded))
 
     def write_stamp(self) -> list[int]:
         """Differs from an earlier one if a shard was written meanwhile, or may have been, by an optimizer."""
@@ -171,12 +155,19 @@ class GroupShards:
                     local.copy_(shards[step.index])
                 self._locals[step.index] = local
 
+    def _replace(self, shards: list[torch.Tensor]) -> None:
+        """Have the sharded parameters, which stay, made of ``shards``."""
+        self._place(shards)
+        for param, local in zip(self._params, self._locals, strict=True):
+            _torch.set_local(param.sharded, local)
+        self._note()
+
     def _note(self) -> None:
         self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
+        self.noted = [_torch.local_of(sharded) for sharded in self.sharded]
         count_steps(self.sharded, self._num_steps)
         for param in self._params:
             param.num_steps = self._num_steps
-        self._noted = [_torch.local_of(sharded) for sharded in self.sharded]
         self._versioned = [tensor for param in self._params for tensor in param.versioned()]
         self._placed_versions = _torch.versions_of(self._versioned)
 
@@ -215,7 +206,3 @@ class GroupShards:
             return found is mine
         same_memory = found.data_ptr() == mine.data_ptr() or mine.numel() == 0
         return same_memory and found.dtype is mine.dtype and found.device == mine.device and found.shape == mine.shape
-
-
-def _first_shard(record: ParamRecord, param: ShardedParam) -> torch.Tensor:
-    return param.shard_of(local_part(record.param)) if record.local is None else record.local

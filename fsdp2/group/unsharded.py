@@ -1,8 +1,7 @@
 """The unsharded form of one group's parameters: the gather that fills it, and what compute reads.
 
-At first use a plan is compiled and bound to memory; every step replays it. Knows nothing of states: the group says when
-to gather, from what, and when to release. Rule: what autograd has saved stays the same objects as long as they lie
-where they did (I1).
+At first use a plan is compiled and bound to memory; in every step the group replays it. Rule: what autograd has saved
+stays the same objects as long as they lie where they did (I1).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fsdp2.comm.backends import AxisComm, GatherComm, comm_for
 from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.memory import Services, services_for
 from fsdp2.comm.offload import FlatStage, Home
-from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, PendingGather, is_local
+from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, is_local
 from fsdp2.group.hooked_params import HookedParams
 from fsdp2.group.param import ShardedParam
 from fsdp2.group.post_forward import PostForwardShards
@@ -32,7 +31,11 @@ class UnshardedParams:
 
     Attributes:
         comm, services: the backend's own gathers, and the streams and the memory that the group works with.
+        carrier: what carries gathers: the user's own, or the backend's.
+        gather: of the shards, once it is bound.
+        post_forward: the shards on ``post_forward_mesh``, once it was used.
         parameters: what compute reads; none before the first gather has arrived.
+        versioned, saved_versions: the tensors whose versions autograd compares, and those that it has saved.
         requires_grad: of each parameter, what was last seen on the sharded one.
         trainable: the positions of those that require gradients, once there are ``parameters``.
         hooked: the parameters whose all-gather hooks decide what they send, if there are any.
@@ -44,64 +47,56 @@ class UnshardedParams:
     ) -> None:
         self._params, self._shards, self._mesh, self._home = params, shards, mesh, home
         self.comm, self.services = comm, services_for(mesh.device)
+        self.carrier: GatherComm = comm
         self.post_forward_mesh: ParallelMesh | None = None
         self.requires_grad: list[bool] = []
         self._all_gather: AllGather | None = None
         self._memory: GatheredMemory | None = None
         self._places: object = None  # of what lies in that memory
         self.hooked: HookedParams | None = None
-        self._pending: PendingGather | None = None
         self.unbind()
 
     def unbind(self) -> None:
         """Forget what was compiled: dtypes, layouts or streams have changed."""
-        self._gather: Gather | LocalGather | None = None
-        self._post_forward: PostForwardShards | None = None
+        self.gather: Gather | LocalGather | None = None
+        self.post_forward: PostForwardShards | None = None
         self.parameters: list[nn.Parameter] = []
         self.trainable: tuple[int, ...] = ()
-        self._versioned: tuple[torch.Tensor, ...] = ()
-        self._saved_versions: tuple[int, ...] = ()
+        self.versioned: tuple[torch.Tensor, ...] = ()
+        self.saved_versions: tuple[int, ...] = ()
 
     # What is asked for
 
     def use_post_forward_mesh(self, mesh: ParallelMesh | None) -> None:
         """Between forward and backward, keep shards on ``mesh`` from now on, if asked to."""
-        self.post_forward_mesh, self._post_forward = mesh, None
+        self.post_forward_mesh, self.post_forward = mesh, None
 
     def set_comm(self, all_gather: AllGather | None) -> None:
         """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
         self._all_gather = all_gather
+        self.carrier = gather_comm(self.comm, self._mesh, all_gather)
         with torch.inference_mode(False), torch.no_grad(), self.services.streams.on_gather():
-            if isinstance(self._gather, Gather):
-                self._gather.set_comm(self.carrier)
-            if self._post_forward is not None:
-                self._post_forward.set_comm(all_gather)
+            if isinstance(self.gather, Gather):
+                self.gather.set_comm(self.carrier)
+            if self.post_forward is not None:
+                self.post_forward.set_comm(all_gather)
 
     def move_to(self, services: Services) -> None:
         """Gather on the streams of ``services`` from now on. Nothing is unsharded, or in flight."""
-        if self._gather is not None:
-            self._gather.release()  # what was kept, too: memory belongs to the stream it was allocated on
+        if self.gather is not None:
+            self.gather.release()  # what was kept, too: memory belongs to the stream it was allocated on
         self.services.flush()
         self.services = services
         self.comm = comm_for(self._mesh.shard, self._mesh.device, is_async=services.streams.gathers_are_async)
+        self.carrier = gather_comm(self.comm, self._mesh, self._all_gather)
         self.unbind()
 
     # What there is
 
     @property
-    def carrier(self) -> GatherComm:
-        """What carries the next gather: the user's own, or the backend's."""
-        return gather_comm(self.comm, self._mesh, self._all_gather)
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether a plan has been compiled."""
-        return self._gather is not None
-
-    @property
     def is_local(self) -> bool:
         """Whether the unsharded parameters are the shards."""
-        return isinstance(self._gather, LocalGather)
+        return isinstance(self.gather, LocalGather)
 
     @property
     def made_by_hooks_nbytes(self) -> int:
@@ -111,16 +106,16 @@ class UnshardedParams:
     @property
     def nbytes(self) -> int:
         """Size of the unsharded parameters with what hooks make of them; 0 as long as nobody has asked for them."""
-        return self.made_by_hooks_nbytes + (self._gather.plan.unsharded_nbytes if self._gather is not None else 0)
+        return self.made_by_hooks_nbytes + (self.gather.plan.unsharded_nbytes if self.gather is not None else 0)
 
     def plan(self) -> GatherPlan:
         """What a gather runs. What hooks send is part of it from the first gather on."""
-        return compile_gather(self._shards.plain_inputs(), self.comm) if self._gather is None else self._gather.plan
+        return compile_gather(self._shards.plain_inputs(), self.comm) if self.gather is None else self.gather.plan
 
     # At first use
 
-    def bind(self) -> None:
-        """Compile and bind the gather.
+    def bind(self, requires_grad: list[bool]) -> None:
+        """Compile and bind the gather. ``requires_grad``: of the sharded parameters.
 
         Raises:
             ExtensionError: hooks are missing, or returned what cannot be gathered; on all ranks alike.
@@ -131,33 +126,25 @@ class UnshardedParams:
         with torch.inference_mode(False), torch.no_grad(), self.services.streams.on_gather():
             inputs = self._shards.plain_inputs()
             first_key = len(self._params)
-            if len(inputs) < first_key:
-                inputs |= self._bind_hooks().inputs(first_key, self._consumed_lifetime)
-            else:
-                self.hooked = None
+            hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
+            self.hooked = HookedParams(hooked, self._mesh, self._home, self.services, self.hooked) if hooked else None
+            if self.hooked is not None:
+                # What hooks consume goes on arrival, unless the post-forward mesh wants a part of it.
+                consumed = Lifetime.ARRIVAL if self.post_forward_mesh is None else Lifetime.UNSHARDED
+                inputs |= self.hooked.inputs(first_key, consumed)
             gather = self._bound(compile_gather(inputs, self.comm))
             if self.hooked is not None:
                 self.hooked.bind_outputs(gather.outputs, first_key)
-        self._gather = gather
-        self.requires_grad = self._shards.requires_grad()
-
-    def _bind_hooks(self) -> HookedParams:
-        hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
-        self.hooked = HookedParams(hooked, self._mesh, self._home, self.services, self.hooked)
-        return self.hooked
-
-    @property
-    def _consumed_lifetime(self) -> Lifetime:
-        """How long what hooks consume is kept: the post-forward mesh wants a part of it."""
-        return Lifetime.ARRIVAL if self.post_forward_mesh is None else Lifetime.UNSHARDED
+        self.gather = gather
+        self.requires_grad = requires_grad
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, services = self._shards.flats, self._mesh, self.services
-        stage = FlatStage(flats, mesh.device, services.streams) if self._home.is_staged else None
-        if self.hooked is None and stage is None and is_local(plan, mesh):
+        if self.hooked is None and not self._home.is_staged and is_local(plan, mesh):
             self._memory_for(plan, flats)
-            return LocalGather(plan, flats, services.streams)
+            return LocalGather(plan, flats)
         memory = self._memory_for(plan, {})
+        stage = FlatStage(flats, mesh.device, services.streams) if self._home.is_staged else None
         return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, services, self.hooked, stage=stage)
 
     def _memory_for(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
@@ -173,93 +160,43 @@ class UnshardedParams:
         self._places = found
         return self._memory
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
         """The first gather has arrived: what it filled becomes the parameters that compute reads."""
-        assert self._gather is not None
+        assert self.gather is not None
         with torch.inference_mode(False), torch.no_grad():
             for index in self._shards.plain:
                 param = self._params[index]
                 if param.unsharded is None:
-                    param.unsharded = param.unsharded_parameter(self._gather.outputs[index])
+                    param.unsharded = param.unsharded_parameter(self.gather.outputs[index])
         self.parameters = [param.unsharded for param in self._params if param.unsharded is not None]
-        if isinstance(self._gather, Gather):
-            self._versioned = tuple(tensor for param in self.parameters for tensor in _torch.versioned(param))
-            self._saved_versions = tuple(_torch.versions_of(self._versioned))
+        if isinstance(self.gather, Gather):
+            self.versioned = tuple(tensor for param in self.parameters for tensor in _torch.versioned(param))
+            self.saved_versions = tuple(_torch.versions_of(self.versioned))
         for param in self._params:
             param.follow_compute_dtype()
-        self.follow_requires_grad()
 
-    def follow_requires_grad(self) -> None:
+    def follow_requires_grad(self, requires_grad: list[bool]) -> None:
         """Follow what the user set on the sharded parameters."""
-        self.requires_grad = self._shards.requires_grad()
-        for unsharded, requires_grad in zip(self.parameters, self.requires_grad, strict=True):
-            unsharded.requires_grad_(requires_grad)
-        self.trainable = tuple(i for i, requires_grad in enumerate(self.requires_grad) if requires_grad)
+        self.requires_grad = requires_grad
+        for unsharded, is_trainable in zip(self.parameters, requires_grad, strict=True):
+            unsharded.requires_grad_(is_trainable)
+        self.trainable = tuple(i for i, is_trainable in enumerate(requires_grad) if is_trainable)
 
-    # In every step
-
-    def issue(self, *, from_post_forward: bool) -> None:
-        """Start gathering: what was kept on the post-forward mesh, unless it has been forgotten; else the shards."""
-        gather = self._gather if self._post_forward is None or not from_post_forward else self._post_forward
-        assert gather is not None
-        self._pending = gather.issue()
-
-    def arrive(self) -> bool:
-        """The data has arrived; compute may read it. Returns whether the parameters were made just now.
-
-        Raises:
-            CommunicationError: the all-gather failed.
-        """
-        assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
-        if self._post_forward is not None:
-            self._post_forward.release()
-        is_new = not self.parameters
-        if is_new:
-            self._adopt()
-        elif self._versioned:  # they hold again what autograd has saved
-            _torch.set_versions(self._versioned, self._saved_versions)
-        return is_new
-
-    def drop(self) -> None:
-        """Nobody wants what is on its way."""
-        assert self._pending is not None
-        self._pending.drop()
-        self._pending = None
-        self.drop_post_forward()
-
-    def drop_post_forward(self) -> None:
-        """Free the shards on the post-forward mesh, if there are any."""
-        if self._post_forward is not None:
-            self._post_forward.release()
+    # Between passes
 
     def wait_for_reads(self) -> None:
         """Have the CPU wait until no copy to the device reads the shards any more."""
-        if self._gather is not None and self._gather.stage is not None:
-            self._gather.stage.wait()
+        if self.gather is not None and self.gather.stage is not None:
+            self.gather.stage.wait()
 
     def cut(self) -> Sequence[nn.Parameter]:
         """Copy this rank's part on the post-forward mesh out. Returns what is bound meanwhile."""
-        if self._post_forward is None:
-            assert isinstance(self._gather, Gather)
+        if self.post_forward is None:
+            assert isinstance(self.gather, Gather)
             assert self.post_forward_mesh is not None
             with torch.inference_mode(False), torch.no_grad():
-                self._post_forward = PostForwardShards(
-                    self._params, self._gather, self.hooked, self.post_forward_mesh, self.services
+                self.post_forward = PostForwardShards(
+                    self._params, self.gather, self.hooked, self.post_forward_mesh, self.services, self._all_gather
                 )
-                self._post_forward.set_comm(self._all_gather)
-        self._post_forward.cut()
-        return self._post_forward.parameters
-
-    def release(self, *, keeps_memory: bool) -> None:
-        """Free the unsharded parameters when compute has read them; or keep their memory, to be written then.
-
-        Freed memory is not readable (I19): autograd compares the version that a tensor had in forward with the one
-        that it has when backward reads it. While the memory is freed, the version is another. So a backward that comes
-        upon it unprepared raises; it would read address 0 on the CPU, and whatever lies there by now on an accelerator.
-        """
-        assert self._gather is not None
-        if self._versioned and not keeps_memory:
-            torch.autograd.graph.increment_version(self._versioned)
-        self._gather.release(keeps_memory=keeps_memory)
+        self.post_forward.cut()
+        return self.post_forward.parameters

@@ -139,7 +139,7 @@ class UnitBytes:
 def group_bytes(group: ParamGroup) -> UnitBytes:
     """What ``group`` takes beside its shards, in bytes that all ranks agree on; what hooks send is counted from the
     first gather on."""
-    trainable = [i for i, requires_grad in enumerate(group.shards.requires_grad()) if requires_grad]
+    trainable = [i for i, requires_grad in enumerate(group.requires_grad()) if requires_grad]
     plans, comm = group.gradients.plans(trainable)
     return _gather_bytes(group) + reduce_bytes(plans, comm, keeps_gradients=group.mesh.device.type != "cpu")
 

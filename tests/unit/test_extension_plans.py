@@ -250,7 +250,8 @@ def test_plain_parameters_and_all_tensors_of_hooks_travel_in_one_launch() -> Non
     hooks, comm = FixedHooks(tensors), OneRank()
     gather, _ = _bound(hooks, comm, [ARRIVAL, UNSHARDED, ARRIVAL, UNSHARDED])
     for _ in range(2):
-        gather.issue().wait()
+        gather.issue()
+        gather.wait()
         assert all(torch.equal(found, sent) for found, sent in zip(hooks.seen[-1], tensors, strict=True))
         assert torch.equal(gather.outputs[0], torch.arange(5.0))
         assert gather.outputs[1].untyped_storage().nbytes() > 0
@@ -264,7 +265,8 @@ def test_what_is_consumed_is_freed_on_arrival_and_the_rest_with_the_group() -> N
     tensors = [torch.randn(3, 2), torch.randn(6, 6), torch.randn(2, 2), torch.randn(5, 5)]
     hooks, comm = FixedHooks(tensors), OneRank()
     gather, _ = _bound(hooks, comm, [ARRIVAL, ARRIVAL, UNSHARDED, UNSHARDED])
-    gather.issue().wait()
+    gather.issue()
+    gather.wait()
     assert [output.untyped_storage().nbytes() for output in hooks.outputs] == [0, 0, 16, 100]
     gather.release()
     assert [output.untyped_storage().nbytes() for output in hooks.outputs] == [0, 0, 0, 0]

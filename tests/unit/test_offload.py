@@ -106,10 +106,10 @@ def test_gather_reads_copies_of_what_the_shards_hold_at_issue() -> None:
     for _ in range(2):
         shards = {step.index: shard_slice(flats, step, step.layout.shape) for step in gather.plan.steps}
         expected = {index: shard.to(gather.outputs[index].dtype, copy=True) for index, shard in shards.items()}
-        pending = gather.issue()
+        gather.issue()
         for flat in flats.values():
             flat.add_(1.0)
-        pending.wait()
+        gather.wait()
         assert all(torch.equal(gather.outputs[index], shard) for index, shard in expected.items())
         gather.release()
 
@@ -117,9 +117,9 @@ def test_gather_reads_copies_of_what_the_shards_hold_at_issue() -> None:
 def test_copies_take_memory_from_issue_to_arrival_only() -> None:
     gather, flats, _ = _staged_gather()
     assert _nbytes(gather) == [0, 0]
-    pending = gather.issue()
+    gather.issue()
     assert gather.outputs[0].untyped_storage().nbytes() > 0
-    pending.wait()
+    gather.wait()
     assert _nbytes(gather) == [0, 0]
     assert all(flat.untyped_storage().nbytes() >= flat.nbytes for flat in flats.values())
     assert [nbytes for _, nbytes in gather.stage.storages] == [flat.nbytes for flat in flats.values()]  # type: ignore[union-attr]
@@ -127,7 +127,8 @@ def test_copies_take_memory_from_issue_to_arrival_only() -> None:
 
 def test_dropped_gather_frees_the_copies() -> None:
     gather, _, _ = _staged_gather()
-    gather.issue().drop()
+    gather.issue()
+    gather.drop()
     assert _nbytes(gather) == [0, 0]
 
 
@@ -136,7 +137,8 @@ def test_cpu_waits_once_for_the_last_copies_from_the_shards() -> None:
     assert gather.stage is not None
     gather.stage.wait()
     for _ in range(2):
-        gather.issue().wait()
+        gather.issue()
+        gather.wait()
         gather.release()
     gather.stage.wait()
     gather.stage.wait()
