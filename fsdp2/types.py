@@ -1,8 +1,4 @@
-"""What users pass in, implement or catch.
-
-Words only: policies, the protocols of all-gather hooks, the interfaces of communication of the user's own, errors, and
-``Observer``. This room knows no stream and no plan, and of process groups only the type; every other one may import it.
-"""
+"""What users pass in, implement or catch: policies, protocols, errors. Every other file may import it."""
 
 from __future__ import annotations
 
@@ -18,42 +14,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-__all__ = [
-    "AllGather",
-    "AllGatherExtension",
-    "CPUOffloadPolicy",
-    "Comm",
-    "CommunicationError",
-    "DataParallelMeshDims",
-    "ExtensionError",
-    "MemoryLimitError",
-    "MeshAllGatherExtension",
-    "MixedPrecisionPolicy",
-    "Observer",
-    "OffloadPolicy",
-    "ParamPlacement",
-    "ReduceScatter",
-    "ScheduleError",
-    "TiedWeights",
-]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtype parameters, gradients and activations have, for one ``fully_shard`` call.
-
-    The sharded parameters keep their original dtype, so the optimizer always steps in that dtype.
+    """Which dtype parameters, gradients and activations have. Shards keep theirs, and so does the optimizer.
 
     Attributes:
-        param_dtype: dtype of the unsharded parameters, hence of the all-gather and of forward and backward compute.
-            ``None`` keeps the original dtype. Integer parameters are never cast.
-        reduce_dtype: dtype of gradient reduction, and of gradients accumulated without communication. ``None`` means
-            the parameter's ``grad_dtype`` if one was set, else the dtype of the unsharded parameter.
+        param_dtype: of unsharded parameters, the all-gather and compute; ``None`` keeps the original dtype. Integer
+            parameters are never cast.
+        reduce_dtype: of gradient reduction, and of gradients accumulated without communication. ``None``: the
+            parameter's ``grad_dtype`` if one was set, else the dtype of the unsharded parameter.
         output_dtype: floating-point tensors in the forward's output are cast to it. ``None`` leaves them alone.
         cast_forward_inputs: whether floating-point tensors in the forward's inputs are cast to ``param_dtype``.
-        param_dtype_override_fn: called once per parameter by ``fully_shard``, with the parameter that is to be sharded.
-            Returns that parameter's dtype, which it then keeps unsharded; or ``param_dtype`` or None, for the default.
-            All ranks must return the same.
+        param_dtype_override_fn: called with each parameter that is to be sharded. Returns its dtype, to keep it
+            unsharded, too; or ``param_dtype`` or None, for the default. All ranks must return the same.
 
     Source: the same class of PyTorch's FSDP2; module-level mixed precision of Zhao et al., VLDB 2023, section 4.4.
     """
@@ -79,14 +53,12 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and so optimizer states live on the host; the optimizer steps there.
-
-    Shards are copied to the device before each all-gather, reduced gradients back to the host during backward. On a CPU
-    mesh all of them are on the host anyway: nothing is copied or pinned.
+    """Shards, gradients and so optimizer states live on the host; the optimizer steps there. Without effect on a CPU
+    mesh.
 
     Attributes:
-        pin_memory: whether shards and gradients take pinned memory, so that copies overlap with compute. It is kept
-            from other programs, so pass False if there is not enough.
+        pin_memory: whether they take pinned memory, so that copies overlap with compute. Pass False if there is not
+            enough.
 
     Source: the same class of PyTorch's FSDP2; offloaded optimizer states as in Ren et al., "ZeRO-Offload", USENIX ATC
     2021.
@@ -100,9 +72,8 @@ class DataParallelMeshDims:
     """Which axes of a full mesh are data-parallel, for parameters that are DTensors on that mesh.
 
     Attributes:
-        shard: name, or names, of the axes that parameters are sharded over. Several are flattened into one. ``None``:
-            parameters are not sharded, only their gradients are averaged (DDP).
-        replicate: name, or names, of the axes that the shards are replicated on (HSDP).
+        shard: the axes that parameters are sharded over, flattened into one. ``None``: gradients are averaged only.
+        replicate: the axes that the shards are replicated on (HSDP).
 
     Raises:
         ValueError: neither is given.
@@ -144,32 +115,23 @@ class ParamPlacement:
 
 
 class TiedWeights(Enum):
-    """What ``fully_shard`` does with a parameter that a unit inside of the given module has taken, and that is bound
-    outside of that unit, too."""
+    """What ``fully_shard`` does with a parameter that an inner unit has taken, and that is bound outside of it, too."""
 
     MOVE = "move"  # to the unit that is being made, which is the nearest one around all its places
     REFUSE = "refuse"  # raise; nothing has changed then
 
 
 class Comm(ABC):
-    """Communication of the user's own: where its buffers come from. Subclass :class:`AllGather` or
-    :class:`ReduceScatter`.
-    """
+    """Communication of the user's own. Subclass :class:`AllGather` or :class:`ReduceScatter`."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor of ``size``, ``dtype`` and ``device`` for one message; it need not be initialised.
-
-        It may be the same memory every time: what it held has been copied away before it is written again. Runs on the
-        stream of the message.
-        """
+        """A contiguous, uninitialised tensor for one message, on the stream of the message. It may be the same memory
+        every time: what it held has been copied away before it is written again."""
 
 
 class AllGather(Comm):
-    """An all-gather for :meth:`FSDPModule.set_custom_all_gather`.
-
-    Source: the interface of the same name in PyTorch's FSDP2.
-    """
+    """An all-gather for :meth:`FSDPModule.set_custom_all_gather`. Source: the interface of PyTorch's FSDP2."""
 
     @abstractmethod
     def __call__(
@@ -182,17 +144,13 @@ class AllGather(Comm):
         """Gather ``input_tensor`` ``[n]`` of all ranks of ``group`` into ``output_tensor`` ``[W * n]``, in rank order.
 
         ``output_tensor`` came from ``allocate``; ``input_tensor`` is this rank's slice of it. One call moves all that a
-        unit gathers; several dtypes travel as bytes (``uint8``). With ``async_op`` (on the CPU), may return while the
-        data travels, with a ``Work`` that is waited for where the data is needed. Without (on accelerators), the
-        message is enqueued on the current stream.
+        unit gathers; several dtypes travel as bytes (``uint8``). With ``async_op`` (on the CPU), may return a ``Work``
+        while the data travels. Without (on accelerators), the message is enqueued on the current stream.
         """
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter for :meth:`FSDPModule.set_custom_reduce_scatter`.
-
-    Source: the interface of the same name in PyTorch's FSDP2.
-    """
+    """A reduce-scatter for :meth:`FSDPModule.set_custom_reduce_scatter`. Source: the interface of PyTorch's FSDP2."""
 
     @abstractmethod
     def __call__(
@@ -214,39 +172,8 @@ PreResult = tuple[tuple[torch.Tensor, ...], Any]
 PostResult = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
 
 
-@runtime_checkable
-class AllGatherExtension(Protocol):
-    """What a tensor subclass implements to decide what is all-gathered in its place.
-
-    Two further members are optional and not part of the type:
-
-    - ``fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool``: True says that the unsharded
-      tensor does not alias the outputs, so that their memory is released as soon as the post-hook returns.
-    - ``fsdp_keep_all_gather_inputs: bool``: True keeps what the pre-hook returned, metadata included, until the shard
-      is written: micro-batches and backward do not convert again. Costs the size of the payload.
-    """
-
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> PreResult:
-        """What this rank sends; ``self`` is its shard, without padding, possibly empty.
-
-        Args:
-            mesh: the 1D mesh that the parameter is sharded over.
-            outer_size, outer_stride: of the unsharded parameter.
-            module: the module that holds the parameter, the first one if it is tied.
-            mp_policy: as given to ``fully_shard``, but with the ``param_dtype`` of this parameter.
-
-        Returns:
-            The tensors to gather: plain, contiguous, on the mesh's device, of any dtype and shape, as many on every
-            rank, and equal but for the size along the sharded dim (dim 0 where they have no such dim). And metadata
-            for this rank's post-hook. Shapes and dtypes stay the same from call to call.
-        """
+class _PostAllGather(Protocol):
+    """The hook that both protocols have."""
 
     def fsdp_post_all_gather(
         self,
@@ -271,20 +198,45 @@ class AllGatherExtension(Protocol):
 
 
 @runtime_checkable
-class MeshAllGatherExtension(Protocol):
+class AllGatherExtension(_PostAllGather, Protocol):
+    """What a tensor subclass implements to decide what is all-gathered in its place.
+
+    Two further members are optional and not part of the type:
+
+    - ``fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool``: True says that the unsharded
+      tensor does not alias the outputs: they are released when the post-hook returns.
+    - ``fsdp_keep_all_gather_inputs: bool``: True keeps what the pre-hook returned, metadata included, until the shard
+      is written. Costs the size of the payload.
+    """
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> PreResult:
+        """What this rank sends; ``self`` is its shard, without padding, possibly empty.
+
+        Args:
+            mesh: the 1D mesh that the parameter is sharded over.
+            outer_size, outer_stride: of the unsharded parameter.
+            module: the module that holds the parameter, the first one if it is tied.
+            mp_policy: as given to ``fully_shard``, but with the ``param_dtype`` of this parameter.
+
+        Returns:
+            The tensors to gather: plain, contiguous, on the mesh's device, of any dtype and shape, as many on every
+            rank, and equal but for the size along the sharded dim (dim 0 where they have no such dim). And metadata
+            for this rank's post-hook. Shapes and dtypes stay the same from call to call.
+        """
+
+
+@runtime_checkable
+class MeshAllGatherExtension(_PostAllGather, Protocol):
     """The protocol with the short pre-hook, for payloads that depend on nothing but the shard."""
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> PreResult:
-        """As in :class:`AllGatherExtension`."""
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> PostResult:
         """As in :class:`AllGatherExtension`."""
 
 
@@ -293,8 +245,8 @@ class ScheduleError(RuntimeError):
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed, or timed out. The text has this rank, the unit, and the last events on this rank; what the
-    backend raised is its cause. Compare the events of all ranks: they differ where the ranks' programs parted."""
+    """A collective failed, or timed out; what the backend raised is its cause. Compare the events in the texts of all
+    ranks: they differ where the ranks' programs parted."""
 
 
 class MemoryLimitError(RuntimeError):
@@ -302,26 +254,20 @@ class MemoryLimitError(RuntimeError):
 
 
 class ExtensionError(TypeError):
-    """An all-gather hook of a tensor subclass is missing or returned what cannot be gathered; see ``extensions``.
-
-    At the first use of a group it is raised on all ranks, whichever found it, before anything is gathered.
-    """
+    """An all-gather hook of a tensor subclass is missing or returned what cannot be gathered. At the first use of a
+    group it is raised on all ranks, before anything is gathered."""
 
 
 class Observer:
-    """Watches the runtime without changing it. Subclass and override; attach with :func:`fsdp2.trace.observe`.
-
-    An observer that raises breaks the step it watches: keep the methods cheap and total.
-    """
+    """Watches the runtime. Subclass and override; attach with :func:`fsdp2.trace.observe`. One that raises breaks the
+    step that it watches."""
 
     def on_event(self, event: str, unit: str) -> None:
         """A hook of module ``unit`` fired: ``event`` is ``pre_forward``, ``post_forward``, ``pre_backward``, ..."""
 
     def on_action(self, action: str, unit: str, nbytes: int) -> None:
-        """The runtime acts on ``unit``: ``action`` is ``unshard``, ``wait``, ``reshard``, ``reduce``, ...
-
-        ``nbytes`` is the size of what is allocated, moved or released on this rank; 0 where nothing is.
-        """
+        """The runtime acts on ``unit``: ``action`` is ``unshard``, ``wait``, ``reshard``, ``reduce``, ... It allocates,
+        moves or releases ``nbytes`` on this rank."""
 
     def on_transition(self, unit: str, before: str, after: str) -> None:
         """A parameter group of ``unit`` changed its state, for example from ``SHARDED`` to ``UNSHARDING``."""

@@ -1,8 +1,7 @@
 """What holds inside a ``with`` block: whole parameters (``unsharded``), gradients that stay here (``no_sync``).
 
-``unsharded`` lends the slots of parameters to the user. What it binds there has memory of its own and the dtype of the
-shards. Forwards without gradients compute with it, and the runtime takes no part in them; others are refused, since
-nobody would reduce their gradients. The shards are the truth before the block and after it.
+``unsharded`` lends the slots of parameters to the user. What it binds there has memory of its own. Forwards with
+gradients are refused, since nobody would reduce them. The shards are the truth before the block and after it.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ from fsdp2.types import ScheduleError
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Backwards inside the block reduce nothing: gradients of all units under ``module`` accumulate unsharded on each
-    rank, in reduce dtype. The next backward outside of it reduces them with its own.
-
-    As ``set_requires_gradient_sync(False)``; behind the block, each unit has the setting that it had before.
-
-    Args:
-        module: a sharded module, or one that contains some.
+    """``set_requires_gradient_sync(False)`` for all units under ``module``, and back: backwards inside the block reduce
+    nothing, and the next one outside of it reduces their gradients with its own.
 
     Raises:
         ValueError: nothing under ``module`` is sharded.
@@ -62,9 +56,10 @@ def unsharded(
 ) -> Iterator[None]:
     """Inside the block, the parameters under ``module`` are whole, plain ``nn.Parameter`` s of the shards' dtype.
 
-    For what has to see whole parameters: initialisation, surgery on weights, ``state_dict`` of the unsharded model,
-    generation of many tokens. Read them, write them in place or replace them by others of the same shape. All ranks
-    enter and leave the block together. Parameters that tensor parallelism has cut are the DTensors that it made.
+    Read them, write them in place or replace them by others of the same shape. All ranks enter and leave the block
+    together. Parameters that tensor parallelism has cut are the DTensors that it made. Parameters are gathered one by
+    one, on the device; each takes its memory twice meanwhile. Whole parameters have no gradients, and freezing them
+    does not freeze the shards.
 
     Under ``torch.no_grad()``, modules under ``module`` run as if they had never been sharded: nothing is communicated,
     ranks may differ in what they run, and inputs and outputs are not cast.
@@ -75,9 +70,6 @@ def unsharded(
         rank0_only: only the first rank of the data-parallel mesh has whole parameters, the others see their shards.
             What that rank writes is written on all ranks.
         offload_to_cpu: whole parameters are on the host, and the device has one at a time.
-
-    Parameters are gathered one by one, on the device; each takes its memory twice meanwhile. Values change, and nothing
-    else: whole parameters have no gradients, and freezing them does not freeze the shards.
 
     Raises:
         ValueError: no parameter under ``module`` is sharded; a replacement has another shape. Nothing is written then.
@@ -116,8 +108,7 @@ def unsharded(
 
 @contextmanager
 def _raising_on_all_ranks(meshes: Iterable[ParallelMesh]) -> Iterator[None]:
-    """If the block raises on some rank of ``meshes``, it does on all: those that did not would wait for what is
-    written."""
+    """If the block raises on some rank of ``meshes``, it does on all: others would wait for what is written."""
     try:
         yield
     except Exception as error:
@@ -180,8 +171,7 @@ def _hand_out(param: ShardedParam, mesh: ParallelMesh, *, is_here: bool, device:
 
 
 def _gathered(param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
-    """The values of ``param`` in the dtype of its shards, on the mesh's device. The group's own gather casts, and moves
-    all its parameters. Moved as bytes, since backends do not know all dtypes."""
+    """The values of ``param`` in the dtype of its shards. Moved as bytes, since backends do not know all dtypes."""
     layout, local = param.layout, _torch.local_of(param.sharded)
     sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=mesh.device)
     sent[: local.numel()].view(local.shape).copy_(local)
@@ -211,15 +201,13 @@ def _value(param: ShardedParam) -> torch.Tensor:
     found = [getattr(module, name, None) for module, name in param.slots]
     bound = next((each for each in found if each is not found[0]), found[0])
     local = _torch.local_of(bound) if isinstance(bound, DTensor) else bound
-    expected = param.layout.shape
     if bound is param.sharded:
         return param.sharded.detach()
-    if not isinstance(local, torch.Tensor) or tuple(local.shape) != expected:
-        shape = tuple(local.shape) if isinstance(local, torch.Tensor) else None
+    if not isinstance(local, torch.Tensor) or local.shape != param.layout.shape:
+        shape = f" of shape {tuple(local.shape)}" if isinstance(local, torch.Tensor) else ""
         raise ValueError(
-            f"unsharded: parameter '{param.full_name}' was replaced by a {type(bound).__name__}"
-            f"{f' of shape {shape}' if shape is not None else ''}, expected a parameter of shape {expected}. Nothing "
-            "is written; change shapes before fully_shard."
+            f"unsharded: parameter '{param.full_name}' was replaced by a {type(bound).__name__}{shape}, expected a "
+            f"parameter of shape {param.layout.shape}. Nothing is written; change shapes before fully_shard."
         )
     return local.detach()
 

@@ -1,8 +1,7 @@
 """``copy.deepcopy`` of sharded modules: a unit of the copy for each unit, with shards, groups and hooks of its own.
 
-What belongs to the ranks is shared: meshes, process groups, what the user gave to carry bytes. As ``nn.Module`` does,
-a copy leaves gradients behind. The shards of the copy are put into ``deepcopy``'s memo first, so whatever else refers
-to a parameter, an optimizer in the same call for example, refers to its copy.
+Meshes, process groups and custom comms are shared; gradients are not copied. The shards of the copy are put into
+``deepcopy``'s memo first, so whatever else refers to a parameter, such as an optimizer, refers to its copy.
 """
 
 from __future__ import annotations
@@ -57,12 +56,8 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
 
 
 def _copied_attributes(module: nn.Module, memo: Memo) -> nn.Module:
-    """As ``deepcopy`` of a plain module, in the same class: attribute by attribute.
-
-    A ``__deepcopy__`` of the module's own class is not called: what it builds anew would not be sharded, and nobody
-    could tell which of its parameters takes the place of which. A class that has one may refuse to tell its state, as
-    parametrized modules do, so it is not asked.
-    """
+    """As ``deepcopy`` of a plain module, attribute by attribute. A ``__deepcopy__`` of the module's own class is not
+    called, since what it builds would not be sharded; a class with one may refuse ``__getstate__``, so that neither."""
     if id(module) not in memo:
         memo[id(module)] = made = object.__new__(type(module))
         has_own = sum("__deepcopy__" in vars(each) for each in type(module).__mro__) > 1  # beside that of FSDPModule
@@ -101,23 +96,21 @@ def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit
 
 
 def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
-    records = []
-    for param in group.params:
-        bound = memo[id(param.sharded)]
-        records.append(
-            ParamRecord(
-                name=param.name,
-                param=bound,
-                slots=tuple(Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in param.slots),
-                layout=param.layout,
-                spec=param.spec,
-                dtypes=param.dtypes,
-                policy=param.policy,
-                local=_torch.local_of(bound),
-                grad_dtype=param.grad_dtype,
-                is_cut=True,
-            )
+    records = [
+        ParamRecord(
+            name=param.name,
+            param=memo[id(param.sharded)],
+            slots=tuple(Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in param.slots),
+            layout=param.layout,
+            spec=param.spec,
+            dtypes=param.dtypes,
+            policy=param.policy,
+            local=_torch.local_of(memo[id(param.sharded)]),
+            grad_dtype=param.grad_dtype,
+            is_cut=True,
         )
+        for param in group.params
+    ]
     made = ParamGroup(records, group.mesh, group.home)
     made.set_up_like(group)
     return made

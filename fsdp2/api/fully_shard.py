@@ -1,8 +1,4 @@
-"""``fully_shard``: collect, resolve, commit.
-
-Everything that can be refused is refused while resolving, into frozen records; commit cannot fail on user input, so a
-refused call leaves the model as it was.
-"""
+"""``fully_shard``: collect, resolve, commit. Whatever can be refused is refused before commit changes the model."""
 
 from __future__ import annotations
 
@@ -65,13 +61,10 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
 ) -> Any:
     """Shard ``module``'s parameters, their gradients and so the optimizer's states over the ranks of ``mesh``.
 
-    All parameters under ``module`` that no earlier call has taken form one unit: they are all-gathered together before
-    the module's forward and backward, and their gradients are reduce-scattered together after it. Call it bottom-up, on
-    every block and then on the root, so that few units are unsharded at a time.
-
-    Parameters become ``DTensor`` shards in place; the optimizer is built after this call. They may be DTensors already,
-    cut over model axes (TP, EP) of the same mesh. The module's class gains :class:`FSDPModule`; ``isinstance`` with its
-    original class still holds.
+    All parameters under ``module`` that no earlier call has taken form one unit: they are gathered together, and their
+    gradients are reduced together. Call it bottom-up, on every block and then on the root. Parameters become
+    ``DTensor`` shards in place; build the optimizer after this call. They may be DTensors already, cut over model axes
+    (TP, EP) of the same mesh. The module's class gains :class:`FSDPModule`.
 
     Args:
         module: the module, or modules that are unsharded and reduced as one unit.
@@ -80,15 +73,13 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
         reshard_after_forward: True frees unsharded parameters between forward and backward; False keeps them; an int
             reshards them over groups of that many ranks. Default: True, but False for the root.
         shard_placement_fn: per parameter, ``Shard(dim)`` to cut along another dimension than 0, a
-            :class:`ParamPlacement` to shard over other ranks (experts), or None. Parameters that are sharded over the
-            same ranks travel together.
+            :class:`ParamPlacement` to shard over other ranks (experts), or None.
         mp_policy: dtypes of compute, reduction and output.
-        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so optimizer states on the host; the default
-            keeps them on the mesh's device.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so optimizer states on the host.
         ignored_params: parameters to leave as they are: neither sharded, moved nor reduced.
-        dp_mesh_dims: ``mesh`` has all axes of the model, every parameter is a DTensor on it, and these of its axes are
-            data-parallel. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
-        tied_weights: a parameter that an inner unit has taken, and that is bound outside of that unit, too, moves to
+        dp_mesh_dims: which axes of ``mesh`` are data-parallel, if it has all axes of the model and every parameter is a
+            DTensor on it. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
+        tied_weights: whether a parameter that an inner unit has taken, and that is bound outside of it, too, moves to
             this unit, or is refused.
 
     Returns:
@@ -218,10 +209,9 @@ def _commit(
     after_forward: AfterForward | None,
 ) -> Unit:
     for module in managed:
-        buffers = _torch.buffers_dict(module)
-        for name, buffer in buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
-                buffers[name] = buffer.to(parallel.device)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if not buffer.is_meta:
+                setattr(module, name, buffer.to(parallel.device))
     for item in resolved:
         for record in item.records:
             setattr(record.param, SHARDED_AS, record.name)

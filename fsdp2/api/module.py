@@ -1,8 +1,4 @@
-"""``FSDPModule``: what a sharded module can do beyond its own class, and the handles that its methods return.
-
-A setter changes options of groups, rules of units, or what their root holds. Methods act on the module's own unit
-unless they take ``recurse``.
-"""
+"""``FSDPModule``: what a sharded module can do beyond its own class, and the handles that its methods return."""
 
 from __future__ import annotations
 
@@ -63,20 +59,21 @@ class GradientReductionHandle:
 
 
 class FSDPModule:
-    """Mixed into the class of every module given to :func:`fsdp2.fully_shard`, in front of the original class."""
+    """Mixed into the class of every module given to :func:`fsdp2.fully_shard`, in front of the original class.
+
+    Methods act on the module's own unit unless they take ``recurse``.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build the original class: containers construct ``type(self)`` when they are sliced, and a slice of a sharded
-        container is no sharded module."""
+        """Build the original class: containers construct ``type(self)`` when sliced, and a slice is not sharded."""
         original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
-        """A sharded module of its own, with the same values, options and hooks, on the same ranks, which have
-        to copy alike. Gradients are not copied, as ``nn.Module`` does not.
+        """A sharded module of its own with the same values, options and hooks, but no gradients. All ranks copy alike.
 
         Raises:
-            ScheduleError: a forward or backward runs, or parameters are lent to ``unsharded``.
+            ScheduleError: a pass runs, or parameters are lent to ``unsharded``.
         """
         return copied_module(cast(nn.Module, self), memo)
 
@@ -90,11 +87,8 @@ class FSDPModule:
     # Parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather this module's parameters and bind the unsharded ones; not recursive.
-
-        With ``async_op``, returns at once with a handle; the next forward waits by itself. Nothing happens if they are
-        unsharded already. The parameters stay until :meth:`reshard` or the end of the next forward or backward.
-        """
+        """All-gather this module's parameters and bind them, until :meth:`reshard` or the end of the next forward or
+        backward. With ``async_op``, returns a handle at once; the next forward waits by itself."""
         unit = self._unit()
         unit.unshard()
         handle = UnshardHandle(unit.groups)
@@ -104,7 +98,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Bind the shards and free the unsharded parameters, or the shards on the post-forward mesh; not recursive."""
+        """Bind the shards and free the unsharded parameters."""
         self._unit().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -123,54 +117,40 @@ class FSDPModule:
             unit.configure(after_forward=AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are resharded after backward. Without, the next forward needs no all-gather: memory for
-        communication between microbatches whose parameters do not change."""
+        """Whether parameters are resharded after backward. Without, the next forward needs no all-gather."""
         self._set_rules(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether parameters are gathered for backward. Switch it off where no backward reads them, as of an embedding;
-        not recursive."""
+        """Whether parameters are gathered for backward. Switch it off where none reads them, as of an embedding."""
         self._set_rules(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's forward, start gathering ``modules`` instead of the one that followed in the last forward.
-
-        Each further module in flight costs its unsharded parameters.
-        """
-        unit = self._unit()
-        unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
-        unit.update_rules()
+        Each one in flight costs its unsharded parameters."""
+        self._unit().forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        self._unit().update_rules()
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's backward, start gathering ``modules`` instead of the one whose forward ran before."""
-        unit = self._unit()
-        unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
-        unit.update_rules()
+        self._unit().backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        self._unit().update_rules()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Have the next forward's gathers wait for ``event``, recorded after the optimizer's step, instead of all that
-        the current stream was given before that forward. For one forward; call it on the root.
-
-        On the CPU nothing is asynchronous in that way, and ``event`` is not looked at.
-        """
+        the current stream was given before. For one forward; call it on the root. Without effect on the CPU."""
         self._unit().form_root().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether memory for unsharded parameters is allocated and filled on the stream of the caller, so that none
-        belongs to a stream for gathers. Casts and copies around the collective then do not overlap with compute; the
-        collective does where it is prefetched. Recursive. Reshards. On the CPU nothing changes."""
-        for unit in self._units(True):
-            for group in unit.groups:
-                group.gather_on_compute_stream(async_op)
+        """Whether unsharded parameters are allocated and filled on the stream of the caller. Casts and copies around
+        the collective then do not overlap with compute. Recursive. Reshards. Without effect on the CPU."""
+        for group in self._groups(True):
+            group.gather_on_compute_stream(async_op)
 
     # Gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one over the forwards recorded so far. Call it on the root.
-
-        The last backward waits for the reductions in flight. The order of those forwards, which backward prefetch
-        follows, is kept until then.
-        """
+        """Whether the next backward is the last one over the forwards recorded so far: it waits for the reductions in
+        flight. Their order, which backward prefetch follows, is kept until then. Call it on the root."""
         self._unit().form_root().schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -179,34 +159,27 @@ class FSDPModule:
         self._set_rules(recurse, reduces=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces over the replicate axis, too (HSDP). Without, sums over the shard axis accumulate
-        on each rank."""
+        """Whether backward reduces over the replicate axis, too (HSDP). Without, sums over the shards accumulate."""
         self._configure(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether trainable parameters that no rank has a gradient of get one of zeros; ``None`` by default.
-
-        In torch this is what lets ranks use different parameters. Here they may anyway, and whole units: see
-        :meth:`set_ranks_may_skip`.
-        """
+        """Whether trainable parameters that no rank has a gradient of get one of zeros; ``None`` by default. Ranks may
+        use different parameters either way."""
         self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
 
     def set_ranks_may_skip(self, ranks_may_skip: bool, *, recurse: bool = True) -> None:
-        """Whether ranks may skip this module in a pass in which others use it; they may by default.
+        """Whether ranks may skip this module in a pass in which others use it; they may by default. From the next
+        forward on.
 
-        A rank that skips a unit (experts without tokens, batches without images) gathers it all the same, frees it, and
-        reduces zeros for it, so all ranks issue the same collectives and end with the mean gradient. A unit that all
-        ranks use costs nothing more; one that no rank uses in a pass still travels. Switch that off for units that all
-        ranks skip alike, such as a head that only some stages of training use: then a rank that skips one alone makes
-        the others wait for the process group's timeout.
-
-        From the next forward on. A rank may not use a unit more often than others do, nor take units in an order that
-        contradicts theirs.
+        A rank that skips a unit (experts without tokens) gathers it all the same and reduces zeros for it. A unit that
+        no rank uses still travels: switch that off for units that all ranks skip alike. Then a rank that skips one
+        alone makes the others wait for the process group's timeout. A rank may not use a unit more often than others
+        do, nor take units in an order that contradicts theirs.
         """
         self._set_rules(recurse, ranks_may_skip=ranks_may_skip)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of ranks; not recursive."""
+        """Divide summed gradients by ``factor`` instead of the number of ranks."""
         self._configure(False, gradient_divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -219,33 +192,29 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Divide gradients behind the all-reduce hook, so that it gets their sum; not recursive.
-
-        Collectives only ever sum here, so nothing else changes.
-        """
+        """Divide gradients behind the all-reduce hook, so that it gets their sum. Collectives only ever sum here."""
         self._configure(False, divides_behind_hook=enable)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
     ) -> None:
-        """Call ``hook`` on this rank's reduced gradients in every backward that reduces; not recursive.
+        """Call ``hook`` on this rank's reduced gradients in every backward that reduces.
 
         It gets one flat buffer of reduce dtype, and may change it in place: the gradients of the unit's trainable
-        parameters, zeros between them, summed over the shard axis and, on HSDP, over the replicate axis; divided
-        already, except after :meth:`set_force_sum_reduction_for_comms`, and except for the second division of float16.
-        On HSDP it is not called where :meth:`set_requires_all_reduce` is off. Scalars come in a call of their own.
+        parameters, zeros between them, summed over all ranks; divided already, except after
+        :meth:`set_force_sum_reduction_for_comms`, and except for the second division of float16. On HSDP it is not
+        called where :meth:`set_requires_all_reduce` is off. Scalars come in a call of their own.
 
         Args:
             hook: None takes an earlier one away.
-            stream: the accelerator's stream that the hook runs on, in order with the reduction. On HSDP, and for
-                scalars, hooks run on the stream of reductions. The CPU has no streams.
+            stream: the accelerator's stream that the hook runs on. On HSDP, and for scalars, that of reductions.
 
         Raises:
             TypeError: ``hook`` cannot be called.
             ValueError: ``stream`` on HSDP, or a unit of several groups.
         """
         caller = "set_all_reduce_hook"
-        cut, scalars = self._only_group(caller)
+        cut = self._cut_groups(caller)
         if hook is not None and not callable(hook):
             raise TypeError(f"{caller}: expected a function of a tensor, or None, got a {type(hook).__name__}.")
         if stream is not None and any(group.mesh.replicate.group is not None for group in cut):
@@ -253,18 +222,16 @@ class FSDPModule:
                 f"{caller}: this unit's mesh has a replicate axis (HSDP). Its all-reduce has a stream already, and the "
                 "hook runs on it. Leave stream out."
             )
-        for groups, on in ((cut, stream), (scalars, None)):
-            for group in groups:
-                group.configure(all_reduce_hook=None if hook is None else AllReduceHook(hook, on))
+        for group in self._groups(False):
+            on = stream if group in cut else None
+            group.configure(all_reduce_hook=None if hook is None else AllReduceHook(hook, on))
 
     # The end of backward, and recovery
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether the end of backward is left to :meth:`finalize_backward`, however many backwards come before it;
-        :meth:`set_is_last_backward` then means nothing. Call it on the root.
-
-        For schedules in which reducing gradients is a step of its own: switch :meth:`set_requires_gradient_sync` off
-        for the backwards and on again before finalizing.
+        :meth:`set_is_last_backward` then means nothing. Call it on the root. For schedules that reduce in a step of
+        its own: switch :meth:`set_requires_gradient_sync` off for the backwards and on again before finalizing.
 
         Raises:
             ScheduleError: the module is no root; a backward is running, or waits to be finalized.
@@ -291,13 +258,11 @@ class FSDPModule:
         """End the backwards that have run since the last call: reduce what they have left, reshard, and wait for the
         gradients. Call it on the root, after :meth:`set_manual_backward_finalization`.
 
-        Units whose :meth:`set_requires_gradient_sync` or :meth:`set_reshard_after_backward` is off at this moment keep
-        their gradients or parameters. With ``async_op``, returns a handle at once; wait for it before the next forward.
-        Nothing happens if no backward has run.
+        Units whose :meth:`set_requires_gradient_sync` or :meth:`set_reshard_after_backward` is off keep their gradients
+        or parameters. With ``async_op``, returns a handle at once; wait for it before the next forward.
 
         Raises:
-            ScheduleError: the module is no root; manual finalization is off; a backward is running; an earlier handle
-                was not waited for.
+            ScheduleError: no root; manual finalization is off; a backward runs; an earlier handle was not waited for.
         """
         root = self._root("finalize_backward").form_root()
         problem = None
@@ -317,14 +282,13 @@ class FSDPModule:
         return None
 
     def reset_iter_state(self, *, keep_unreduced: bool = False) -> None:
-        """After an exception in forward or backward, return to rest so that the next iteration can run.
+        """After an exception in forward or backward, reshard and return to rest, so that the next iteration can run.
 
-        All parameters are resharded. Gradients in ``.grad`` stay. Those of earlier micro-batches that are still on
-        their way (not reduced, or in flight) are dropped, as torch does: a step that is repeated as a whole would count
-        them twice. Call it on the root.
+        Gradients in ``.grad`` stay. Those of earlier micro-batches that were not reduced or are in flight are dropped:
+        a step that is repeated as a whole would count them twice. Call it on the root.
 
         Args:
-            keep_unreduced: they stay, too, to go on with the next micro-batch after an exception in *forward*.
+            keep_unreduced: keep those, too, to go on with the next micro-batch after an exception in *forward*.
 
         Raises:
             ScheduleError: ``keep_unreduced`` after an exception in backward, which has added to some of them.
@@ -344,9 +308,8 @@ class FSDPModule:
     # Memory
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight at a time; 1 by default. Each holds the gradients that it reads. More
-        help where reductions take longer than the compute beside them. Of different numbers under one root, the largest
-        counts, from the next backward on.
+        """How many reductions may be in flight at a time; 1 by default. Each holds the gradients that it reads. Of
+        different numbers under one root, the largest counts, from the next backward on.
 
         Raises:
             TypeError: ``max_input_buffers`` is no int.
@@ -358,13 +321,12 @@ class FSDPModule:
 
     def set_temporary_memory_limit(self, nbytes: int | None) -> None:
         """Hold no more than ``nbytes`` on each rank beside shards, their gradients and activations, from the next
-        forward on; None, the default, sets no limit. Call it on the root.
+        forward on; None, the default, sets no limit. Call it on the root, with the same limit on all ranks.
 
         Counted are unsharded parameters, the staging memory of their gathers, gradients while their unit's backward
-        runs, and what reductions in flight read and write; :func:`fsdp2.memory_plan` shows what units take. Not
-        counted are gradients that accumulate without communication, what a user's own communication or hooks allocate,
-        and blocks that the allocator keeps. Near the limit, prefetches that do not fit are left out, and what is needed
-        waits for reductions in flight, so less overlaps. All ranks must set the same limit.
+        runs, and what reductions in flight read and write (:func:`fsdp2.memory_plan`); not gradients that accumulate
+        without communication, what a user's own communication or hooks allocate, and blocks that the allocator keeps.
+        Near the limit, less overlaps.
 
         Raises:
             TypeError: ``nbytes`` is no int.
@@ -377,17 +339,14 @@ class FSDPModule:
         self._root("set_temporary_memory_limit").memory_limit = nbytes
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether resharding leaves the memory of unsharded parameters allocated, so that they stay where they are, for
-        CUDA graphs for example. Takes effect at the next reshard."""
+        """Whether resharding leaves the memory of unsharded parameters allocated, for CUDA graphs for example."""
         for group in self._groups(recurse):
             group.keeps_storage = keep
 
     # What carries the bytes
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """All-gather this unit's parameters by ``comm`` from the next time on; not recursive. See :class:`AllGather`.
-
-        One rank on the shard axis gathers nothing, and does not call it.
+        """All-gather this unit's parameters by ``comm``, unless the shard axis has one rank. See :class:`AllGather`.
 
         Raises:
             TypeError: ``comm`` is no :class:`AllGather`.
@@ -397,7 +356,7 @@ class FSDPModule:
         self._configure(False, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter this unit's gradients by ``comm``; not recursive. See :class:`ReduceScatter`.
+        """Reduce-scatter this unit's gradients by ``comm``. See :class:`ReduceScatter`.
 
         Raises:
             TypeError: ``comm`` is no :class:`ReduceScatter`.
@@ -407,8 +366,8 @@ class FSDPModule:
         self._configure(False, reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether messages travel in memory from the backend's own allocator, such as NCCL's registered memory, if it
-        has one; not recursive. What travels is then copied into it and out of it.
+        """Whether messages are copied into memory of the backend's own allocator, such as NCCL's registered memory, if
+        it has one.
 
         Raises:
             ValueError: the unit has a custom all-gather or reduce-scatter, or symmetric memory.
@@ -423,8 +382,8 @@ class FSDPModule:
                 group.configure(all_gather=BackendAllGather(memory), reduce_scatter=BackendReduceScatter(memory))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """All-gather in symmetric memory, which NCCL has faster ways for; after
-        :meth:`set_force_sum_reduction_for_comms` reduce in it as well. Not recursive, and collective.
+        """All-gather in symmetric memory; after :meth:`set_force_sum_reduction_for_comms` reduce in it as well.
+        Collective.
 
         Raises:
             ValueError: another backend than NCCL; a mesh that is not on CUDA devices; the unit has a custom all-gather
@@ -449,10 +408,7 @@ class FSDPModule:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether gradients are reduce-scattered over a process group of their own, so that they need not queue behind
-        all-gathers in backward. One is made for each set of shard ranks, at first use, and kept.
-
-        All ranks must call it alike.
-        """
+        all-gathers in backward. All ranks must call it alike."""
         groups = self._groups(recurse)
         axes = [separate_axis(group.mesh.shard) if enable else None for group in groups]
         for group, axis in zip(groups, axes, strict=True):
@@ -487,19 +443,19 @@ class FSDPModule:
             )
         return unit
 
-    def _only_group(self, caller: str) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
-        """The unit's group, if it has one; and that of its scalars, which are not cut, so no comm moves them."""
+    def _cut_groups(self, caller: str) -> Sequence[ParamGroup]:
+        """The unit's group, if it has one, but not that of its scalars, which no comm moves."""
         cut = [group for group in self._groups(False) if any(param.layout.shape for param in group.params)]
         if len(cut) > 1:
             raise ValueError(
                 f"{caller}: this unit has {len(cut)} parameter groups, on meshes of their own, and one comm would "
                 "have to serve them all. Call fully_shard on the modules of each mesh separately."
             )
-        return cut, [group for group in self._groups(False) if group not in cut]
+        return cut
 
     def _check_comm(self, caller: str, comm: object, expected: str) -> None:
         """Whatever has the two methods will do: comms may be subclasses of torch's own interface."""
-        self._only_group(caller)
+        self._cut_groups(caller)
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise TypeError(f"{caller}: expected an fsdp2.{expected}, with allocate() and __call__(), got {comm!r}.")
 
@@ -516,8 +472,7 @@ class FSDPModule:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Have several roots, such as the stages of a pipeline, share the streams of their communication and the memory
-    behind them. Here all roots on one device do so from the start: this checks its argument, and changes nothing.
+    """Have several roots share streams for communication. All roots on one device do so anyway: this checks only.
 
     Raises:
         ValueError: ``modules`` has something that is not sharded, or are on several devices.

@@ -1,12 +1,8 @@
 """What ``fully_shard`` was asked for, checked and decided. Only ``take_over`` changes anything.
 
-Every parameter becomes a frozen record, and records that are sharded over the same ranks become one group. Whatever can
-be refused is refused here.
-
-Weights tied across units move to the nearest unit that contains all their places. Calls go bottom-up, so an inner call
-does not see the other end of a tie. It takes the parameter; a call on another module that finds it there leaves it out;
-and the first call around both takes it over, as long as nothing has happened to it. What nobody has taken when the
-model runs is an error.
+Weights tied across units move to the nearest unit that contains all their places. An inner call does not see the other
+end of a tie: it takes the parameter; a call on another module that finds it there leaves it out; the first call around
+both takes it over, if nothing has happened to it. What nobody has taken when the model runs is an error.
 """
 
 from __future__ import annotations
@@ -58,8 +54,7 @@ class Found:
 def settle_ties(
     found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWeights
 ) -> tuple[list[Found], list[Slot]]:
-    """What a call manages, and where it leaves tied parameters to a call around it; nothing changes so far. What cannot
-    move stays as it was found, and is refused later."""
+    """What a call manages, and where it leaves tied parameters to a call around it."""
     inner = [(name, unit) for root in roots for name, unit in units_under(root)]
     items = {id(item.param): item for item in found}
     for name, unit in inner:
@@ -251,11 +246,7 @@ def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int
 
 
 def check_reshard_after_forward(value: object, parallel: ParallelMesh) -> None:
-    """Refuse what is neither a bool nor a number of ranks that divides the shard axis.
-
-    Raises:
-        TypeError, ValueError: names the value and what is possible.
-    """
+    """Refuse what is neither a bool nor a number of ranks that divides the shard axis."""
     if value is None or isinstance(value, bool):
         return
     if not isinstance(value, int):
@@ -286,8 +277,8 @@ def resolve_after_forward(value: bool | int | None, groups: Sequence[ResolvedGro
 
 
 def _post_forward_mesh(value: bool | int | None, mesh: ParallelMesh) -> ParallelMesh | None:
-    """The smaller mesh of a group between forward and backward; None on its own mesh, or nowhere. A mesh that
-    ``shard_placement_fn`` chose may have fewer ranks than the ``value`` that suits the others."""
+    """The smaller mesh of a group between forward and backward, if any. A mesh that ``shard_placement_fn`` chose may
+    have fewer ranks than ``value``."""
     if value is None or isinstance(value, bool) or not 1 < value < mesh.shard.size:
         return None
     if mesh.shard.size % value != 0:

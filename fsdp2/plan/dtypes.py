@@ -1,9 +1,6 @@
 """Dtype rules: which dtype a parameter, its reduction and its gradient have, and by what a reduced gradient is divided.
 
-Each parameter has dtypes of its own; those of one group may be any mix. :func:`param_dtypes` is the rule, for all of
-them alike: plain parameters, those that hooks make, and gradients whether reduced at once or accumulated before.
-
-Values only: nothing here moves data, but :func:`cast_floating`, which users see as input and output casts.
+Each parameter has dtypes of its own; those of one group may be any mix.
 """
 
 from __future__ import annotations
@@ -33,12 +30,8 @@ class ParamDtypes:
 
 @lru_cache(maxsize=256)
 def param_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy, grad: GradDtype | None = None) -> ParamDtypes:
-    """The dtypes of a parameter of dtype ``orig`` under its :func:`own_policy`.
-
-    ``grad``: its ``grad_dtype``, if one was set. Then the gradient has that dtype, and is reduced in it unless the
-    policy has a ``reduce_dtype``; a ``grad_dtype`` of None keeps the gradient as it was reduced. Integer parameters
-    keep their dtype throughout.
-    """
+    """The dtypes of a parameter of dtype ``orig`` under its :func:`own_policy`. ``grad``: its ``grad_dtype``, if one
+    was set; one of None keeps the gradient as it was reduced."""
     if not orig.is_floating_point:
         return ParamDtypes(orig, orig, orig, orig)
     param = policy.param_dtype or orig
@@ -70,11 +63,7 @@ def own_policy(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> 
 
 
 def check_grad_dtype(name: str, grad: GradDtype | None, policy: MixedPrecisionPolicy) -> None:
-    """Refuse a ``grad_dtype`` of None that leaves open what to reduce in: ranks have to agree before they compute.
-
-    Raises:
-        ValueError: names the parameter.
-    """
+    """Refuse a ``grad_dtype`` of None that leaves open what to reduce in: ranks have to agree before they compute."""
     if grad == GradDtype(None) and policy.reduce_dtype is None:
         raise ValueError(
             f"parameter '{name}' has grad_dtype=None, so its gradient may come in any dtype, and nothing says in which "
@@ -97,9 +86,8 @@ def divide_factors(
 ) -> DivideFactors:
     """How to turn a sum over ``world_size`` ranks into ``sum / factor`` (default: the mean) in ``reduce_dtype``.
 
-    fp32 and bf16 have range to spare: one division, after the sum, where there is least data. Other dtypes (fp16) may
-    overflow in the sum or underflow before it, so the factor is split in two near its square root; a hook's sums have
-    to fit as well, so the second division comes behind it.
+    fp32 and bf16 have range to spare: one division, after the sum. fp16 may overflow in the sum or underflow before it,
+    so the factor is split near its square root; a hook's sums have to fit as well, so the second division is behind it.
 
     Source: the split of PyTorch's FSDP (Zhao et al., VLDB 2023).
     """

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-# Regions that compute reads or a collective writes start at multiples of this: a cache line pair on CPUs, and what
-# vectorised and bulk-copy GPU kernels want. torch's own CPU allocator gives 64.
+# Regions that compute reads or a collective writes start at multiples of this: what vectorised GPU kernels want.
 ALIGNMENT_NBYTES = 128
 
 
@@ -75,8 +74,7 @@ class Layout(ABC):
 @dataclass(frozen=True)
 class ShardLayout(Layout):
     """A parameter cut as DTensor's ``Shard(dim)`` cuts it: all shards are ``chunk_size`` long, but the last non-empty
-    one may be shorter and later ones are empty. Empty shards start where the tensor ends. A scalar, of shape (), is
-    whole: it has one shard."""
+    one may be shorter and later ones are empty. A scalar has one shard."""
 
     @cached_property
     def chunk_size(self) -> int:
@@ -112,8 +110,8 @@ class JoinedLayout(Layout):
 
 
 def join(shapes: Sequence[tuple[int, ...]], dim: int) -> JoinedLayout:
-    """The layout of pieces of ``shapes``, one per rank, behind each other along ``dim``, or along dim 0 where they have
-    no such dim. A 0-dim piece is one entry. Empty pieces fit to any shape.
+    """The layout of pieces of ``shapes``, one per rank, along ``dim``, or dim 0 where they have no such dim. Empty
+    pieces fit to any shape.
 
     Raises:
         ValueError: the other dims differ.

@@ -1,7 +1,6 @@
 """Which ranks: the shard axis, the replicate axis, the model axes, and the smaller mesh to rest on between passes.
 
-A mesh always has a shard and a replicate axis; an absent one has size 1, so nobody else branches on FSDP, HSDP or plain
-replication. This is the only file that knows how process groups follow from a ``DeviceMesh``.
+A mesh always has a shard and a replicate axis; an absent one has size 1.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ NO_AXIS = Axis(group=None, size=1, rank=0)
 
 @dataclass(frozen=True)
 class SpmdMesh:
-    """A mesh that has all axes: the one that DTensor parameters are on before they are sharded.
-
-    ``roles``: of its axes. ``sharded_mesh``: the same, but several shard axes are one: a parameter is cut once.
-    """
+    """A mesh that has all axes: the one that DTensor parameters are on before they are sharded. ``sharded_mesh``: the
+    same, but several shard axes are one."""
 
     mesh: DeviceMesh
     roles: tuple[AxisRole, ...]
@@ -55,11 +52,8 @@ class SpmdMesh:
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """The axes that parameters are sharded over and replicated on.
-
-    ``mesh`` has these axes only, ``roles`` says which is which. ``spmd``: the full mesh, where the user named the
-    data-parallel axes of one.
-    """
+    """The axes that parameters are sharded over and replicated on: those of ``mesh``, by ``roles``. ``spmd``: the full
+    mesh, where the user named the data-parallel axes of one."""
 
     mesh: DeviceMesh
     roles: tuple[AxisRole, ...]
@@ -88,21 +82,17 @@ def replicated(parallel: ParallelMesh) -> ParallelMesh:
     if spmd is not None:
         whole = _without_shard(spmd.roles)
         spmd = SpmdMesh(spmd.mesh, whole, spmd.mesh, whole)
-    roles = _without_shard(parallel.roles)
-    return replace(parallel, roles=roles, shard=NO_AXIS, replicate=_joint_axis(parallel), spmd=spmd)
+    if parallel.replicate.size == 1:
+        joint = parallel.shard
+    elif parallel.shard.size == 1:
+        joint = parallel.replicate
+    else:
+        joint = _own_axis(parallel.mesh.mesh.flatten().tolist(), "fsdp2_replicate")
+    return replace(parallel, roles=_without_shard(parallel.roles), shard=NO_AXIS, replicate=joint, spmd=spmd)
 
 
 def _without_shard(roles: Sequence[AxisRole]) -> tuple[AxisRole, ...]:
     return tuple(AxisRole.REPLICATE if role is AxisRole.SHARD else role for role in roles)
-
-
-def _joint_axis(parallel: ParallelMesh) -> Axis:
-    """All data-parallel ranks as one axis."""
-    if parallel.replicate.size == 1:
-        return parallel.shard
-    if parallel.shard.size == 1:
-        return parallel.replicate
-    return _own_axis(parallel.mesh.mesh.flatten().tolist(), "fsdp2_replicate")
 
 
 def default_mesh() -> DeviceMesh:
@@ -219,8 +209,7 @@ def _own_axis(ranks: list[int], description: str) -> Axis:
     return Axis(group, len(ranks), dist.get_rank(group))
 
 
-# I4: all ranks of a group have to decide alike whether it is made. So it is found by plain values, for as long as the
-# process group of all ranks is the default one; a mesh or a model may be freed on one rank and alive on another.
+# I4: all ranks of a group decide alike whether it is made, by plain values: a mesh may be freed on one rank only.
 _Key = tuple[tuple[int, ...], str]
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 

@@ -1,8 +1,7 @@
-"""How a parameter lies on a mesh, sharded and unsharded: DTensor specs, in one path for every kind of mesh.
+"""How a parameter lies on a mesh, sharded and unsharded: DTensor specs.
 
-Axes are read from left to right, as DTensor does. A model axis (TP, EP) has cut the parameter before; data parallelism
-cuts what it left over, whatever its axis' position. Where a model axis that cuts the same dim stands further right,
-DTensor calls that a strided shard.
+A model axis (TP, EP) has cut the parameter before; data parallelism cuts what it left over. Where a model axis that
+cuts the same dim stands further right, DTensor calls that a strided shard.
 """
 
 from __future__ import annotations

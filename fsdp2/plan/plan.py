@@ -1,9 +1,8 @@
-"""What a gather and a reduction do, decided once: plain, printable data.
+"""What a gather and a reduction do, decided once: plain, printable data, the same on all ranks.
 
 Each tensor takes one route. ``DIRECT`` tensors travel out of and into their final memory. Small ones, and those that
 must be rearranged, share a bucket, one per dtype: ``ROWS`` for shards that are intervals of their tensor, ``STRIDED``
-for shards that are no intervals. What an all-gather hook sends takes the same routes. A plan is compiled from layouts,
-dtypes and what the comm prefers, and is the same on all ranks; the files above bind memory to it and replay it.
+for others.
 """
 
 from __future__ import annotations
@@ -33,22 +32,14 @@ _MAX_SHARED_PLANS = 256  # groups that are alike, as a model's blocks are, share
 
 
 class CarriesGathers(Protocol):
-    """What a plan needs to know of the comm that carries it.
-
-    Attributes:
-        direct_min_nbytes: tensors whose shards have at least this many bytes travel without a staging copy; smaller
-            ones share a bucket.
-    """
+    """What a plan needs to know of the comm that carries it. ``direct_min_nbytes``: shards of at least this many bytes
+    travel without a staging copy."""
 
     direct_min_nbytes: int
 
 
 class CarriesReductions(CarriesGathers, Protocol):
-    """The same for a reduction.
-
-    Attributes:
-        reduces_uneven: whether the comm takes inputs whose last shards are short.
-    """
+    """The same for a reduction. ``reduces_uneven``: whether the comm takes inputs whose last shards are short."""
 
     reduces_uneven: bool
 
@@ -91,11 +82,9 @@ GatherInput = PlanInput | HookInput
 
 @dataclass(frozen=True)
 class GatherStep:
-    """One tensor's way from shard to unsharded.
-
-    ``index``: its key among the inputs. ``shard_offset``: elements into the flat shard buffer of dtype ``source``.
-    ``offset_nbytes``: bytes into the group's unsharded storage; what hooks send has a storage of its own.
-    """
+    """One tensor's way from shard to unsharded. ``index``: its key among the inputs. ``shard_offset``: elements into
+    the flat shard buffer of dtype ``source``. ``offset_nbytes``: bytes into the group's unsharded storage; what hooks
+    send has a storage of its own."""
 
     index: int
     name: str
@@ -172,7 +161,8 @@ class GatherPlan:
     def __str__(self) -> str:
         rows = [
             f"  {step.name}: {step.route.value}, {_arrow(step.source, step.dtype)}, "
-            f"{step.layout.num_shards} x {step.chunk_nbytes} bytes {_place(step)}"
+            f"{step.layout.num_shards} x {step.chunk_nbytes} bytes "
+            + (f"at {step.offset_nbytes}" if step.origin is Origin.SHARD else f"for a hook, {step.lifetime.value}")
             for step in self.steps
         ]
         return "\n".join([f"all-gather into {self.unsharded_nbytes} bytes", *rows])
@@ -191,12 +181,8 @@ class ReduceStep:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """The reduction of a group's gradients, for one set of trainable parameters that have the same dtypes. A group has
-    a plan per combination of dtypes; all of them travel in one launch.
-
-    ``calls``: (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct
-    tensor.
-    """
+    """The reduction of a group's gradients of one combination of dtypes; all plans travel in one launch. ``calls``:
+    (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct tensor."""
 
     steps: tuple[ReduceStep, ...]
     dtypes: ParamDtypes
@@ -355,12 +341,6 @@ def _place_buckets(steps: Sequence[GatherStep]) -> tuple[tuple[GatherBucket, ...
     placed = pack([sum(step.padded_nbytes for step in bucket) for bucket in by_dtype.values()], ALIGNMENT_NBYTES)
     places = zip(by_dtype.values(), placed.offsets, strict=True)
     return tuple(GatherBucket(tuple(bucket), offset) for bucket, offset in places), placed.total
-
-
-def _place(step: GatherStep) -> str:
-    if step.origin is Origin.SHARD:
-        return f"at {step.offset_nbytes}"
-    return f"for a hook, {step.lifetime.value}"
 
 
 def _arrow(before: torch.dtype, after: torch.dtype) -> str:

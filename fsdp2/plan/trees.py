@@ -1,7 +1,4 @@
-"""The tensors inside what modules take and return: tensors, and dicts, lists, tuples and dataclasses of such.
-
-Sets and other iterables are left alone, as torch's pytree does.
-"""
+"""The tensors inside what modules take and return: in dicts, lists, tuples and dataclasses, but not in sets."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ _LEAVES = frozenset({type(None), bool, int, float, str})
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``fn`` applied to each tensor. Containers in which nothing changed are returned as they are, so
-    that the identity costs no copy and keeps the caller's objects."""
+    """``value`` with ``fn`` applied to each tensor. Containers in which nothing changed are returned as they are."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if type(value) in _LEAVES:

@@ -12,16 +12,13 @@ from fsdp2.tensors.wrapper import Tensors
 
 
 class BFloat16AllGatherTensor(WireFormatTensor):
-    """A parameter that is gathered in bfloat16, whatever the dtypes of its master values and of compute.
-
-    For one parameter what ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` is for a unit, and more: compute may
-    have another dtype, such as float32, with half of its bytes on the wire. Where compute is in bfloat16, the unsharded
-    parameter is the gathered memory itself, and nothing is copied.
+    """A parameter that is gathered in bfloat16, whatever the dtypes of its master values and of compute. Where compute
+    is in bfloat16, too, the unsharded parameter is the gathered memory itself.
 
     Args:
         data: master values, usually float32. The tensor shares their memory.
         pad: whether short shards are padded here, with rows of zeros. ``torch.distributed.fsdp`` needs that where dim 0
-            is not divisible by the number of ranks; fsdp2 pads by itself.
+            is not divisible by the number of ranks; fsdp2 does not.
 
     Raises:
         TypeError, ValueError: see :meth:`WireFormatTensor.make`.

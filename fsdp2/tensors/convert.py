@@ -25,15 +25,13 @@ def wrap_parameters(
     select: Callable[[str, nn.Parameter], bool] = is_matrix,
 ) -> list[str]:
     """Replace parameters of ``module`` in place by what ``make`` makes of them. Call it before ``fully_shard``, and
-    after ``parallelize_module``: of a DTensor, what this rank has is replaced.
+    after ``parallelize_module``.
 
-    Every selected parameter is replaced in all places where it is bound, so ties stay ties, and keeps its
-    ``requires_grad``. Attributes and hooks that were set on the old parameter are not taken over.
+    Ties stay ties, and ``requires_grad`` is kept; attributes and hooks of the old parameter are not.
 
     Args:
         module: whose parameters to replace, submodules included.
-        make: gets the detached parameter, or this rank's part of a DTensor, and returns a tensor of the same shape:
-            ``Int8AllGatherTensor``, for example, or a ``functools.partial`` of it.
+        make: gets the detached parameter, or this rank's part of a DTensor, and returns a tensor of the same shape.
         select: gets the first name of a parameter and the parameter, and says whether to replace it.
 
     Returns:

@@ -1,8 +1,7 @@
 """Parameters that travel, and stay unsharded, in float8.
 
-``Float8AllGatherTensor`` is the shard with its master values, ``Float8Tensor`` the unsharded parameter: float8 values
-with a scale, for one matrix product in float8 and dequantised for everything else. Rule: all ranks scale by the same
-number, or each row by its own; so what is gathered does not depend on which rank quantised it.
+``Float8AllGatherTensor`` is the shard with its master values, ``Float8Tensor`` the unsharded parameter. Rule: all ranks
+scale by the same number, or each row by its own; so what is gathered does not depend on which rank quantised it.
 """
 
 from __future__ import annotations
@@ -38,25 +37,20 @@ class Float8Scaling(Enum):
 class Float8AllGatherTensor(WireFormatTensor):
     """A parameter that is gathered in float8 (e4m3), half of bfloat16's bytes, and stays float8 while unsharded.
 
-    The unsharded parameter is a :class:`Float8Tensor` on the gathered memory: nothing is copied, and it takes 1 byte
-    per element. Values, with their error bound, are those of :func:`quantise_float8`. The gradient passes as if nothing
-    had been rounded.
+    The unsharded parameter is a :class:`Float8Tensor` on the gathered memory, 1 byte per element. Values are those of
+    :func:`quantise_float8`. The gradient passes as if nothing had been rounded.
 
-    - ``PER_ROW``: a row's scale is known where the row is, and travels with it: 4 bytes per row, no communication more.
+    - ``PER_ROW``: a row's scale travels with it: 4 bytes per row.
     - ``PER_TENSOR``: the scale comes from the largest magnitude on all ranks. Call :func:`precompute_float8_scales`
-      after ``optimizer.step()``; a shard whose scale is missing, or that was written since, asks the other ranks by one
-      all-reduce of its own in each all-gather. All ranks must therefore write their shards, and precompute, alike.
-
-    A scale that was precomputed is dropped when the shard is written through the parameter or a view of it. It cannot
-    be where writes go unnoticed (see ``write_stamp``; an optimizer step compiled by Inductor is one): without computing
-    scales again, values beyond the outdated one are clamped to the largest float8.
+      after ``optimizer.step()``; a shard whose scale is missing, or that was written since, asks the other ranks in
+      each all-gather. All ranks must therefore write their shards, and precompute, alike. Where writes go unnoticed
+      (see ``write_stamp``), values beyond an outdated scale are clamped to the largest float8.
 
     Args:
         data: master values, usually float32; ``[rows, ...]`` of at least two dims for ``PER_ROW``. The tensor shares
             their memory.
         scaling: which elements share a scale.
-        quantise_once: keep the quantised shard until it is written, instead of quantising it for forward and backward
-            and for every micro-batch.
+        quantise_once: keep the quantised shard until it is written.
 
     Raises:
         TypeError, ValueError: see :meth:`WireFormatTensor.make`; rows of one element with ``PER_ROW``.
@@ -116,14 +110,11 @@ class Float8AllGatherTensor(WireFormatTensor):
 
 
 class Float8Tensor(WrapperTensor):
-    """An unsharded parameter in float8. It looks like a tensor of ``dtype``, and takes 1 byte per element.
+    """An unsharded parameter in float8: ``data * scale``, shown as a read-only tensor of ``dtype``.
 
-    Its values are ``data * scale``. ``linear``, ``mm`` and ``addmm`` with its transpose as second operand run in float8
-    where the device can (CUDA of compute capability 8.9 on; in bfloat16, with sizes that are multiples of 16). The
-    first operand is then scaled and rounded, too: per tensor or per row, as this one is. Every other operation, such
-    as the product in backward, reads a dequantised copy, which it frees. Gradients are plain tensors of ``dtype``.
-
-    It is read-only: what runs in place on it raises.
+    ``linear``, ``mm`` and ``addmm`` with its transpose as second operand run in float8 where the device can (CUDA of
+    compute capability 8.9 on; in bfloat16, with sizes that are multiples of 16). The first operand is then scaled and
+    rounded alike. Every other operation reads a dequantised copy. Gradients are plain tensors of ``dtype``.
 
     Args:
         data: float8, ``[rows, ...]``. Shared, not copied, as is ``scale``.
@@ -267,9 +258,8 @@ def scale_from(magnitudes: torch.Tensor) -> torch.Tensor:
 def quantise_float8(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """``data / scale`` as float8 (e4m3) of the same shape; ``scale`` is float32 ``[1]`` or ``[rows, 1, ...]``.
 
-    Rounding is to nearest: ``abs(data - float8 * scale)`` is at most ``abs(data) / 16``, or ``scale / 1024`` where that
-    is more. Values beyond 448 times ``scale`` become 448. Zeros stay zeros and NaN stays NaN; with an inf among the
-    values that gave the scale, all of them are NaN when dequantised.
+    ``abs(data - float8 * scale)`` is at most ``abs(data) / 16``, or ``scale / 1024`` where that is more. Values beyond
+    448 times ``scale`` become 448. NaN stays NaN; an inf among the values that gave the scale makes all of them NaN.
     """
     values = torch.empty(data.shape, dtype=_WIRE, device=data.device)
     for rows in row_pieces(data):
@@ -283,12 +273,9 @@ def _to_float8(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def precompute_float8_scales(model: nn.Module) -> None:
-    """Compute the scales of all sharded ``Float8AllGatherTensor`` parameters that are scaled per tensor.
-
-    One all-reduce for all parameters of a mesh, of 4 bytes each, instead of one per parameter in every all-gather. Call
-    it after each ``optimizer.step()``, on all ranks, with the parameters sharded, as they are then. A scale is used
-    until its shard is written. Parameters that are unsharded, plain, or scaled per row are passed over. With HSDP the
-    replicas do the same, each among its shards.
+    """Compute the scales of all sharded ``Float8AllGatherTensor`` parameters that are scaled per tensor, in one
+    all-reduce per mesh. Call it after each ``optimizer.step()``, on all ranks. A scale is used until its shard is
+    written.
 
     Source: the idea is torchao's precomputation of dynamic float8 scales for FSDP.
     """

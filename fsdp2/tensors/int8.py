@@ -23,23 +23,20 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, float32 loses precis
 class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
     """A parameter that is gathered in int8, a quarter of float32's bytes, plus 4 bytes per block for its scale.
 
-    The master values stay as they are; what forward and backward compute with are the quantised values. Values, with
-    their error bound, are those of :func:`quantise`. The gradient passes as if nothing had been rounded. Blocks do not
-    depend on the number of ranks, so neither do results.
+    Forward and backward compute with the values of :func:`quantise`. The gradient passes as if nothing had been
+    rounded. Results do not depend on the number of ranks.
 
     Args:
         data: master values ``[rows, ...]`` of at least two dims, usually float32. The tensor shares their memory.
-        block_size: elements of a row, flattened over its dims, that share a scale. Smaller blocks are closer, and cost
-            4 bytes each: 256 add 1.6 percent to the wire.
-        quantise_once: keep the quantised shard until it is written, instead of quantising it for forward and backward
-            and for every micro-batch.
+        block_size: elements of a row, flattened over its dims, that share a scale.
+        quantise_once: keep the quantised shard until it is written.
 
     Raises:
         TypeError, ValueError: see :meth:`WireFormatTensor.make`; ``data`` has one dim (its rows would be single
             elements), or ``block_size`` is not positive.
 
     Source: quantised weight communication (qwZ) of ZeRO++, Wang et al., arXiv 2306.10013, section 3.1. There the blocks
-    run through the flat shard, here along rows, and the master values need not be 16-bit.
+    run through the flat shard, here along rows.
     """
 
     block_size: int
@@ -70,10 +67,9 @@ def quantise(data: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.T
     """Contiguous ``data`` ``[rows, ...]`` of a floating-point dtype as int8 of the same shape and float32 scales
     ``[rows, num_blocks]``; the last block of a row may be shorter.
 
-    A block's scale is ``max(abs(block)) / 127``, but at least float32's smallest normal number. Rounding is to nearest,
-    so ``abs(data - dequantise(...)) <= scale / 2``, up to 1e-5 of ``scale`` for float32 arithmetic. Zeros stay zeros,
-    and the largest magnitude of a block is met up to rounding. A block with inf or NaN has no finite element when it is
-    dequantised: trouble spreads to the block, and is never hidden.
+    A block's scale is ``max(abs(block)) / 127``, but at least float32's smallest normal number, so
+    ``abs(data - dequantise(...)) <= scale / 2``, up to 1e-5 of ``scale`` for float32 arithmetic. A block with inf or
+    NaN has no finite element when it is dequantised.
     """
     values = torch.empty(data.shape, dtype=torch.int8, device=data.device)
     num_blocks = -(-math.prod(data.shape[1:]) // block_size)
@@ -88,8 +84,7 @@ def quantise(data: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.T
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block_size: int, *, out: torch.Tensor) -> None:
     """Write what ``quantise`` made of a tensor into ``out``: contiguous, of the shape of ``values``, of any
-    floating-point dtype. The product is taken in float32 and rounded once.
-    """
+    floating-point dtype."""
     for rows in row_pieces(values):
         for target, value, scale in _blocks(out[rows], values[rows], scales[rows], block_size):
             if out.device.type == "cpu":  # mixed dtypes are converted one by one there: 15 times slower

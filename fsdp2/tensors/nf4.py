@@ -1,8 +1,7 @@
 """``NF4Tensor``: frozen weights in 4 bits, as QLoRA keeps its base model (Dettmers et al., arXiv 2305.14314).
 
-A row of a weight is cut into blocks; a block is one float32 scale and a 4-bit code per weight. Shards hold, and the
-all-gather carries, codes and scales; the post-hook turns them into the dense weight that compute reads.
-Rule: a block never leaves its row of dim 0. So every cut along dim 0 is exact, and no other cut is possible.
+A row of a weight is cut into blocks: one float32 scale and a 4-bit code per weight, which shards hold and the
+all-gather carries. So every cut along dim 0 is exact, and no other cut is possible.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from fsdp2.tensors.wrapper import ALIASES, DequantisedTensor, Tensors, aten, eac
 class NF4Tensor(DequantisedTensor):
     """A frozen weight of shape ``(rows, ...)`` in 4 bits. Its dtype is the one it dequantises to.
 
-    Make one with ``quantise``, and bind it as ``nn.Parameter(nf4, requires_grad=False)``. Reading ops dequantise and
-    run, so that ``F.linear(x, nf4)`` works without sharding, too (autograd then keeps the dense weight for backward).
-    It can be copied, moved, saved, and cut along dim 0; ``copy_`` into it quantises. Casting changes what it
-    dequantises to, not what it holds. Other in-place ops are refused.
+    Make one with ``quantise``, and bind it as ``nn.Parameter(nf4, requires_grad=False)``. Reading ops dequantise, also
+    without sharding. It can be copied, moved, saved, and cut along dim 0; ``copy_`` into it quantises. Casting changes
+    what it dequantises to. Other in-place ops are refused.
     """
 
     _packed: torch.Tensor

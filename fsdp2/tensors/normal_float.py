@@ -1,7 +1,5 @@
 """NF4: weights as 4-bit codes and one scale per block. Pure functions on plain tensors.
 
-Rule: a block lies within one row of dim 0, so a cut along dim 0 never changes a value.
-
 Source: QLoRA, Dettmers et al., arXiv 2305.14314, section 3.
 """
 
@@ -18,11 +16,9 @@ from fsdp2.tensors.wrapper import row_pieces
 
 
 def codebook() -> tuple[float, ...]:
-    """The 16 values of NF4, ascending from -1 to 1: quantiles of the normal distribution, as trained weights are about
-    normally distributed.
-
-    Eight positive ones and seven negative ones, evenly spaced in probability between 1/2 and ``1 - delta``, and zero,
-    exactly. ``delta`` is the mean of 1/32 and 1/30, half a step of 16 and of 15 values. Divided by the largest.
+    """The 16 values of NF4, ascending from -1 to 1: zero, and eight positive and seven negative quantiles of the normal
+    distribution, evenly spaced in probability between 1/2 and ``1 - delta``, divided by the largest. ``delta`` is the
+    mean of 1/32 and 1/30, half a step of 16 and of 15 values.
 
     Source: arXiv 2305.14314, section 3 and appendix E.
     """
@@ -49,9 +45,8 @@ def quantise(weight: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch
 
     Returns uint8 ``[rows, num_blocks * block_size / 2]``, the first code of two in a byte's high half, and float32
     ``[rows, num_blocks]`` with ``num_blocks = ceil(cols / block_size)``; a row's last block is filled up with zeros. A
-    scale is the block's largest absolute value. It is float32, not bfloat16, although that is 0.25 bit per weight more
-    with blocks of 64: so it is exact, the largest weight is reproduced, and quantising again what was dequantised
-    changes nothing.
+    scale is the block's largest absolute value, in float32: exact, so quantising again what was dequantised changes
+    nothing.
 
     Raises:
         ValueError: ``weight`` has an entry that is not finite in float32.
@@ -77,8 +72,8 @@ def quantise(weight: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch
 def dequantise(packed: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor) -> None:
     """Write the weight that ``quantise`` made these of into ``out`` ``[rows, cols]``, of any floating dtype.
 
-    Codes times scales, in float32, rounded once. It differs from what was quantised by at most ``MAX_ERROR`` (0.152)
-    times the block's scale, and the rounding to the dtype; zeros and the block's largest weight are exact.
+    It differs from what was quantised by at most ``MAX_ERROR`` (0.152) times the block's scale, and the rounding to the
+    dtype; zeros and the block's largest weight are exact.
     """
     num_blocks, cols = scales.size(1), out.size(1)
     is_traced = type(packed) is not torch.Tensor  # torch.compile's stand-ins cannot meet a tensor that was kept
@@ -92,7 +87,6 @@ def dequantise(packed: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor)
 
 @cache
 def _values_of_bytes(device: torch.device) -> torch.Tensor:
-    """The two float32 values of each byte, as one int64 ``[256]``: one look-up for two weights took 0.4 of the time of
-    a look-up for each."""
+    """The two float32 values of each byte, as one int64 ``[256]``: one look-up for two weights."""
     pairs = [(high, low) for high in CODEBOOK for low in CODEBOOK]
     return torch.tensor(pairs, dtype=torch.float32, device=device).view(torch.int64).view(-1)

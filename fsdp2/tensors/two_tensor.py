@@ -1,9 +1,7 @@
 """``TwoTensor``: two tensors behind one, and the reference for authors of all-gather hooks.
 
-Two inner tensors, because whatever confuses "the tensor" with "its memory" goes wrong with the second one. The class
-has the three parts that a sharded parameter's class needs: a wrapper that torch can take apart and put together
+It has the three parts that a sharded parameter's class needs: a wrapper that torch can take apart and put together
 (``WrapperTensor``), an answer to every op (``__torch_dispatch__``), and the hooks.
-Rule: an op on a ``TwoTensor`` is that op on ``a``s and the same op on ``b``s; views stay views, writes stay writes.
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ if TYPE_CHECKING:
 
 
 class TwoTensor(WrapperTensor):
-    """``a`` and ``b``, of equal shape, strides, dtype and device, as one tensor of that shape. Owns no other memory.
-
-    Plain tensors may take part in an op: they meet both. So what a ``TwoTensor`` meets becomes one, gradients of plain
-    parameters included; make all parameters of a model ``TwoTensor``s.
+    """``a`` and ``b``, of equal shape, strides, dtype and device, as one tensor of that shape. An op on it is that op
+    on ``a``s and on ``b``s; plain tensors meet both. So make all parameters of a model ``TwoTensor``s.
 
     Raises:
         ValueError: ``a`` and ``b`` differ in shape, strides, dtype or device.
@@ -77,18 +73,16 @@ class TwoTensor(WrapperTensor):
     ) -> tuple[Tensors, None]:
         """What travels: plain contiguous tensors, and metadata for the other hook, which stays on this rank.
 
-        ``mesh`` is the shard axis, ``outer_size`` the unsharded parameter's. A hook that needs nothing but ``mesh`` has
-        the short form ``fsdp_pre_all_gather(self, mesh)``. A cast here would send fewer bytes than one in the other.
+        A hook that needs nothing but ``mesh`` has the short form ``fsdp_pre_all_gather(self, mesh)``. A cast here would
+        send fewer bytes than one in the other.
         """
         return (self.a, self.b), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[TwoTensor, Tensors] | None:
-        """The first call returns the unsharded parameter, and the tensors whose memory comes and goes with it. The
-        outputs' memory does anyway, so a parameter that lies in it names nothing. Later calls bring the same parameter
-        as ``out``, to be written in place, with its memory and the outputs' allocated again.
-        """
+        """The first call returns the unsharded parameter, and the tensors beside the outputs whose memory comes and
+        goes with it. Later calls bring it as ``out``, to be written in place, with all memory allocated again."""
         a, b = all_gather_outputs
         if out is not None:
             assert isinstance(out, TwoTensor)

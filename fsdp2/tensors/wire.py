@@ -39,20 +39,16 @@ W = TypeVar("W", bound="WireFormatTensor")
 class WireFormatTensor(WrapperTensor):
     """A floating-point parameter with a format of its own on the wire. Subclass it, and define both all-gather hooks.
 
-    Shape, strides, dtype and device are those of the plain tensor that it was made from, whose memory it shares. A
-    subclass calls ``make`` in its ``__new__``; keyword arguments given to ``make`` become attributes, and they travel
-    through views, copies, ``copy.deepcopy`` and ``torch.compile``.
+    It shares the memory of the plain tensor that it was made from. A subclass calls ``make`` in its ``__new__``;
+    keyword arguments given to ``make`` become attributes, which travel through views, copies and ``torch.compile``.
 
     - In-place operations write the plain tensor and return the wrapper.
     - Views, slices and copies are of the same class; every other operation returns plain tensors.
     - ``pickle``, ``torch.save`` and distributed checkpoints write the plain tensor. Loading one copies it in.
 
-    Hooks send a shard's own rows, and fsdp2 pads them. ``torch.distributed.fsdp`` wants padded ones where dim 0 is not
-    divisible by the number of ranks; only ``BFloat16AllGatherTensor(pad=True)`` sends those.
-
     Attributes:
-        quantise_once: whether a runtime that can (fsdp2) keeps what ``fsdp_pre_all_gather`` returned until the shard is
-            written, instead of calling it for each all-gather. Costs the payload's memory.
+        quantise_once: whether fsdp2 keeps what ``fsdp_pre_all_gather`` returned until the shard is written. Costs the
+            payload's memory.
 
     Source: the all-gather hooks are those of ``torch.distributed.fsdp.fully_shard``; the wrapper protocol is the one of
     PyTorch's notes on extending it with ``__torch_dispatch__``.
@@ -109,8 +105,7 @@ class WireFormatTensor(WrapperTensor):
         return self._data
 
     def _before_write(self, func: Any) -> None:
-        """torch counts a write for the object that is written: the DTensor around a wrapper, or a view of it. And for
-        nobody if it is a list of DTensors, as optimizers with foreach or fused write it."""
+        """torch counts a write for the object that is written, such as a view, and for nobody in a list of DTensors."""
         torch.autograd.graph.increment_version([self._data, self._origin])
 
     @property
@@ -121,8 +116,8 @@ class WireFormatTensor(WrapperTensor):
     @property
     def write_stamp(self) -> tuple[int, ...]:
         """Differs from an earlier one if the values were written in between, through this wrapper, a view of it or a
-        DTensor. Not noticed: what a graph compiled by Inductor writes through a DTensor, what is written through other
-        plain tensors on the same memory, and custom operations that write but are not named like it."""
+        DTensor. Not noticed: writes through a DTensor by a graph compiled by Inductor, through other plain tensors on
+        the same memory, and by custom operations that are not named like it."""
         counted = () if self._data.is_inference() else (self, self._data, self._origin)
         return tuple(tensor._version for tensor in counted)
 

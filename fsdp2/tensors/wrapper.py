@@ -1,8 +1,7 @@
 """The base of the tensor subclasses here: one tensor that is made of inner tensors.
 
-A class names its inner tensors and its options, and has a table of operations. Rule: an operation that is not in the
-table reads a plain tensor in the wrapper's place, and gives plain results. One that writes is announced to the wrapper,
-which counts or refuses it.
+A class has a table of operations. Rule: an operation that is not in the table reads a plain tensor in the wrapper's
+place, and gives plain results. One that writes is announced to the wrapper, which counts or refuses it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from fsdp2.plan.trees import find_tensors, map_tensors
 
 aten = torch.ops.aten
 
-# On the CPU, rows are converted in pieces of this many elements: temporaries stay in the cache, and no fresh pages are
-# mapped for them. Measured with 16M elements on one core: int8 in 5 ms instead of 37, back in 4 instead of 62.
+# On the CPU, rows are converted in pieces of this many elements: temporaries stay in the cache. With 16M elements on
+# one core: int8 in 5 ms instead of 37.
 _CPU_PIECE_NUMEL = 1 << 18
 
 W = TypeVar("W", bound="WrapperTensor")
@@ -50,9 +49,7 @@ class WrapperTensor(torch.Tensor):
         **options: Any,
     ) -> W:
         """Made of ``inner``. Shape and strides are those of the first, but for a contiguous ``shape``; so is the dtype.
-
-        It has no storage offset: with one, data_ptr() is not 0, and copy.deepcopy looks for memory of its own.
-        """
+        Without a storage offset: with one, copy.deepcopy looks for memory of its own."""
         like = inner[0]
         size, strides = (like.shape, like.stride()) if shape is None else (shape, None)
         self: W = cls._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype or like.dtype, device=like.device)
@@ -170,8 +167,7 @@ ALIASES: dict[Any, Callable[..., Any]] = dict.fromkeys(
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that ``func`` writes, by its name: in-place operations end in ``_`` and write their first argument,
-    others write ``out``. What only reads must not be among them: a rank that gathers whole shards reads its shard, one
-    that pads them does not, and ranks have to agree on whether shards were written."""
+    others write ``out``. No others: ranks have to agree on whether shards were written."""
     written = [value for name, value in kwargs.items() if name.startswith("out")]
     if func.__name__.partition(".")[0].endswith("_"):
         written += args[:1] or list(kwargs.values())

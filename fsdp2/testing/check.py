@@ -1,8 +1,7 @@
 """``check_all_gather_extension``: what authors of tensor subclasses call in their own tests.
 
 Cases are shapes on numbers of ranks. Each does what a training step does to a sharded parameter, and the one with most
-ranks what optimizers and checkpoints do to shards. Rule: a check that cannot be made because an earlier one of its case
-has failed is left out, so that one mistake is reported once.
+ranks what optimizers and checkpoints do to shards. The first failure of a case ends it.
 """
 
 from __future__ import annotations
@@ -51,11 +50,9 @@ def check_all_gather_extension(
 ) -> None:
     """Check that a tensor subclass with all-gather hooks does as ``fully_shard`` expects; no process group is needed.
 
-    The ranks are played one after the other, on small tensors. Memory that the runtime frees, or does not fill, holds
-    garbage meanwhile. Checked is: the hooks, their signatures and what they return, on every rank; that the unsharded
-    parameter is the same on all ranks, and however many there are; that it can be released, with everything that the
-    class has not declared, and filled again under autograd's feet; its gradient; and that shards can be copied, cast,
-    loaded, initialised on the meta device and stepped by optimizers::
+    Checked are the hooks and what they return; that the unsharded parameter is the same on all ranks, and however many
+    there are; that it can be released and filled again; its gradient; and that shards can be copied, cast, loaded,
+    initialised on the meta device and stepped by optimizers::
 
         def test_my_tensor_can_be_sharded():
             check_all_gather_extension(MyTensor, value=lambda full: full.bfloat16().float())
@@ -67,13 +64,11 @@ def check_all_gather_extension(
         dim: along which it is cut.
         dtype: of the plain tensors.
         mp_policy, device: as they would be given to ``fully_shard``; the device, of its mesh.
-        value: what the unsharded parameter of a plain tensor holds, plain or of its class. Default: what it holds if
-            there is one rank.
-        tolerance: by how much values may differ from that. Exact by default; a format whose rounding depends on the cut
-            needs more. Ranks must always agree exactly, and so must all gathers of the same shards.
+        value: what the unsharded parameter of a plain tensor holds. Default: what it holds if there is one rank.
+        tolerance: by how much values may differ from that, for formats whose rounding depends on the cut. Ranks must
+            always agree exactly.
         trainable: False for frozen parameters: no gradients, no optimizers.
-        prepare: called with the shards of all ranks, in rank order, before every gather. For hooks that would else
-            communicate: there is no process group.
+        prepare: called with the shards of all ranks before every gather, for hooks that would else communicate.
 
     Raises:
         ExtensionError: one line for each kind of failure: which checks, what was found, what was expected, and where.

@@ -31,11 +31,7 @@ class Findings:
         return True
 
     def raise_if_any(self) -> None:
-        """Report.
-
-        Raises:
-            ExtensionError: one line for each check that failed.
-        """
+        """Raise an ``ExtensionError`` with one line for each check that failed."""
         by_text: dict[str, list[str]] = {}
         for check, failures in self._failures.items():
             where, error = failures[0]
@@ -58,12 +54,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def values_of(tensor: torch.Tensor) -> Values:
-    """What compute reads of ``tensor``, as plain tensors of double precision. A tensor subclass tells by multiplying
-    with one; it gives several if the product is a wrapper of several tensors.
-
-    Raises:
-        ExtensionError: it cannot be multiplied.
-    """
+    """What compute reads of ``tensor``, as plain tensors of double precision: of a subclass, its product with one."""
     with torch.no_grad():
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             try:
@@ -78,11 +69,7 @@ def values_of(tensor: torch.Tensor) -> Values:
 def check_equal(
     found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], problem: str, remedy: str, tolerance: float = 0.0
 ) -> None:
-    """Compare what ``values_of`` gave. ``problem`` and ``remedy`` are what to say about a difference.
-
-    Raises:
-        ExtensionError: shapes differ, or values by more than ``tolerance``.
-    """
+    """Refuse shapes that differ, or values that do by more than ``tolerance``, with ``problem`` and ``remedy``."""
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (found, expected)]
     if shapes[0] != shapes[1]:
         raise ExtensionError(f"{problem}: its values have shapes {shapes[0]}, expected {shapes[1]}. {remedy}")

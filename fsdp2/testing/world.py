@@ -1,7 +1,6 @@
 """All ranks in one process: what stands in for mesh and DTensor, and the all-gather between the ranks.
 
-``World`` does to memory what the runtime does, and worse: memory that is not promised to hold anything holds garbage.
-It knows nothing of checks; what a hook does wrong is an ``ExtensionError`` of ``extensions``, as in the runtime.
+``World`` does to memory what the runtime does; memory that is not promised to hold anything holds garbage.
 """
 
 from __future__ import annotations
@@ -77,11 +76,7 @@ class Case:
             ]
 
     def params(self, shards: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-        """``shards`` as optimizers and state dicts see them.
-
-        Raises:
-            ExtensionError: the class is lost on the way.
-        """
+        """``shards`` as optimizers and state dicts see them; the class must not be lost on the way."""
         params = [nn.Parameter(StandInDTensor(shard), requires_grad=self.trainable) for shard in shards]
         for param, shard in zip(params, shards, strict=True):
             if type(local_of(param)) is not type(shard):
@@ -260,11 +255,7 @@ def _memory_of(tensor: torch.Tensor) -> list[int]:
 
 
 class World:
-    """``params`` of all ranks, one each: shards of one parameter of ``case``.
-
-    Raises:
-        ExtensionError: here and by the methods, what the runtime would raise.
-    """
+    """``params`` of all ranks, one each: shards of one parameter of ``case``. Raises what the runtime would."""
 
     def __init__(self, case: Case, params: Sequence[nn.Parameter]) -> None:
         self._case = case

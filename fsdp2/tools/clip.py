@@ -1,8 +1,7 @@
 """The norm of all gradients, and clipping by it, for parameters on any mix of meshes.
 
-torch's function asks DTensor for the norm of each gradient. Here, parameters that are cut over the same axes form a
-class, and gradients that lie behind each other in memory, as the runtime lands them, are one tensor: one norm per group
-of parameters, and one all-reduce per mesh axis. Axes that hold copies do not count twice.
+Parameters that are cut over the same axes form a class, and gradients that lie behind each other in memory are one
+tensor: one norm per group of parameters, and one all-reduce per mesh axis. Axes that hold copies do not count twice.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm, taken over all ranks, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, but the parameters may be DTensors on different meshes (tensor parallelism,
-    experts), next to plain tensors, which count as equal on all ranks. Every rank that holds a part of the parameters
-    must call it, with the same parameters in the same order; which of them have gradients may differ.
+    As ``torch.nn.utils.clip_grad_norm_``, but the parameters may be DTensors on different meshes, next to plain
+    tensors, which count as equal on all ranks. All ranks call it with the same parameters in the same order; which of
+    them have gradients may differ.
 
     Args:
         parameters: what to clip the gradients of.
@@ -148,10 +147,8 @@ def _alike(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(found.values())
 
 
-# Norms of infinite order are joined as they are, by the maximum; others as powers, by the sum.
-
-
 def _joined(powers: torch.Tensor, order: float) -> torch.Tensor:
+    """Norms of infinite order are joined as they are, by the maximum; others as powers, by the sum."""
     return powers.max() if math.isinf(order) else powers.sum()
 
 
@@ -161,18 +158,13 @@ def _power_here(of: _Class, order: float, foreach: bool | None) -> torch.Tensor:
     norms: list[torch.Tensor] = []
     for tensors in of.pieces:
         wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
-        cut = [part for tensor in tensors for part in _parts(tensor)]
+        cut = [part for tensor in tensors for part in (tensor.split(_MAX_NUMEL) if tensor.dim() == 1 else (tensor,))]
         if foreach is False:
             norms += [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in cut]
         else:
             norms += _torch.foreach_norm(cut, order, wide)
     local = torch.stack([norm.to(of.device) for norm in norms]) if norms else torch.zeros(1, device=of.device)
     return _joined(local.double() if math.isinf(order) else local.double() ** order, order)
-
-
-def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    is_long = tensor.dim() == 1 and tensor.numel() > _MAX_NUMEL
-    return tensor.split(_MAX_NUMEL) if is_long else (tensor,)
 
 
 def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order: float) -> list[torch.Tensor]:

@@ -1,16 +1,15 @@
 """Element-wise optimizers that step flat memory: a few long tensors instead of many small DTensors.
 
-``flatten_optimizer`` gives an optimizer a class of its own, derived from the one it has. For the time of its own step,
-that sees **runs** in the place of the parameters in them. Between steps the optimizer is what it was: param groups,
+During its step, the optimizer sees **runs** in the place of parameters. Between steps it is what it was: param groups,
 states, hooks and state dicts are per parameter.
 
 A **segment** is the parameters of one param group whose shards lie in one flat buffer. A run is neighbours in a segment
 that have a gradient, whose gradients touch each other too or are small enough to be copied, and whose states are alike:
-one 1-D tensor, with one 1-D state per name, of which the states of its parameters are parts. Padding and alignment lie
-between runs, so nothing writes them (I8).
+one 1-D tensor, with one 1-D state per name, of which the states of its parameters are parts. Padding lies between runs,
+so nothing writes it (I8).
 
-Rule: the parameters and their states are the truth (I14). What a step finds there is compared with what the last step
-left; where it differs, a segment is cut anew.
+Rule: the parameters and their states are the truth (I14). Where they are not what the last step left, a segment is cut
+anew.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from fsdp2.comm.memory import alias
 from fsdp2.group.shards import flat_buffers
 from fsdp2.plan.layout import contiguous_stride
 
-# Their update of an element depends on that element's values alone; tests compare each with its unflattened self. What
-# derives from them may do anything.
+# Their update of an element depends on that element's values alone. What derives from them may do anything.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.ASGD,
     optim.Adadelta,
@@ -62,25 +60,20 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 def flatten_optimizer(optimizer: _O, *, is_elementwise: bool = False) -> _O:
-    """Have ``optimizer`` step parameters that are neighbours in memory as one tensor, in place.
+    """Have ``optimizer`` step parameters that are neighbours in memory, such as a ``fully_shard`` group, as one tensor.
 
-    The shards of a ``fully_shard`` group lie behind each other, and so do their gradients. So an element-wise optimizer
-    can step a whole group as one flat tensor, where it would else step each DTensor on its own. Values, ``state_dict``,
-    ``param_groups``, hooks, schedulers and checkpoints are those of the optimizer as it was, in either direction; bit
-    for bit, but for ``fused=True`` on the CPU, whose kernel rounds the last elements of a tensor differently.
-
-    Whatever is not in flat memory is stepped all the same: gradients of your own are copied if they are small,
-    other shards are stepped on their own, plain parameters and tensor subclasses by the optimizer as before. A
-    parameter without a gradient is left alone, as usual. Nothing is communicated.
+    Values, ``state_dict``, ``param_groups``, hooks, schedulers and checkpoints are those of the optimizer as it was;
+    bit for bit, but for ``fused=True`` on the CPU, whose kernel rounds the last elements of a tensor differently.
+    Whatever is not in flat memory is stepped as before. Nothing is communicated.
 
     Args:
         optimizer: of ``torch.optim``: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, ASGD.
             Before any learning rate scheduler is made for it.
-        is_elementwise: vouch that another optimizer, or one derived from these, updates each element by that element's
-            value, gradient and states alone, in a step that reads ``param_groups``, ``.grad`` and ``state``.
+        is_elementwise: vouch that another optimizer updates each element by that element's value, gradient and states
+            alone, in a step that reads ``param_groups``, ``.grad`` and ``state``.
 
     Returns:
-        ``optimizer``, the same object. Its class has become ``Flat...``, derived from the class it had.
+        ``optimizer``, the same object, of a class ``Flat...`` derived from the one it had.
 
     Raises:
         TypeError: ``optimizer`` is none of torch's.
@@ -193,13 +186,7 @@ class FlatOptimizer(optim.Optimizer):
 
 
 class Layout:
-    """How the parameters of an optimizer lie in memory.
-
-    Attributes:
-        params: all of them.
-        segments: those in flat buffers.
-        others: per param group, plain parameters and shards of tensor subclasses.
-    """
+    """How the parameters of an optimizer lie in memory: in ``segments``, or as ``others``, per param group."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._found = _layout_of(groups)
@@ -232,13 +219,8 @@ def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
 
 
 class Segment:
-    """Parameters of one param group whose shards lie in one buffer.
-
-    Attributes:
-        group: the index of their param group.
-        runs: what is stepped as one tensor each.
-        apart: parameters that DTensor's own operations have to step this time.
-    """
+    """Parameters of one param group, by its index, whose shards lie in one buffer. They are stepped in ``runs``, or
+    ``apart``, by DTensor's own operations."""
 
     def __init__(self, group: int, flat: torch.Tensor, params: list[DTensor]) -> None:
         self.group = group
@@ -251,8 +233,7 @@ class Segment:
         self._seen: list[object] = []
 
     def is_in_place(self) -> bool:
-        """Whether its memory is still there. Local tensors that were all given hooks of their own lie elsewhere, though
-        they are the same objects."""
+        """Whether its memory is still there: local tensors may be given other memory."""
         return self._locals[0].data_ptr() == self._starts[0]
 
     def take_gradients(self, state: State) -> None:
@@ -339,23 +320,17 @@ def cut_runs(
 
 
 class Run:
-    """Parameters that are stepped as one tensor.
-
-    Attributes:
-        flat: their shards, 1-D; ``flat.grad`` holds their gradients during a step.
-        state: what the optimizer keeps for ``flat``, by name.
-    """
+    """Parameters that are stepped as one tensor ``flat``, 1-D. ``state``: what the optimizer keeps for it, by name."""
 
     def __init__(
         self, params: Sequence[DTensor], entries: Sequence[dict[str, Any]], mine: slice, flat: torch.Tensor, touch: bool
     ) -> None:
-        """Take over what ``entries`` have, one per parameter, all of one kind. ``mine``: which of their segment the
-        parameters are. ``touch``: whether their gradients do."""
+        """Take over ``entries``, one per parameter, all of one kind. ``mine``: the place of ``params`` in their
+        segment. ``touch``: whether their gradients do."""
         self.flat = flat
         self.state: dict[str, Any] = {}
         self._params, self._mine, self._touch = params, mine, touch
-        # Values that each parameter has one of, such as the number of steps: one of its own per parameter, so that
-        # state dicts may be loaded into other optimizers, and one per run to step with.
+        # Values such as the number of steps: one per parameter, as state dicts have it, and one per run to step with.
         self._copies: dict[str, torch.Tensor] = {}
         for name, first in entries[0].items():
             self.state[name] = first
@@ -417,8 +392,7 @@ class Run:
         return parts
 
 
-# Of parts of states, the memory that they were cut from, and where they start in it: what lies in one piece is joined
-# again without a copy.
+# Of parts of states, the memory that they were cut from, and where they start in it: joined again without a copy.
 _whole_of: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakIdKeyDictionary()
 
 
@@ -464,8 +438,8 @@ def _flat_around(local: torch.Tensor, buffers: Sequence[torch.Tensor]) -> torch.
 
 
 def _kind_of(grad: Grad, param: DTensor, entry: Mapping[str, Any]) -> tuple[object, ...] | None:
-    """What a parameter must have in common with another for both to be one: the gradient's dtype, and all of the state
-    ``entry`` but values of elements. None if DTensor's own operations have to step it."""
+    """What parameters of a run have in common: the gradient's dtype, and all of the state ``entry`` but values of
+    elements. None if DTensor's own operations have to step it."""
     _, dtype = grad
     if dtype is None:
         return None

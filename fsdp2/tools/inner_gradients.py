@@ -1,8 +1,7 @@
 """Backwards that enter a unit elsewhere than at its outputs: a loss on an activation that somebody kept.
 
 A unit's parameters must be there before the first node runs that saved one. Such nodes are in the forward of a
-submodule that has parameters, so gradients of what those submodules return lead to the unit's backward, too. Autograd
-runs the node that was made last first: what such a submodule returns comes ahead of what it computed with.
+submodule that has parameters, so gradients of what those submodules return lead to the unit's backward, too.
 
 Not seen are operations on a parameter outside of such a call: ``self.scale * x`` in the unit's own forward, or
 ``F.linear(x, self.proj.weight)``. A loss on what they return, and on nothing behind it in the unit, raises when the
@@ -31,7 +30,7 @@ from fsdp2.schedule.schedule import Phase
 
 def _install(unit: Unit, holders: list[nn.Module]) -> None:
     """Watch what submodules of ``unit`` return that hold parameters. ``holders``: all modules with parameters."""
-    begin = torch.compiler.disable(partial(_begin_backward, unit))
+    begin = torch.compiler.disable(lambda: (unit.root or unit.form_root()).pre_backward(unit))
 
     def on_gradient(_: torch.Tensor) -> None:
         """Most often the unit's own output has come first. In its forward, the user takes gradients on the way."""
@@ -47,10 +46,6 @@ def _install(unit: Unit, holders: list[nn.Module]) -> None:
     for group in unit.groups:
         if any(slot.module in unit.modules for param in group.params for slot in param.slots):
             group.on_parameters = _OwnGradients(unit, on_gradient)
-
-
-def _begin_backward(unit: Unit) -> None:
-    (unit.root or unit.form_root()).pre_backward(unit)
 
 
 class _OwnGradients:

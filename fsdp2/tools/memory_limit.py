@@ -7,7 +7,6 @@ follows from plans and from the order of events, never from an allocator, so all
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,20 +29,7 @@ class MemoryLimit:
     def __init__(self, limit: int, root: Root) -> None:
         self.limit, self._units, self._executor = limit, root.units, root.executor
         self._ledger = Ledger([UnitBytes()] * len(root.units), limit)
-        methods: dict[Action, Callable[[int], object]] = {
-            Action.UNSHARD: self._unshard,
-            Action.PREFETCH: self._prefetch,
-            Action.WAIT: self._wait,
-            Action.RESHARD: self._reshard,
-            Action.RESHARD_POST_FORWARD: self._reshard_post_forward,
-            Action.REDUCE: partial(self._reduce, Action.REDUCE),
-            Action.REDUCE_JOINTLY: partial(self._reduce, Action.REDUCE_JOINTLY),
-            Action.KEEP: self._keep,
-            Action.LAND: self._land,
-        }
-        self.programs: Programs = {
-            (action, index): (partial(methods[action], index),) for action, index in root.executor.programs
-        }
+        self.programs: Programs = {each: (partial(self._perform, *each),) for each in root.executor.programs}
 
     def begin_forward(self) -> None:
         """A pass begins: whatever was done by hand, or cut short by an exception, counts as it is now.
@@ -68,62 +54,32 @@ class MemoryLimit:
         Raises:
             MemoryLimitError: it does not fit.
         """
-        index, rules = unit, self._units[unit].rules
-        self._measure(index)
+        rules = self._units[unit].rules
+        self._measure(unit)
         ways = {"gathers": rules.unshard_in_backward, "reshards": rules.reshard_after_backward}
-        self._make_room(index, self._ledger.to_run_backward(index, **ways))
-        self._ledger.run_backward(index, **ways)
+        self._make_room(unit, self._ledger.to_run_backward(unit, **ways))
+        self._ledger.run_backward(unit, **ways)
 
-    # Actions
-
-    def _unshard(self, index: int) -> None:
-        states = [group.state for group in self._units[index].groups]
-        if GroupState.SHARDED in states or GroupState.SHARDED_POST_FORWARD in states:
+    def _perform(self, action: Action, index: int) -> None:
+        states = {group.state for group in self._units[index].groups}
+        if action is Action.UNSHARD and states & {GroupState.SHARDED, GroupState.SHARDED_POST_FORWARD}:
             self._measure(index)
             self._make_room(index, self._ledger.to_unshard(index))
-        self._run(Action.UNSHARD, index)
-        self._measure(index)
-        self._ledger.unshard(index)
-
-    def _prefetch(self, index: int) -> None:
-        self._measure(index)
-        nbytes = self._ledger.to_unshard(index)
-        if not self._ledger.fits(nbytes):
-            self._executor.flush()  # what was released must not wait for a gather that does not come
-            self._executor.tell("withhold", self._units[index], nbytes)
-            return
-        self._run(Action.PREFETCH, index)
-        self._ledger.unshard(index)
-
-    def _wait(self, index: int) -> None:
-        self._run(Action.WAIT, index)
-        self._ledger.wait(index)
-
-    def _reshard(self, index: int) -> None:
-        self._run(Action.RESHARD, index)
-        self._ledger.reshard(index, self._left(index, post_forward=False))
-
-    def _reshard_post_forward(self, index: int) -> None:
-        self._run(Action.RESHARD_POST_FORWARD, index)
-        self._ledger.reshard(index, self._left(index, post_forward=True))
-
-    def _reduce(self, action: Action, index: int) -> None:
-        self._run(action, index)
-        self._ledger.reduce(index, self._executor.max_in_flight)
-
-    def _keep(self, index: int) -> None:
-        self._run(Action.KEEP, index)
-        self._ledger.keep(index)
-
-    def _land(self, index: int) -> None:
-        self._run(Action.LAND, index)
-        self._ledger.land()
-
-    def _run(self, action: Action, index: int) -> None:
+        elif action is Action.PREFETCH:
+            self._measure(index)
+            nbytes = self._ledger.to_unshard(index)
+            if not self._ledger.fits(nbytes):
+                self._executor.flush()  # what was released must not wait for a gather that does not come
+                self._executor.tell("withhold", self._units[index], nbytes)
+                return
         for run in self._executor.programs[action, index]:
             run()
-
-    # Decisions
+        if action is Action.UNSHARD:
+            self._measure(index)
+        if action in (Action.RESHARD, Action.RESHARD_POST_FORWARD):
+            self._ledger.reshard(index, self._left(index, post_forward=action is Action.RESHARD_POST_FORWARD))
+        else:
+            self._ledger.count(action, index, self._executor.max_in_flight)
 
     def _make_room(self, index: int, nbytes: int) -> None:
         ledger = self._ledger
@@ -137,15 +93,11 @@ class MemoryLimit:
             ledger.land(room.landings)
             self._executor.land_down_to(ledger.num_reductions)
         for other in room.dropped:
-            self._reshard(other)
+            self._perform(Action.RESHARD, other)
         self._executor.flush()
 
     def _check(self, index: int) -> None:
-        """Does a unit fit beside its root, in this forward and in a backward that may follow?
-
-        Raises:
-            MemoryLimitError: it does not.
-        """
+        """Refuse a unit that does not fit beside its root, in this forward and in a backward that may follow."""
         sizes, root = self._ledger.sizes[index], self._ledger.sizes[0]
         trains = torch.is_grad_enabled()
         own = sizes.alone if trains else sizes.gather

@@ -1,10 +1,8 @@
 """What a sharded model takes on this rank beside its shards, in bytes from plans: ``print(fsdp2.memory_plan(model))``.
 
-Arithmetic on what the runtime would do: nothing runs, nothing is allocated, and no allocator is asked. Sizes are the
-same on all ranks, and so is every decision that ``memory_limit`` takes by them. Counted are unsharded parameters and
-the staging memory of their gathers, shards on the post-forward mesh, the gradients of units whose backward runs, and
-what reductions in flight read and write. Not counted are shards and their gradients, activations, and gradients that
-the user keeps unreduced.
+Arithmetic on plans: nothing runs, nothing is allocated, and no allocator is asked. Sizes are the same on all ranks, and
+so is every decision that ``memory_limit`` takes by them. Not counted are shards and their gradients, activations, and
+gradients that the user keeps unreduced.
 """
 
 from __future__ import annotations
@@ -99,23 +97,14 @@ def _peak(root: Root, *, overlaps: bool) -> int:
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """What one unit takes, in bytes.
+    """What one unit takes, in bytes."""
 
-    Attributes:
-        unsharded: its unsharded parameters.
-        arriving: what its gather takes beside them, until they are usable.
-        post_forward: its shards on the post-forward mesh.
-        gradients: what autograd makes in its backward.
-        copies: what a reduction makes of them: buckets, casts, and room to receive.
-        sent: of gradients and copies, what is held while the reduction is in flight.
-    """
-
-    unsharded: int = 0
-    arriving: int = 0
-    post_forward: int = 0
-    gradients: int = 0
-    copies: int = 0
-    sent: int = 0
+    unsharded: int = 0  # parameters
+    arriving: int = 0  # what their gather takes beside them
+    post_forward: int = 0  # shards on the post-forward mesh
+    gradients: int = 0  # what autograd makes in its backward
+    copies: int = 0  # what a reduction makes of them: buckets, casts, and room to receive
+    sent: int = 0  # of gradients and copies, what is held while the reduction is in flight
 
     def __add__(self, other: UnitBytes) -> UnitBytes:
         return UnitBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -157,44 +146,28 @@ def _gather_bytes(group: ParamGroup) -> UnitBytes:
     passing = sum(step.padded_nbytes for step in plan.steps if step.lifetime is Lifetime.ARRIVAL)
     travelling = sum(step.padded_nbytes for step in plan.steps)
     staged = sum(flat.nbytes for flat in group.shards.flats.values()) if group.home.is_staged else 0
-    num_ranks = 0 if smaller is None else smaller.shard.size
     return UnitBytes(
         unsharded=plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes,
         arriving=plan.staging_nbytes + passing + staged + unsharded.carrier.gather_buffer_nbytes(travelling),
-        post_forward=sum(_post_forward_nbytes(step, num_ranks) for step in plan.steps) if num_ranks else 0,
+        post_forward=0 if smaller is None else sum(_post_forward_nbytes(s, smaller.shard.size) for s in plan.steps),
     )
 
 
 def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm, *, keeps_gradients: bool) -> UnitBytes:
-    """What reducing takes. ``keeps_gradients``: those that were copied are held, too, while the reduction is in
-    flight."""
-    gradients = sum(_numel(plan) * plan.dtypes.param.itemsize for plan in plans)
-    copies = sum(_copies_nbytes(plan, comm) for plan in plans)
-    sent_as_they_are = sum(
-        _numel(plan, Route.DIRECT) * plan.dtypes.param.itemsize for plan in plans if not _casts(plan)
-    )
-    return UnitBytes(
-        gradients=gradients,
-        copies=copies,
-        sent=copies + (gradients if keeps_gradients else sent_as_they_are),
-    )
-
-
-def _copies_nbytes(plan: ReducePlan, comm: ReduceComm) -> int:
-    """Buckets, casts, what the comm itself takes, and the sums: they are not gradients before they have landed."""
-    padded = sum(step.layout.padded_numel for step in plan.steps if step.route is not Route.DIRECT)
-    cast = _numel(plan, Route.DIRECT) if _casts(plan) else 0
-    itemsize = plan.dtypes.reduce.itemsize
-    travelling = sum(step.layout.padded_numel for step in plan.steps) * itemsize
-    return (padded + cast + plan.flat_numel) * itemsize + comm.reduce_buffer_nbytes(travelling)
-
-
-def _casts(plan: ReducePlan) -> bool:
-    return plan.dtypes.param is not plan.dtypes.reduce
-
-
-def _numel(plan: ReducePlan, route: Route | None = None) -> int:
-    return sum(step.layout.numel for step in plan.steps if route is None or step.route is route)
+    """What reducing takes: buckets, casts, what the comm itself takes, and the sums, which are gradients only once they
+    have landed. ``keeps_gradients``: those that were copied are held, too, while the reduction is in flight."""
+    gradients = copies = sent_as_they_are = 0
+    for plan in plans:
+        param, reduce = plan.dtypes.param, plan.dtypes.reduce
+        direct = sum(step.layout.numel for step in plan.steps if step.route is Route.DIRECT)
+        bucketed = sum(step.layout.padded_numel for step in plan.steps if step.route is not Route.DIRECT)
+        travelling = sum(step.layout.padded_numel for step in plan.steps) * reduce.itemsize
+        cast = direct if param is not reduce else 0
+        gradients += sum(step.layout.numel for step in plan.steps) * param.itemsize
+        copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + comm.reduce_buffer_nbytes(travelling)
+        sent_as_they_are += (direct - cast) * param.itemsize
+    sent = copies + (gradients if keeps_gradients else sent_as_they_are)
+    return UnitBytes(gradients=gradients, copies=copies, sent=sent)
 
 
 def _post_forward_nbytes(step: GatherStep, num_ranks: int) -> int:
@@ -214,14 +187,8 @@ class Room:
 
 
 class Ledger:
-    """Who holds how much. Each method is told what happens, or asked before it does.
-
-    Attributes:
-        sizes: of each unit; replaced by the owner when plans are compiled anew.
-        limit: how much may be held.
-        held: how much is.
-        peak: how much was, at most.
-    """
+    """Who holds how much, in bytes: ``held`` now, ``peak`` at most, under ``limit``. Each method is told what happens,
+    or asked before it does. ``sizes``: of each unit; replaced by the owner when plans are compiled anew."""
 
     def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
         self.sizes = list(sizes)
@@ -289,7 +256,7 @@ class Ledger:
         self._set_params(unit, self.sizes[unit].unsharded)
 
     def reshard(self, unit: int, leaves: int = 0) -> None:
-        """``leaves``: bytes that stay, of shards on the post-forward mesh, or of memory that the user wants kept."""
+        """``leaves``: bytes that stay."""
         self._arriving.pop(unit, None)
         self._unsharded.discard(unit)
         self._set_params(unit, leaves)
@@ -317,6 +284,21 @@ class Ledger:
         for _ in range(len(self._reductions) if count is None else count):
             self._add(-self._reductions.popleft())
 
+    def count(self, action: Action, unit: int, max_in_flight: int = 1) -> None:
+        """``action`` is performed on ``unit``."""
+        if action in (Action.UNSHARD, Action.PREFETCH):
+            self.unshard(unit)
+        elif action is Action.WAIT:
+            self.wait(unit)
+        elif action in (Action.RESHARD, Action.RESHARD_POST_FORWARD):
+            self.reshard(unit, self.sizes[unit].post_forward if action is Action.RESHARD_POST_FORWARD else 0)
+        elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
+            self.reduce(unit, max_in_flight)
+        elif action is Action.KEEP:
+            self.keep(unit)
+        else:
+            self.land()
+
     def _set_params(self, unit: int, nbytes: int) -> None:
         self._add(nbytes - self._params[unit])
         self._params[unit] = nbytes
@@ -335,39 +317,24 @@ def simulate(
 ) -> None:
     """Run a forward and a backward over the units in ``order``, from the root on, each inside its parent's forward, and
     have ``ledger`` count. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
+
+    def replay(actions: Actions) -> None:
+        for action, unit in actions:
+            ledger.count(action, unit)
+
     events = nested(order, parents)
     for unit, is_start in events:
-        if is_start:
-            _replay(schedule.pre_forward(unit, in_backward=False, grad_enabled=True), schedule, ledger)
-        else:
-            _replay(schedule.post_forward(unit), schedule, ledger)
+        before = schedule.pre_forward(unit, in_backward=False, grad_enabled=True) if is_start else ()
+        replay(before if is_start else schedule.post_forward(unit))
     for unit, is_start in reversed(events):
         if is_start:
             if unit != order[0]:  # the root's own backward ends with all of it
-                _replay(schedule.post_backward(unit), schedule, ledger)
+                replay(schedule.post_backward(unit))
             continue
         rules = schedule.rules[unit]
         actions = schedule.pre_backward(unit)
         if not overlaps:
             ledger.land()
         ledger.run_backward(unit, gathers=rules.unshard_in_backward, reshards=rules.reshard_after_backward)
-        _replay(actions, schedule, ledger)
-    _replay(schedule.end_backward(), schedule, ledger)
-
-
-def _replay(actions: Actions, schedule: Schedule, ledger: Ledger) -> None:
-    for action, unit in actions:
-        if action in (Action.UNSHARD, Action.PREFETCH):
-            ledger.unshard(unit)
-        elif action is Action.WAIT:
-            ledger.wait(unit)
-        elif action is Action.RESHARD:
-            ledger.reshard(unit)
-        elif action is Action.RESHARD_POST_FORWARD:
-            ledger.reshard(unit, ledger.sizes[unit].post_forward)
-        elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
-            ledger.reduce(unit, 1)
-        elif action is Action.KEEP:
-            ledger.keep(unit)
-        else:
-            ledger.land()
+        replay(actions)
+    replay(schedule.end_backward())

@@ -1,8 +1,4 @@
-"""What the runtime does, readable: ``with fsdp2.trace.record(model) as trace: ...; print(trace)``.
-
-One line per event and action, with the module's name and, for gathers, the bytes of unsharded parameters. Attaching
-costs nothing while no trace is being recorded.
-"""
+"""What the runtime does, event by event: ``with fsdp2.trace.record(model) as trace: ...; print(trace)``."""
 
 from __future__ import annotations
 
@@ -27,6 +23,10 @@ class TraceEntry:
     unit: str
     nbytes: int = 0
 
+    def __str__(self) -> str:
+        indent, size = "" if self.kind == "event" else "    ", f"  {self.nbytes} bytes" if self.nbytes else ""
+        return f"{indent}{self.name} {self.unit}{size}"
+
 
 class Trace(Observer):
     """The entries recorded so far; ``str()`` lays them out with actions indented under their event."""
@@ -49,20 +49,13 @@ class Trace(Observer):
         return [f"{entry.name} {entry.unit}" for entry in self.entries if entry.kind == "action"]
 
     def __str__(self) -> str:
-        return "\n".join(_line(entry) for entry in self.entries)
-
-
-def _line(entry: TraceEntry) -> str:
-    if entry.kind == "event":
-        return f"{entry.name} {entry.unit}"
-    size = f"  {entry.nbytes} bytes" if entry.nbytes else ""
-    return f"    {entry.name} {entry.unit}{size}"
+        return "\n".join(map(str, self.entries))
 
 
 @contextmanager
 def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
-    """Report what the runtime does with ``module`` and the sharded modules inside it to ``observer`` while the block
-    runs, whatever root they work under and whether or not there is one yet. Names are those from the root.
+    """Report what the runtime does with ``module`` and the sharded modules inside it to ``observer``, with names from
+    the root.
 
     Raises:
         ValueError: ``module`` is not sharded.
@@ -77,9 +70,7 @@ def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def record(module: nn.Module) -> Iterator[Trace]:
-    """Record what the runtime does with ``module`` and the sharded modules inside it while the block runs.
-
-    That is everything, if ``module`` is the root of a sharded model.
+    """Record what the runtime does with ``module`` and the sharded modules inside it.
 
     Raises:
         ValueError: ``module`` is not sharded.

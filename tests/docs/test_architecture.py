@@ -51,7 +51,7 @@ def test_folders_are_those_of_the_package() -> None:
 
 
 def test_tour_visits_every_file_once() -> None:
-    """``tensors``, ``testing`` and ``_torch`` are visited as a whole."""
+    """``tensors`` and ``testing`` are visited as a whole."""
     (body,) = re.findall(r"^## Tour\n(.*?)^## ", TEXT, re.DOTALL | re.MULTILINE)
     visited = re.findall(r"^\| `([\w/]+(?:\.py|/))` \|", body, re.MULTILINE)
     files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]

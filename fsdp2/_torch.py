@@ -1,0 +1,462 @@
+"""The door to private torch: every use of a name that torch does not document, behind one function each.
+
+Checked on torch 2.13.0. Each function says what it uses and why no public name would do. No other file of the package
+touches a private name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _symmetric_memory
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Autograd: gradients, versions and hooks
+
+
+class GradDtype(NamedTuple):
+    """What a user set as ``grad_dtype`` of a tensor; None allows gradients of any dtype."""
+
+    dtype: torch.dtype | None
+
+
+def own_grad_dtype(tensor: torch.Tensor) -> GradDtype | None:
+    """What the user set as ``grad_dtype`` of a leaf, if anything. Only torch 2.15 says whether it was set. Before, one
+    equal to the tensor's dtype counts as not set."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return None
+    found = tensor.grad_dtype
+    is_set = getattr(tensor, "_has_grad_dtype_override", found is not tensor.dtype)
+    return GradDtype(found) if is_set else None
+
+
+def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Let ``tensor`` have gradients of ``dtype``, or of any with None, where torch has a ``grad_dtype``."""
+    if hasattr(torch.Tensor, "grad_dtype") and tensor.grad_dtype is not dtype:
+        grad, tensor.grad = tensor.grad, None
+        tensor.grad_dtype = dtype
+        if grad is not None:
+            tensor.grad = grad if dtype is None else grad.to(dtype)
+
+
+# A number of its own for each backward that runs on this thread, nested ones included; -1 outside of any.
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is executing a graph on this thread."""
+    return running_backward() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward has executed its last node; autograd has no public hook for that."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class GradientHook:
+    """``function``, to be called in backward with the gradients of many tensors, ahead of what computed these.
+
+    ``Tensor.register_hook`` makes a dict and a handle for each tensor, 20 thousand instructions more. Nodes of a graph
+    take the dict of any tensor, so that of ``owner`` serves all.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
+        self._function = function
+        with torch.inference_mode(False), torch.enable_grad():
+            self.owner = torch.zeros((), device="cpu", requires_grad=True)
+        self.owner.register_hook(function)
+
+    def add_to(self, tensor: torch.Tensor) -> None:
+        """Call the function with the gradient of ``tensor``, which requires one."""
+        node = tensor.grad_fn
+        if node is None or tensor.output_nr:  # the dict counts for a node's first output
+            tensor.register_hook(self._function)
+        else:
+            node._register_hook_dict(self.owner)
+
+
+# To look up an attribute of a DTensor, torch asks for ``__torch_function__`` first: four fifths of the time.
+plain_access = torch._C.DisableTorchFunctionSubclass
+_get_grad = attrgetter("grad")
+_get_hooks, _get_version = attrgetter("_post_accumulate_grad_hooks"), attrgetter("_version")
+
+
+def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """``grad`` of each."""
+    with plain_access():
+        return list(map(_get_grad, params))
+
+
+def take_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """``grad`` of each, which has none afterwards."""
+    with plain_access():
+        grads = list(map(_get_grad, params))
+        for param in params:
+            param.grad = None
+    return grads
+
+
+def set_grads(params: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None]) -> None:
+    """Set ``grad`` of each."""
+    with plain_access():
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each was written in place."""
+    with plain_access():
+        return list(map(_get_version, tensors))
+
+
+# Makes autograd take tensors for unmodified since they had these versions.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+
+
+def have_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> bool:
+    """Whether the user registered a hook on any of the sharded ``params``."""
+    with plain_access():
+        return any(map(_get_hooks, params))
+
+
+def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
+    """Hooks that the user registered on a sharded parameter; autograd never accumulates into it, so we call them."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return tuple(hooks.values()) if hooks else ()
+
+
+# Process groups and their memory
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves ``device`` in ``group``; the public name covers all devices in one string. Groups written
+    in Python, such as torch's threaded one for tests, are their own backend."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return group.name()
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long an operation of ``group`` may take on ``device``, if its backend has a limit. Users set it when they
+    make the group; no public name tells what they set."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # it is written in Python, such as torch's for threads
+        return None
+
+
+def all_gather(
+    group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, on_stream: bool
+) -> Callable[[], dist.Work | None]:
+    """What gathers each input into its output in one launch. ``on_stream`` uses the current stream of the call; NCCL
+    then returns no work. The public ``all_gather_into_tensor`` takes one tensor and costs 5 us more per call."""
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = not on_stream
+    if len(outputs) == 1:
+        return partial(_method(group, "all_gather_single", "_allgather_base"), outputs[0], inputs[0], options)
+    coalesced = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    return partial(coalesced, outputs, inputs, options)
+
+
+def reduce_scatter(
+    group: dist.ProcessGroup, op: Any, *, on_stream: bool
+) -> Callable[[list[torch.Tensor], list[torch.Tensor]], dist.Work | None]:
+    """What reduce-scatters each input into its output in one launch, (outputs, inputs); ``on_stream`` as for
+    ``all_gather``. The public ``reduce_scatter_tensor`` is in Python, as is making the options."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = not on_stream
+    single = _method(group, "reduce_scatter_single", "_reduce_scatter_base")
+    coalesced = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+
+    def launch(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> dist.Work | None:
+        if len(outputs) == 1:
+            return single(outputs[0], inputs[0], options)
+        return coalesced(outputs, inputs, options)
+
+    return launch
+
+
+def allocate_by_backend(
+    group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Memory that the backend of ``group`` transfers without copies of its own, such as NCCL's registered memory; else
+    ordinary memory. The backend behind a group has no public name."""
+    backend = group._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        return torch.empty(size, dtype=dtype, device=device)
+    return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+
+
+def use_symmetric_memory(group: dist.ProcessGroup, backend: str) -> None:
+    """Allocate symmetric memory by ``backend`` from now on. Its exchange of addresses needs a communicator, which the
+    barrier makes. The whole module is private."""
+    _symmetric_memory.set_backend(cast(Any, backend))
+    dist.barrier(group=group)
+
+
+def allocate_symmetric(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Symmetric memory out of a pool, which spares most of its allocations and exchanges of addresses."""
+    with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+def exchange_addresses(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Tell the ranks of ``group`` where their symmetric ``tensor`` lies; cheap for memory that is known already."""
+    _symmetric_memory.rendezvous(tensor, group.group_name)
+
+
+def _method(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work | None]:
+    """torch 2.13 renamed these methods; groups written in Python have one of the names only."""
+    return cast(Callable[..., dist.Work | None], getattr(group, name, None) or getattr(group, older_name))
+
+
+# DTensors and meshes
+
+
+def dtensor_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec that ``dtensor`` needs."""
+    return DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, dtype))
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """``local`` as a DTensor, no check, no autograd: 1 us where ``DTensor.from_local`` takes 50.
+
+    ``DTensor.__new__`` copies the storage offset, and ``copy.deepcopy`` then refuses the DTensor: a stand-in without an
+    offset avoids that.
+    """
+    plain = type(local) is torch.Tensor  # subclasses have no offset, and may lack new_empty
+    made = DTensor.__new__(DTensor, local.new_empty(0) if plain else local, spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def dtensors_like(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
+    """``locals_`` as DTensors that are sharded like ``params``, of the same dtype and on the same device."""
+    made = []
+    for like, local in zip(cast(Sequence[DTensor], params), locals_, strict=True):
+        each = DTensor.__new__(DTensor, like._local_tensor, like._spec, requires_grad=False)  # its local has no offset
+        each._local_tensor = local
+        made.append(each)
+    return made
+
+
+def dtensors_placed_like(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
+    """The same, but of the dtypes of ``locals_``."""
+    pairs = zip(cast(Sequence[DTensor], params), locals_, strict=True)
+    return [
+        dtensor(local, dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype))
+        for like, local in pairs
+    ]
+
+
+get_local = attrgetter("_local_tensor")  # a DTensor's local tensor, without Python
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local tensor itself; ``to_local()`` returns a new, differentiable view."""
+    return tensor._local_tensor  # type: ignore[attr-defined]
+
+
+def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The local tensors of many DTensors."""
+    return list(map(get_local, tensors))
+
+
+def locals_placed_like(
+    params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The local tensors of ``tensors``; None for those that are no DTensor, or not placed like their parameter. Where
+    the runtime has made the DTensor, its spec is the parameter's."""
+    return [
+        tensor._local_tensor
+        if isinstance(tensor, DTensor) and (tensor._spec is param._spec or _is_placed_like(param, tensor))
+        else None
+        for param, tensor in zip(cast(Sequence[DTensor], params), tensors, strict=True)
+    ]
+
+
+def specs_of(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """The spec of each DTensor, None of others. It says how the tensor is placed, and is never changed."""
+    return [getattr(tensor, "_spec", None) for tensor in tensors]
+
+
+def _is_placed_like(param: DTensor, tensor: DTensor) -> bool:
+    local = tensor._local_tensor
+    is_plain = type(local) is torch.Tensor and local.shape == param._local_tensor.shape
+    return is_plain and tensor.placements == param.placements and tensor.device_mesh == param.device_mesh
+
+
+def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Point a DTensor at other local memory; the object stays, so optimizers and ties keep their references."""
+    cast(DTensor, tensor)._local_tensor = local
+
+
+def arrived_local(tensor: DTensor) -> torch.Tensor:
+    """A DTensor's local tensor, after the collective that makes it: DTensor leaves some pending."""
+    local = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A part of each of ``split_factor`` pieces along ``dim`` that axes further right have made."""
+    return cast(Placement, _StridedShard(dim, split_factor=split_factor))
+
+
+def shards_dim(placement: Placement, dim: int) -> bool:
+    """Whether ``placement`` cuts tensor dimension ``dim``; strided shards are no ``Shard`` for ``is_shard()``."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The axes of ``meshes``, parts of one mesh, behind each other. Public API only takes axes in their order."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of ``mesh`` as one axis, with a process group of its own, made once per name."""
+    return mesh._flatten(name)
+
+
+# Many tensors in one launch, and memory that changes hands
+
+
+# One launch for many tensors: copies that cast where dtypes differ, additions, divisions by one number.
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
+foreach_div: Callable[[list[torch.Tensor], float], None] = torch._foreach_div_
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norm of each tensor, computed in ``dtype``, in one launch."""
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
+def foreach_mul(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """One launch for many in-place multiplications by a 0-dim tensor, whose value the CPU need not know."""
+    torch._foreach_mul_(targets, factor)
+
+
+def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
+    """Cut each tensor along its first dimension into ``out.size(0)`` rows, padded with zeros, and lay the rows of all
+    tensors side by side in ``out``, casting where dtypes differ."""
+    torch._chunk_cat(tensors, 0, out.size(0), out=out)
+
+
+# Modules and optimizers
+
+
+def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]]) -> None:
+    """Take ``functions`` off ``module``, where copying it has brought them. The copy has no handles, and nothing public
+    lists hooks."""
+    of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
+    for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
+        hooks = getattr(module, f"_{name}")
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in functions]:
+            del hooks[key]
+
+
+def watch_calls(
+    module: nn.Module, hook: GradientHook, find_tensors: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]
+) -> None:
+    """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it.
+
+    With a forward hook, a call takes 11 thousand instructions more. This is the attribute that ``Module.compile`` sets.
+    Copies and pickles of the module leave it behind, and the compiler does not look at it.
+    """
+    call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+    owner = hook.owner
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        if type(output) is not torch.Tensor:
+            for tensor in find_tensors(output, []):
+                if tensor.requires_grad:
+                    hook.add_to(tensor)
+        elif output.requires_grad:
+            node = output.grad_fn
+            if node is None or output.output_nr:
+                hook.add_to(output)
+            else:  # most: as add_to does, without a call more
+                node._register_hook_dict(owner)
+        return output
+
+    module.__dict__["_compiled_call_impl"] = watched
+
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def hooked_step(step: _Step) -> _Step:
+    """``step`` of an optimizer's class, with the hooks of the optimizer and the profiler's label around it. torch does
+    that to the class of each optimizer that is constructed."""
+    hooked = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # type: ignore[attr-defined]  # or torch hooks it once more
+    return cast(_Step, hooked)
+
+
+def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step of an optimizer's class without its hooks."""
+    step: Any = cls.step
+    return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def sets_attributes_plainly(module: nn.Module) -> bool:
+    """Whether parameters of ``module`` may be bound through ``_parameters``, skipping ``nn.Module.__setattr__``.
+
+    Modules that override it (``nn.LSTM`` keeps a list of its weights) must see the assignment.
+    """
+    return type(module).__setattr__ is nn.Module.__setattr__
+
+
+def parameters_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict that holds a module's own parameters."""
+    return module._parameters
+
+
+# Wrapper subclasses
+
+
+# Subclasses tell by ``__tensor_flatten__``; torch's test for that is private. Its type guard confuses mypy.
+_is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
+
+
+def inner_names(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The attributes that hold the tensors a wrapper subclass is made of; none for other tensors."""
+    names = cast(Any, tensor).__tensor_flatten__()[0] if _is_wrapper(tensor) else ()
+    return tuple(name for name in names if isinstance(getattr(tensor, name), torch.Tensor))  # DTensor lists its mesh
+
+
+def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a wrapper subclass is made of, however nested, or ``tensor`` itself."""
+    names = inner_names(tensor)
+    return [leaf for name in names for leaf in leaves(getattr(tensor, name))] if names else [tensor]
+
+
+def versioned(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What carries a version that autograd compares: the tensor, and under a compiled block what it is made of."""
+    return [tensor, *(leaf for leaf in leaves(tensor) if leaf is not tensor)]
+
+
+def rewrapped(like: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor of ``like``'s class, shape and context that is made of ``inner``."""
+    _, context = cast(Any, like).__tensor_flatten__()
+    return cast(torch.Tensor, type(like).__tensor_unflatten__(inner, context, like.shape, like.stride()))  # type: ignore[attr-defined]
