@@ -144,8 +144,7 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that serves ``device`` in ``group``; the public name covers all devices in one string. Groups written
-    in Python, such as torch's threaded one for tests, are their own backend."""
+    """The backend that serves ``device`` in ``group``. Groups written in Python are their own backend."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:
@@ -153,8 +152,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long an operation of ``group`` may take on ``device``, if its backend has a limit. Users set it when they
-    make the group; no public name tells what they set."""
+    """How long an operation of ``group`` may take on ``device``, if its backend has a limit."""
     try:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # it is written in Python, such as torch's for threads
@@ -177,8 +175,7 @@ def all_gather(
 def reduce_scatter(
     group: dist.ProcessGroup, op: Any, *, on_stream: bool
 ) -> Callable[[list[torch.Tensor], list[torch.Tensor]], dist.Work | None]:
-    """What reduce-scatters each input into its output in one launch, (outputs, inputs); ``on_stream`` as for
-    ``all_gather``. The public ``reduce_scatter_tensor`` is in Python, as is making the options."""
+    """What reduce-scatters each input into its output in one launch; ``on_stream`` as for ``all_gather``."""
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = not on_stream
@@ -196,8 +193,7 @@ def reduce_scatter(
 def allocate_by_backend(
     group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Memory that the backend of ``group`` transfers without copies of its own, such as NCCL's registered memory; else
-    ordinary memory. The backend behind a group has no public name."""
+    """Memory that the backend of ``group`` has registered, else ordinary memory."""
     backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         return torch.empty(size, dtype=dtype, device=device)
@@ -205,8 +201,7 @@ def allocate_by_backend(
 
 
 def use_symmetric_memory(group: dist.ProcessGroup, backend: str) -> None:
-    """Allocate symmetric memory by ``backend`` from now on. Its exchange of addresses needs a communicator, which the
-    barrier makes. The whole module is private."""
+    """Allocate symmetric memory by ``backend`` from now on. The barrier makes the communicator that it needs."""
     _symmetric_memory.set_backend(cast(Any, backend))
     dist.barrier(group=group)
 
@@ -339,20 +334,13 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 # Many tensors in one launch, and memory that changes hands
 
 
-# One launch for many tensors: copies that cast where dtypes differ, additions, divisions by one number.
+# One launch for many tensors: copies that cast where dtypes differ, additions, divisions by one number, products with a
+# 0-dim tensor, norms of an order computed in a dtype.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
 foreach_div: Callable[[list[torch.Tensor], float], None] = torch._foreach_div_
-
-
-def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The norm of each tensor, computed in ``dtype``, in one launch."""
-    return list(torch._foreach_norm(tensors, order, dtype))
-
-
-def foreach_mul(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """One launch for many in-place multiplications by a 0-dim tensor, whose value the CPU need not know."""
-    torch._foreach_mul_(targets, factor)
+foreach_mul: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
+foreach_norm: Callable[[list[torch.Tensor], float, torch.dtype], Sequence[torch.Tensor]] = torch._foreach_norm
 
 
 def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
@@ -365,8 +353,7 @@ def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]]) -> None:
-    """Take ``functions`` off ``module``, where copying it has brought them. The copy has no handles, and nothing public
-    lists hooks."""
+    """Take ``functions`` off ``module``, where copying it has brought them without handles."""
     of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
     for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
         hooks = getattr(module, f"_{name}")
@@ -406,8 +393,7 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
 def hooked_step(step: _Step) -> _Step:
-    """``step`` of an optimizer's class, with the hooks of the optimizer and the profiler's label around it. torch does
-    that to the class of each optimizer that is constructed."""
+    """``step`` with the optimizer's hooks and the profiler's label around it, as torch has it in each class."""
     hooked = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True  # type: ignore[attr-defined]  # or torch hooks it once more
     return cast(_Step, hooked)
@@ -420,10 +406,7 @@ def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Opt
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:
-    """Whether parameters of ``module`` may be bound through ``_parameters``, skipping ``nn.Module.__setattr__``.
-
-    Modules that override it (``nn.LSTM`` keeps a list of its weights) must see the assignment.
-    """
+    """Whether parameters may be bound through ``_parameters``: ``nn.LSTM``, for one, must see the assignment."""
     return type(module).__setattr__ is nn.Module.__setattr__
 
 

@@ -212,9 +212,6 @@ def _value(param: ShardedParam) -> torch.Tensor:
     return local.detach()
 
 
-# Ranks
-
-
 def _all_ranks(mesh: ParallelMesh) -> Axis:
     """The data-parallel ranks, that is the shard and the replicate axis, as one."""
     return replicated(mesh).replicate

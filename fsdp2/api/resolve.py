@@ -182,7 +182,6 @@ def _resolve(
 
 
 def _check_param(item: Found, device: torch.device) -> None:
-    """Refuse what cannot be sharded over any ranks."""
     name, param = item.name, item.param
     if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # for hooks there is another answer
         raise ExtensionError(

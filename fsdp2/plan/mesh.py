@@ -20,7 +20,7 @@ from fsdp2.types import DataParallelMeshDims
 
 
 class AxisRole(Enum):
-    """What a mesh axis does to a parameter. Model axes (TP, EP) have cut it before ``fully_shard`` sees it."""
+    """What a mesh axis does to a parameter. Model axes (TP, EP) have cut it before."""
 
     SHARD = "shard"
     REPLICATE = "replicate"

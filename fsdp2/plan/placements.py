@@ -49,10 +49,8 @@ class ParamSpec:
         return local if self.unsharded is None else self.unsharded.dtensor(local)
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the gradient of the unsharded parameter, placed like it on the model axes.
-
-        On data-parallel axes, a sum that is still pending stays so: the reduction completes it.
-        """
+        """This rank's part of the gradient of the unsharded parameter, placed like it on the model axes. On
+        data-parallel axes, a sum that is still pending stays so."""
         if self.unsharded is None or not isinstance(grad, DTensor):
             return grad
         wanted = [

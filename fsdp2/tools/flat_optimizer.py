@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +55,6 @@ _O = TypeVar("_O", bound=optim.Optimizer)
 State = MutableMapping[torch.Tensor, Any]  # names and values, by parameter
 
 _NOTHING: dict[str, Any] = {}
-_data_ptr = torch.Tensor.data_ptr
 
 
 def flatten_optimizer(optimizer: _O, *, is_elementwise: bool = False) -> _O:
@@ -193,7 +191,7 @@ class Layout:
         self.params: list[torch.Tensor] = [param for group in groups for param in group["params"]]
         self.others = [[param for param in group["params"] if not _is_flat(param)] for group in groups]
         self.segments: list[Segment] = []
-        buffers = sorted(flat_buffers(), key=_data_ptr)
+        buffers = flat_buffers()
         for index, group in enumerate(groups):
             found: dict[object, tuple[torch.Tensor, list[DTensor]]] = {}
             for param in filter(_is_flat, group["params"]):
@@ -228,7 +226,7 @@ class Segment:
         self.apart: list[DTensor] = []
         self._flat, self._params = flat, sorted(params, key=lambda param: _torch.local_of(param).data_ptr())
         self._locals = _torch.locals_of(self._params)
-        self._starts = list(map(_data_ptr, self._locals))
+        self._starts = list(map(torch.Tensor.data_ptr, self._locals))
         self._grads: list[Grad | None] = []
         self._seen: list[object] = []
 
@@ -427,12 +425,11 @@ def _is_flat(param: torch.Tensor) -> bool:
 
 
 def _flat_around(local: torch.Tensor, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The one of ``buffers``, ordered by address, that ``local`` lies in, or its own elements."""
+    """The one of ``buffers`` that ``local`` lies in, or its own elements."""
     start = local.data_ptr()
-    index = bisect_right(buffers, start, key=_data_ptr) - 1
-    if index >= 0 and local.numel():
-        flat = buffers[index]
-        if start < flat.data_ptr() + flat.nbytes and flat.dtype is local.dtype and flat.device == local.device:
+    for flat in buffers if local.numel() else ():
+        is_alike = flat.dtype is local.dtype and flat.device == local.device
+        if is_alike and flat.data_ptr() <= start < flat.data_ptr() + flat.nbytes:
             return flat
     return local.view(-1)
 

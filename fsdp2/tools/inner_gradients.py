@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 import torch
 from torch import nn
@@ -45,35 +44,31 @@ def _install(unit: Unit, holders: list[nn.Module]) -> None:
         _torch.watch_calls(module, hook, find_tensors)
     for group in unit.groups:
         if any(slot.module in unit.modules for param in group.params for slot in param.slots):
-            group.on_parameters = _OwnGradients(unit, on_gradient)
+            group.on_parameters = _OwnGradients(unit.modules, on_gradient)
 
 
 class _OwnGradients:
-    """Calls ``on_gradient`` for the gradients of parameters that a unit's own modules hold. Autograd keeps hooks where
-    the garbage collector does not look, so they refer to the unit weakly."""
+    """Has ``on_gradient`` called for the gradients of parameters that a unit's own ``modules`` hold."""
 
-    def __init__(self, unit: Unit, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        self._unit, self._on_gradient = unit, on_gradient
+    def __init__(self, modules: tuple[nn.Module, ...], on_gradient: Callable[[torch.Tensor], None]) -> None:
+        self._modules, self._on_gradient = modules, on_gradient
         self._handles: list[RemovableHandle] = []
 
     def __call__(self, group: ParamGroup) -> None:
+        alive = weakref.ref(self._on_gradient)  # autograd keeps hooks where the garbage collector does not look
+
+        def tell(gradient: torch.Tensor) -> None:
+            if (on_gradient := alive()) is not None:
+                on_gradient(gradient)
+
         for handle in self._handles:
             handle.remove()
-        tell = partial(_tell, weakref.WeakMethod(self._told))
-        own = [p for p in group.params if any(slot.module in self._unit.modules for slot in p.slots)]
+        own = [param for param in group.params if any(slot.module in self._modules for slot in param.slots)]
         self._handles = [
             param.unsharded.register_post_accumulate_grad_hook(tell)
             for param in own
             if param.unsharded is not None and param.unsharded.requires_grad
         ]
-
-    def _told(self, gradient: torch.Tensor) -> None:
-        self._on_gradient(gradient)
-
-
-def _tell(method: weakref.WeakMethod[Callable[[torch.Tensor], None]], gradient: torch.Tensor) -> None:
-    if (alive := method()) is not None:
-        alive(gradient)
 
 
 def _called(

@@ -62,9 +62,8 @@ class MemoryPlan:
 
 
 def memory_plan(module: nn.Module) -> MemoryPlan:
-    """What ``module``, the root of a sharded model, takes beside activations.
-
-    What all-gather hooks send and make is counted once a unit has been gathered.
+    """What ``module``, the root of a sharded model, takes beside activations. What all-gather hooks send and make is
+    counted once a unit has been gathered.
 
     Raises:
         ValueError: ``module`` is not sharded.
