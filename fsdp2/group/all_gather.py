@@ -20,7 +20,6 @@ from fsdp2.comm.memory import Services, tensor_on
 from fsdp2.comm.offload import FlatStage
 from fsdp2.comm.streams import Waitable, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
-from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
 
 Sized = list[tuple[torch.UntypedStorage, int]]
@@ -286,11 +285,6 @@ class LocalGather:
 
     def release(self, *, keeps_memory: bool = False) -> None:
         """Nothing was allocated."""
-
-
-def is_local(plan: GatherPlan, mesh: ParallelMesh) -> bool:
-    """Whether gathering ``plan`` would move nothing."""
-    return mesh.shard.size == 1 and not any(step.is_copied_in for step in plan.steps)
 
 
 def pieces(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from fsdp2.comm.offload import Home, HostCopies
 from fsdp2.comm.streams import Streams, wait_for
 from fsdp2.group.param import ShardedParam
 from fsdp2.group.reduce_scatter import AllReduceHook, Launched, Reduce
+from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import ReducePlan, compile_reduces
 from fsdp2.types import AllGather, ExtensionError, ReduceScatter
@@ -158,12 +159,21 @@ class GroupGradients:
     """Takes gradients off the unsharded parameters, and lands what the reduction makes of them.
 
     Attributes:
+        options: what the user has configured.
         used: a byte per parameter, 1 if it had a gradient on this rank in a reduction since the last ``settle``.
         withheld: landed reductions, in part for parameters without a gradient on this rank: other ranks decide.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, comm: ReduceComm, home: Home) -> None:
-        self._params, self._mesh, self._comm, self._home = params, mesh, comm, home
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        unsharded: UnshardedParams,
+        mesh: ParallelMesh,
+        comm: ReduceComm,
+        home: Home,
+    ) -> None:
+        self._params, self._unsharded, self._mesh, self._comm, self._home = params, unsharded, mesh, comm, home
+        self.options = GroupOptions()
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged, and on their way to the host
@@ -180,8 +190,14 @@ class GroupGradients:
         return GradientState.REDUCED if has_grad else GradientState.NONE
 
     def unbind(self) -> None:
-        """Forget compiled plans: dtypes, layouts, streams or options have changed."""
+        """Forget compiled plans: dtypes, layouts or streams have changed."""
         self._bound.clear()
+
+    def configure(self, options: GroupOptions) -> None:
+        """From the next reduction on, follow ``options``."""
+        if options.bound != self.options.bound:
+            self.unbind()
+        self.options = options
 
     def set_comm(self, comm: ReduceComm) -> None:
         """From the next reduction on, ``comm`` carries it."""
@@ -205,34 +221,34 @@ class GroupGradients:
             if grad is not None:
                 param.accumulate(grad.to(param.compute_dtypes.reduce))
 
-    def reduce(
-        self, trainable: tuple[int, ...], options: GroupOptions, services: Services, unused: Unused
-    ) -> Reduction | None:
-        """Start reducing the gradients of the parameters ``trainable`` (indices); None if nothing has to be."""
+    def reduce(self, unused: Unused) -> Reduction | None:
+        """Start reducing what this and earlier backwards left; None if there is nothing to reduce."""
+        trainable = self._unsharded.trainable
         if not trainable:
             return None
-        bound = self._bound.get(trainable) or self._bind(trainable, options, services)
+        bound = self._bound.get(trainable) or self._bind(trainable)
         grads = self._take_all(bound)
         present = list(map(_is_there, grads))
         if unused is Unused.ZERO:
             present = [True] * len(present)
         elif unused is Unused.LEAVE and True not in present:
-            return self.reduce_partial(options, services)
+            return self.reduce_partial()
         earlier, self._partial = self._partial, None
         if earlier is not None and not earlier.bound.is_like(bound):
-            self._start_landing(earlier, services).finish()
+            self._start_landing(earlier).finish()
             earlier = None
         whole = self._completed(bound, grads)
         launched = bound.reduce.launch(whole)
-        land = partial(self._receive, earlier, options.requires_all_reduce)
+        land = partial(self._receive, earlier, self.options.requires_all_reduce)
         return Reduction(bound, launched, present).start(land)
 
-    def reduce_partial(self, options: GroupOptions, services: Services) -> Reduction | None:
-        """Carry sums over the shard axis, if there are any, on over the replicate axis, unless they have to wait."""
-        if self._partial is None or not options.requires_all_reduce:
+    def reduce_partial(self) -> Reduction | None:
+        """Start summing over the replicate axis what backwards have summed over the shard axis only; None if there is
+        nothing, or if the user wants that to stay."""
+        if self._partial is None or not self.options.requires_all_reduce:
             return None
         earlier, self._partial = self._partial, None
-        return self._start_landing(earlier, services)
+        return self._start_landing(earlier)
 
     def finish_copies(self) -> None:
         """Have the CPU wait for gradients that are on their way to the host, and hand them over."""
@@ -269,7 +285,8 @@ class GroupGradients:
 
     # At first use
 
-    def _bind(self, trainable: tuple[int, ...], options: GroupOptions, services: Services) -> BoundReduce:
+    def _bind(self, trainable: tuple[int, ...]) -> BoundReduce:
+        options, services = self.options, self._unsharded.services
         params = [self._params[index] for index in trainable]
         parts = self._parts_of(trainable)
         plans = compile_reduces(
@@ -341,9 +358,9 @@ class GroupGradients:
         else:
             self._land(reduction)
 
-    def _start_landing(self, summed: Reduction, services: Services) -> Reduction:
+    def _start_landing(self, summed: Reduction) -> Reduction:
         """Land sums over the shard axis that no reduction adds to."""
-        services.streams.reduce_after_compute()
+        self._unsharded.services.streams.reduce_after_compute()
         return Reduction(summed.bound, Launched(summed.sums, (), None, None), summed.present).start(self._land)
 
     def _land(self, reduction: Reduction) -> None:

@@ -22,7 +22,7 @@ from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.memory import compute_stream_services, services_for
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import Gather, LocalGather
-from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions, Reduction, Unused
+from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
@@ -63,7 +63,8 @@ class ParamGroup:
         self._comm = comm = comm_for(mesh.shard, mesh.device)
         self.shards = GroupShards(records, self.params, home, comm)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
-        self.gradients = GroupGradients(self.params, mesh, comm, home)
+        self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
+        self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial
         self._story: Callable[[], str] = lambda: "none"
         self.stamp: list[int] | None = None
         self._in_flight: Gather | LocalGather | None = None
@@ -84,8 +85,7 @@ class ParamGroup:
         """Replace options. What is in flight arrives as it was sent."""
         before, self.options = self.options, replace(self.options, **changes)  # type: ignore[arg-type]
         after, mesh = self.options, self.mesh
-        if after.bound != before.bound:
-            self.gradients.unbind()
+        self.gradients.configure(after)
         if after.all_gather is not before.all_gather:
             self.unsharded.set_comm(after.all_gather)
         if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
@@ -313,18 +313,6 @@ class ParamGroup:
         """Keep what this backward left on this rank."""
         if self.unsharded.parameters:
             self.gradients.keep_unreduced()
-
-    def reduce(self, unused: Unused) -> Reduction | None:
-        """Start reducing what this and earlier backwards left; None if there is nothing to reduce."""
-        unsharded = self.unsharded
-        if not unsharded.parameters:
-            return None
-        return self.gradients.reduce(unsharded.trainable, self.options, unsharded.services, unused)
-
-    def reduce_partial(self) -> Reduction | None:
-        """Start summing over the replicate axis what backwards have summed over the shard axis only; None if there is
-        nothing, or if the user wants that to stay."""
-        return self.gradients.reduce_partial(self.options, self.unsharded.services)
 
 
 class Bindings:

@@ -16,7 +16,7 @@ from fsdp2.comm.backends import AxisComm, GatherComm, comm_for
 from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.memory import Services, services_for
 from fsdp2.comm.offload import FlatStage, Home
-from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather, is_local
+from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather
 from fsdp2.group.hooked_params import HookedParams
 from fsdp2.group.param import ShardedParam
 from fsdp2.group.post_forward import PostForwardShards
@@ -140,7 +140,8 @@ class UnshardedParams:
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, services = self._shards.flats, self._mesh, self.services
-        if self.hooked is None and not self._home.is_staged and is_local(plan, mesh):
+        is_copied = self._home.is_staged or any(step.is_copied_in for step in plan.steps)
+        if mesh.shard.size == 1 and self.hooked is None and not is_copied:  # gathering would move nothing
             self._memory_for(plan, flats)
             return LocalGather(plan, flats)
         memory = self._memory_for(plan, {})
@@ -182,7 +183,7 @@ class UnshardedParams:
             unsharded.requires_grad_(is_trainable)
         self.trainable = tuple(i for i, is_trainable in enumerate(requires_grad) if is_trainable)
 
-    # Between passes
+    # In every step
 
     def wait_for_reads(self) -> None:
         """Have the CPU wait until no copy to the device reads the shards any more."""
