@@ -1,4 +1,4 @@
-"""The architecture page is true: its tables are those in code, and it leaves no room out."""
+"""The architecture page is true: its tables are those in code, and it leaves no file out."""
 
 from __future__ import annotations
 
