@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm
-from fsdp2.comm.memory import Services, alias
+from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home, HostCopies
 from fsdp2.comm.streams import Streams, wait_for
 from fsdp2.group.param import ShardedParam

@@ -239,7 +239,7 @@ class ParamGroup:
     def _release(self) -> None:
         """Free the unsharded parameters when compute has read them; or keep their memory, to be written then.
 
-        Freed memory is not readable (I19): autograd compares the version that a tensor had in forward with the one
+        Freed memory is not readable (I16): autograd compares the version that a tensor had in forward with the one
         that it has when backward reads it. While the memory is freed, the version is another. So a backward that comes
         upon it unprepared raises; it would read address 0 on the CPU, and whatever lies there by now on an accelerator.
         """

@@ -2,7 +2,7 @@
 
 ``check_agreement`` compares the units of all ranks once, before the first collective that would hang if they differed:
 a hash per mesh in one small all-reduce, and the descriptions only if hashes differ (I4). ``UsedParams`` finds out at
-the end of a step which parameters had a gradient on some rank (I18). ``watch_for_stalls`` says what this rank did last
+the end of a step which parameters had a gradient on some rank (I15). ``watch_for_stalls`` says what this rank did last
 when nothing goes on any more.
 """
 
@@ -122,7 +122,7 @@ class UsedParams:
 
     A parameter without a gradient on this rank contributes zeros to the reduction, and the sum may be a gradient all
     the same. So at the end of a step the ranks of each mesh say which of their parameters had one, in one small
-    all-reduce, and gradients that were withheld until then are handed over or dropped. (I18)
+    all-reduce, and gradients that were withheld until then are handed over or dropped. (I15)
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:

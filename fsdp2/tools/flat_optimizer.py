@@ -8,7 +8,7 @@ that have a gradient, whose gradients touch each other too or are small enough t
 one 1-D tensor, with one 1-D state per name, of which the states of its parameters are parts. Padding lies between runs,
 so nothing writes it (I8).
 
-Rule: the parameters and their states are the truth (I14). Where they are not what the last step left, a segment is cut
+Rule: the parameters and their states are the truth (I13). Where they are not what the last step left, a segment is cut
 anew.
 """
 

@@ -5,7 +5,7 @@ submodule that has parameters, so gradients of what those submodules return lead
 
 Not seen are operations on a parameter outside of such a call: ``self.scale * x`` in the unit's own forward, or
 ``F.linear(x, self.proj.weight)``. A loss on what they return, and on nothing behind it in the unit, raises when the
-unit is resharded (I19). Where it is not, gradients that arrive lead to the unit's reduction.
+unit is resharded (I16). Where it is not, gradients that arrive lead to the unit's reduction.
 
 Compiled graphs are left alone: each is one node, with the unit's output among its results.
 """

@@ -2,7 +2,7 @@
 
 A prefetch that does not fit is left out; the unit is gathered when it is needed. What is needed makes room: reductions
 in flight land, then gathers that nobody waits for yet are dropped. If that is not enough, the pass raises. All of it
-follows from plans and from the order of events, never from an allocator, so all ranks do the same (I16).
+follows from plans and from the order of events, never from an allocator, so all ranks do the same (I14).
 """
 
 from __future__ import annotations
