@@ -1,4 +1,4 @@
-"""Claim: beyond its shards, a step holds less memory than under torch's FSDP2 and FSDP1, and two groups at most.
+"""Claim: beyond its shards, a step holds no more memory than under torch's FSDP2, and two groups at most.
 
 Counts what the CPU allocator hands out (torch's profiler reports each allocation): unsharded parameters, buffers that
 are sent and received, gradients before and after reduction, memory kept for reuse. One step's peak, after two steps of
@@ -19,7 +19,6 @@ import argparse
 import gc
 import math
 import multiprocessing
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,7 +39,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
 import fsdp2.tensors
-from fsdp2.plan import plan
 from fsdp2.tensors import wrap_parameters
 
 VOCABULARY = 50257
@@ -237,10 +235,8 @@ def _descendants(events: list[Any]) -> Iterator[Any]:
         stack += event.children
 
 
-def peak_nbytes(peer: str, case: Case, one_launch: bool) -> int:
-    """Peak of a step beyond the shards; run in a process of its own. ``one_launch``: nothing is reduced early."""
-    if one_launch:
-        plan.SPLIT_MIN_NBYTES = sys.maxsize
+def peak_nbytes(peer: str, case: Case) -> int:
+    """Peak of a step beyond the shards; run in a process of its own."""
     run = recorded(peer, case)
     live, peak = 0, 0
     for event in run.events:
@@ -300,10 +296,10 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def row(case: Case, one_launch: bool) -> list[object]:
+def row(case: Case) -> list[object]:
     peers = [peer for peer in PEERS if not (peer == "FSDP1" and case.hooks)]
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
-        arguments = [(peer, case, one_launch) for peer in peers]
+        arguments = [(peer, case) for peer in peers]
         peaks = dict(zip(peers, pool.starmap(peak_nbytes, arguments, chunksize=1), strict=True))
     ours, limit = peaks.pop("fsdp2"), limit_nbytes(case)
     group = _numel(Block(case.width)) * (case.param or torch.float32).itemsize
@@ -317,7 +313,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=[""], help="only rows whose name starts like one of these")
     parser.add_argument("--timeline", action="store_true", help="print what is alive at the peak instead of the table")
-    parser.add_argument("--one-launch", action="store_true", help="reduce all gradients of a group in one launch")
     arguments = parser.parse_args()
     cases = [case for case in CASES if case.name.startswith(tuple(arguments.cases))]
     if arguments.timeline:
@@ -331,7 +326,7 @@ def main() -> None:
         "main",
         "KiB",
         columns,
-        [row(case, arguments.one_launch) for case in cases],
+        [row(case) for case in cases],
         noise=0,
         note=note,
         plot=Ratios(peer="the smaller of torch's FSDP2 and FSDP1"),

@@ -100,17 +100,13 @@ def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return list(map(_get_grad, params))
 
 
-def take_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """``grad`` of each, which has none afterwards."""
-    with plain_access():
-        grads = list(map(_get_grad, params))
-        for param in params:
-            param.grad = None
-    return grads
-
-
-def set_grads(params: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None]) -> None:
-    """Set ``grad`` of each."""
+def set_grads(
+    params: Sequence[torch.Tensor],
+    locals_: Sequence[torch.Tensor],
+    make: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+) -> None:
+    """Set ``grad`` of each to what ``make(params, locals_)`` returns."""
+    grads = make(params, locals_)
     with plain_access():
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
@@ -128,10 +124,10 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 )
 
 
-def have_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> bool:
-    """Whether the user registered a hook on any of the sharded ``params``."""
+def grads_and_hooks_of(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], bool]:
+    """``grad`` of each, and whether the user registered a hook on any of the sharded ``params``."""
     with plain_access():
-        return any(map(_get_hooks, params))
+        return list(map(_get_grad, params)), any(map(_get_hooks, params))
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
@@ -343,10 +339,9 @@ foreach_mul: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach
 foreach_norm: Callable[[list[torch.Tensor], float, torch.dtype], Sequence[torch.Tensor]] = torch._foreach_norm
 
 
-def pack_rows(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
-    """Cut each tensor along its first dimension into ``out.size(0)`` rows, padded with zeros, and lay the rows of all
-    tensors side by side in ``out``, casting where dtypes differ."""
-    torch._chunk_cat(tensors, 0, out.size(0), out=out)
+# Cuts each tensor along a dimension into rows, padded with zeros, and lays the rows of all side by side in ``out``,
+# casting where dtypes differ: (tensors, dim, number of rows, out=).
+pack_rows: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 # Modules and optimizers

@@ -70,7 +70,8 @@ class CollectiveComm:
     """The backend's own collectives, all tensors of a group in one launch: NCCL, and any backend not named below."""
 
     # NCCL moves a coalesced launch at full speed whatever its parts, so only latency-bound messages gain from a bucket.
-    # Not measured on a GPU so far; benchmarks/runtime_overhead.py --widths 256 shows what the copies of a bucket cost.
+    # Not measured on a GPU so far: benchmarks/gpu_step.py is to. On the CPU, benchmarks/runtime_overhead.py --only
+    # width_256 shows what the copies of a bucket cost.
     direct_min_nbytes = 16 * 1024
     reduces_uneven = False
 

@@ -1,6 +1,6 @@
 """Communication by the interfaces ``AllGather`` and ``ReduceScatter``, the user's own or those shipped here.
 
-To the rooms above it is one more comm. It lays the tensors of a launch side by side in one buffer, which the interface
+To parameter groups it is one more comm. It lays the tensors of a launch side by side in one buffer, which the interface
 allocates, and copies them to where they belong when the message has arrived. So plans and memory stay as they are,
 whoever carries the bytes; the copies are the price.
 """

@@ -320,7 +320,10 @@ class GroupGradients:
     def _take_all(self, bound: BoundReduce) -> list[torch.Tensor | None]:
         """The gradient that each step of ``bound`` reduces, off the unsharded parameters, or None."""
         if bound.plain and not any(map(_is_there, map(_accumulated_of, self._params))):
-            return _torch.take_grads(bound.plain)
+            grads = [param.grad for param in bound.plain]
+            for param in bound.plain:
+                param.grad = None
+            return grads
         taken = {param: param.take_grad() for param in dict.fromkeys(param for param, _ in bound.parts)}
         return [_inner_gradient(part, taken[part.param]) for part in bound.parts]
 
@@ -399,12 +402,12 @@ def _deposit(averaged: Reduction, present: list[bool]) -> None:
         params = [param.sharded for param, _ in bound.parts]
         if False in present:
             params, shards = list(compress(params, present)), list(compress(shards, present))
-    before = _torch.grads_of(params)
+    before, has_hooks = _torch.grads_and_hooks_of(params)
     if before.count(None) == len(before):
-        _torch.set_grads(params, bound.as_gradients(params, shards))
+        _torch.set_grads(params, shards, bound.as_gradients)
     else:
         _add_gradients(bound, params, shards, before)
-    if _torch.have_post_accumulate_grad_hooks(params):
+    if has_hooks:
         for param in params:
             for hook in _torch.post_accumulate_grad_hooks(param):
                 hook(param)

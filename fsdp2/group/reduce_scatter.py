@@ -68,9 +68,10 @@ class Reduce:
 
         Each gradient is freed when it has been copied or sent.
         """
-        streams = self.streams
-        streams.reduce_after_compute()
-        held = grads.copy() if streams.runs_ahead else []  # the reduce stream reads them later
+        streams, held = self.streams, list[torch.Tensor]()
+        if streams.runs_ahead:
+            streams.reduce_after_compute()
+            held = grads.copy()  # the reduce stream reads them later
         sums: Sums = []
         outputs: list[torch.Tensor] = []
         inputs: list[torch.Tensor] = []
@@ -163,7 +164,7 @@ class _Part:
         if self._has_rows:
             rows = torch.empty((self._mesh.shard.size, self._rows_numel), dtype=dtype, device=flat.device)
             if self._packed:
-                _torch.pack_rows(list(map(grads.__getitem__, self._packed)), rows)
+                _torch.pack_rows(list(map(grads.__getitem__, self._packed)), 0, rows.size(0), out=rows)
             mine.append(rows.view(-1))
         if self._strided:
             mine.append(pack_strided([(grads[i], layout) for i, layout in self._strided], dtype))

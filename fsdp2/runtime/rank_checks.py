@@ -154,7 +154,7 @@ class _OnMesh:
         self.size = (self._mesh.data_parallel_size, self._mesh.shard.size)
 
     def settle(self) -> None:
-        self.hand_over(self._anywhere() if self._mesh.data_parallel_size > 1 else b"")
+        self.hand_over(self._anywhere() if self.size[0] > 1 else b"")
 
     def hand_over(self, used: bytes) -> None:
         """``used``: one byte per parameter of all groups; empty if nobody has a gradient."""
