@@ -39,6 +39,7 @@ class GatherComm(Protocol):
 
     def gather_buffer_nbytes(self, nbytes: int) -> int:
         """Memory that the comm itself allocates while ``nbytes`` are gathered."""
+        return 0
 
 
 class ReduceComm(Protocol):
@@ -60,13 +61,14 @@ class ReduceComm(Protocol):
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         """Memory that the comm itself allocates while ``nbytes`` of all ranks' parts are reduced."""
+        return 0
 
 
 class AxisComm(GatherComm, ReduceComm, Protocol):
     """Both, as every backend has them."""
 
 
-class CollectiveComm:
+class CollectiveComm(AxisComm):
     """The backend's own collectives, all tensors of a group in one launch: NCCL, and any backend not named below."""
 
     # NCCL moves a coalesced launch at full speed whatever its parts, so only latency-bound messages gain from a bucket.
@@ -96,12 +98,6 @@ class CollectiveComm:
         work.wait()
         return ()
 
-    def gather_buffer_nbytes(self, nbytes: int) -> int:
-        return 0
-
-    def reduce_buffer_nbytes(self, nbytes: int) -> int:
-        return 0
-
 
 # Every comm has channels of its own: if the ranks' programs diverge, a message of one parameter group is never taken
 # for that of another. Every rank makes its comms on a process group in the same order; else see match_channels.
@@ -127,7 +123,7 @@ def _identity(group: dist.ProcessGroup) -> tuple[object, ...]:
     return (group.group_name, *dist.get_process_group_ranks(group))
 
 
-class PeerComm:
+class PeerComm(AxisComm):
     """gloo: every rank sends its part straight to every other, out of and into the tensors that compute uses.
 
     gloo's own all-gather and reduce-scatter stage their data. Measured with 2 ranks and 48 MiB in four tensors: 15 ms
@@ -135,7 +131,7 @@ class PeerComm:
     Sums run in rank order, starting behind this rank, so a result does not depend on where an element lies.
 
     Sends come first: a ``send`` whose receive is known already writes all its data on the calling thread, and gloo's
-    own thread spins meanwhile. Receives first, a step took 10% longer (2 ranks, 4 blocks of width 512;
+    own thread spins meanwhile. The other way round, a step took 3 to 13% longer (2 ranks, widths 256 to 1024;
     benchmarks/gloo_step.py).
     """
 
@@ -173,9 +169,6 @@ class PeerComm:
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         return [self._reduce_one(output, values) for output, values in zip(outputs, inputs, strict=True)]
-
-    def gather_buffer_nbytes(self, nbytes: int) -> int:
-        return 0
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         return nbytes // self._size * max(self._size - 2, 0)  # the first part arrives in the output
@@ -219,7 +212,7 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
     return [values.narrow(0, start, stop - start) for start, stop in itertools.pairwise(bounds)]
 
 
-class LocalComm:
+class LocalComm(AxisComm):
     """A shard axis of one rank: what it gathers and reduces is its own."""
 
     direct_min_nbytes = 0
@@ -231,12 +224,6 @@ class LocalComm:
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         _torch.foreach_copy(outputs, inputs)
         return ()
-
-    def gather_buffer_nbytes(self, nbytes: int) -> int:
-        return 0
-
-    def reduce_buffer_nbytes(self, nbytes: int) -> int:
-        return 0
 
 
 def _copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Launch:

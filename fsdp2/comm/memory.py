@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
 
@@ -30,15 +29,17 @@ def tensor_on(
 
 
 def alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Elements of ``flat`` from ``offset`` on, as a tensor whose own storage starts there; it keeps ``flat`` alive.
+    """Elements of the storage of ``flat`` from ``offset`` on, as a tensor whose own storage starts there; it keeps the
+    memory alive.
 
-    A slice would do, but for two things that users see: ``copy.deepcopy`` of a DTensor refuses a local tensor with a
-    storage offset, and ``torch.save`` writes the whole storage of a slice.
+    A view would do, but for two things that users see: ``copy.deepcopy`` of a DTensor refuses a local tensor with a
+    storage offset, and ``torch.save`` writes the whole storage of a view.
     """
-    view = flat.as_strided(shape, stride, offset)
-    if view.is_meta or view.numel() == 0:  # no memory to share
-        return view.new_empty_strided(shape, stride)
-    return from_dlpack(to_dlpack(view))
+    if flat.is_meta or 0 in shape:  # no memory to share
+        return flat.new_empty_strided(shape, stride)
+    numel = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    part = flat.untyped_storage()[offset * flat.itemsize : (offset + numel) * flat.itemsize]
+    return tensor_on(part, 0, shape, stride, flat.dtype)
 
 
 class Memory:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 
 import pytest
@@ -66,6 +68,19 @@ def test_alias_shares_memory_and_owns_its_storage() -> None:
     assert flat[8] == -1
     flat[9] = -2
     assert part[0, 1] == -2
+
+
+def test_alias_is_copied_and_saved_without_the_rest_of_the_flat_buffer() -> None:
+    flat = torch.arange(1e6)
+    part, file = alias(flat, 8, (2, 3), (3, 1)), io.BytesIO()
+    torch.save(part, file)
+    assert file.tell() < 1e4
+    assert copy.deepcopy(part).untyped_storage().nbytes() == part.nbytes
+
+
+def test_alias_of_strided_elements_reads_those() -> None:
+    flat = torch.arange(24.0)
+    assert torch.equal(alias(flat[4:], 5, (2, 3), (8, 2)), flat.as_strided((2, 3), (8, 2), 5))
 
 
 def test_alias_keeps_the_flat_buffer_alive() -> None:
