@@ -154,8 +154,9 @@ def _gather_bytes(group: ParamGroup) -> UnitBytes:
 
 def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm, *, keeps_gradients: bool) -> UnitBytes:
     """What reducing takes: buckets, casts, what the comm itself takes, and the sums, which are gradients only once they
-    have landed. ``keeps_gradients``: those that were copied are held, too, while the reduction is in flight."""
-    gradients = copies = sent_as_they_are = 0
+    have landed. ``keeps_gradients``: those that were copied are held, too, while the reduction is in flight, as on all
+    devices but the CPU."""
+    gradients = copies = sent_as_they_are = packing = 0
     for plan in plans:
         param, reduce = plan.dtypes.param, plan.dtypes.reduce
         direct = sum(step.layout.numel for step in plan.steps if step.route is Route.DIRECT)
@@ -165,8 +166,13 @@ def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm, *, keeps_gradien
         gradients += sum(step.layout.numel for step in plan.steps) * param.itemsize
         copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + comm.reduce_buffer_nbytes(travelling)
         sent_as_they_are += (direct - cast) * param.itemsize
+        for step in plan.steps if not keeps_gradients else ():
+            if step.route is Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one after the other
+                padded = 0 if step.layout.is_even else step.layout.padded_numel * param.itemsize
+                row = 0 if param is reduce else step.layout.chunk_numel * reduce.itemsize
+                packing = max(packing, padded + row)
     sent = copies + (gradients if keeps_gradients else sent_as_they_are)
-    return UnitBytes(gradients=gradients, copies=copies, sent=sent)
+    return UnitBytes(gradients=gradients, copies=copies + packing, sent=sent)
 
 
 def _post_forward_nbytes(step: GatherStep, num_ranks: int) -> int:
