@@ -1,6 +1,6 @@
-"""Claim: fsdp2's runtime costs about a quarter of that of torch's ``fully_shard``, from 8 to 4096 ranks, and is
-linear in groups; setting up 1,000 groups takes no longer; groups of tensor subclasses with all-gather hooks cost a
-third of torch's; and so do the layers of a Llama.
+"""Claim: fsdp2's runtime costs about a third of that of torch's ``fully_shard``, from 8 to 4096 ranks, for the layers
+of a Llama, and for groups of tensor subclasses with all-gather hooks. It is linear in groups; setting up 1,000 groups
+takes no longer.
 
 With a process group that does nothing, a step's time beyond the unsharded model is the runtime's own: hooks, schedule,
 allocation, copies in and out of buffers, binding, DTensor gradients. The model has 32 blocks of 9 parameters; one
