@@ -1,4 +1,4 @@
-"""Claim: over 1,500 small parameters, ``fsdp2.clip_grad_norm_`` takes at most a fifth of the CPU time that
+"""Claim: over 1,500 small parameters, ``fsdp2.clip_grad_norm_`` takes about a quarter of the CPU time that
 ``torch.nn.utils.clip_grad_norm_`` takes over the DTensors of torch's ``fully_shard``.
 
 Rank 0 of 8 with a fake process group, whose all-reduce costs nothing; one thread; CPU time of the process. Each group
