@@ -97,10 +97,10 @@ def unsharded(case: Case, model: nn.Module, x: Tensor) -> Step:
 
 
 def ms_per_group(num_groups: int, steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
-    """What a step takes: a few us are to be seen, so the least of the rounds."""
-    num_steps = max(1, 160 // num_groups)
-    measures = {name: seconds_per_call(step, num_steps, time.process_time) for name, step in steps.items()}
-    taken = [{name: measure() for name, measure in measures.items()} for _ in range(rounds)]
+    """What a step takes: a few us are to be seen, so the least of many single steps, which take turns. A mean of steps
+    in a row has whatever else the machine did meanwhile, and only some of the subjects have it."""
+    measures = {name: seconds_per_call(step, 1, time.process_time) for name, step in steps.items()}
+    taken = [{name: measure() for name, measure in measures.items()} for _ in range(rounds * max(1, 320 // num_groups))]
     return {name: min(each[name] for each in taken) * 1e3 / num_groups for name in measures}
 
 

@@ -240,13 +240,16 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
+get_local = attrgetter("_local_tensor")  # a DTensor's local tensor, without Python
+_get_spec = attrgetter("_spec")
+_new_dtensor = partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
 def dtensors_like(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
     """``locals_`` as DTensors that are sharded like ``params``, of the same dtype and on the same device."""
-    made = []
-    for like, local in zip(cast(Sequence[DTensor], params), locals_, strict=True):
-        each = DTensor.__new__(DTensor, like._local_tensor, like._spec, requires_grad=False)  # its local has no offset
+    made = list(map(_new_dtensor, map(get_local, params), map(_get_spec, params)))  # like parameters, without an offset
+    for each, local in zip(made, locals_, strict=True):
         each._local_tensor = local
-        made.append(each)
     return made
 
 
@@ -257,9 +260,6 @@ def dtensors_placed_like(params: Sequence[torch.Tensor], locals_: Sequence[torch
         dtensor(local, dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype))
         for like, local in pairs
     ]
-
-
-get_local = attrgetter("_local_tensor")  # a DTensor's local tensor, without Python
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,8 @@ from fsdp2.types import AllGather, ExtensionError, ReduceScatter
 
 # In C, since they run once per parameter and step.
 _is_there = partial(is_not, None)
-_accumulated_of, _dtype_of = attrgetter("accumulated"), attrgetter("dtype")
+_accumulated_of, _dtype_of, _grad_of = attrgetter("accumulated"), attrgetter("dtype"), attrgetter("grad")
+_sharded_of = attrgetter("sharded")
 _PLAIN = {torch.Tensor}
 
 
@@ -83,6 +84,7 @@ class BoundReduce:
     """Bound plans, and per step what they reduce.
 
     Attributes:
+        params: of each step.
         is_wrapped: some unsharded parameter is a tensor subclass, and so may be its gradient.
         plain: the unsharded parameters, if autograd leaves them gradients that travel as they are; else empty.
         used: a byte per parameter of the group, 1 if it is reduced.
@@ -91,6 +93,7 @@ class BoundReduce:
 
     reduce: Reduce
     parts: list[Part]
+    params: list[ShardedParam]
     is_wrapped: bool
     plain: list[nn.Parameter]
     used: bytes
@@ -303,6 +306,7 @@ class GroupGradients:
         bound = BoundReduce(
             reduce=Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook),
             parts=ordered,
+            params=[param for param, _ in ordered],
             is_wrapped=is_wrapped,
             plain=[param.unsharded for param, _ in ordered if is_plain and param.unsharded is not None],
             used=self._flags(params),
@@ -320,7 +324,7 @@ class GroupGradients:
     def _take_all(self, bound: BoundReduce) -> list[torch.Tensor | None]:
         """The gradient that each step of ``bound`` reduces, off the unsharded parameters, or None."""
         if bound.plain and not any(map(_is_there, map(_accumulated_of, self._params))):
-            grads = [param.grad for param in bound.plain]
+            grads = list(map(_grad_of, bound.plain))
             for param in bound.plain:
                 param.grad = None
             return grads
@@ -399,7 +403,7 @@ def _deposit(averaged: Reduction, present: list[bool]) -> None:
     if bound.is_wrapped:
         params, shards = _rewrapped(compress(zip(bound.parts, shards, strict=True), present))
     else:
-        params = [param.sharded for param, _ in bound.parts]
+        params = list(map(_sharded_of, bound.params))
         if False in present:
             params, shards = list(compress(params, present)), list(compress(shards, present))
     before, has_hooks = _torch.grads_and_hooks_of(params)

@@ -21,12 +21,12 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if type(value) in _LEAVES:
         return value
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(fn, item) for item in value]
+        items = [item if type(item) in _LEAVES else map_tensors(fn, item) for item in value]
         if all(map(is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     parts = _named_parts(value)
-    mapped = {name: map_tensors(fn, item) for name, item in parts.items()}
+    mapped = {name: item if type(item) in _LEAVES else map_tensors(fn, item) for name, item in parts.items()}
     return value if all(map(is_, mapped.values(), parts.values())) else _rebuilt(value, mapped)
 
 
@@ -34,8 +34,12 @@ def find_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     """Append every tensor in ``value`` to ``found``, in the order in which ``map_tensors`` visits them."""
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif type(value) not in _LEAVES:
-        for item in value if isinstance(value, (list, tuple)) else _named_parts(value).values():
+        return found
+    for item in value if isinstance(value, (list, tuple)) else _named_parts(value).values():
+        kind = type(item)
+        if kind is torch.Tensor:  # most items are tensors or leaves, and take no call
+            found.append(item)
+        elif kind not in _LEAVES:
             find_tensors(item, found)
     return found
 

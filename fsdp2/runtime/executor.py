@@ -19,7 +19,7 @@ from fsdp2.schedule.schedule import Action, Actions, UnitRules
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import CommunicationError, Observer
 
-Programs = Mapping[tuple[Action, int], Sequence[Callable[[], object]]]
+Programs = Mapping[tuple[Action, int], Callable[[], object]]
 
 _REDUCTIONS = {Action.REDUCE: Unused.LEAVE, Action.REDUCE_JOINTLY: Unused.JOIN}
 _OF_GROUPS = {
@@ -30,6 +30,11 @@ _OF_GROUPS = {
     Action.RESHARD_POST_FORWARD: ParamGroup.reshard_post_forward,
     Action.KEEP: ParamGroup.keep_gradients,
 }
+
+
+def _run_all(runs: Sequence[Callable[[], object]]) -> None:
+    for run in runs:
+        run()
 
 
 class Watches(Protocol):
@@ -95,22 +100,23 @@ class Executor:
         self.programs = {(action, i): self._program(action, unit) for i, unit in enumerate(units) for action in Action}
         self._offloaded = [group for unit in units for group in unit.groups if group.home.is_staged]
 
-    def _program(self, action: Action, unit: GroupedUnit) -> Sequence[Callable[[], object]]:
+    def _program(self, action: Action, unit: GroupedUnit) -> Callable[[], object]:
         if action is Action.LAND:
-            return (self.land,)
+            return self.land
         if action in _REDUCTIONS:
-            return tuple(partial(self._reduce, unit, group, _REDUCTIONS[action]) for group in unit.groups)
-        return tuple(partial(_OF_GROUPS[action], group) for group in unit.groups)
+            runs = [partial(self._reduce, unit, group, _REDUCTIONS[action]) for group in unit.groups]
+        else:
+            runs = [partial(_OF_GROUPS[action], group) for group in unit.groups]
+        return runs[0] if len(runs) == 1 else partial(_run_all, runs)
 
     def do(self, actions: Actions) -> None:
         """Perform ``actions``."""
-        programs = self.programs if self.filter is None else self.filter.programs
+        programs, units = self.programs if self.filter is None else self.filter.programs, self.units
         for action in actions:
-            if self.units[action[1]].watches:
+            if units[action[1]].watches:
                 self._do_observed(action, programs)
-                continue
-            for run in programs[action]:
-                run()
+            else:
+                programs[action]()
 
     def _do_observed(self, action: tuple[Action, int], programs: Programs) -> None:
         kind, index = action
@@ -118,8 +124,7 @@ class Executor:
         before = [group.state for group in unit.groups]
         pending = len(self._pending)
         self._has_reduced = False
-        for run in programs[action]:
-            run()
+        programs[action]()
         changed = [group for group, state in zip(unit.groups, before, strict=True) if group.state is not state]
         if kind in _REDUCTIONS:
             if self._has_reduced:

@@ -29,7 +29,7 @@ class MemoryLimit:
     def __init__(self, limit: int, root: Root) -> None:
         self.limit, self._units, self._executor = limit, root.units, root.executor
         self._ledger = Ledger([UnitBytes()] * len(root.units), limit)
-        self.programs: Programs = {each: (partial(self._perform, *each),) for each in root.executor.programs}
+        self.programs: Programs = {each: partial(self._perform, *each) for each in root.executor.programs}
 
     def begin_forward(self) -> None:
         """A pass begins: whatever was done by hand, or cut short by an exception, counts as it is now.
@@ -72,8 +72,7 @@ class MemoryLimit:
                 self._executor.flush()  # what was released must not wait for a gather that does not come
                 self._executor.tell("withhold", self._units[index], nbytes)
                 return
-        for run in self._executor.programs[action, index]:
-            run()
+        self._executor.programs[action, index]()
         if action is Action.UNSHARD:
             self._measure(index)
         if action in (Action.RESHARD, Action.RESHARD_POST_FORWARD):
