@@ -8,6 +8,7 @@ what this script writes.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import inspect
@@ -28,6 +29,9 @@ import fsdp2.tools.trace
 FOLDER = Path(__file__).parent
 _WIDTH = 100
 _NOTE = "<!-- Written by docs/reference/generate.py. Change the docstrings, then run `make docs`. -->"
+_PACKAGE = Path(fsdp2.__file__).parent
+# From the top down, as docs/architecture.md lists the folders. "" has the files beside them.
+_FOLDERS = ("api", "runtime", "group", "comm", "schedule", "plan", "", "tools", "tensors", "testing")
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 _SECTION_TITLES = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns", "Raises": "Raises"}
 _MADE_BY_FSDP2 = (fsdp2.FSDPModule, fsdp2.UnshardHandle, fsdp2.GradientReductionHandle)
@@ -95,7 +99,7 @@ def defined_in(module: ModuleType) -> tuple[str, ...]:
 def render_all() -> dict[str, str]:
     """The text of every page by its file name, the index included."""
     pages = public_pages()
-    texts = {"README.md": _index(pages), **{page.file: _page(page) for page in pages}}
+    texts = {"README.md": _index(pages), "files.md": _files(), **{page.file: _page(page) for page in pages}}
     return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in texts.items()}
 
 
@@ -109,7 +113,42 @@ def _index(pages: Sequence[Page]) -> str:
         for name in page.names:
             value = getattr(page.module, name)
             lines.append(f"| [`{name}`]({page.file}#{_anchor(name)}) | {_cell(_first_sentence(value))} |")
+    lines += ["", "## Files of the package", "", "[What each file does](files.md), for readers of the code."]
     return "\n".join(lines) + "\n"
+
+
+def _files() -> str:
+    """One line per file of the package, from the first paragraph of its docstring."""
+    by_folder: dict[str, list[Path]] = {name: [] for name in _FOLDERS}
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        inside = path.relative_to(_PACKAGE)
+        by_folder.setdefault(inside.parts[0] if len(inside.parts) > 1 else "", []).append(inside)
+    lines = [
+        _NOTE,
+        "",
+        "# Files of the package",
+        "",
+        "[Architecture](../architecture.md) says in which order to read them.",
+    ]
+    for folder, paths in by_folder.items():
+        rules = [path for path in paths if folder and path == Path(folder, "__init__.py")]
+        lines += [
+            "",
+            f"## `{folder or 'fsdp2'}/`",
+            "",
+            *map(_file_doc, rules),
+            "",
+            "| file | what it does |",
+            "|---|---|",
+        ]
+        lines += [f"| `{path.as_posix()}` | {_cell(_file_doc(path))} |" for path in paths if path not in rules]
+    return "\n".join(lines) + "\n"
+
+
+def _file_doc(path: Path) -> str:
+    """The first paragraph of the docstring of the file at ``path`` in the package, on one line."""
+    doc = ast.get_docstring(ast.parse((_PACKAGE / path).read_text())) or ""
+    return _inline(doc.split("\n\n")[0].replace("\n", " "))
 
 
 def _page(page: Page) -> str:

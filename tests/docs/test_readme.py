@@ -21,6 +21,15 @@ def test_the_example_runs_on_two_ranks_and_its_loss_falls(tmp_path: Path) -> Non
     assert result.stderr == ""
 
 
+def test_it_has_two_commands_one_table_one_picture_and_says_that_no_gpu_has_run_it() -> None:
+    text = (ROOT / "README.md").read_text()
+    (commands,) = re.findall(r"^## Two commands\n\n```bash\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^make (\w+)", commands, re.MULTILINE) == ["train", "test"]
+    assert len(re.findall(r"^\| ---", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"^!\[", text, re.MULTILINE)) == 1
+    assert "has not yet run on a GPU" in text
+
+
 def test_it_keeps_a_place_for_measured_figures() -> None:
     text = (ROOT / "README.md").read_text()
     assert 0 < text.index("<!-- measured -->") < text.index("<!-- /measured -->")

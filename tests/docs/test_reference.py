@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +55,14 @@ def test_every_public_method_of_a_sharded_module_has_an_entry() -> None:
     entries = {title.strip("`") for _, title in read(FOLDER / "fsdp2.md").headings}
     methods = {name for name, value in vars(fsdp2.FSDPModule).items() if not name.startswith("_") and callable(value)}
     assert {f"FSDPModule.{name}" for name in methods} <= entries
+
+
+def test_every_file_of_the_package_has_a_line() -> None:
+    package = Path(fsdp2.__file__).parent
+    listed = re.findall(r"^\| `([\w/]+\.py)` \| \S", (FOLDER / "files.md").read_text(), re.MULTILINE)
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    rules = {name for name in files if name.endswith("/__init__.py")}  # above the table of their folder
+    assert sorted(listed) == sorted(files - rules)
 
 
 def test_every_entry_says_what_the_name_does() -> None:
