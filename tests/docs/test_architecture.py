@@ -64,6 +64,14 @@ def test_the_picture_comes_first_and_names_files_that_are_there() -> None:
     assert all((PACKAGE / name).exists() for name in files)
 
 
+def test_every_class_that_is_named_is_there() -> None:
+    spans = re.findall(r"`([^`\n]+)`", TEXT)
+    named = {name for span in spans for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w+|\b[A-Z][a-z]+\b", span)}
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert named
+    assert not {name for name in named if not re.search(rf"\b{name}\b", source)}
+
+
 def test_every_invariant_cited_in_code_is_on_the_page() -> None:
     stated = re.findall(r"^- \*\*(I\d+)\. ", TEXT, re.MULTILINE)
     assert stated == [f"I{number}" for number in range(1, len(stated) + 1)]
