@@ -11,6 +11,7 @@ from tests.docs.markdown import ROOT, read
 
 def test_the_example_runs_on_two_ranks_and_its_loss_falls(tmp_path: Path) -> None:
     (example,) = [block for block in read(ROOT / "README.md").blocks if block.language == "python"]
+    assert len([line for line in example.text.splitlines() if line]) == 20, "its heading says so"
     script = tmp_path / "example.py"
     script.write_text(example.text)
     result = torchrun(script)
