@@ -30,7 +30,8 @@ bench: .venv/.bench ## run every benchmark, or those in SCRIPTS, and render thei
 bench-check: .venv/.bench ## run them again; print what got worse or better than the committed results
 	$(BIN)/python benchmarks/check.py $(SCRIPTS)
 
-docs: .venv/.installed ## check that the documentation's examples run and its links resolve
+docs: .venv/.installed ## write the reference from the docstrings; check that examples run and links resolve
+	$(BIN)/python docs/reference/generate.py
 	$(BIN)/pytest --timeout 300 tests/docs $(ARGS)
 
 clean: ## remove .venv, caches and results of runs

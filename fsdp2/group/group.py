@@ -296,7 +296,8 @@ class ParamGroup:
         before = self.state
         after = TRANSITIONS.get((before, event))
         if after is None:
-            hint = "A module that ran outside the forward of its root is the usual cause; see docs/guide.md#roots."
+            hint = "A module that ran outside the forward of its root is the usual cause; "
+            hint += "see docs/guide/wrapping.md#roots."
             if before is GroupState.LENT:
                 hint = "Its parameters are lent to fsdp2.unsharded(...): leave that block first."
             raise ScheduleError(

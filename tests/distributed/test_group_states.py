@@ -166,5 +166,6 @@ unit 'blocks.1': wait while SHARDED. Last events: post_forward blocks.1, pre_for
 post_forward blocks.2, post_forward (root), pre_backward (root), pre_backward blocks.2,
 post_backward blocks.2, pre_backward blocks.1, post_backward blocks.1, pre_backward blocks.0,
 post_backward blocks.0, end_backward (root).
-A module that ran outside the forward of its root is the usual cause; see docs/guide.md#roots.""",
+A module that ran outside the forward of its root is the usual cause; see
+docs/guide/wrapping.md#roots.""",
     )

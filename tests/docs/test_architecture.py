@@ -50,14 +50,26 @@ def test_folders_are_those_of_the_package() -> None:
     assert shown == FOLDERS
 
 
-def test_tour_visits_every_file_once() -> None:
-    """``tensors`` and ``testing`` are visited as a whole."""
-    (body,) = re.findall(r"^## Tour\n(.*?)^## ", TEXT, re.DOTALL | re.MULTILINE)
-    visited = re.findall(r"^\| `([\w/]+(?:\.py|/))` \|", body, re.MULTILINE)
-    files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
-    whole = [name for name in visited if name.endswith("/")]
-    inside = {name for name in files if name.startswith(tuple(whole))}
-    assert sorted(visited) == sorted({*files, *whole} - inside - {n for n in files if n.endswith("/__init__.py")})
+def test_the_files_to_read_first_are_there() -> None:
+    (body,) = re.findall(r"^## Read these eight files in this order\n(.*?)^## ", TEXT, re.DOTALL | re.MULTILINE)
+    names = re.findall(r"^\d\. `([\w/]+\.py)`", body, re.MULTILINE)
+    assert len(names) == 8
+    assert all((PACKAGE / name).exists() for name in names)
+
+
+def test_the_picture_comes_first_and_names_files_that_are_there() -> None:
+    (picture,) = re.findall(r"!\[[^\]]+\]\((images/\w+\.svg)\)", TEXT.partition("\n## ")[0])
+    files = re.findall(r"[\w/]+\.py", (PAGE.parent / picture).read_text())
+    assert len(files) >= 5
+    assert all((PACKAGE / name).exists() for name in files)
+
+
+def test_every_class_that_is_named_is_there() -> None:
+    spans = re.findall(r"`([^`\n]+)`", TEXT)
+    named = {name for span in spans for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w+|\b[A-Z][a-z]+\b", span)}
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert named
+    assert not {name for name in named if not re.search(rf"\b{name}\b", source)}
 
 
 def test_every_invariant_cited_in_code_is_on_the_page() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.markdown import PAGES, ROOT, anchor, read
 
-_CITATION = re.compile(r"\b(?:docs/)?([\w/]+\.md)(?:#([\w-]+))?")
+_CITATION = re.compile(r"\b(docs/)?([\w/]+\.md)(?:#([\w-]+))?")
 
 
 def _name(path: Path) -> str:
@@ -29,14 +29,28 @@ def test_relative_links_resolve(path: Path) -> None:
     assert not broken
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*(ROOT / "fsdp2").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=_name
-)
+CODE = [path for folder in ("fsdp2", "benchmarks", "tests", "docs") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def _cited(path: Path) -> list[tuple[str, str]]:
+    """Pages below ``docs`` and their headings that the code at ``path`` cites. Elsewhere than in the package and in the
+    benchmarks, a bare file name is data."""
+    counts_bare = path.is_relative_to(ROOT / "fsdp2") or path.is_relative_to(ROOT / "benchmarks")
+    found = _CITATION.findall(path.read_text())
+    return [(name, heading) for prefix, name, heading in found if prefix or counts_bare]
+
+
+@pytest.mark.parametrize("path", [path for path in CODE if _cited(path)], ids=_name)
 def test_pages_cited_in_code_exist(path: Path) -> None:
-    for name, fragment in _CITATION.findall(path.read_text()):
+    for name, fragment in _cited(path):
         page = ROOT / "docs" / name
         assert page.exists(), name
         assert not fragment or fragment in read(page).anchors, f"{name}#{fragment}"
+
+
+def test_a_message_that_users_see_cites_a_page() -> None:
+    """Else the test above might look for nothing."""
+    assert ("guide/wrapping.md", "roots") in {cited for path in CODE for cited in _cited(path)}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=_name)

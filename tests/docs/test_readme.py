@@ -11,6 +11,7 @@ from tests.docs.markdown import ROOT, read
 
 def test_the_example_runs_on_two_ranks_and_its_loss_falls(tmp_path: Path) -> None:
     (example,) = [block for block in read(ROOT / "README.md").blocks if block.language == "python"]
+    assert len([line for line in example.text.splitlines() if line]) == 20, "its heading says so"
     script = tmp_path / "example.py"
     script.write_text(example.text)
     result = torchrun(script)
@@ -19,6 +20,15 @@ def test_the_example_runs_on_two_ranks_and_its_loss_falls(tmp_path: Path) -> Non
     assert len(losses) == 5, result.stdout
     assert losses[-1] < losses[0]
     assert result.stderr == ""
+
+
+def test_it_has_two_commands_one_table_one_picture_and_says_that_no_gpu_has_run_it() -> None:
+    text = (ROOT / "README.md").read_text()
+    (commands,) = re.findall(r"^## Two commands\n\n```bash\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^make (\w+)", commands, re.MULTILINE) == ["train", "test"]
+    assert len(re.findall(r"^\| ---", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"^!\[", text, re.MULTILINE)) == 1
+    assert "has not yet run on a GPU" in text
 
 
 def test_it_keeps_a_place_for_measured_figures() -> None:
