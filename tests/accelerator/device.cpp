@@ -6,8 +6,9 @@
 //
 // Rules:
 //  - Closures hold addresses, never owners of device memory: what the host has freed is free, as on a GPU.
-//  - Freed memory is filled with ones in the order of the stream that it was allocated on (NaN in every float dtype),
-//    and what is allocated on that stream next may lie there at once.
+//  - Freed memory belongs to the stream that it was allocated on, and what is allocated there next may lie in it. So the
+//    next allocation on that stream, of whatever size, fills all of it with ones in the order of the stream: NaN in
+//    every float dtype.
 //  - `mutex` is a leaf: nobody runs an operation or takes Python's lock while holding it.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -186,19 +187,27 @@ class Device {
 
   bool is_reached() {
     bool is_empty = true;
-    for (auto& stream : streams) {
-      pass_marks(stream);
-      is_empty &= stream.items.empty();
+    for (bool has_passed = true; has_passed;) {  // a mark that one stream passes may let another one go on
+      has_passed = false;
+      is_empty = true;
+      for (auto& stream : streams) {
+        has_passed |= pass_marks(stream);
+        is_empty &= stream.items.empty();
+      }
     }
     return goal_ ? goal_->load() : is_empty;
   }
 
-  static void pass_marks(Stream& stream) {
+  // Marks take no time. Returns whether there were any at the head of `stream`.
+  static bool pass_marks(Stream& stream) {
     auto& items = stream.items;
+    bool has_passed = false;
     while (!items.empty() && (items.front().signals || (items.front().waits && *items.front().waits))) {
       if (items.front().signals) *items.front().signals = true;
       items.pop_front();
+      has_passed = true;
     }
+    return has_passed;
   }
 
   // One stream goes on by one operation.
@@ -320,6 +329,7 @@ class SimAllocator final : public c10::Allocator {
         OutOfMemoryError, limit == 0 || allocated + rounded <= limit, "simulated device: out of memory: ", rounded,
         " bytes asked for, ", allocated, " of ", limit, " in use");
     take_back_recorded();
+    spoil_freed();
     auto& free = free_[{current_stream, rounded}];
     Block* block;
     if (free.empty()) {
@@ -351,6 +361,7 @@ class SimAllocator final : public c10::Allocator {
   std::unordered_map<void*, Block*> blocks_;
   std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free_;
   std::vector<std::pair<Block*, std::vector<Mark>>> recorded_;
+  std::map<int64_t, std::vector<Block*>> freed_;  // since the last allocation on the stream
 
   static void release(void* address);
 
@@ -385,12 +396,19 @@ class SimAllocator final : public c10::Allocator {
     recorded_.erase(std::remove_if(recorded_.begin(), recorded_.end(), is_free), recorded_.end());
   }
 
-  void make_free(Block* block) {
+  void make_free(Block* block) { freed_[block->stream].push_back(block); }
+
+  // Whoever gets memory on the current stream may write it from here on.
+  void spoil_freed() {
+    auto freed = std::exchange(freed_[current_stream], {});
+    if (freed.empty()) return;
+    for (Block* block : freed) free_[{block->stream, block->nbytes}].push_back(block);
     Item item;
     item.kind = "free";
-    item.run = [address = block->address, nbytes = block->nbytes] { std::memset(address, 0xFF, nbytes); };
-    device().push(block->stream, std::move(item));
-    free_[{block->stream, block->nbytes}].push_back(block);
+    item.run = [freed = std::move(freed)] {
+      for (Block* block : freed) std::memset(block->address, 0xFF, block->nbytes);
+    };
+    device().push(current_stream, std::move(item));
   }
 };
 
@@ -783,6 +801,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
+  // Else torch takes it apart, and rounds differently than the CPU does.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
