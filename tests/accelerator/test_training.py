@@ -1,0 +1,57 @@
+"""On the simulated accelerator models train as on the CPU, bit for bit, in whatever order streams leave open."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests.accelerator import device
+from tests.accelerator.cases import CASES, FEW, SCHEDULES, differences, run
+from tests.accelerator.support import cpu_mesh, on_device
+from tests.harness.distributed import RankContext
+from tests.harness.runtimes import Runtime, oracle, subject
+
+
+@functools.cache
+def reference(name: str) -> dict[str, torch.Tensor]:
+    """What torch's ``fully_shard`` makes of the case on the CPU."""
+    return run(CASES[name].as_reference(), cpu_mesh(*CASES[name].shape), oracle())
+
+
+def check(ctx: RankContext, name: str, runtime: Runtime, schedules: tuple[str, ...]) -> None:
+    expected = reference(name)
+    mesh = ctx.mesh_1d() if len(CASES[name].shape) == 1 else ctx.mesh_2d(*CASES[name].shape)
+    for schedule in schedules:
+        found = differences(run(CASES[name], mesh, runtime, **SCHEDULES[schedule]), expected)
+        assert not found, f"{name}, {schedule}: {len(found)} values differ, the first are {found[:4]}"
+    assert device.load().ran_at_once() == set()  # else the order of streams was not free
+
+
+def of_size(size: int) -> list[str]:
+    return [name for name, case in CASES.items() if functools.reduce(int.__mul__, case.shape) == size]
+
+
+@pytest.mark.parametrize("name", of_size(2))
+@on_device(2)
+def test_subject_trains_as_on_the_cpu(ctx: RankContext, name: str) -> None:
+    check(ctx, name, subject(), tuple(SCHEDULES))
+
+
+@pytest.mark.parametrize("name", of_size(2))
+@on_device(2)
+def test_oracle_trains_as_on_the_cpu(ctx: RankContext, name: str) -> None:
+    check(ctx, name, oracle(), FEW)
+
+
+@pytest.mark.parametrize("name", of_size(4))
+@on_device(4)
+def test_subject_trains_as_on_the_cpu_with_4_ranks(ctx: RankContext, name: str) -> None:
+    check(ctx, name, subject(), tuple(SCHEDULES))
+
+
+@pytest.mark.parametrize("name", of_size(4))
+@on_device(4)
+def test_oracle_trains_as_on_the_cpu_with_4_ranks(ctx: RankContext, name: str) -> None:
+    check(ctx, name, oracle(), FEW)
