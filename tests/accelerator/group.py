@@ -135,6 +135,9 @@ class SimNCCL(dist.ProcessGroup):
         super().__init__(rank, size)
         self._size, self._rank = size, rank
         self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._on_host = dist.ProcessGroup(store, rank, size)
+        self._on_host._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._on_host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._stream: torch.Stream | None = None
         self._num_launches = 0
 
@@ -280,8 +283,7 @@ class SimNCCL(dist.ProcessGroup):
         if first.device.type != "cpu":
             return None
         load().drain()  # another rank may be waiting for what this one has only enqueued
-        method = getattr(self.gloo, name, None) or getattr(self.gloo, _NEWER_NAMES[name])
-        return method(*(arg for arg in args if arg is not None))
+        return getattr(self._on_host, name)(*(arg for arg in args if arg is not None))
 
     def _check(self, larger: Sequence[Tensor], smaller: Sequence[Tensor], *, factor: int) -> None:
         for whole, part in zip(larger, smaller, strict=True):
@@ -304,12 +306,6 @@ class SimNCCL(dist.ProcessGroup):
                 refuse(f"PREMUL_SUM takes floating point, not {tensor.dtype}")
             if op == Op.AVG and tensor.dtype is torch.bool:
                 refuse("cannot average bool")
-
-
-_NEWER_NAMES = {
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-}
 
 
 def _on_stream() -> Any:

@@ -5,26 +5,18 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 
 from tests.accelerator import device
-from tests.accelerator.cases import CASES, FEW, SCHEDULES, differences, run
-from tests.accelerator.support import cpu_mesh, on_device
+from tests.accelerator.cases import CASES, FEW, SCHEDULES, differences, mesh_of, reference, run
+from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
 from tests.harness.runtimes import Runtime, oracle, subject
 
 
-@functools.cache
-def reference(name: str) -> dict[str, torch.Tensor]:
-    """What torch's ``fully_shard`` makes of the case on the CPU."""
-    return run(CASES[name].as_reference(), cpu_mesh(*CASES[name].shape), oracle())
-
-
 def check(ctx: RankContext, name: str, runtime: Runtime, schedules: tuple[str, ...]) -> None:
-    expected = reference(name)
-    mesh = ctx.mesh_1d() if len(CASES[name].shape) == 1 else ctx.mesh_2d(*CASES[name].shape)
+    expected = reference(ctx, name)
     for schedule in schedules:
-        found = differences(run(CASES[name], mesh, runtime, **SCHEDULES[schedule]), expected)
+        found = differences(run(CASES[name], mesh_of(ctx, name), runtime, **SCHEDULES[schedule]), expected)
         assert not found, f"{name}, {schedule}: {len(found)} values differ, the first are {found[:4]}"
     assert device.load().ran_at_once() == set()  # else the order of streams was not free
 
