@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.accelerator import device
 from tests.accelerator.support import cpu_mesh
+from tests.harness.comms import CountingAllGather, CountingReduceScatter
 from tests.harness.distributed import RankContext
+from tests.harness.extensions import Halved, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, PartlyUsed, Transformer, Uneven
-from tests.harness.runtimes import Runtime, oracle
+from tests.harness.runtimes import Runtime, oracle, subject
 from tests.harness.training import Case, Step, StepRecord, accumulate, one_backward, shard_units_and_root, train
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -77,7 +79,7 @@ def gather_on_compute_stream(model: Any, runtime: Runtime) -> None:
 
 
 def halve_on_own_stream(model: Any, runtime: Runtime) -> None:
-    """An all-reduce hook on a stream of the user's. It takes a copy, so that what it reads early shows."""
+    """An all-reduce hook on a stream of the user's."""
     if model.blocks[0].up.weight.device_mesh.device_type != device.DEVICE:
         stream = None
     else:
@@ -108,6 +110,98 @@ def unshard_by_hand(step: Step, model: Any) -> list[Tensor]:
     return one_backward(step, model)
 
 
+def gather_in_vain(step: Step, model: Any) -> list[Tensor]:
+    """Between forward and backward, a block is gathered from its smaller mesh, and nobody uses that."""
+    loss = step.loss(model)
+    for block in model.blocks:
+        step.control(block).unshard(async_op=True)
+        step.control(block).reshard()
+    loss.backward()
+    return [loss]
+
+
+def load_by_assignment(step: Step, model: Any) -> list[Tensor]:
+    """Every step starts with other parameter objects, which the current stream has just written."""
+    state = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return one_backward(step, model)
+
+
+def evaluate_and_write(step: Step, model: Any) -> list[Tensor]:
+    """As soon as a forward returns, the host writes the shards that it has gathered."""
+    with torch.no_grad():
+        loss = step.loss(model)
+        step.control(model).reshard()
+        for parameter in model.parameters():
+            parameter.to_local().mul_(0.9)
+    return [loss, *one_backward(step, model)]
+
+
+def sum_up_alone(step: Step, model: Any) -> list[Tensor]:
+    """Partial sums are added to gradients that compute has just written, by a finalization that reduces nothing."""
+    root = step.control(model)
+    root.set_manual_backward_finalization(True)
+    losses = []
+    for micro in range(2):
+        root.set_requires_all_reduce(micro == 0)
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+        root.finalize_backward()
+    for parameter in model.parameters():
+        parameter.grad.to_local().mul_(0.5)
+    root.set_requires_all_reduce(True)
+    root.finalize_backward()
+    return losses
+
+
+class TimesFactor(Travelling):
+    """Travels multiplied by ``factor``, one element on the device of the shards."""
+
+    releases_outputs = False
+    factor: Tensor
+
+    @classmethod
+    def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
+        return (shard * TimesFactor.factor,)
+
+
+def wrapped(make: Callable[[Tensor], Tensor]) -> MLP:
+    """Its weights are of the class ``make``, which has all-gather hooks."""
+    model: MLP = wrap(MLP(), make)
+    return model
+
+
+def change_factor(step: Step, model: Any) -> list[Tensor]:
+    """What pre-hooks read is written behind the forward, so the gathers of backward find something new."""
+    if step.index == 0:
+        TimesFactor.factor = torch.ones(1, device=model.blocks[0].up.weight.device)
+    TimesFactor.factor.mul_(1.25)
+    loss = step.loss(model)
+    TimesFactor.factor.mul_(0.5)
+    loss.backward()
+    return [loss]
+
+
+def communicate_by_hand(model: Any, runtime: Runtime) -> None:
+    """The user's own collectives, with one buffer per size for good."""
+    gather, reduce = CountingAllGather(persistent=True), CountingReduceScatter(persistent=True)
+    for module in [*model.units(), model]:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+
+
+def reduce_in_own_group(model: Any, runtime: Runtime) -> None:
+    model.set_separate_reduce_scatter_group()
+
+
+def three_in_flight(model: Any, runtime: Runtime) -> None:
+    model.set_reduce_scatter_max_input_buffers(3)
+
+
+def keep_storage(model: Any, runtime: Runtime) -> None:
+    model.set_keep_unsharded_storage(True)
+
+
 def with_optimizer_event(step: Step, model: Any) -> list[Tensor]:
     """The next forward's gathers wait for the optimizer's event, not for all compute."""
     root = step.control(model)
@@ -135,6 +229,7 @@ class Trained:
         shape: of the mesh.
         is_exact: the CPU makes the same bits. Not where gloo adds more than two numbers, nor where the CPU has a fused
             kernel and other devices do not.
+        beyond_torch: torch's ``fully_shard`` has no such feature; the reference is then fsdp2 on the CPU.
     """
 
     shape: tuple[int, ...] = (2,)
@@ -144,6 +239,7 @@ class Trained:
     step: Callable[[Step, Any], list[Tensor]] = one_backward
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     num_steps: int = 3
+    beyond_torch: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def case(self, on: str) -> Case:
@@ -195,12 +291,36 @@ CASES: dict[str, Trained] = {
     "unsharded by hand": Trained(step=unshard_by_hand, options=_of(policy=bf16)),
     "optimizer's event": Trained(step=with_optimizer_event, options=_of(policy=bf16)),
     "partly used": Trained(model=PartlyUsed, step=without_side, options=_of(policy=bf16_fp32)),
+    "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
+    "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),
+    "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), options=_of(policy=bf16_fp32)),
+    "hooked, and read what forward wrote": Trained(model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor),
+    "communicated by hand": Trained(beyond_torch=True, options=_of(policy=bf16, then=communicate_by_hand)),
+    "reduced in a group of its own": Trained(
+        beyond_torch=True, model=WIDE, options=_of(policy=bf16, then=reduce_in_own_group)
+    ),
+    "three reductions in flight": Trained(
+        beyond_torch=True, model=partial(MLP, num_blocks=5), options=_of(policy=bf16_fp32, then=three_in_flight)
+    ),
     "offloaded": Trained(shard=offloaded),
+    "offloaded, evaluated": Trained(beyond_torch=True, shard=offloaded, step=evaluate_and_write),
     "offloaded, not pinned": Trained(shard=partial(offloaded, pin_memory=False)),
     "replicated": Trained(shape=(2, 2), options=_of(policy=bf16_fp32)),
+    "replicated, cast back": Trained(shape=(2, 2), model=lambda: MLP().bfloat16(), options=_of(policy=bf16_fp32)),
     "replicated, direct": Trained(shape=(2, 2), model=WIDE),
     "replicated, partial sums": Trained(
         shape=(2, 2), step=partial(accumulate, switch="set_requires_all_reduce"), options=_of(policy=bf16_fp32)
+    ),
+    "replicated, sums carried on alone": Trained(
+        shape=(2, 2), beyond_torch=True, step=sum_up_alone, options=_of(policy=bf16_fp32)
+    ),
+    "on a smaller mesh, gathered in vain": Trained(
+        shape=(4,),
+        model=WIDE,
+        is_exact=False,
+        beyond_torch=True,
+        step=gather_in_vain,
+        options=_of(policy=bf16_fp32, reshard_after_forward=2),
     ),
     "on a smaller mesh after forward": Trained(
         shape=(4,), model=WIDE, is_exact=False, options=_of(policy=bf16_fp32, reshard_after_forward=2)
@@ -260,9 +380,10 @@ def reference(ctx: RankContext, name: str) -> dict[str, Tensor]:
     """What torch's ``fully_shard`` makes of the case on the CPU; or on the device, where it is not the same bits."""
     if name not in _references:
         case = CASES[name]
-        found = run(case, cpu_mesh(*case.shape), oracle())
+        runtime = subject() if case.beyond_torch else oracle()
+        found = run(case, cpu_mesh(*case.shape), runtime)
         if not case.is_exact:
-            exact = run(case, mesh_of(ctx, name), oracle())
+            exact = run(case, mesh_of(ctx, name), runtime)
             assert not differences(exact, found, is_exact=False)
             found = exact
         _references[name] = found
