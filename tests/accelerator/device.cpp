@@ -78,7 +78,7 @@ struct Item {
 
 struct Stream {
   std::deque<Item> items;
-  uint64_t priority = 0;
+  std::optional<uint64_t> priority;  // drawn at its first turn in a schedule: what other streams there are matters not
   bool is_late = false;  // a message of it did not arrive when it was looked for
 };
 
@@ -104,7 +104,6 @@ class Device {
   int64_t new_stream() {
     std::lock_guard<std::mutex> lock(mutex);
     streams.emplace_back();
-    streams.back().priority = schedule.random();
     return static_cast<int64_t>(streams.size()) - 1;
   }
 
@@ -259,24 +258,20 @@ class Device {
 
   Stream* choose() {
     auto& random = schedule.random;
-    if (random() % 8 == 0) streams[random() % streams.size()].priority = random();
-    std::vector<size_t> able, late;
-    for (size_t i = 0; i < streams.size(); ++i) {
-      Stream& stream = streams[i];
+    std::vector<Stream*> able, late;
+    for (auto& stream : streams) {
       if (stream.items.empty() || stream.items.front().waits || stream.is_late) continue;
-      (schedule.late.count(stream.items.front().kind) ? late : able).push_back(i);
+      if (!stream.priority) stream.priority = random();
+      (schedule.late.count(stream.items.front().kind) ? late : able).push_back(&stream);
     }
     auto& from = able.empty() ? late : able;
-    Stream* best = nullptr;
-    bool best_is_first = false;
-    for (size_t i : from) {
-      bool is_first = schedule.first == (i == 0 ? "compute" : "side");
-      if (best == nullptr || is_first > best_is_first || (is_first == best_is_first && streams[i].priority > best->priority)) {
-        best = &streams[i];
-        best_is_first = is_first;
-      }
-    }
-    return best;
+    if (from.empty()) return nullptr;
+    if (random() % 8 == 0) from[random() % from.size()]->priority = random();
+    auto rank = [this](Stream* stream) {
+      bool is_first = schedule.first == (stream == &streams[0] ? "compute" : "side");
+      return std::make_pair(is_first, *stream->priority);
+    };
+    return *std::max_element(from.begin(), from.end(), [&](Stream* a, Stream* b) { return rank(a) < rank(b); });
   }
 };
 
@@ -624,7 +619,10 @@ void run_at_once(const c10::OperatorHandle& op, Stack* stack, const Stack& argum
   op.callBoxed(&results);
   for (size_t i = 0; i < results.size(); ++i) {
     IValue outcome = replaced(results[i], c10::DeviceType::CPU, [](const Tensor& each) {
-      return each.defined() ? each.to(kSim) : each;
+      if (!each.defined()) return each;
+      Tensor made = like_meta(each);
+      enqueue([to = on_host(made), each] { to.copy_(each); });
+      return made;
     });
     const auto& info = op.schema().returns()[i].alias_info();
     for (size_t j = 0; info != nullptr && j < arguments.size(); ++j) {
@@ -754,7 +752,11 @@ Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, at::IntA
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(storage));
   impl->set_storage_offset(offset);
-  impl->set_sizes_and_strides(size, stride);
+  if (stride.empty()) {
+    impl->set_sizes_contiguous(size);
+  } else {
+    impl->set_sizes_and_strides(size, stride);
+  }
   return self;
 }
 
@@ -826,7 +828,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     schedule.random.seed(seed);
     schedule.late = std::move(late);
     schedule.first = std::move(first);
-    for (auto& stream : device().streams) stream.priority = schedule.random();
+    for (auto& stream : device().streams) stream.priority.reset();
   });
   m.def("drain", [] { device().run_until(nullptr); });
   m.def("drop_all", [] { device().drop_all(); }, py::call_guard<py::gil_scoped_release>());

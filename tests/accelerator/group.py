@@ -112,8 +112,6 @@ class Work(dist._Work):
     def __init__(self, done: torch.Event | None, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._done, self._tensors = done, list(tensors)
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._done is not None:
@@ -125,7 +123,9 @@ class Work(dist._Work):
         return self._done is None or self._done.query()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(self._tensors))
+        return future
 
 
 class SimNCCL(dist.ProcessGroup):
