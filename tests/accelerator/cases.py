@@ -1,0 +1,390 @@
+"""What is trained on the simulated accelerator, and how its streams go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from tests.accelerator import device
+from tests.accelerator.support import cpu_mesh
+from tests.harness.comms import CountingAllGather, CountingReduceScatter
+from tests.harness.distributed import RankContext
+from tests.harness.extensions import Halved, Travelling, wrap
+from tests.harness.models import MLP, ParityModel, PartlyUsed, Transformer, Uneven
+from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.training import Case, Step, StepRecord, accumulate, one_backward, shard_units_and_root, train
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "late gathers": {"late": ["gather"]},
+    "late reductions": {"late": ["reduce"]},
+    "late gathers and reductions": {"late": ["gather", "reduce"]},
+    "late copies": {"late": ["copy"]},
+    "compute first": {"first": "compute"},
+    "side streams first": {"first": "side"},
+    **{f"seed {seed}": {"seed": seed} for seed in range(1, 5)},
+}
+FEW = ("late gathers", "late reductions", "side streams first", "seed 1")
+
+WIDE = partial(MLP, num_blocks=2, dim=128)  # shards of its weights travel direct
+
+
+def bf16(runtime: Runtime, reduce_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    return {"mp_policy": runtime.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)}
+
+
+def bf16_fp32(runtime: Runtime) -> dict[str, Any]:
+    return bf16(runtime, torch.float32)
+
+
+def sharded(
+    runtime: Runtime,
+    model: Any,
+    mesh: DeviceMesh,
+    *,
+    policy: Callable[[Runtime], dict[str, Any]] = lambda runtime: {},
+    then: Callable[[Any, Runtime], object] = lambda model, runtime: None,
+    **options: Any,
+) -> None:
+    """Every unit on its own, then the root; ``then`` sets up what else the case asks for."""
+    shard_units_and_root(runtime, model, mesh, **policy(runtime), **options)
+    then(model, runtime)
+
+
+def offloaded(runtime: Runtime, model: Any, mesh: DeviceMesh, *, pin_memory: bool = True) -> None:
+    sharded(runtime, model, mesh, offload_policy=runtime.CPUOffloadPolicy(pin_memory=pin_memory))
+
+
+def prefetch_two(model: Any, runtime: Runtime) -> None:
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
+
+
+def checkpoint_blocks(model: Any, runtime: Runtime) -> None:
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+
+
+def gather_on_compute_stream(model: Any, runtime: Runtime) -> None:
+    model._set_unshard_async_op(True)
+
+
+def halve_on_own_stream(model: Any, runtime: Runtime) -> None:
+    """An all-reduce hook on a stream of the user's."""
+    if model.blocks[0].up.weight.device_mesh.device_type != device.DEVICE:
+        stream = None
+    else:
+        stream = torch.Stream(device=device.DEVICE)
+    for module in [*model.units(), model]:
+        module.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
+
+
+def update_in_backward(step: Step, model: Any) -> list[Tensor]:
+    """SGD by hooks, as soon as a gradient has landed."""
+    if step.index == 0:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_update)
+    return one_backward(step, model)
+
+
+def _update(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=0.1)
+    parameter.grad = None
+
+
+def unshard_by_hand(step: Step, model: Any) -> list[Tensor]:
+    handles = [step.control(block).unshard(async_op=True) for block in model.blocks]
+    if handles[0] is not None:
+        handles[0].wait()
+    step.control(model.blocks[1]).reshard()
+    return one_backward(step, model)
+
+
+def gather_in_vain(step: Step, model: Any) -> list[Tensor]:
+    """Between forward and backward, a block is gathered from its smaller mesh, and nobody uses that."""
+    loss = step.loss(model)
+    for block in model.blocks:
+        step.control(block).unshard(async_op=True)
+        step.control(block).reshard()
+    loss.backward()
+    return [loss]
+
+
+def load_by_assignment(step: Step, model: Any) -> list[Tensor]:
+    """Every step starts with other parameter objects, which the current stream has just written."""
+    state = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return one_backward(step, model)
+
+
+def evaluate_and_write(step: Step, model: Any) -> list[Tensor]:
+    """As soon as a forward returns, the host writes the shards that it has gathered."""
+    with torch.no_grad():
+        loss = step.loss(model)
+        step.control(model).reshard()
+        for parameter in model.parameters():
+            parameter.to_local().mul_(0.9)
+    return [loss, *one_backward(step, model)]
+
+
+def sum_up_alone(step: Step, model: Any) -> list[Tensor]:
+    """Partial sums are added to gradients that compute has just written, by a finalization that reduces nothing."""
+    root = step.control(model)
+    root.set_manual_backward_finalization(True)
+    losses = []
+    for micro in range(2):
+        root.set_requires_all_reduce(micro == 0)
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+        root.finalize_backward()
+    for parameter in model.parameters():
+        parameter.grad.to_local().mul_(0.5)
+    root.set_requires_all_reduce(True)
+    root.finalize_backward()
+    return losses
+
+
+class TimesFactor(Travelling):
+    """Travels multiplied by ``factor``, one element on the device of the shards."""
+
+    releases_outputs = False
+    factor: Tensor
+
+    @classmethod
+    def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
+        return (shard * TimesFactor.factor,)
+
+
+def wrapped(make: Callable[[Tensor], Tensor]) -> MLP:
+    """Its weights are of the class ``make``, which has all-gather hooks."""
+    model: MLP = wrap(MLP(), make)
+    return model
+
+
+def change_factor(step: Step, model: Any) -> list[Tensor]:
+    """What pre-hooks read is written behind the forward, so the gathers of backward find something new."""
+    if step.index == 0:
+        TimesFactor.factor = torch.ones(1, device=model.blocks[0].up.weight.device)
+    TimesFactor.factor.mul_(1.25)
+    loss = step.loss(model)
+    TimesFactor.factor.mul_(0.5)
+    loss.backward()
+    return [loss]
+
+
+def communicate_by_hand(model: Any, runtime: Runtime) -> None:
+    """The user's own collectives, with one buffer per size for good."""
+    gather, reduce = CountingAllGather(persistent=True), CountingReduceScatter(persistent=True)
+    for module in [*model.units(), model]:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+
+
+def reduce_in_own_group(model: Any, runtime: Runtime) -> None:
+    model.set_separate_reduce_scatter_group()
+
+
+def three_in_flight(model: Any, runtime: Runtime) -> None:
+    model.set_reduce_scatter_max_input_buffers(3)
+
+
+def keep_storage(model: Any, runtime: Runtime) -> None:
+    model.set_keep_unsharded_storage(True)
+
+
+def with_optimizer_event(step: Step, model: Any) -> list[Tensor]:
+    """The next forward's gathers wait for the optimizer's event, not for all compute."""
+    root = step.control(model)
+    if step.index > 0 and root.blocks[0].up.weight.device_mesh.device_type == device.DEVICE:
+        root.set_post_optim_event(torch.accelerator.current_stream().record_event())
+    return one_backward(step, model)
+
+
+def without_side(step: Step, model: Any) -> list[Tensor]:
+    batch = step.batch(model)
+    loss = model.loss(model(*batch, use_side=step.index % 2 == 0), batch)
+    loss.backward()
+    return [loss]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One case.
+
+    Attributes:
+        shape: of the mesh.
+        is_exact: the CPU makes the same bits. Not where gloo adds more than two numbers, nor where the CPU has a fused
+            kernel and other devices do not.
+        beyond_torch: torch's ``fully_shard`` has no such feature; the reference is then fsdp2 on the CPU.
+    """
+
+    shape: tuple[int, ...] = (2,)
+    is_exact: bool = True
+    model: Callable[[], ParityModel] = MLP
+    shard: Callable[..., Any] = sharded
+    step: Callable[[Step, Any], list[Tensor]] = one_backward
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    num_steps: int = 3
+    beyond_torch: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def case(self, on: str) -> Case:
+        return Case(
+            model=partial(placed, self.model, on),
+            shard=partial(self.shard, **self.options),
+            step=self.step,
+            optimizer=self.optimizer,
+            num_steps=self.num_steps,
+        )
+
+
+def placed(make: Callable[[], ParityModel], on: str) -> ParityModel:
+    """A model on ``on``, whose batches come there without the host waiting."""
+    model = make().to(on)
+    batch = model.batch
+
+    def arrived(generator: torch.Generator) -> tuple[Any, ...]:
+        return tuple(
+            value.pin_memory().to(on, non_blocking=True) if on != "cpu" and isinstance(value, Tensor) else value
+            for value in batch(generator)
+        )
+
+    model.batch = arrived  # type: ignore[method-assign]
+    return model
+
+
+def _of(**options: Any) -> Any:
+    return options
+
+
+CASES: dict[str, Trained] = {
+    "plain": Trained(),
+    "adamw": Trained(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True)),
+    "bf16": Trained(options=_of(policy=bf16)),
+    "bf16 reduced in fp32": Trained(options=_of(policy=bf16_fp32)),
+    "direct": Trained(model=WIDE),
+    "direct bf16": Trained(model=WIDE, options=_of(policy=bf16)),
+    "direct bf16 reduced in fp32": Trained(model=WIDE, options=_of(policy=bf16_fp32)),
+    "uneven": Trained(model=Uneven),
+    "transformer": Trained(model=Transformer, is_exact=False),
+    "kept after forward": Trained(options=_of(policy=bf16, reshard_after_forward=False)),
+    "accumulated": Trained(step=accumulate, options=_of(policy=bf16_fp32)),
+    "checkpointed": Trained(options=_of(policy=bf16_fp32, then=checkpoint_blocks)),
+    "prefetched two ahead": Trained(model=partial(MLP, num_blocks=4), options=_of(policy=bf16, then=prefetch_two)),
+    "gathered on the compute stream": Trained(options=_of(policy=bf16, then=gather_on_compute_stream)),
+    "hook on a stream of its own": Trained(options=_of(policy=bf16_fp32, then=halve_on_own_stream)),
+    "updated in backward": Trained(step=update_in_backward, options=_of(policy=bf16_fp32)),
+    "unsharded by hand": Trained(step=unshard_by_hand, options=_of(policy=bf16)),
+    "optimizer's event": Trained(step=with_optimizer_event, options=_of(policy=bf16)),
+    "partly used": Trained(model=PartlyUsed, step=without_side, options=_of(policy=bf16_fp32)),
+    "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
+    "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),
+    "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), options=_of(policy=bf16_fp32)),
+    "hooked, and read what forward wrote": Trained(model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor),
+    "communicated by hand": Trained(beyond_torch=True, options=_of(policy=bf16, then=communicate_by_hand)),
+    "reduced in a group of its own": Trained(
+        beyond_torch=True, model=WIDE, options=_of(policy=bf16, then=reduce_in_own_group)
+    ),
+    "three reductions in flight": Trained(
+        beyond_torch=True, model=partial(MLP, num_blocks=5), options=_of(policy=bf16_fp32, then=three_in_flight)
+    ),
+    "offloaded": Trained(shard=offloaded),
+    "offloaded, evaluated": Trained(beyond_torch=True, shard=offloaded, step=evaluate_and_write),
+    "offloaded, not pinned": Trained(shard=partial(offloaded, pin_memory=False)),
+    "replicated": Trained(shape=(2, 2), options=_of(policy=bf16_fp32)),
+    "replicated, cast back": Trained(shape=(2, 2), model=lambda: MLP().bfloat16(), options=_of(policy=bf16_fp32)),
+    "replicated, direct": Trained(shape=(2, 2), model=WIDE),
+    "replicated, partial sums": Trained(
+        shape=(2, 2), step=partial(accumulate, switch="set_requires_all_reduce"), options=_of(policy=bf16_fp32)
+    ),
+    "replicated, sums carried on alone": Trained(
+        shape=(2, 2), beyond_torch=True, step=sum_up_alone, options=_of(policy=bf16_fp32)
+    ),
+    "on a smaller mesh, gathered in vain": Trained(
+        shape=(4,),
+        model=WIDE,
+        is_exact=False,
+        beyond_torch=True,
+        step=gather_in_vain,
+        options=_of(policy=bf16_fp32, reshard_after_forward=2),
+    ),
+    "on a smaller mesh after forward": Trained(
+        shape=(4,), model=WIDE, is_exact=False, options=_of(policy=bf16_fp32, reshard_after_forward=2)
+    ),
+}
+
+
+def values(records: list[StepRecord]) -> dict[str, Tensor]:
+    """All that a run has made, on the host."""
+    found: dict[str, Tensor] = {}
+    for index, record in enumerate(records):
+        for position, loss in enumerate(record.losses):
+            found[f"step {index}: loss {position}"] = loss.cpu()
+        for kind, snapshots in (("gradient", record.gradients), ("parameter", record.parameters)):
+            for name, snapshot in snapshots.items():
+                if snapshot is not None:
+                    found[f"step {index}: {kind} of {name}"] = snapshot.local.cpu()
+    return found
+
+
+def run(trained: Trained, mesh: DeviceMesh, runtime: Runtime, **schedule: Any) -> dict[str, Tensor]:
+    """Train on ``mesh`` under ``schedule``; returns all values."""
+    on = mesh.device_type
+    if on == device.DEVICE:
+        device.schedule(**schedule)
+    found = values(train(trained.case(on), mesh, runtime))
+    if on == device.DEVICE:
+        device.load().drain()
+    return found
+
+
+def differences(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, is_exact: bool = True
+) -> list[str]:
+    """The names of values that are not the same: bit for bit, or to a few roundings of fp32."""
+    if list(actual) != list(expected):
+        return [f"other values: {sorted(set(actual) ^ set(expected))}"]
+    return [name for name in expected if not _same(actual[name], expected[name], is_exact)]
+
+
+def _same(a: Tensor, b: Tensor, is_exact: bool) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) if is_exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)  # NaN is like nothing
+
+
+def mesh_of(ctx: RankContext, name: str) -> DeviceMesh:
+    """The mesh of the case on the device."""
+    shape = CASES[name].shape
+    return ctx.mesh_1d() if len(shape) == 1 else ctx.mesh_2d(*shape)
+
+
+_references: dict[str, dict[str, Tensor]] = {}
+
+
+def reference(ctx: RankContext, name: str) -> dict[str, Tensor]:
+    """What torch's ``fully_shard`` makes of the case on the CPU; or on the device, where it is not the same bits."""
+    if name not in _references:
+        case = CASES[name]
+        runtime = subject() if case.beyond_torch else oracle()
+        found = run(case, cpu_mesh(*case.shape), runtime)
+        if not case.is_exact:
+            exact = run(case, mesh_of(ctx, name), runtime)
+            assert not differences(exact, found, is_exact=False)
+            found = exact
+        _references[name] = found
+    return _references[name]

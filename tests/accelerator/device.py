@@ -1,0 +1,126 @@
+"""The simulated accelerator as a torch device, ``"sim"``: registers ``device.cpp``, and ``torch.sim`` in front of it.
+
+**Asynchrony.** Every operation is put into a queue per stream; a worker thread runs the queues while the host waits
+for the device, and only as far as it waits for. That is simpler than a thread per stream with delays, and stronger:
+whatever no event orders can run in any order, however far apart it was enqueued, and one seed gives one order. It takes
+the shapes of results before there are results: torch's meta kernels know them. The other way that was thought of,
+operations that run at once beside the vector clocks of ``tests/harness/races.py``, finds the same left-out waits but
+never a wrong value; so it cannot tell a harmless order from a harmful one, and it sees only what it was told to watch.
+
+**Left-out waits show as values.** Freed memory is filled with NaN in the order of its stream, and so are outputs of
+collectives that have not arrived. A stream that does not wait reads NaN, or what was there before.
+
+Load it only in processes of their own (``support.on_device``): a process has one accelerator, for good.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.accelerator.build import NAME, build
+from tests.harness.races import caller
+
+DEVICE = "sim"
+
+host_syncs: list[str] = []  # what made the host wait, and where in fsdp2, since the list was cleared last
+
+
+@functools.cache
+def load() -> Any:
+    """Register the device with torch, once per process; returns the compiled module."""
+    spec = importlib.util.spec_from_file_location(NAME, build())
+    assert spec is not None and spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    torch._register_device_module(DEVICE, _module(extension))
+    extension.init()
+    torch.utils.generate_methods_for_privateuse1_backend()
+    # torch's own fully_shard moves modules to the device; their parameters must be replaced, not changed through .data
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    extension.on_sync(lambda what: host_syncs.append(what + caller()))
+    return extension
+
+
+def schedule(seed: int = 0, *, late: Sequence[str] = (), first: str = "random") -> None:
+    """How streams go on from here on.
+
+    Args:
+        seed: of what is drawn.
+        late: kinds of operations that run when nothing else can: "gather", "reduce", "copy" (from and to the host).
+        first: "compute" or "side": the default stream, or the others, go on as long as they can; "random" draws.
+    """
+    load().schedule(seed, set(late), first)
+
+
+@contextmanager
+def counted_syncs() -> Iterator[list[str]]:
+    """What makes the host wait for the device inside the block."""
+    host_syncs.clear()
+    found: list[str] = []
+    try:
+        yield found
+    finally:
+        found += host_syncs
+
+
+class _StreamContext:
+    """``stream`` is the current one inside; None changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self._stream = stream
+        self._before: torch.Stream | None = None
+
+    def __enter__(self) -> torch.Stream | None:
+        if self._stream is not None:
+            self._before = torch.accelerator.current_stream()
+            torch.accelerator.set_stream(self._stream)
+        return self._stream
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            torch.accelerator.set_stream(self._before)
+
+
+class _Context:
+    """Nothing to switch: there is one device."""
+
+    def __init__(self, *_: object) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _module(extension: Any) -> types.ModuleType:
+    """What ``torch.cuda`` is to CUDA."""
+    module: Any = types.ModuleType(f"torch.{DEVICE}")
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = module.init = lambda: None
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda device=None: None
+    module.device = _Context
+    module.manual_seed = module.manual_seed_all = lambda seed: None  # draws are the host's
+    module.initial_seed = torch.initial_seed
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.Stream = lambda device=None, priority=0: torch.Stream(device=DEVICE, priority=priority)
+    module.Event = lambda *args, **kwargs: torch.Event(device=DEVICE)
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=20)
+    module.set_stream = torch.accelerator.set_stream
+    module.stream = module.StreamContext = _StreamContext
+    module.synchronize = lambda device=None: torch.accelerator.synchronize()
+    module.memory_allocated = lambda device=None: extension.memory_allocated()
+    module.max_memory_allocated = lambda device=None: extension.max_memory_allocated()
+    module.reset_peak_memory_stats = lambda device=None: extension.reset_peak_memory()
+    module.empty_cache = lambda: None
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    return module

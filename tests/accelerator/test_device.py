@@ -1,0 +1,327 @@
+"""The simulated accelerator is one: it runs ahead of nothing, reuses memory by stream, and knows when the host waits."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.accelerator import device
+from tests.accelerator.device import counted_syncs
+from tests.accelerator.support import on_device
+from tests.harness.distributed import RankContext
+
+SIM: Any = device.DEVICE
+
+
+def side_stream() -> torch.Stream:
+    return torch.sim.Stream()  # type: ignore[attr-defined]
+
+
+def on(stream: torch.Stream) -> Any:
+    return torch.sim.stream(stream)  # type: ignore[attr-defined]
+
+
+# Streams and events
+
+
+@on_device(1)
+def test_nothing_runs_before_the_host_waits(ctx: RankContext) -> None:
+    x = torch.zeros(4, device=SIM)
+    event = torch.accelerator.current_stream().record_event()
+    assert not event.query()
+    event.synchronize()
+    assert event.query()
+    x.add_(1)
+    assert not torch.accelerator.current_stream().query()
+    assert x.tolist() == [1.0] * 4
+
+
+@on_device(1)
+def test_stream_that_does_not_wait_reads_what_was_there(ctx: RankContext) -> None:
+    device.schedule(0, first="compute")
+    x, side = torch.zeros(4, device=SIM), side_stream()
+    side.wait_stream(torch.accelerator.current_stream())
+    with on(side):
+        x.add_(1)
+    assert x.tolist() == [0.0] * 4
+    torch.accelerator.current_stream().wait_stream(side)
+    assert x.tolist() == [1.0] * 4
+
+
+@on_device(1)
+def test_event_orders_only_what_was_enqueued_when_it_was_recorded(ctx: RankContext) -> None:
+    device.schedule(0, first="compute")
+    x, side = torch.zeros(4, device=SIM), side_stream()
+    side.wait_stream(torch.accelerator.current_stream())
+    with on(side):
+        x.add_(1)
+        event = side.record_event()
+        x.add_(1)
+    torch.accelerator.current_stream().wait_event(event)
+    assert x.tolist() == [1.0] * 4
+
+
+def _race(seed: int) -> list[float]:
+    """The order of ten additions and ten multiplications that nothing orders."""
+    device.schedule(seed)
+    x, side = torch.ones((), device=SIM), side_stream()
+    side.wait_stream(torch.accelerator.current_stream())
+    for _ in range(10):
+        x.mul_(2)
+        with on(side):
+            x.add_(1)
+    torch.accelerator.synchronize()
+    return [x.item()]
+
+
+@on_device(1)
+def test_a_seed_gives_one_order_and_seeds_give_many(ctx: RankContext) -> None:
+    values = [_race(seed) for seed in range(8)]
+    assert values == [_race(seed) for seed in range(8)]
+    assert len({value[0] for value in values}) > 2
+
+
+@on_device(1)
+def test_late_operations_run_when_nothing_else_can(ctx: RankContext) -> None:
+    device.schedule(0, late=["copy"])
+    x = torch.ones(4).pin_memory()
+    side, y = side_stream(), torch.zeros(4, device=SIM)
+    side.wait_stream(torch.accelerator.current_stream())
+    with on(side):
+        y.copy_(x, non_blocking=True)
+    seen = y.clone()
+    assert seen.tolist() == [0.0] * 4
+    torch.accelerator.synchronize()
+    assert y.tolist() == [1.0] * 4
+
+
+@on_device(1)
+def test_error_of_an_operation_is_raised_when_the_host_waits(ctx: RankContext) -> None:
+    table, index = torch.zeros(3, 2, device=SIM), torch.tensor([5]).to(SIM)
+    F.embedding(index, table)
+    with pytest.raises(RuntimeError, match="simulated device: index out of range"):
+        torch.accelerator.synchronize()
+    assert table.sum().item() == 0
+
+
+# Memory
+
+
+@on_device(1)
+def test_freed_memory_is_given_out_again_on_its_stream_only(ctx: RankContext) -> None:
+    x, side = torch.zeros(4, device=SIM), side_stream()
+    address = x.data_ptr()
+    del x
+    with on(side):
+        assert torch.zeros(4, device=SIM).data_ptr() != address
+    assert torch.zeros(4, device=SIM).data_ptr() == address
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@on_device(1)
+def test_memory_that_was_freed_too_early_reads_as_nan(ctx: RankContext, dtype: torch.dtype) -> None:
+    device.schedule(0, first="compute")
+    x, side = torch.ones(4, dtype=dtype, device=SIM), side_stream()
+    side.wait_stream(torch.accelerator.current_stream())
+    with on(side):
+        y = x + 1
+    del x
+    torch.empty(100, device=SIM)  # may lie there
+    torch.accelerator.synchronize()
+    assert y.isnan().all()
+
+
+@on_device(1)
+def test_memory_that_streams_have_waited_for_is_freed_in_time(ctx: RankContext) -> None:
+    device.schedule(0, first="compute")
+    x, side = torch.ones(4, device=SIM), side_stream()
+    side.wait_stream(torch.accelerator.current_stream())
+    with on(side):
+        y = x + 1
+    torch.accelerator.current_stream().wait_stream(side)
+    del x
+    torch.empty(100, device=SIM)
+    assert y.tolist() == [2.0] * 4
+
+
+@on_device(1)
+def test_recorded_stream_keeps_freed_memory(ctx: RankContext) -> None:
+    device.schedule(0, first="compute")
+    x, side = torch.ones(4, device=SIM), side_stream()
+    address = x.data_ptr()
+    side.wait_stream(torch.accelerator.current_stream())
+    with on(side):
+        y = x + 1
+    x.record_stream(side)
+    del x
+    assert torch.empty(4, device=SIM).data_ptr() != address
+    torch.accelerator.synchronize()
+    assert torch.empty(4, device=SIM).data_ptr() == address
+    assert y.tolist() == [2.0] * 4
+
+
+@on_device(1)
+def test_new_memory_is_nan(ctx: RankContext) -> None:
+    assert torch.empty(7, device=SIM).isnan().all()
+    storage = torch.zeros(4, device=SIM).untyped_storage()
+    storage.resize_(0)
+    storage.resize_(32)
+    assert torch.empty(0, device=SIM).set_(storage, 0, (8,)).isnan().all()
+
+
+@on_device(1)
+def test_tensor_without_memory_cannot_be_read(ctx: RankContext) -> None:
+    x = torch.zeros(4, device=SIM)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        x + 1
+
+
+@on_device(1)
+def test_memory_is_counted_and_limited(ctx: RankContext) -> None:
+    extension = device.load()
+    before = extension.memory_allocated()
+    x = torch.empty(1000, dtype=torch.uint8, device=SIM)
+    assert extension.memory_allocated() == before + 1024
+    extension.set_memory_limit(before + 2048)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            torch.empty(2000, device=SIM)
+    finally:
+        extension.set_memory_limit(0)
+    extension.reset_peak_memory()
+    del x
+    assert extension.memory_allocated() == before
+    assert extension.max_memory_allocated() == before + 1024
+
+
+# What makes the host wait
+
+
+@on_device(1)
+def test_what_makes_the_host_wait_is_counted(ctx: RankContext) -> None:
+    x, pinned = torch.ones(4, device=SIM), torch.ones(4).pin_memory()
+    acts: list[tuple[Callable[[], object], list[str]]] = [
+        (lambda: x.sum(), []),
+        (lambda: x.to(torch.bfloat16), []),
+        (lambda: pinned.to(SIM, non_blocking=True), []),
+        (lambda: pinned.copy_(x, non_blocking=True), []),
+        (lambda: pinned.to(SIM), ["copy from the host"]),
+        (lambda: torch.ones(4).to(SIM, non_blocking=True), ["copy from the host, not pinned"]),
+        (lambda: torch.ones(4).copy_(x, non_blocking=True), ["copy to the host, not pinned"]),
+        (lambda: x.cpu(), ["copy to the host"]),
+        (lambda: x.tolist(), ["copy to the host"]),
+        (lambda: x[0].item(), ["item"]),
+        (lambda: bool(x[0] > 0), ["item"]),
+        (lambda: x.nonzero(), ["aten::nonzero"]),
+        (lambda: torch.equal(x, x), ["aten::equal"]),
+        (lambda: torch.accelerator.synchronize(), ["synchronize"]),
+        (lambda: torch.accelerator.current_stream().synchronize(), ["stream.synchronize"]),
+        (lambda: torch.accelerator.current_stream().record_event().synchronize(), ["event.synchronize"]),
+    ]
+    for index, (act, expected) in enumerate(acts):
+        with counted_syncs() as found:
+            act()
+        assert found == expected, index
+
+
+@on_device(1)
+def test_pinned_memory_is_read_when_the_stream_comes_to_it(ctx: RankContext) -> None:
+    pinned, plain = torch.ones(4).pin_memory(), torch.ones(4)
+    late, early = pinned.to(SIM, non_blocking=True), plain.to(SIM, non_blocking=True)
+    pinned.zero_()
+    plain.zero_()
+    assert late.tolist() == [0.0] * 4
+    assert early.tolist() == [1.0] * 4
+
+
+@on_device(1)
+def test_copy_to_pinned_memory_arrives_when_the_host_has_waited(ctx: RankContext) -> None:
+    pinned = torch.zeros(4).pin_memory()
+    pinned.copy_(torch.ones(4, device=SIM), non_blocking=True)
+    assert pinned.tolist() == [0.0] * 4
+    torch.accelerator.synchronize()
+    assert pinned.tolist() == [1.0] * 4
+
+
+# Operations
+
+
+class Net(nn.Module):
+    """Kernels of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.norm, self.rms = nn.LayerNorm(8), nn.RMSNorm(8)
+        self.linear = nn.Linear(8, 6)
+        self.head = nn.Linear(6, 5, bias=False)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        x = self.rms(self.norm(self.embedding(tokens)))
+        x = F.gelu(self.linear(x)) * torch.sigmoid(x.sum(-1, keepdim=True))
+        x = torch.bmm(x, x.transpose(1, 2).tril()[:, :6, :6])
+        x = torch.cat([F.silu(x[:, :3]), x[:, 3:].softmax(-1)], 1)
+        x = torch.where(x > 0, x, x.cumsum(1).clamp(-1, 1))
+        logits = self.head(x).reshape(-1, 5)
+        return F.cross_entropy(logits, target.reshape(-1)) + logits.logsumexp(-1).var() + torch.stack([x.amax()]).sum()
+
+
+@on_device(1)
+def test_model_gives_the_bits_of_the_cpu(ctx: RankContext) -> None:
+    model = Net()
+    twin = copy.deepcopy(model).to(SIM)
+    tokens, target = torch.randint(11, (2, 7)), torch.randint(5, (2, 7))
+    optimizers = [torch.optim.AdamW(each.parameters(), foreach=True) for each in (model, twin)]
+    for _ in range(2):
+        losses = [model(tokens, target), twin(tokens.to(SIM), target.to(SIM))]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+        assert torch.equal(losses[0], losses[1].cpu())
+        for (name, ours), theirs in zip(twin.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours.grad.cpu(), theirs.grad), name
+            assert torch.equal(ours.cpu(), theirs), name
+    assert device.load().ran_at_once() == set()
+
+
+@on_device(1)
+def test_random_numbers_are_those_of_the_cpu(ctx: RankContext) -> None:
+    def draw(on: str) -> list[Tensor]:
+        torch.manual_seed(3)
+        return [
+            each.cpu()
+            for each in (torch.randn(5, device=on), torch.rand(5, device=on), F.dropout(torch.ones(9, device=on)))
+        ]
+
+    assert all(torch.equal(a, b) for a, b in zip(draw("cpu"), draw(SIM), strict=True))
+
+
+@on_device(1)
+def test_backward_runs_on_a_thread_of_the_device_and_on_the_streams_of_forward(ctx: RankContext) -> None:
+    seen: list[tuple[bool, int]] = []
+    side = side_stream()
+
+    def note(gradient: Tensor) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        seen.append((is_main, torch.accelerator.current_stream().stream_id))
+
+    x = torch.ones(4, device=SIM, requires_grad=True)
+    with on(side):
+        side.wait_stream(torch.sim.default_stream())  # type: ignore[attr-defined]
+        y = x * 2
+    y.register_hook(note)
+    torch.accelerator.current_stream().wait_stream(side)
+    z = y * 3
+    z.register_hook(note)
+    z.sum().backward()
+    assert [is_main for is_main, _ in seen] == [False, False]
+    assert seen[0][1] == 0
+    assert x.grad.tolist() == [6.0] * 4  # type: ignore[union-attr]

@@ -1,0 +1,140 @@
+"""Each stream wait of the package is needed: without it, some run on the simulated accelerator gives other values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2.comm.streams import AcceleratorStreams
+from tests.accelerator import group
+from tests.accelerator.cases import CASES, SCHEDULES, differences, mesh_of, reference, run
+from tests.accelerator.support import on_device
+from tests.harness.distributed import RankContext
+from tests.harness.runtimes import subject
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait to leave out.
+
+    Attributes:
+        method: of ``AcceleratorStreams``; or "work", the wait for a collective on the backend's own stream.
+        place: the function in ``fsdp2`` that waits.
+        case, schedule: what notices.
+    """
+
+    method: str
+    place: str
+    case: str
+    schedule: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.place}-{self.method}"
+
+
+WAITS = [
+    Wait("wait_here", "group.all_gather.Gather.wait", "plain"),
+    Wait("wait_here", "comm.memory.Memory.flush", "direct"),
+    Wait("wait_here", "group.gradients.Reduction.finish", "direct"),
+    Wait("wait_here", "group.gradients.Reduction.wait", "plain"),
+    Wait("gather_after_compute", "runtime.root.Root.order_gathers", "plain"),
+    Wait("gather_after", "runtime.root.Root.order_gathers", "optimizer's event"),
+    Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment"),
+    Wait("gather_after_compute", "runtime.root.Root._begin_backward", "hooked, and read what forward wrote"),
+    Wait("reduce_after_compute", "group.reduce_scatter.Reduce.launch", "plain"),
+    Wait("wait_on_cpu", "comm.offload.FlatStage.wait", "offloaded, evaluated"),
+    Wait("wait_on_cpu", "comm.offload.HostCopies.wait", "offloaded"),
+    Wait("work", "group.all_gather.Gather._wait_for_works", "gathered on the compute stream"),
+    Wait("work", "runtime.rank_checks._OnMesh._anywhere", "partly used"),
+    Wait("on, in front", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own"),
+    Wait("on, behind", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own"),
+]
+WAITS_OF_4 = [
+    Wait("reduce_after_compute", "group.gradients.GroupGradients._start_landing", "replicated, sums carried on alone"),
+    Wait("work", "group.reduce_scatter.Reduce.complete", "replicated, cast back"),
+]
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=str)
+@on_device(2)
+def test_wait_that_is_left_out_is_noticed(ctx: RankContext, wait: Wait) -> None:
+    check(ctx, wait)
+
+
+@pytest.mark.parametrize("wait", WAITS_OF_4, ids=str)
+@on_device(4)
+def test_wait_that_is_left_out_is_noticed_on_4_ranks(ctx: RankContext, wait: Wait) -> None:
+    check(ctx, wait)
+
+
+def check(ctx: RankContext, wait: Wait) -> None:
+    expected = reference(ctx, wait.case)
+    times = []
+    for name in SCHEDULES if wait.schedule is None else [wait.schedule]:
+        with leaving_out(wait, times):
+            found = differences(run(CASES[wait.case], mesh_of(ctx, wait.case), subject(), **SCHEDULES[name]), expected)
+        by_rank: list[Any] = [None] * ctx.world_size
+        dist.all_gather_object(by_rank, bool(found))
+        if any(by_rank):
+            print("NOTICED", wait, wait.case, name, by_rank)
+            return
+    assert times, f"{wait.case} never comes to {wait}"
+    raise AssertionError(f"nobody notices that {wait} is left out of {wait.case}")
+
+
+@contextmanager
+def leaving_out(wait: Wait, times: list[None]) -> Iterator[None]:
+    """Without ``wait``. Adds to ``times`` whenever it was left out."""
+    patch = pytest.MonkeyPatch()
+    try:
+        if wait.method == "work":
+            patch.setattr(group.Work, "wait", _unless_at(wait.place, group.Work.wait, times, depth=2))
+        elif wait.method.startswith("on, "):
+            patch.setattr(AcceleratorStreams, "on", _half(wait.method, times))
+        else:
+            left_out = _unless_at(wait.place, getattr(AcceleratorStreams, wait.method), times, depth=1)
+            patch.setattr(AcceleratorStreams, wait.method, left_out)
+        yield
+    finally:
+        patch.undo()
+
+
+def _unless_at(place: str, method: Callable[..., Any], times: list[None], *, depth: int) -> Callable[..., Any]:
+    """``method``, which does nothing if the function ``depth`` calls above is ``place``."""
+
+    def wait(self: Any, *args: Any) -> Any:
+        frame = sys._getframe(depth)
+        owner = type(frame.f_locals.get("self")).__qualname__
+        if f"{frame.f_globals['__name__']}.{owner}.{frame.f_code.co_name}" == f"fsdp2.{place}":
+            times.append(None)
+            return None
+        return method(self, *args)
+
+    return wait
+
+
+def _half(which: str, times: list[None]) -> Any:
+    """``AcceleratorStreams.on`` with one of its two waits."""
+
+    @contextmanager
+    def on(self: Any, stream: torch.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        times.append(None)
+        current = self._module.current_stream()
+        if which != "on, in front":
+            stream.wait_stream(current)
+        with self._module.stream(stream):
+            yield
+        if which != "on, behind":
+            current.wait_stream(stream)
+
+    return on
