@@ -139,22 +139,35 @@ class Gather:
 
     def issue(self) -> None:
         """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if tensors
-        travel right into it, else when the buckets have arrived."""
+        travel right into it, else when the buckets have arrived. If that fails, no memory is left."""
         assert not self._is_in_flight
         with self._streams.on_gather():
             payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
-            self._memory.allocate(self._at_issue)
-            if self.stage is not None:
-                self.stage.fetch()
-            if self._cast_targets:
-                _torch.foreach_copy(self._cast_targets, self._cast_sources)
-            if payloads:
-                _torch.foreach_copy(self._payload_targets, payloads)
+            try:
+                self._memory.allocate(self._at_issue)
+                if self.stage is not None:
+                    self.stage.fetch()
+                if self._cast_targets:
+                    _torch.foreach_copy(self._cast_targets, self._cast_sources)
+                if payloads:
+                    _torch.foreach_copy(self._payload_targets, payloads)
+            except BaseException:
+                self._forget_memory()
+                raise
             works = self._launch()
             if not works:  # the rest is enqueued in order on the gather stream
-                self._arrive()
+                try:
+                    self._arrive()
+                except BaseException:
+                    self._forget_memory()
+                    raise
                 self._done = self._streams.record()
         self._works, self._has_arrived, self._is_in_flight = works, not works, True
+
+    def _forget_memory(self) -> None:
+        """Nobody else uses the memory of this gather: it is not in flight, or in order on the gather stream."""
+        for storage, _ in self._all_memory:
+            storage.resize_(0)
 
     def wait(self) -> None:
         """The current stream may use what is gathered.

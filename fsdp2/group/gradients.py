@@ -6,6 +6,7 @@ parameters); partial (reduced over the shard axis, not over the replicate axis);
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +23,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm
 from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home, HostCopies
-from fsdp2.comm.streams import Streams, wait_for
+from fsdp2.comm.streams import Streams, Waitable, wait_for
 from fsdp2.group.param import ShardedParam
 from fsdp2.group.reduce_scatter import AllReduceHook, Launched, Reduce
 from fsdp2.group.unsharded import UnshardedParams
@@ -107,11 +108,15 @@ class BoundReduce:
         return self.parts == other.parts and plans[0] == plans[1]
 
 
-class Reduction:
-    """One reduction of a group, from its launch until its gradients are in place. Finished once.
+Stage = Callable[["Reduction"], Sequence[Waitable]]
 
-    On an accelerator everything has been enqueued; ``finish`` frees what was read, ``wait`` makes the values usable.
-    On the CPU ``finish`` waits for the data and lands it.
+
+class Reduction:
+    """One reduction of a group, from its launch until its gradients are in place.
+
+    What has been launched is followed by ``stages``, each when the collectives before it have arrived. On the CPU, they
+    run in ``finish`` and ``land``. On an accelerator, they are enqueued on the reduce stream: in ``start``, up to a
+    collective that runs beside that stream (an all-reduce over replicas), and the rest in ``land``.
 
     Attributes:
         sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
@@ -119,43 +124,56 @@ class Reduction:
         copies: of offloaded gradients, the copies on their way to the host.
     """
 
-    def __init__(self, bound: BoundReduce, launched: Launched, present: list[bool]) -> None:
+    def __init__(self, bound: BoundReduce, launched: Launched, present: list[bool], stages: Sequence[Stage]) -> None:
         self.bound, self.present = bound, present
         self.sums, self._works, self._inputs, self._read = launched
         self.copies: list[HostCopies] = []
         self._streams: Streams = bound.reduce.streams
-        self._land: Callable[[Reduction], None] | None = None
+        self._stages = deque(stages)
         self._done: torch.Event | None = None
 
-    def start(self, land: Callable[[Reduction], None]) -> Reduction:
-        """Run ``land`` when what was launched has arrived: at once where that is enqueued, else in ``finish``."""
-        if self._works:
-            self._land = land
-            return self
-        with self._streams.on_reduce():
-            land(self)
-            self._done = self._streams.record()
+    def start(self) -> Reduction:
+        """Run the stages that wait for nothing."""
+        if not self._works:
+            with self._streams.on_reduce():
+                self._advance()
         return self
 
     def finish(self) -> None:
-        """What the reduction read may be freed. On the CPU the gradients have landed."""
-        wait_for(self._works)
-        if self._land is not None:
-            self._land(self)
+        """What the reduce-scatter reads may be freed: once."""
+        if self._works and not self._streams.runs_ahead:
+            self._advance()
         event = self._read or self._done
-        if event is not None:
-            self._streams.wait_here(event)  # compute waits for the reduce stream: it frees what that read
-        self._works, self._land, self._inputs = (), None, None
+        self._streams.wait_here(event)  # compute waits for the reduce stream: it frees what that read
+        self._inputs = None
+
+    def land(self) -> None:
+        """Run the stages that are left; behind ``finish``."""
+        if self._stages:
+            with self._streams.on_reduce():
+                while self._stages:
+                    self._advance()
 
     def wait(self) -> None:
-        """The gradients of this reduction, and of those before it, are usable by the current stream; it is finished."""
+        """The gradients of this reduction, and of those before it, are usable by the current stream; it has landed."""
         self._streams.wait_here(self._done)  # compute waits for the reduce stream: the optimizer reads what it wrote
 
     def drop(self) -> None:
         """Wait, but do not land."""
-        self._land = None
+        self._stages.clear()
+        with self._streams.on_reduce():
+            self._advance()
         self.finish()
         self.wait()
+
+    def _advance(self) -> None:
+        """Wait for what is in flight, then run stages up to the next collective."""
+        works, self._works = self._works, ()  # if one fails, none is waited for again
+        wait_for(works)  # on an accelerator, the reduce stream waits
+        while self._stages and not self._works:
+            self._works = self._stages.popleft()(self)
+        if not self._stages:
+            self._done = self._streams.record()
 
 
 class GroupGradients:
@@ -238,12 +256,14 @@ class GroupGradients:
             return self.reduce_partial()
         earlier, self._partial = self._partial, None
         if earlier is not None and not earlier.bound.is_like(bound):
-            self._start_landing(earlier).finish()
+            self._start_landing(earlier).land()
             earlier = None
         whole = self._completed(bound, grads)
         launched = bound.reduce.launch(whole)
-        land = partial(self._receive, earlier, self.options.requires_all_reduce)
-        return Reduction(bound, launched, present).start(land)
+        stages: list[Stage] = [] if earlier is None else [partial(_add_earlier, earlier)]
+        keeps_partial = self._mesh.replicate.group is not None and not self.options.requires_all_reduce
+        stages += [self._keep_partial] if keeps_partial else self._landing_stages()
+        return Reduction(bound, launched, present, stages).start()
 
     def reduce_partial(self) -> Reduction | None:
         """Start summing over the replicate axis what backwards have summed over the shard axis only; None if there is
@@ -354,33 +374,32 @@ class GroupGradients:
 
     # From the reduction to the shards
 
-    def _receive(self, earlier: Reduction | None, all_reduce: bool, reduction: Reduction) -> None:
-        """The sums over the shard axis are complete: keep them, or carry them on."""
-        if earlier is not None:
-            reduction.bound.reduce.add(reduction.sums, earlier.sums)
-            present = zip(reduction.present, earlier.present, strict=True)
-            reduction.present = [now or before for now, before in present]
-        if self._mesh.replicate.group is not None and not all_reduce:
-            self._partial = reduction
-        else:
-            self._land(reduction)
+    def _landing_stages(self) -> list[Stage]:
+        return [_all_reduce, self._land] if self._mesh.replicate.size > 1 else [self._land]
 
     def _start_landing(self, summed: Reduction) -> Reduction:
         """Land sums over the shard axis that no reduction adds to."""
         self._unsharded.services.streams.reduce_after_compute()
-        return Reduction(summed.bound, Launched(summed.sums, (), None, None), summed.present).start(self._land)
+        launched = Launched(summed.sums, (), None, None)
+        return Reduction(summed.bound, launched, summed.present, self._landing_stages()).start()
 
-    def _land(self, reduction: Reduction) -> None:
-        """Sum over the replicate axis, average, and hand over to the sharded parameters. If those live on the host,
-        the CPU does so when it has waited for the copies."""
+    def _keep_partial(self, reduction: Reduction) -> Sequence[Waitable]:
+        """The user wants the sums over the shard axis to stay."""
+        self._partial = reduction
+        return ()
+
+    def _land(self, reduction: Reduction) -> Sequence[Waitable]:
+        """Average, and hand over to the sharded parameters. If those live on the host, the CPU does so when it has
+        waited for the copies."""
         reduce = reduction.bound.reduce
         reduction.sums = reduce.complete(reduction.sums)
         if not self._home.is_staged:
             self._hand_over(reduction)
-            return
+            return ()
         reduction.copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in reduction.sums]
         reduction.sums = [copies.tensors for copies in reduction.copies]  # nothing keeps the memory on the device
         self._to_host.append(reduction)
+        return ()
 
     def _hand_over(self, reduction: Reduction) -> None:
         """Hand over what had a gradient on this rank; of the rest, other ranks may have had one."""
@@ -392,6 +411,18 @@ class GroupGradients:
             self.withheld.append(reduction)
             used = self._flags(part.param for part in compress(reduction.bound.parts, reduction.present))
         self.used = used if self.used is self._unused else bytes(map(or_, self.used, used))
+
+
+def _add_earlier(earlier: Reduction, reduction: Reduction) -> Sequence[Waitable]:
+    """Add what ``earlier`` has summed over the shard axis."""
+    reduction.bound.reduce.add(reduction.sums, earlier.sums)
+    present = zip(reduction.present, earlier.present, strict=True)
+    reduction.present = [now or before for now, before in present]
+    return ()
+
+
+def _all_reduce(reduction: Reduction) -> Sequence[Waitable]:
+    return reduction.bound.reduce.all_reduce(reduction.sums)
 
 
 def _deposit(averaged: Reduction, present: list[bool]) -> None:

@@ -102,6 +102,11 @@ class ParamGroup:
             self.unsharded.move_to(services)
             self._unbind()
 
+    @property
+    def gathers_on_compute(self) -> bool:
+        """Whether it is the compute stream that reads the shards: there may be nothing to gather, too."""
+        return self.mesh.shard.size == 1 or self.unsharded.services is not services_for(self.mesh.device)
+
     def set_up_like(self, other: ParamGroup) -> None:
         """Take over what the user has set on ``other``."""
         self.unsharded.use_post_forward_mesh(other.unsharded.post_forward_mesh)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -15,13 +14,12 @@ import torch
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
 from fsdp2.comm.memory import Services
-from fsdp2.comm.streams import Waitable, wait_for
+from fsdp2.comm.streams import Waitable
 from fsdp2.group.all_gather import pieces
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import ReducePlan, Route
 
-_dtype_of = attrgetter("dtype")  # in C, since it runs once per parameter and step
 Sums = list[list[torch.Tensor]]  # per plan, the buffers that hold this rank's sums
 
 
@@ -66,38 +64,33 @@ class Reduce:
     def launch(self, grads: list[torch.Tensor]) -> Launched:
         """Start reducing ``grads``, one per step of the plans, in their unsharded shapes. Empties the list.
 
-        Each gradient is freed when it has been copied or sent.
+        What must be copied or cast is copied on the current stream, and freed at once.
         """
-        streams, held = self.streams, list[torch.Tensor]()
-        if streams.runs_ahead:
-            streams.reduce_after_compute()
-            held = grads.copy()  # the reduce stream reads them later
-        sums: Sums = []
+        streams = self.streams
+        packed = [part.pack(grads) for part in self._parts]
+        streams.reduce_after_compute()
         outputs: list[torch.Tensor] = []
-        inputs: list[torch.Tensor] = []
-        reads_gradients = False
+        sent: list[torch.Tensor] = []
         with streams.on_reduce():
-            for part in self._parts:
-                mine = grads[: part.num_steps]
-                del grads[: part.num_steps]
-                reads_gradients |= part.prepare(mine, sums, outputs, inputs)
-            read = streams.record() if held and not reads_gradients else None
-            works = self._comm.reduce_scatter(outputs, inputs) if inputs else ()
-            if held and reads_gradients and not self._lands_gradients:
-                read = streams.record()
-        # What was packed belongs to the reduce stream: nobody else need keep it once that stream has been given all.
-        return Launched(sums, works, held or inputs, read)
+            sums = [part.receive(mine, outputs, sent) for part, mine in zip(self._parts, packed, strict=True)]
+            held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` when it has read it
+            del packed
+            works = self._comm.reduce_scatter(outputs, sent) if outputs else ()
+            # Gradients that land as they are must live longer.
+            read = None if self._lands_gradients else streams.record()
+        return Launched(sums, works, held, read)
 
     def add(self, sums: Sums, others: Sums) -> None:
         """Add ``others`` to ``sums`` in place."""
         for mine, other in zip(sums, others, strict=True):
             _torch.foreach_add(mine, other)
 
+    def all_reduce(self, sums: Sums) -> Sequence[Waitable]:
+        """Start summing over the replicate axis as well, in place. Returns what to wait for."""
+        return [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer)]
+
     def complete(self, sums: Sums) -> Sums:
-        """Sum over the replicate axis as well, divide in place, run the user's hook, cast to the gradients' dtype."""
-        if self._mesh.replicate.size > 1:
-            works = [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer)]
-            wait_for(works)  # on an accelerator, the reduce stream waits
+        """Divide in place, run the user's hook, cast to the gradients' dtype."""
         averaged: Sums = []
         for plan, mine in zip(self.plans, sums, strict=True):
             if self._hook is not None and plan.factors.behind_hook:
@@ -148,35 +141,42 @@ class _Part:
         shapes = [(step.layout.shard_shape(mesh.shard.rank), step.offset) for step in plan.steps]
         self.places = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
 
-    def prepare(
-        self, grads: list[torch.Tensor], sums: Sums, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
-    ) -> bool:
-        """Append the flat buffer ``[flat_numel]`` to ``sums``, and what each call of the comm fills and sends to
-        ``outputs`` and ``inputs``. Returns whether some gradients are sent from where they are."""
+    def pack(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Take this plan's gradients off the front of ``grads``. Returns what each call of the comm sends: the
+        gradients themselves, or copies of them, on the current stream."""
+        mine = grads[: self.num_steps]
+        del grads[: self.num_steps]
         if self.is_local:
-            sums.append(grads)
-            return True
-        plan, dtype = self.plan, self.plan.dtypes.reduce
-        flat = self._new_buffer(plan.flat_numel, dtype=dtype, device=self._mesh.device)
-        sums.append([flat])
-        outputs += [flat] if len(plan.calls) == 1 else [flat.narrow(0, start, numel) for start, numel in plan.calls]
-        mine = []
+            return mine
+        plan, dtype, device = self.plan, self.plan.dtypes.reduce, self._mesh.device
+        packed = []
         if self._has_rows:
-            rows = torch.empty((self._mesh.shard.size, self._rows_numel), dtype=dtype, device=flat.device)
+            rows = torch.empty((self._mesh.shard.size, self._rows_numel), dtype=dtype, device=device)
             if self._packed:
-                _torch.pack_rows(list(map(grads.__getitem__, self._packed)), 0, rows.size(0), out=rows)
-            mine.append(rows.view(-1))
+                _torch.pack_rows(list(map(mine.__getitem__, self._packed)), 0, rows.size(0), out=rows)
+            packed.append(rows.view(-1))
         if self._strided:
-            mine.append(pack_strided([(grads[i], layout) for i, layout in self._strided], dtype))
-        direct = list(map(grads.__getitem__, self._direct))
-        grads.clear()
-        reads_gradients = dtype in map(_dtype_of, direct)
+            packed.append(pack_strided([(mine[i], layout) for i, layout in self._strided], dtype))
+        direct = list(map(mine.__getitem__, self._direct))
+        mine.clear()
         while direct:  # a gradient that is cast is freed before the next one is cast
-            mine.append(direct.pop(0).reshape(-1).to(dtype))
+            packed.append(direct.pop(0).reshape(-1).to(dtype))
         if plan.factors.before != 1.0:
-            _torch.foreach_div(mine, plan.factors.before)
-        inputs += mine
-        return reads_gradients
+            _torch.foreach_div(packed, plan.factors.before)
+        return packed
+
+    def receive(
+        self, packed: list[torch.Tensor], outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The buffers that hold this rank's sums: one flat buffer ``[flat_numel]``. Append to ``outputs`` and
+        ``inputs`` what each call of the comm fills and sends."""
+        if self.is_local:
+            return packed
+        plan = self.plan
+        flat = self._new_buffer(plan.flat_numel, dtype=plan.dtypes.reduce, device=self._mesh.device)
+        outputs += [flat] if len(plan.calls) == 1 else [flat.narrow(0, start, numel) for start, numel in plan.calls]
+        inputs += packed
+        return [flat]
 
 
 def pack_strided(grads: Sequence[tuple[torch.Tensor, Layout]], dtype: torch.dtype) -> torch.Tensor:

@@ -32,6 +32,14 @@ _OF_GROUPS = {
 }
 
 
+def _run(group: ParamGroup, step: Callable[[], None]) -> None:
+    """Run a step of a reduction of ``group``: if a collective has failed, the error says whose it was."""
+    try:
+        step()
+    except CommunicationError as error:
+        raise group.lost("reduction", error) from error.__cause__
+
+
 def _run_all(runs: Sequence[Callable[[], object]]) -> None:
     for run in runs:
         run()
@@ -90,7 +98,8 @@ class Executor:
         self.filter: ActionFilter | None = None
         self._device = device
         self._pending: list[tuple[ParamGroup, Reduction]] = []  # oldest first
-        self._last: Reduction | None = None  # that was finished, and that the current stream has not waited for
+        self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands behind the launch of the next one
+        self._last: Reduction | None = None  # that has landed, and that the current stream has not waited for
         self._offloaded: list[ParamGroup] = []
         self._has_reduced = False
 
@@ -161,46 +170,54 @@ class Executor:
         pending, self._pending = self._pending, []  # should landing raise, the rest is not landed later, by surprise
         for group, reduction in pending:
             self._finish(group, reduction)
-        self._wait_for_last()
+        self._land_finished()
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()  # it stands for all before it: they land in one order
 
     def land_down_to(self, count: int) -> None:
         """Land the oldest until no more than ``count`` are in flight."""
         while len(self._pending) > count:
             self._finish(*self._pending.pop(0))
+        self._land_finished()
 
     def drop(self) -> None:
         """Wait for what is in flight, and land nothing."""
         pending, self._pending = self._pending, []
+        if self._landing is not None:
+            pending.insert(0, self._landing)
+        self._landing = self._last = None
         for _, reduction in pending:
             reduction.drop()
-        self._wait_for_last()
         for group in self._offloaded:
             group.gradients.drop_copies()
 
     def _make_room(self, group: ParamGroup) -> None:
-        """Land the oldest until one more may start, and until none of ``group`` is in flight: its gradients land in
+        """Finish the oldest until one more may start, and until none of ``group`` is in flight: its gradients land in
         the order in which they were reduced."""
         pending = self._pending
         while pending and (len(pending) >= self.max_in_flight or any(other is group for other, _ in pending)):
             self._finish(*pending.pop(0))
+        if self._landing is not None and self._landing[0] is group:
+            self._land_finished()
 
     def _add(self, group: ParamGroup, reduction: Reduction | None) -> None:
+        self._land_finished()  # its all-reduce over replicas has run beside the reduce-scatter that was just launched
         if reduction is not None:
             self._pending.append((group, reduction))
             self._has_reduced = True
 
     def _finish(self, group: ParamGroup, reduction: Reduction) -> None:
-        self._last = reduction
-        try:
-            reduction.finish()
-        except CommunicationError as error:
-            raise group.lost("reduction", error) from error.__cause__
+        self._land_finished()
+        _run(group, reduction.finish)
+        self._landing = group, reduction
 
-    def _wait_for_last(self) -> None:
-        """It stands for all before it: they land in one order."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()
+    def _land_finished(self) -> None:
+        if self._landing is None:
+            return
+        (group, reduction), self._landing = self._landing, None
+        _run(group, reduction.land)
+        self._last = reduction
 
     # Between passes
 

@@ -564,11 +564,13 @@ class Root:
 
     def order_gathers(self) -> None:
         """What is gathered from here on reads what the optimizer has written: the user may have said when that was."""
-        streams = self.executor.services.streams
-        if self.post_optim_event is None:
+        streams, event = self.executor.services.streams, self.post_optim_event
+        if event is None:
             streams.gather_after_compute()
-        else:
-            streams.gather_after(self.post_optim_event)
+            return
+        streams.gather_after(event)
+        if any(group.gathers_on_compute for unit in self.units for group in unit.groups):
+            streams.wait_here(event)  # compute waits for the optimizer: it reads the shards itself
 
     def perform(self, action: Action, unit: Unit) -> None:
         """The user asks for ``action``."""

@@ -129,7 +129,7 @@ def group_bytes(group: ParamGroup) -> UnitBytes:
     first gather on."""
     trainable = [i for i, requires_grad in enumerate(group.requires_grad()) if requires_grad]
     plans, comm = group.gradients.plans(trainable)
-    return _gather_bytes(group) + reduce_bytes(plans, comm, keeps_gradients=group.mesh.device.type != "cpu")
+    return _gather_bytes(group) + reduce_bytes(plans, comm)
 
 
 def unit_bytes(unit: Unit) -> UnitBytes:
@@ -152,10 +152,9 @@ def _gather_bytes(group: ParamGroup) -> UnitBytes:
     )
 
 
-def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm, *, keeps_gradients: bool) -> UnitBytes:
+def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
     """What reducing takes: buckets, casts, what the comm itself takes, and the sums, which are gradients only once they
-    have landed. ``keeps_gradients``: those that were copied are held, too, while the reduction is in flight, as on all
-    devices but the CPU."""
+    have landed. Gradients that are sent as they are stay while the reduction is in flight."""
     gradients = copies = sent_as_they_are = packing = 0
     for plan in plans:
         param, reduce = plan.dtypes.param, plan.dtypes.reduce
@@ -166,13 +165,12 @@ def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm, *, keeps_gradien
         gradients += sum(step.layout.numel for step in plan.steps) * param.itemsize
         copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + comm.reduce_buffer_nbytes(travelling)
         sent_as_they_are += (direct - cast) * param.itemsize
-        for step in plan.steps if not keeps_gradients else ():
+        for step in plan.steps:
             if step.route is Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one after the other
                 padded = 0 if step.layout.is_even else step.layout.padded_numel * param.itemsize
                 row = 0 if param is reduce else step.layout.chunk_numel * reduce.itemsize
                 packing = max(packing, padded + row)
-    sent = copies + (gradients if keeps_gradients else sent_as_they_are)
-    return UnitBytes(gradients=gradients, copies=copies + packing, sent=sent)
+    return UnitBytes(gradients=gradients, copies=copies + packing, sent=copies + sent_as_they_are)
 
 
 def _post_forward_nbytes(step: GatherStep, num_ranks: int) -> int:

@@ -294,7 +294,9 @@ CASES: dict[str, Trained] = {
     "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
     "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),
     "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), options=_of(policy=bf16_fp32)),
-    "hooked, and read what forward wrote": Trained(model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor),
+    "hooked, and read what forward wrote": Trained(
+        model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor
+    ),
     "communicated by hand": Trained(beyond_torch=True, options=_of(policy=bf16, then=communicate_by_hand)),
     "reduced in a group of its own": Trained(
         beyond_torch=True, model=WIDE, options=_of(policy=bf16, then=reduce_in_own_group)
@@ -352,9 +354,7 @@ def run(trained: Trained, mesh: DeviceMesh, runtime: Runtime, **schedule: Any) -
     return found
 
 
-def differences(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, is_exact: bool = True
-) -> list[str]:
+def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, is_exact: bool = True) -> list[str]:
     """The names of values that are not the same: bit for bit, or to a few roundings of fp32."""
     if list(actual) != list(expected):
         return [f"other values: {sorted(set(actual) ^ set(expected))}"]

@@ -24,9 +24,7 @@ def check(ctx: RankContext, name: str, runtime: Runtime, schedules: tuple[str, .
 def of_size(size: int, *, for_oracle: bool = False) -> list[str]:
     """The cases on so many ranks, or those of them that torch's ``fully_shard`` can run."""
     return [
-        name
-        for name, case in CASES.items()
-        if math.prod(case.shape) == size and not (for_oracle and case.beyond_torch)
+        name for name, case in CASES.items() if math.prod(case.shape) == size and not (for_oracle and case.beyond_torch)
     ]
 
 

@@ -324,4 +324,4 @@ def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
 @distributed(4)
 def test_buffers_of_hsdp_do_not_grow_with_the_number_of_layers(ctx: RankContext) -> None:
     found = [_most_sums_alive(ctx, 2), _most_sums_alive(ctx, 8)]
-    assert max(found) <= 1, found
+    assert max(found) <= 2, found  # of one reduce-scatter, and of the all-reduce beside it
