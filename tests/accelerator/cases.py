@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -22,15 +25,16 @@ from tests.harness.runtimes import Runtime, oracle, subject
 from tests.harness.training import Case, Step, StepRecord, accumulate, one_backward, shard_units_and_root, train
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "late gathers": {"late": ["gather"]},
-    "late reductions": {"late": ["reduce"]},
-    "late gathers and reductions": {"late": ["gather", "reduce"]},
+    "late gathers": {"late": ["all-gather"]},
+    "late reductions": {"late": ["reduce-scatter", "all-reduce"]},
+    "late gathers and reductions": {"late": ["all-gather", "reduce-scatter", "all-reduce"]},
+    "late all-reduces": {"late": ["all-reduce"]},
     "late copies": {"late": ["copy"]},
     "compute first": {"first": "compute"},
     "side streams first": {"first": "side"},
     **{f"seed {seed}": {"seed": seed} for seed in range(1, 5)},
 }
-FEW = ("late gathers", "late reductions", "side streams first", "seed 1")
+FEW = ["late gathers", "late reductions", "late gathers and reductions", "side streams first", "seed 1"]
 
 WIDE = partial(MLP, num_blocks=2, dim=128)  # shards of its weights travel direct
 
@@ -267,6 +271,34 @@ def placed(make: Callable[[], ParityModel], on: str) -> ParityModel:
     return model
 
 
+# Trained whenever the tests run; the rest, and all that takes 4 ranks, when the long ones run.
+FAST = {
+    "adamw",
+    "direct bf16 reduced in fp32",
+    "uneven",
+    "accumulated",
+    "checkpointed",
+    "gathered on the compute stream",
+    "hooked, and read what forward wrote",
+    "partly used",
+    "offloaded, evaluated",
+    "replicated only",
+}
+
+
+def names(size: int, *, beyond_torch: bool = True, known: Mapping[str, str] = MappingProxyType({})) -> list[Any]:
+    """The cases on so many ranks, for parametrize. ``beyond_torch``: those that torch cannot run, too. ``known``: what
+    must fail, and why."""
+    found = []
+    for name, case in CASES.items():
+        if math.prod(case.shape) == size and (beyond_torch or not case.beyond_torch):
+            marks: list[pytest.MarkDecorator] = [] if name in FAST else [pytest.mark.long]
+            if name in known:
+                marks.append(pytest.mark.xfail(strict=True, reason=known[name]))
+            found.append(pytest.param(name, marks=marks))
+    return found
+
+
 def _of(**options: Any) -> Any:
     return options
 
@@ -290,11 +322,13 @@ CASES: dict[str, Trained] = {
     "updated in backward": Trained(step=update_in_backward, options=_of(policy=bf16_fp32)),
     "unsharded by hand": Trained(step=unshard_by_hand, options=_of(policy=bf16)),
     "optimizer's event": Trained(step=with_optimizer_event, options=_of(policy=bf16)),
-    "partly used": Trained(model=PartlyUsed, step=without_side, options=_of(policy=bf16_fp32)),
+    "partly used": Trained(model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32)),
     "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
     "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),
     "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), options=_of(policy=bf16_fp32)),
-    "hooked, and read what forward wrote": Trained(model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor),
+    "hooked, and read what forward wrote": Trained(
+        model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor
+    ),
     "communicated by hand": Trained(beyond_torch=True, options=_of(policy=bf16, then=communicate_by_hand)),
     "reduced in a group of its own": Trained(
         beyond_torch=True, model=WIDE, options=_of(policy=bf16, then=reduce_in_own_group)
@@ -305,6 +339,7 @@ CASES: dict[str, Trained] = {
     "offloaded": Trained(shard=offloaded),
     "offloaded, evaluated": Trained(beyond_torch=True, shard=offloaded, step=evaluate_and_write),
     "offloaded, not pinned": Trained(shard=partial(offloaded, pin_memory=False)),
+    "replicated only": Trained(shape=(2, 1), options=_of(policy=bf16_fp32)),
     "replicated": Trained(shape=(2, 2), options=_of(policy=bf16_fp32)),
     "replicated, cast back": Trained(shape=(2, 2), model=lambda: MLP().bfloat16(), options=_of(policy=bf16_fp32)),
     "replicated, direct": Trained(shape=(2, 2), model=WIDE),
@@ -352,9 +387,7 @@ def run(trained: Trained, mesh: DeviceMesh, runtime: Runtime, **schedule: Any) -
     return found
 
 
-def differences(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, is_exact: bool = True
-) -> list[str]:
+def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, is_exact: bool = True) -> list[str]:
     """The names of values that are not the same: bit for bit, or to a few roundings of fp32."""
     if list(actual) != list(expected):
         return [f"other values: {sorted(set(actual) ^ set(expected))}"]
