@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
+from fsdp2.tensors import Float8AllGatherTensor, Int8AllGatherTensor
 from tests.accelerator import device
 from tests.accelerator.support import cpu_mesh
 from tests.harness.comms import CountingAllGather, CountingReduceScatter
@@ -22,7 +24,16 @@ from tests.harness.distributed import RankContext
 from tests.harness.extensions import Halved, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, PartlyUsed, Transformer, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, StepRecord, accumulate, one_backward, shard_units_and_root, train
+from tests.harness.training import (
+    Case,
+    Step,
+    StepRecord,
+    accumulate,
+    frozen_by_turns,
+    one_backward,
+    shard_units_and_root,
+    train,
+)
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "late gathers": {"late": ["all-gather"]},
@@ -167,6 +178,58 @@ class TimesFactor(Travelling):
     @classmethod
     def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
         return (shard * TimesFactor.factor,)
+
+
+def clip(step: Step, model: Any) -> list[Tensor]:
+    losses = one_backward(step, model)
+    return [*losses, fsdp2.clip_grad_norm_(model.parameters(), 0.05)]
+
+
+def load_and_repeat(step: Step, model: Any) -> list[Tensor]:
+    """A backward, the state from before, and the same once more."""
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    losses = one_backward(step, model)
+    model.load_state_dict(state)
+    model.zero_grad()
+    return [*losses, *one_backward(step, model)]
+
+
+def look_into_and_write(step: Step, model: Any) -> list[Tensor]:
+    """The unsharded parameters are read and written in a block of ``unsharded``."""
+    with torch.no_grad(), fsdp2.unsharded(model):
+        total = torch.stack([parameter.sum() for parameter in model.parameters()]).sum()
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return [total, *one_backward(step, model)]
+
+
+def fail_and_recover(step: Step, model: Any) -> list[Tensor]:
+    """An exception in forward, then one in backward; what was in flight is dropped."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("of the test")
+
+    for register in ("register_forward_hook", "register_full_backward_hook"):
+        handle = getattr(model.blocks[1].up, register)(fail)
+        with pytest.raises(RuntimeError, match="of the test"):
+            one_backward(step, model)
+        handle.remove()
+        model.zero_grad()
+    return one_backward(step, model)
+
+
+def finalize_by_hand(step: Step, model: Any) -> list[Tensor]:
+    model.set_manual_backward_finalization(True)
+    losses = []
+    for micro in range(2):
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+    model.finalize_backward(async_op=True).wait()
+    return losses
+
+
+def flattened(parameters: Any) -> torch.optim.Optimizer:
+    return fsdp2.flatten_optimizer(torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True))
 
 
 def wrapped(make: Callable[[Tensor], Tensor]) -> MLP:
@@ -329,6 +392,16 @@ CASES: dict[str, Trained] = {
     "hooked, and read what forward wrote": Trained(
         model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor
     ),
+    "int8": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor)),
+    "int8, offloaded": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor), shard=offloaded),
+    "float8": Trained(beyond_torch=True, model=partial(wrapped, Float8AllGatherTensor)),
+    "clipped": Trained(beyond_torch=True, step=clip),
+    "flattened optimizer": Trained(beyond_torch=True, optimizer=flattened, options=_of(policy=bf16_fp32)),
+    "loaded and repeated": Trained(step=load_and_repeat),
+    "looked into": Trained(beyond_torch=True, step=look_into_and_write),
+    "recovered from exceptions": Trained(beyond_torch=True, step=fail_and_recover, options=_of(policy=bf16_fp32)),
+    "finalized by hand": Trained(beyond_torch=True, step=finalize_by_hand, options=_of(policy=bf16_fp32)),
+    "frozen by turns": Trained(step=frozen_by_turns),
     "communicated by hand": Trained(beyond_torch=True, options=_of(policy=bf16, then=communicate_by_hand)),
     "reduced in a group of its own": Trained(
         beyond_torch=True, model=WIDE, options=_of(policy=bf16, then=reduce_in_own_group)
@@ -338,6 +411,7 @@ CASES: dict[str, Trained] = {
     ),
     "offloaded": Trained(shard=offloaded),
     "offloaded, evaluated": Trained(beyond_torch=True, shard=offloaded, step=evaluate_and_write),
+    "offloaded, accumulated": Trained(step=accumulate, shard=offloaded),
     "offloaded, not pinned": Trained(shard=partial(offloaded, pin_memory=False)),
     "replicated only": Trained(shape=(2, 1), options=_of(policy=bf16_fp32)),
     "replicated": Trained(shape=(2, 2), options=_of(policy=bf16_fp32)),

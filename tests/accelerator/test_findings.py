@@ -169,7 +169,8 @@ def peak_of_a_step(ctx: RankContext, runtime: Runtime, **options: Any) -> int:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="the gradients that a reduction reads stay until the next reduction: 10% and 28% above torch's peak",
+    reason="released parameters keep their memory until the next gather, though the reduction in between allocates: "
+    "10% and 28% above torch's peak",
 )
 @pytest.mark.parametrize("policy", ["fp32", "bf16, fp32"])
 @on_device(2)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import fsdp2
 from tests.accelerator import device
-from tests.accelerator.cases import CASES, Trained, mesh_of, names, run
+from tests.accelerator.cases import CASES, mesh_of, names, run
 from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
 from tests.harness.runtimes import subject
@@ -45,7 +44,9 @@ _UNUSED = "a rank that withholds gradients reads the other ranks' answer (tolist
 _FLAGS = (
     "flags of used parameters change between the backwards of a step, and are copied from memory that is not pinned"
 )
+_FROZEN = "what ranks have used is compared anew whenever other units train than in the last forward"
 _KNOWN = {
+    "frozen by turns": _FROZEN,
     "partly used": _UNUSED,
     "replicated, partial sums": _FLAGS,
     "replicated, sums carried on alone": _FLAGS,
@@ -68,18 +69,3 @@ def test_host_does_not_wait_in_a_steady_step(ctx: RankContext, name: str) -> Non
 def test_host_does_not_wait_in_a_steady_step_with_4_ranks(ctx: RankContext, name: str) -> None:
     found = syncs_of_a_step(ctx, name)
     assert found == {}, found
-
-
-@on_device(2)
-def test_host_does_not_wait_for_clipping(ctx: RankContext) -> None:
-    def clipped(step: Step, model: Any) -> list[Tensor]:
-        loss = step.loss(model)
-        loss.backward()
-        fsdp2.clip_grad_norm_(model.parameters(), 0.1)
-        return [loss]
-
-    CASES["clipped"] = Trained(step=clipped)
-    try:
-        assert syncs_of_a_step(ctx, "clipped") == {}
-    finally:
-        del CASES["clipped"]
