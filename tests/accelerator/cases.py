@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
+from fsdp2.tensors import Float8AllGatherTensor, Int8AllGatherTensor
 from tests.accelerator import device
 from tests.accelerator.support import cpu_mesh
 from tests.harness.comms import CountingAllGather, CountingReduceScatter
@@ -19,18 +24,28 @@ from tests.harness.distributed import RankContext
 from tests.harness.extensions import Halved, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, PartlyUsed, Transformer, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, StepRecord, accumulate, one_backward, shard_units_and_root, train
+from tests.harness.training import (
+    Case,
+    Step,
+    StepRecord,
+    accumulate,
+    frozen_by_turns,
+    one_backward,
+    shard_units_and_root,
+    train,
+)
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "late gathers": {"late": ["gather"]},
-    "late reductions": {"late": ["reduce"]},
-    "late gathers and reductions": {"late": ["gather", "reduce"]},
+    "late gathers": {"late": ["all-gather"]},
+    "late reductions": {"late": ["reduce-scatter", "all-reduce"]},
+    "late gathers and reductions": {"late": ["all-gather", "reduce-scatter", "all-reduce"]},
+    "late all-reduces": {"late": ["all-reduce"]},
     "late copies": {"late": ["copy"]},
     "compute first": {"first": "compute"},
     "side streams first": {"first": "side"},
     **{f"seed {seed}": {"seed": seed} for seed in range(1, 5)},
 }
-FEW = ("late gathers", "late reductions", "side streams first", "seed 1")
+FEW = ["late gathers", "late reductions", "late gathers and reductions", "side streams first", "seed 1"]
 
 WIDE = partial(MLP, num_blocks=2, dim=128)  # shards of its weights travel direct
 
@@ -165,6 +180,58 @@ class TimesFactor(Travelling):
         return (shard * TimesFactor.factor,)
 
 
+def clip(step: Step, model: Any) -> list[Tensor]:
+    losses = one_backward(step, model)
+    return [*losses, fsdp2.clip_grad_norm_(model.parameters(), 0.05)]
+
+
+def load_and_repeat(step: Step, model: Any) -> list[Tensor]:
+    """A backward, the state from before, and the same once more."""
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    losses = one_backward(step, model)
+    model.load_state_dict(state)
+    model.zero_grad()
+    return [*losses, *one_backward(step, model)]
+
+
+def look_into_and_write(step: Step, model: Any) -> list[Tensor]:
+    """The unsharded parameters are read and written in a block of ``unsharded``."""
+    with torch.no_grad(), fsdp2.unsharded(model):
+        total = torch.stack([parameter.sum() for parameter in model.parameters()]).sum()
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return [total, *one_backward(step, model)]
+
+
+def fail_and_recover(step: Step, model: Any) -> list[Tensor]:
+    """An exception in forward, then one in backward; what was in flight is dropped."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("of the test")
+
+    for register in ("register_forward_hook", "register_full_backward_hook"):
+        handle = getattr(model.blocks[1].up, register)(fail)
+        with pytest.raises(RuntimeError, match="of the test"):
+            one_backward(step, model)
+        handle.remove()
+        model.zero_grad()
+    return one_backward(step, model)
+
+
+def finalize_by_hand(step: Step, model: Any) -> list[Tensor]:
+    model.set_manual_backward_finalization(True)
+    losses = []
+    for micro in range(2):
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+    model.finalize_backward(async_op=True).wait()
+    return losses
+
+
+def flattened(parameters: Any) -> torch.optim.Optimizer:
+    return fsdp2.flatten_optimizer(torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True))
+
+
 def wrapped(make: Callable[[Tensor], Tensor]) -> MLP:
     """Its weights are of the class ``make``, which has all-gather hooks."""
     model: MLP = wrap(MLP(), make)
@@ -267,6 +334,34 @@ def placed(make: Callable[[], ParityModel], on: str) -> ParityModel:
     return model
 
 
+# Trained whenever the tests run; the rest, and all that takes 4 ranks, when the long ones run.
+FAST = {
+    "adamw",
+    "direct bf16 reduced in fp32",
+    "uneven",
+    "accumulated",
+    "checkpointed",
+    "gathered on the compute stream",
+    "hooked, and read what forward wrote",
+    "partly used",
+    "offloaded, evaluated",
+    "replicated only",
+}
+
+
+def names(size: int, *, beyond_torch: bool = True, known: Mapping[str, str] = MappingProxyType({})) -> list[Any]:
+    """The cases on so many ranks, for parametrize. ``beyond_torch``: those that torch cannot run, too. ``known``: what
+    must fail, and why."""
+    found = []
+    for name, case in CASES.items():
+        if math.prod(case.shape) == size and (beyond_torch or not case.beyond_torch):
+            marks: list[pytest.MarkDecorator] = [] if name in FAST else [pytest.mark.long]
+            if name in known:
+                marks.append(pytest.mark.xfail(strict=True, reason=known[name]))
+            found.append(pytest.param(name, marks=marks))
+    return found
+
+
 def _of(**options: Any) -> Any:
     return options
 
@@ -290,13 +385,23 @@ CASES: dict[str, Trained] = {
     "updated in backward": Trained(step=update_in_backward, options=_of(policy=bf16_fp32)),
     "unsharded by hand": Trained(step=unshard_by_hand, options=_of(policy=bf16)),
     "optimizer's event": Trained(step=with_optimizer_event, options=_of(policy=bf16)),
-    "partly used": Trained(model=PartlyUsed, step=without_side, options=_of(policy=bf16_fp32)),
+    "partly used": Trained(model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32)),
     "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
     "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),
     "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), options=_of(policy=bf16_fp32)),
     "hooked, and read what forward wrote": Trained(
         model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor
     ),
+    "int8": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor)),
+    "int8, offloaded": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor), shard=offloaded),
+    "float8": Trained(beyond_torch=True, model=partial(wrapped, Float8AllGatherTensor)),
+    "clipped": Trained(beyond_torch=True, step=clip),
+    "flattened optimizer": Trained(beyond_torch=True, optimizer=flattened, options=_of(policy=bf16_fp32)),
+    "loaded and repeated": Trained(step=load_and_repeat),
+    "looked into": Trained(beyond_torch=True, step=look_into_and_write),
+    "recovered from exceptions": Trained(beyond_torch=True, step=fail_and_recover, options=_of(policy=bf16_fp32)),
+    "finalized by hand": Trained(beyond_torch=True, step=finalize_by_hand, options=_of(policy=bf16_fp32)),
+    "frozen by turns": Trained(step=frozen_by_turns),
     "communicated by hand": Trained(beyond_torch=True, options=_of(policy=bf16, then=communicate_by_hand)),
     "reduced in a group of its own": Trained(
         beyond_torch=True, model=WIDE, options=_of(policy=bf16, then=reduce_in_own_group)
@@ -306,7 +411,9 @@ CASES: dict[str, Trained] = {
     ),
     "offloaded": Trained(shard=offloaded),
     "offloaded, evaluated": Trained(beyond_torch=True, shard=offloaded, step=evaluate_and_write),
+    "offloaded, accumulated": Trained(step=accumulate, shard=offloaded),
     "offloaded, not pinned": Trained(shard=partial(offloaded, pin_memory=False)),
+    "replicated only": Trained(shape=(2, 1), options=_of(policy=bf16_fp32)),
     "replicated": Trained(shape=(2, 2), options=_of(policy=bf16_fp32)),
     "replicated, cast back": Trained(shape=(2, 2), model=lambda: MLP().bfloat16(), options=_of(policy=bf16_fp32)),
     "replicated, direct": Trained(shape=(2, 2), model=WIDE),

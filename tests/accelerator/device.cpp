@@ -803,8 +803,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
-  // Else torch takes it apart, and rounds differently than the CPU does.
+  // Else torch takes these apart, and rounds differently than the CPU does.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

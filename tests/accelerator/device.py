@@ -36,7 +36,8 @@ host_syncs: list[str] = []  # what made the host wait, and where in fsdp2, since
 def load() -> Any:
     """Register the device with torch, once per process; returns the compiled module."""
     spec = importlib.util.spec_from_file_location(NAME, build())
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     torch.utils.rename_privateuse1_backend(DEVICE)
@@ -54,7 +55,8 @@ def schedule(seed: int = 0, *, late: Sequence[str] = (), first: str = "random") 
 
     Args:
         seed: of what is drawn.
-        late: kinds of operations that run when nothing else can: "gather", "reduce", "copy" (from and to the host).
+        late: kinds of operations that run when nothing else can: "all-gather", "reduce-scatter", "all-reduce", "copy"
+            (from and to the host).
         first: "compute" or "side": the default stream, or the others, go on as long as they can; "random" draws.
     """
     load().schedule(seed, set(late), first)

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from torch import Tensor
 from tests.accelerator.device import DEVICE, load
 
 BACKEND = "simnccl"
+
+launches: list[str] = []  # "all-reduce starts", "all-reduce ends" and so on, in the order of the device
 
 Op = dist.ReduceOp
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
@@ -43,7 +45,7 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, SimNCCL, devices=[DEVICE, "cpu"])
 
 
-def refuse(text: str) -> None:
+def refuse(text: str) -> NoReturn:
     raise ValueError(f"{BACKEND}: {text}")
 
 
@@ -56,6 +58,7 @@ class Message:
     """One launch, as the device's worker runs it: ``start``, then ``finish`` when the other ranks' parts are here.
 
     Args:
+        name: kind of collective; also the kind of operation that a schedule may delay.
         parts: what each rank gets of this rank's inputs, read at start; None for those that get nothing.
         finish: given one buffer per rank that sends something to this one, in rank order, writes ``outputs``.
         sizes: bytes that each rank sends to this one.
@@ -64,11 +67,13 @@ class Message:
     def __init__(
         self,
         group: SimNCCL,
+        name: str,
         outputs: Sequence[Tensor],
         parts: Callable[[], list[list[Tensor] | None]],
         sizes: list[int],
         finish: Callable[[list[Tensor]], None],
     ) -> None:
+        self.name = name
         self._group, self._outputs, self._parts = group, outputs, parts
         self._sizes, self._finish = sizes, finish
         self._tag = group.next_tag()
@@ -76,6 +81,7 @@ class Message:
         self._arrived: list[Future[object]] = []
 
     def start(self) -> None:
+        launches.append(f"{self.name} starts")
         group, rank, works = self._group, self._group.rank(), []
         self._sent = [None if parts is None else _as_bytes(parts) for parts in self._parts()]
         for output in self._outputs:
@@ -97,6 +103,7 @@ class Message:
         return not wait(self._arrived, seconds).not_done
 
     def finish(self) -> None:
+        launches.append(f"{self.name} ends")
         for each in self._arrived:
             each.result()  # raises if a rank has gone
         self._finish(self._received)
@@ -167,7 +174,9 @@ class SimNCCL(dist.ProcessGroup):
                 _scatter_bytes(buffer, [out.view(self._size, -1)[source] for out in outs])
 
         parts: Callable[[], Any] = lambda: [ins] * self._size  # noqa: E731
-        return self._launch("gather", Message(self, outs, parts, [nbytes] * self._size, finish), opts, outputs + inputs)
+        return self._launch(
+            Message(self, "all-gather", outs, parts, [nbytes] * self._size, finish), opts, outputs + inputs
+        )
 
     def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [mine], opts)
@@ -187,7 +196,9 @@ class SimNCCL(dist.ProcessGroup):
         def finish(received: list[Tensor]) -> None:
             _reduce(received, outs, op, factor)
 
-        return self._launch("reduce", Message(self, outs, parts, [nbytes] * self._size, finish), opts, outputs + inputs)
+        return self._launch(
+            Message(self, "reduce-scatter", outs, parts, [nbytes] * self._size, finish), opts, outputs + inputs
+        )
 
     def reduce_scatter_single(self, output: Tensor, values: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [values], opts)
@@ -204,7 +215,9 @@ class SimNCCL(dist.ProcessGroup):
             _reduce(received, views, op, factor)
 
         nbytes = [sum(each.nbytes for each in views)] * self._size
-        return self._launch("reduce", Message(self, views, lambda: [views] * self._size, nbytes, finish), opts, tensors)
+        return self._launch(
+            Message(self, "all-reduce", views, lambda: [views] * self._size, nbytes, finish), opts, tensors
+        )
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         if (on_cpu := self._on_cpu("allgather", outputs, inputs, opts)) is not None:
@@ -220,8 +233,8 @@ class SimNCCL(dist.ProcessGroup):
 
         nbytes = [sum(each.nbytes for each in ins)] * self._size
         flat = [each for row in outs for each in row]
-        message = Message(self, flat, lambda: [ins] * self._size, nbytes, finish)
-        return self._launch("gather", message, opts, [*inputs, *(each for row in outputs for each in row)])
+        message = Message(self, "all-gather", flat, lambda: [ins] * self._size, nbytes, finish)
+        return self._launch(message, opts, [*inputs, *(each for row in outputs for each in row)])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if (on_cpu := self._on_cpu("broadcast", tensors, opts)) is not None:
@@ -235,7 +248,7 @@ class SimNCCL(dist.ProcessGroup):
 
         sizes = [nbytes if source == root else 0 for source in range(self._size)]
         parts: Callable[[], Any] = lambda: [views if self._rank == root else None] * self._size  # noqa: E731
-        return self._launch("broadcast", Message(self, views, parts, sizes, finish), opts, tensors)
+        return self._launch(Message(self, "broadcast", views, parts, sizes, finish), opts, tensors)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         if (on_cpu := self._on_cpu("scatter", outputs, inputs, opts)) is not None:
@@ -251,7 +264,7 @@ class SimNCCL(dist.ProcessGroup):
         nbytes = sum(each.nbytes for each in outs)
         sizes = [nbytes if source == root else 0 for source in range(self._size)]
         tensors = [*outputs, *(each for row in inputs for each in row)]
-        return self._launch("broadcast", Message(self, outs, parts, sizes, finish), opts, tensors)
+        return self._launch(Message(self, "scatter", outs, parts, sizes, finish), opts, tensors)
 
     def barrier(self, opts: Any = None) -> Any:
         """NCCL's makes the host wait."""
@@ -264,21 +277,22 @@ class SimNCCL(dist.ProcessGroup):
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
     allreduce_coalesced = allreduce
 
-    def _launch(self, kind: str, message: Message, opts: Any, tensors: Sequence[Tensor]) -> Work | None:
+    def _launch(self, message: Message, opts: Any, tensors: Sequence[Tensor]) -> Work | None:
         current = torch.accelerator.current_stream()
         if not getattr(opts, "asyncOp", True):
-            load().send(current.stream_id, kind, message)
+            load().send(current.stream_id, message.name, message)
             return None
         if self._stream is None:
             self._stream = torch.Stream(device=DEVICE)
         self._stream.wait_stream(current)
-        load().send(self._stream.stream_id, kind, message)
+        load().send(self._stream.stream_id, message.name, message)
         return Work(self._stream.record_event(), tensors)
 
     def _on_cpu(self, name: str, *args: Any) -> Any:
         """What gloo returns, if the tensors are the CPU's."""
-        tensors = args[0]
-        first = tensors[0] if tensors else refuse("an empty list of tensors")
+        if not args[0]:
+            refuse("an empty list of tensors")
+        first = args[0][0]
         first = first[0] if isinstance(first, list) else first
         if first.device.type != "cpu":
             return None
@@ -331,7 +345,7 @@ def _op_of(opts: Any) -> tuple[Any, float]:
     """The operation, and the factor of PREMUL_SUM."""
     op = getattr(opts, "reduceOp", Op.SUM)
     if isinstance(op, Op):
-        kind, factor = op.__getstate__()
+        kind, factor = op.__getstate__()  # type: ignore[attr-defined]  # pickled, it tells
         return kind, 1.0 if factor is None else float(factor)
     return op, 1.0
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,7 +15,9 @@ from tests.harness.distributed import CALL_TIMEOUT_S, RankContext, distributed
 
 
 def on_device(*world_sizes: int, timeout_s: float = CALL_TIMEOUT_S) -> Callable[[Callable[..., Any]], Any]:
-    """Run the decorated ``body(ctx, ...)`` on pools of each of ``world_sizes`` ranks, whose meshes are on ``"sim"``."""
+    """Run the decorated ``body(ctx, ...)`` on pools of each of ``world_sizes`` ranks, whose meshes are on ``"sim"``.
+    Tests that take more than 2 ranks are long.
+    """
 
     def decorate(body: Callable[..., Any]) -> Any:
         @functools.wraps(body)
@@ -25,7 +28,8 @@ def on_device(*world_sizes: int, timeout_s: float = CALL_TIMEOUT_S) -> Callable[
             finally:
                 device.load().drain()  # what other ranks may wait for
 
-        return distributed(*world_sizes, timeout_s=timeout_s, device_type=device.DEVICE)(run)
+        test = distributed(*world_sizes, timeout_s=timeout_s, device_type=device.DEVICE)(run)
+        return pytest.mark.long(test) if min(world_sizes) > 2 else test
 
     return decorate
 

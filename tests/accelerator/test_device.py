@@ -1,4 +1,4 @@
-"""The simulated accelerator is one: it runs ahead of nothing, reuses memory by stream, and knows when the host waits."""
+"""The simulated accelerator runs behind the host, reuses memory by stream, and knows when the host waits for it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_new_memory_is_nan(ctx: RankContext) -> None:
     storage = torch.zeros(4, device=SIM).untyped_storage()
     storage.resize_(0)
     storage.resize_(32)
-    assert torch.empty(0, device=SIM).set_(storage, 0, (8,)).isnan().all()
+    assert torch.empty(0, device=SIM).set_(storage, 0, (8,), (1,)).isnan().all()
 
 
 @on_device(1)
@@ -287,6 +287,8 @@ def test_model_gives_the_bits_of_the_cpu(ctx: RankContext) -> None:
             optimizer.step()
         assert torch.equal(losses[0], losses[1].cpu())
         for (name, ours), theirs in zip(twin.named_parameters(), model.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
             assert torch.equal(ours.grad.cpu(), theirs.grad), name
             assert torch.equal(ours.cpu(), theirs), name
     assert device.load().ran_at_once() == set()

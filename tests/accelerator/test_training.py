@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from tests.accelerator import device
-from tests.accelerator.cases import CASES, FEW, SCHEDULES, differences, mesh_of, reference, run
+from tests.accelerator.cases import CASES, FEW, SCHEDULES, differences, mesh_of, names, reference, run
 from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
 from tests.harness.runtimes import Runtime, oracle, subject
 
 
-def check(ctx: RankContext, name: str, runtime: Runtime, schedules: tuple[str, ...]) -> None:
+def check(ctx: RankContext, name: str, runtime: Runtime, schedules: list[str]) -> None:
     expected = reference(ctx, name)
     for schedule in schedules:
         found = differences(run(CASES[name], mesh_of(ctx, name), runtime, **SCHEDULES[schedule]), expected)
@@ -21,32 +19,30 @@ def check(ctx: RankContext, name: str, runtime: Runtime, schedules: tuple[str, .
     assert device.load().ran_at_once() == set()  # else the order of streams was not free
 
 
-def of_size(size: int, *, for_oracle: bool = False) -> list[str]:
-    """The cases on so many ranks, or those of them that torch's ``fully_shard`` can run."""
-    return [
-        name for name, case in CASES.items() if math.prod(case.shape) == size and not (for_oracle and case.beyond_torch)
-    ]
+_REST = [schedule for schedule in SCHEDULES if schedule not in FEW]
+ORDERS = [pytest.param(FEW, id="few"), pytest.param(_REST, id="rest", marks=pytest.mark.long)]
 
 
-@pytest.mark.parametrize("name", of_size(2))
+@pytest.mark.parametrize("schedules", ORDERS)
+@pytest.mark.parametrize("name", names(2))
 @on_device(2)
-def test_subject_trains_as_on_the_cpu(ctx: RankContext, name: str) -> None:
-    check(ctx, name, subject(), tuple(SCHEDULES))
+def test_subject_trains_as_on_the_cpu(ctx: RankContext, name: str, schedules: list[str]) -> None:
+    check(ctx, name, subject(), schedules)
 
 
-@pytest.mark.parametrize("name", of_size(2, for_oracle=True))
+@pytest.mark.parametrize("name", names(2, beyond_torch=False))
 @on_device(2)
 def test_oracle_trains_as_on_the_cpu(ctx: RankContext, name: str) -> None:
     check(ctx, name, oracle(), FEW)
 
 
-@pytest.mark.parametrize("name", of_size(4))
+@pytest.mark.parametrize("name", names(4))
 @on_device(4)
 def test_subject_trains_as_on_the_cpu_with_4_ranks(ctx: RankContext, name: str) -> None:
-    check(ctx, name, subject(), tuple(SCHEDULES))
+    check(ctx, name, subject(), list(SCHEDULES))
 
 
-@pytest.mark.parametrize("name", of_size(4, for_oracle=True))
+@pytest.mark.parametrize("name", names(4, beyond_torch=False))
 @on_device(4)
 def test_oracle_trains_as_on_the_cpu_with_4_ranks(ctx: RankContext, name: str) -> None:
     check(ctx, name, oracle(), FEW)

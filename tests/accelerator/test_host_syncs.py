@@ -1,0 +1,71 @@
+"""In a steady step the host never waits for the simulated accelerator, but where it is to read what was copied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.accelerator import device
+from tests.accelerator.cases import CASES, mesh_of, names, run
+from tests.accelerator.support import on_device
+from tests.harness.distributed import RankContext
+from tests.harness.runtimes import subject
+from tests.harness.training import Step
+
+# I12: at the end of a pass, the host waits for copies of shards and of gradients.
+_OF_OFFLOADED = "event.synchronize (comm.streams.wait_on_cpu)"
+
+
+def syncs_of_a_step(ctx: RankContext, name: str) -> dict[str, int]:
+    """What makes the host wait from the beginning of the last step on, its optimizer included."""
+    case = CASES[name]
+
+    def step(step: Step, model: Any) -> list[Tensor]:
+        device.host_syncs.clear()
+        return case.step(step, model)
+
+    noted: list[str] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = case.optimizer(parameters)
+        made.register_step_post_hook(lambda *_: noted.__setitem__(slice(None), device.host_syncs))
+        return made
+
+    run(replace(case, step=step, optimizer=optimizer), mesh_of(ctx, name), subject())
+    return dict(Counter(noted))
+
+
+_UNUSED = "a rank that withholds gradients reads the other ranks' answer (tolist), and its flags are not pinned"
+_FLAGS = (
+    "flags of used parameters change between the backwards of a step, and are copied from memory that is not pinned"
+)
+_FROZEN = "what ranks have used is compared anew whenever other units train than in the last forward"
+_KNOWN = {
+    "frozen by turns": _FROZEN,
+    "partly used": _UNUSED,
+    "replicated, partial sums": _FLAGS,
+    "replicated, sums carried on alone": _FLAGS,
+}
+
+
+@pytest.mark.parametrize("name", names(2, known=_KNOWN))
+@on_device(2)
+def test_host_does_not_wait_in_a_steady_step(ctx: RankContext, name: str) -> None:
+    found = syncs_of_a_step(ctx, name)
+    if name == "offloaded, not pinned":
+        return  # the user has chosen to wait
+    if "offloaded" in name:
+        assert found.pop(_OF_OFFLOADED) > 0
+    assert found == {}, found
+
+
+@pytest.mark.parametrize("name", names(4, known=_KNOWN))
+@on_device(4)
+def test_host_does_not_wait_in_a_steady_step_with_4_ranks(ctx: RankContext, name: str) -> None:
+    found = syncs_of_a_step(ctx, name)
+    assert found == {}, found
