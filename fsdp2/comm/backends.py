@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.memory import services_for
-from fsdp2.comm.streams import Waitable
+from fsdp2.comm.streams import Waitable, streams_for
 from fsdp2.plan.mesh import Axis
 
 Launch = Callable[[], Sequence[Waitable]]
@@ -246,7 +245,7 @@ def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> Axi
         return LocalComm()
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
         return PeerComm(axis.group)
-    return CollectiveComm(axis.group, on_stream=services_for(device).streams.runs_ahead and not is_async)
+    return CollectiveComm(axis.group, on_stream=streams_for(device).runs_ahead and not is_async)
 
 
 def exchange(axis: Axis, value: object) -> list[Any]:

@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm, Launch, ReduceComm
-from fsdp2.comm.memory import services_for
-from fsdp2.comm.streams import Waitable
+from fsdp2.comm.streams import Waitable, streams_for
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.types import AllGather, Comm, ReduceScatter
 
@@ -51,7 +50,7 @@ _in_flight: dict[int, _Message] = {}
 
 def _is_async(device: torch.device) -> bool:
     """Whether messages travel beside what issues them; on an accelerator they are ordered on the current stream."""
-    return not services_for(device).streams.runs_ahead
+    return not streams_for(device).runs_ahead
 
 
 def _still_to_wait_for(messages: Sequence[_Message], device: torch.device) -> Sequence[Waitable]:

@@ -1,19 +1,17 @@
-"""Memory that is released and allocated again under the same tensors, and what all groups on one device share.
+"""Memory that is released and allocated again under the same tensors.
 
 Autograd saves the unsharded parameters, and views of them, for backward. So a group's unsharded tensors keep one
 storage for life, and it is the storage's memory that comes and goes (I1). Memory belongs to the stream that it was
-allocated on; releasing takes effect only when the last reader on another stream is done (I3).
+allocated on; that stream gets it back when the last reader on another stream is done (I3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
+from fsdp2.comm.streams import Streams
 
 
 def tensor_on(
@@ -42,79 +40,16 @@ def alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequenc
     return tensor_on(part, 0, shape, stride, flat.dtype)
 
 
-class Memory:
-    """Allocates and releases the storages of groups.
-
-    On an accelerator, where the CPU runs ahead, ``release`` only notes the compute that must finish first.
-    """
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._releasing: list[tuple[torch.Event | None, torch.UntypedStorage | None]] = []
-
-    def allocate(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-        """Give each of ``storages`` memory of its size in bytes, unless it has it; called on the gather stream."""
-        if self._releasing:
-            self.flush()
-        for storage, nbytes in storages:
-            if storage.nbytes() != nbytes:  # else its memory was kept
-                storage.resize_(nbytes)
-
-    def release(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-        """Empty ``storages``, given with their sizes in bytes, once the compute enqueued so far has read them; called
-        on the compute stream."""
-        if self._streams.runs_ahead:
-            event = self._streams.record()
-            self._releasing += [(event, storage) for storage, _ in storages]
-            return
-        for storage, _ in storages:
-            storage.resize_(0)
-
-    def keep(self) -> None:
-        """The same for storages that are not emptied: the next gather writes them."""
-        if self._streams.runs_ahead:
-            self._releasing.append((self._streams.record(), None))
-
-    def flush(self) -> None:
-        """Carry out the deferred releases; called on the gather stream.
-
-        I3. Producer: compute of the groups that were released; consumer: gather stream, which owns their memory and
-        reuses it next. The group that computes now is not among them, so the gather overlaps with it.
-        """
-        for event, storage in self._releasing:
-            self._streams.wait_here(event)
-            if storage is not None:
-                storage.resize_(0)
-        self._releasing.clear()
+def allocate(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+    """Give each of ``storages`` memory of its size in bytes, unless it has it; called on the gather stream."""
+    for storage, nbytes in storages:
+        if storage.nbytes() != nbytes:  # else its memory was kept
+            storage.resize_(nbytes)
 
 
-@dataclass(frozen=True)
-class Services:
-    """Streams and memory of one device."""
-
-    streams: Streams
-    memory: Memory
-
-    def flush(self) -> None:
-        """Give back what was released."""
-        with self.streams.on_gather():
-            self.memory.flush()
-
-
-@cache
-def services_for(device: torch.device) -> Services:
-    """The services on ``device``; the same for all models of the process, so that their gathers queue behind each
-    other and freed memory serves any of them."""
-    streams = streams_for(device)
-    return Services(streams, Memory(streams))
-
-
-@cache
-def compute_stream_services(device: torch.device) -> Services:
-    """Those of groups that gather on the compute stream: memory belongs to a stream, so theirs is apart. On the CPU,
-    which has no streams, the same as all others use."""
-    shared = services_for(device)
-    if not isinstance(shared.streams, AcceleratorStreams):
-        return shared
-    streams = ComputeStreamGathers(shared.streams)
-    return Services(streams, Memory(streams))
+def release(storages: Sequence[tuple[torch.UntypedStorage, int]], streams: Streams) -> None:
+    """Empty ``storages``, given with their sizes in bytes; called on the compute stream. Their memory belongs to the
+    gather stream, so that one waits for the compute that has read them (I3)."""
+    streams.gather_after_compute()
+    for storage, _ in storages:
+        storage.resize_(0)

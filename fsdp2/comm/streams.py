@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -43,12 +44,17 @@ class Streams:
     """The CPU: no streams. Also the interface that :class:`AcceleratorStreams` fills in.
 
     Attributes:
-        runs_ahead: whether this thread goes on before what it has enqueued is done; memory is then released by events.
+        runs_ahead: whether this thread goes on before what it has enqueued is done.
         gathers_are_async: whether the backend is to run all-gathers beside the stream that issues them.
     """
 
     runs_ahead = False
     gathers_are_async = True
+
+    @property
+    def gathering_on_compute(self) -> Streams:
+        """Those of groups that gather on the compute stream. The CPU has no streams."""
+        return self
 
     def on_gather(self) -> AbstractContextManager[object]:
         """Run what follows on the stream of all-gathers."""
@@ -77,7 +83,8 @@ class Streams:
         return True
 
     def gather_after_compute(self) -> None:
-        """Gather stream waits for compute: it has written the shards, or other things that hooks read."""
+        """Gather stream waits for compute: it has written the shards, or other things that hooks read, or has read what
+        is released."""
 
     def gather_after(self, event: torch.Event) -> None:
         """Gather stream waits for ``event``: it marks when the shards were written."""
@@ -97,6 +104,10 @@ class AcceleratorStreams(Streams):
         self._module = torch.get_device_module(device)
         self._gather = self._module.Stream(device=device, priority=-1)
         self._reduce = self._module.Stream(device=device, priority=-1)
+
+    @cached_property
+    def gathering_on_compute(self) -> Streams:
+        return ComputeStreamGathers(self)
 
     def on_gather(self) -> AbstractContextManager[object]:
         return self._module.stream(self._gather)
@@ -158,6 +169,12 @@ class ComputeStreamGathers(AcceleratorStreams):
         """Nothing to wait for: it is the compute stream that gathers."""
 
 
+_streams: dict[torch.device, Streams] = {}
+
+
 def streams_for(device: torch.device) -> Streams:
-    """The streams of ``device``."""
-    return Streams() if device.type == "cpu" else AcceleratorStreams(device)
+    """The streams of ``device``; the same for all models of the process, so that their gathers queue behind each other
+    and freed memory serves any of them."""
+    if device not in _streams:
+        _streams[device] = Streams() if device.type == "cpu" else AcceleratorStreams(device)
+    return _streams[device]

@@ -16,9 +16,9 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm
-from fsdp2.comm.memory import Services, tensor_on
+from fsdp2.comm.memory import allocate, release, tensor_on
 from fsdp2.comm.offload import FlatStage
-from fsdp2.comm.streams import Waitable, wait_for
+from fsdp2.comm.streams import Streams, Waitable, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
 
@@ -87,14 +87,14 @@ class Gather:
         gathered: GatheredMemory,
         rank: int,
         comm: GatherComm,
-        services: Services,
+        streams: Streams,
         hooks: GatherHooks | None,
         *,
         stage: FlatStage | None = None,
         calls_pre_hooks: bool = True,
     ) -> None:
         self.plan, self.gathered, self.stage = plan, gathered, stage
-        self._memory, self._streams, self._hooks = services.memory, services.streams, hooks
+        self._streams, self._hooks = streams, hooks
         self._rank, self._calls_pre_hooks = rank, calls_pre_hooks
         self._flats = flats if stage is None else stage.flats
         self._staging = torch.UntypedStorage(0, device=gathered.shared.device)
@@ -144,7 +144,7 @@ class Gather:
         with self._streams.on_gather():
             payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
             try:
-                self._memory.allocate(self._at_issue)
+                allocate(self._at_issue)
                 if self.stage is not None:
                     self.stage.fetch()
                 if self._cast_targets:
@@ -197,11 +197,9 @@ class Gather:
         """Free the unsharded tensors when the compute enqueued so far has read them, or have the next gather write them
         then."""
         if keeps_memory:
-            self._memory.keep()
+            self._streams.gather_after_compute()
             return
-        self._memory.release(self._lasting)
-        if self._hooks is not None:
-            self._memory.release(self._hooks.storages)
+        release(self._lasting if self._hooks is None else self._lasting + self._hooks.storages, self._streams)
 
     def _wait_for_works(self) -> None:
         works, self._works = self._works, ()  # if one fails, none is waited for again
@@ -210,7 +208,7 @@ class Gather:
     def _arrive(self) -> None:
         """The data has arrived: copy it to where compute reads it."""
         if self._on_arrival:
-            self._memory.allocate(self._on_arrival)
+            allocate(self._on_arrival)
         for unpack in self._unpacks:
             unpack()
         if self._hooks is not None:

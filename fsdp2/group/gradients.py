@@ -309,7 +309,7 @@ class GroupGradients:
     # At first use
 
     def _bind(self, trainable: tuple[int, ...]) -> BoundReduce:
-        options, services = self.options, self._unsharded.services
+        options, streams = self.options, self._unsharded.streams
         params = [self._params[index] for index in trainable]
         parts = self._parts_of(trainable)
         plans = compile_reduces(
@@ -324,7 +324,7 @@ class GroupGradients:
         is_plain = not is_wrapped and all(param.spec.unsharded is None for param in params)
         is_usual = all(plan.dtypes.grad is plan.dtypes.orig for plan in plans)
         bound = BoundReduce(
-            reduce=Reduce(plans, self._mesh, self._comm, services, options.all_reduce_hook),
+            reduce=Reduce(plans, self._mesh, self._comm, streams, options.all_reduce_hook),
             parts=ordered,
             params=[param for param, _ in ordered],
             is_wrapped=is_wrapped,
@@ -379,7 +379,7 @@ class GroupGradients:
 
     def _start_landing(self, summed: Reduction) -> Reduction:
         """Land sums over the shard axis that no reduction adds to."""
-        self._unsharded.services.streams.reduce_after_compute()
+        self._unsharded.streams.reduce_after_compute()
         launched = Launched(summed.sums, (), None, None)
         return Reduction(summed.bound, launched, summed.present, self._landing_stages()).start()
 

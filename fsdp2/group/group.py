@@ -19,8 +19,8 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import reduce_comm
-from fsdp2.comm.memory import compute_stream_services, services_for
 from fsdp2.comm.offload import Home
+from fsdp2.comm.streams import streams_for
 from fsdp2.group.all_gather import Gather, LocalGather
 from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
@@ -96,23 +96,23 @@ class ParamGroup:
     def gather_on_compute_stream(self, enabled: bool) -> None:
         """Whether to gather without a stream for gathers; on the CPU there is none anyway."""
         device = self.mesh.device
-        services = compute_stream_services(device) if enabled else services_for(device)
-        if services is not self.unsharded.services:
+        streams = streams_for(device).gathering_on_compute if enabled else streams_for(device)
+        if streams is not self.unsharded.streams:
             self.reshard()
-            self.unsharded.move_to(services)
+            self.unsharded.move_to(streams)
             self._unbind()
 
     @property
     def gathers_on_compute(self) -> bool:
         """Whether it is the compute stream that reads the shards: there may be nothing to gather, too."""
-        return self.mesh.shard.size == 1 or self.unsharded.services is not services_for(self.mesh.device)
+        return self.mesh.shard.size == 1 or self.unsharded.streams is not streams_for(self.mesh.device)
 
     def set_up_like(self, other: ParamGroup) -> None:
         """Take over what the user has set on ``other``."""
         self.unsharded.use_post_forward_mesh(other.unsharded.post_forward_mesh)
         self.keeps_storage = other.keeps_storage
         self.configure(**vars(other.options))
-        self.gather_on_compute_stream(other.unsharded.services is not services_for(self.mesh.device))
+        self.gather_on_compute_stream(other.unsharded.streams is not streams_for(self.mesh.device))
 
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:
         """``error`` of a collective of this group, with what led to it."""
@@ -147,7 +147,7 @@ class ParamGroup:
         if self.shards.refresh():
             self.stamp = None
             self._unbind()
-            self.unsharded.services.streams.gather_after_compute()  # compute has just written the flat shard buffers
+            self.unsharded.streams.gather_after_compute()  # compute has just written the flat shard buffers
             self._bindings.bind(self.shards.sharded)
         self.is_stale = False
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.memory import Services
+from fsdp2.comm.memory import allocate
 from fsdp2.comm.offload import Home
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import join
@@ -371,10 +371,9 @@ class HookedParams:
         params: Sequence[ShardedParam],
         mesh: ParallelMesh,
         home: Home,
-        services: Services,
         earlier: HookedParams | None,
     ) -> None:
-        self._mesh, self._memory = mesh, services.memory
+        self._mesh = mesh
         self._no_grad = torch.no_grad()  # entered often; never while it is
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
@@ -445,7 +444,7 @@ class HookedParams:
             self._arrive_first()
             return
         if self.storages:
-            self._memory.allocate(self.storages)
+            allocate(self.storages)
         # I10: autograd has saved what is written here; it holds again what it held then.
         versions = [tensor._version for tensor in self._versioned]
         with self._no_grad:
@@ -457,7 +456,7 @@ class HookedParams:
     def _arrive_first(self) -> None:
         def make() -> None:
             with torch.inference_mode(False), torch.no_grad():  # these tensors outlive the pass that first needs them
-                self._memory.allocate([inner for hooked in self._params for inner in hooked.param.inner])
+                allocate([inner for hooked in self._params for inner in hooked.param.inner])
                 for hooked in self._params:
                     hooked.make_unsharded()
 

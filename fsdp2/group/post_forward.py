@@ -13,7 +13,7 @@ import torch
 from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import gather_comm
-from fsdp2.comm.memory import Services
+from fsdp2.comm.streams import Streams
 from fsdp2.group.all_gather import Gather, GatherHooks, flat_shards, shard_slice
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.dtypes import ParamDtypes
@@ -38,17 +38,17 @@ class PostForwardShards:
         full: Gather,
         hooks: GatherHooks | None,
         mesh: ParallelMesh,
-        services: Services,
+        streams: Streams,
         all_gather: AllGather | None,
     ) -> None:
         self._mesh = mesh
-        self._comm = comm_for(mesh.shard, mesh.device, is_async=services.streams.gathers_are_async)
+        self._comm = comm_for(mesh.shard, mesh.device, is_async=streams.gathers_are_async)
         inputs = {step.index: _cut_input(step, mesh.shard.size) for step in full.plan.steps}
         plan = compile_gather(inputs, self._comm, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)
         rank = mesh.shard.rank
         carrier = gather_comm(self._comm, mesh, all_gather)
-        self.gather = Gather(plan, self._flats, full.gathered, rank, carrier, services, hooks, calls_pre_hooks=False)
+        self.gather = Gather(plan, self._flats, full.gathered, rank, carrier, streams, hooks, calls_pre_hooks=False)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         # Bound as they are where no DTensor describes what is kept: parts of payloads, or of what model axes have cut.

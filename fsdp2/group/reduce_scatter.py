@@ -13,8 +13,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
-from fsdp2.comm.memory import Services
-from fsdp2.comm.streams import Waitable
+from fsdp2.comm.streams import Streams, Waitable
 from fsdp2.group.all_gather import pieces
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -52,11 +51,11 @@ class Reduce:
         plans: Sequence[ReducePlan],
         mesh: ParallelMesh,
         comm: ReduceComm,
-        services: Services,
+        streams: Streams,
         hook: AllReduceHook | None,
     ) -> None:
         self.plans = tuple(plans)
-        self._mesh, self._comm, self.streams = mesh, comm, services.streams
+        self._mesh, self._comm, self.streams = mesh, comm, streams
         self._parts = [_Part(plan, mesh, is_hooked=hook is not None) for plan in plans]
         self._hook = hook
         self._lands_gradients = any(part.is_local for part in self._parts)

@@ -14,8 +14,8 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.comm.backends import AxisComm, GatherComm, comm_for
 from fsdp2.comm.custom import gather_comm
-from fsdp2.comm.memory import Services, services_for
 from fsdp2.comm.offload import FlatStage, Home
+from fsdp2.comm.streams import Streams, streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather
 from fsdp2.group.hooked_params import HookedParams
 from fsdp2.group.param import ShardedParam
@@ -30,7 +30,7 @@ class UnshardedParams:
     """The unsharded parameters of one group.
 
     Attributes:
-        comm, services: the backend's own gathers, and the streams and the memory that the group works with.
+        comm, streams: the backend's own gathers, and the streams that the group works with.
         carrier: what carries gathers: the user's own, or the backend's.
         gather: of the shards, once it is bound.
         post_forward: the shards on ``post_forward_mesh``, once it was used.
@@ -46,7 +46,7 @@ class UnshardedParams:
         self, params: Sequence[ShardedParam], shards: GroupShards, mesh: ParallelMesh, home: Home, comm: AxisComm
     ) -> None:
         self._params, self._shards, self._mesh, self._home = params, shards, mesh, home
-        self.comm, self.services = comm, services_for(mesh.device)
+        self.comm, self.streams = comm, streams_for(mesh.device)
         self.carrier: GatherComm = comm
         self.post_forward_mesh: ParallelMesh | None = None
         self.requires_grad: list[bool] = []
@@ -75,19 +75,18 @@ class UnshardedParams:
         """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
         self._all_gather = all_gather
         self.carrier = gather_comm(self.comm, self._mesh, all_gather)
-        with torch.inference_mode(False), torch.no_grad(), self.services.streams.on_gather():
+        with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather():
             if isinstance(self.gather, Gather):
                 self.gather.set_comm(self.carrier)
             if self.post_forward is not None:
                 self.post_forward.set_comm(all_gather)
 
-    def move_to(self, services: Services) -> None:
-        """Gather on the streams of ``services`` from now on. Nothing is unsharded, or in flight."""
+    def move_to(self, streams: Streams) -> None:
+        """Gather on ``streams`` from now on. Nothing is unsharded, or in flight."""
         if self.gather is not None:
             self.gather.release()  # what was kept, too: memory belongs to the stream it was allocated on
-        self.services.flush()
-        self.services = services
-        self.comm = comm_for(self._mesh.shard, self._mesh.device, is_async=services.streams.gathers_are_async)
+        self.streams = streams
+        self.comm = comm_for(self._mesh.shard, self._mesh.device, is_async=streams.gathers_are_async)
         self.carrier = gather_comm(self.comm, self._mesh, self._all_gather)
         self.unbind()
 
@@ -123,11 +122,11 @@ class UnshardedParams:
         """
         self._shards.check_ready()
         # These tensors outlive the pass that first needs them.
-        with torch.inference_mode(False), torch.no_grad(), self.services.streams.on_gather():
+        with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather():
             inputs = self._shards.plain_inputs()
             first_key = len(self._params)
             hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
-            self.hooked = HookedParams(hooked, self._mesh, self._home, self.services, self.hooked) if hooked else None
+            self.hooked = HookedParams(hooked, self._mesh, self._home, self.hooked) if hooked else None
             if self.hooked is not None:
                 # What hooks consume goes on arrival, unless the post-forward mesh wants a part of it.
                 consumed = Lifetime.ARRIVAL if self.post_forward_mesh is None else Lifetime.UNSHARDED
@@ -139,14 +138,14 @@ class UnshardedParams:
         self.requires_grad = requires_grad
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
-        flats, mesh, services = self._shards.flats, self._mesh, self.services
+        flats, mesh, streams = self._shards.flats, self._mesh, self.streams
         is_copied = self._home.is_staged or any(step.is_copied_in for step in plan.steps)
         if mesh.shard.size == 1 and self.hooked is None and not is_copied:  # gathering would move nothing
             self._memory_for(plan, flats)
             return LocalGather(plan, flats)
         memory = self._memory_for(plan, {})
-        stage = FlatStage(flats, mesh.device, services.streams) if self._home.is_staged else None
-        return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, services, self.hooked, stage=stage)
+        stage = FlatStage(flats, mesh.device, streams) if self._home.is_staged else None
+        return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, streams, self.hooked, stage=stage)
 
     def _memory_for(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
         """The memory to gather into, unless ``flats`` are read right away. Unsharded parameters stay the same objects
@@ -197,7 +196,7 @@ class UnshardedParams:
             assert self.post_forward_mesh is not None
             with torch.inference_mode(False), torch.no_grad():
                 self.post_forward = PostForwardShards(
-                    self._params, self.gather, self.hooked, self.post_forward_mesh, self.services, self._all_gather
+                    self._params, self.gather, self.hooked, self.post_forward_mesh, self.streams, self._all_gather
                 )
         self.post_forward.cut()
         return self.post_forward.parameters

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp2.comm.memory import compute_stream_services, services_for
+from fsdp2.comm.streams import streams_for
 from fsdp2.group.gradients import Reduction, Unused
 from fsdp2.group.group import ParamGroup
 from fsdp2.schedule.schedule import Action, Actions, UnitRules
@@ -91,12 +91,11 @@ class Executor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.services = services_for(device)
+        self.streams = streams_for(device)
         self.units: Sequence[GroupedUnit] = ()
         self.max_in_flight = 1
         self.programs: Programs = {}
         self.filter: ActionFilter | None = None
-        self._device = device
         self._pending: list[tuple[ParamGroup, Reduction]] = []  # oldest first
         self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands behind the launch of the next one
         self._last: Reduction | None = None  # that has landed, and that the current stream has not waited for
@@ -231,8 +230,3 @@ class Executor:
         """Shards on the host are the CPU's again."""
         for group in self._offloaded:
             group.unsharded.wait_for_reads()
-
-    def flush(self) -> None:
-        """Carry out deferred releases of memory."""
-        for services in {self.services, compute_stream_services(self._device)}:
-            services.flush()

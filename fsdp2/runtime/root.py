@@ -260,7 +260,7 @@ class Root:
         self._is_agreed = False  # the ranks have compared their units
         self._memory_limit: int | None = None
         self._seen_version = 0
-        watch_for_stalls(self, self.executor.services.streams, unit.mesh)
+        watch_for_stalls(self, self.executor.streams, unit.mesh)
         note_tree_change()  # for roots around this one, which have not seen its units yet
         self._collect()
 
@@ -505,7 +505,7 @@ class Root:
         self.executor.max_in_flight = max([unit.max_reductions for unit in self.units])
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:
             # Pre-hooks may read what was written since forward began.
-            self.executor.services.streams.gather_after_compute()
+            self.executor.streams.gather_after_compute()
 
     def _start_backward(self, event: str, unit: Unit) -> None:
         self._note(event, unit)
@@ -543,7 +543,6 @@ class Root:
             for group in unit.groups:
                 self.executor.reduce_partial(group)
         self.is_reducing = True
-        self.executor.flush()
 
     def land(self) -> None:
         """The gradients that ``finalize_backward`` has started to reduce are there."""
@@ -564,7 +563,7 @@ class Root:
 
     def order_gathers(self) -> None:
         """What is gathered from here on reads what the optimizer has written: the user may have said when that was."""
-        streams, event = self.executor.services.streams, self.post_optim_event
+        streams, event = self.executor.streams, self.post_optim_event
         if event is None:
             streams.gather_after_compute()
             return
@@ -580,7 +579,6 @@ class Root:
             self.skipping.by_hand.add(unit.index)
         elif action is Action.RESHARD:
             self.skipping.by_hand.discard(unit.index)
-            self.executor.flush()
             self.executor.wait_for_reads()
 
     def abandon_forward(self) -> None:
@@ -621,7 +619,6 @@ class Root:
             for group in unit.groups:
                 if group.state is not GroupState.SHARDED:
                     group.note_writes()
-        self.executor.flush()
         if not self.schedule.in_backward:  # I12
             self.executor.finish_copies()
 

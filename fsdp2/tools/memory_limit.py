@@ -69,7 +69,6 @@ class MemoryLimit:
             self._measure(index)
             nbytes = self._ledger.to_unshard(index)
             if not self._ledger.fits(nbytes):
-                self._executor.flush()  # what was released must not wait for a gather that does not come
                 self._executor.tell("withhold", self._units[index], nbytes)
                 return
         self._executor.programs[action, index]()
@@ -93,7 +92,6 @@ class MemoryLimit:
             self._executor.land_down_to(ledger.num_reductions)
         for other in room.dropped:
             self._perform(Action.RESHARD, other)
-        self._executor.flush()
 
     def _check(self, index: int) -> None:
         """Refuse a unit that does not fit beside its root, in this forward and in a backward that may follow."""

@@ -382,8 +382,8 @@ attribute.""",
 
 def _share(ctx: RankContext) -> str:
     first, second = sharded(ctx), sharded(ctx)
-    services = {id(unit_of(module).form_root().executor.services) for module in (first, second)}  # type: ignore[union-attr]
-    assert len(services) == 1
+    streams = {id(unit_of(module).form_root().executor.streams) for module in (first, second)}  # type: ignore[union-attr]
+    assert len(streams) == 1
     share_comm_ctx([])
     share_comm_ctx([first, second])
     assert all(isinstance(module, FSDPModule) for module in (first, second))

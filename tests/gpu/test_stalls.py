@@ -30,10 +30,10 @@ def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankCont
     root = model._unit().form_root()  # type: ignore[attr-defined]
     logging.getLogger("fsdp2").addHandler(heard)
     try:
-        watch = StallWatch(ctx.rank, root.executor.services.streams.is_idle, TIMEOUT_S)
+        watch = StallWatch(ctx.rank, root.executor.streams.is_idle, TIMEOUT_S)
         watch.add(root)
         threading.Thread(target=watch.run, daemon=True).start()
-        with root.executor.services.streams.on_gather():
+        with root.executor.streams.on_gather():
             torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits
         torch.cuda.synchronize()
     finally:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.comm import memory, offload
+from fsdp2.comm import offload, streams as streams_module
 from fsdp2.comm.streams import AcceleratorStreams
 from fsdp2.group import shards
 from tests.harness.races import Races, SimulatedDevice, SimulatedStream, caller
@@ -255,7 +255,7 @@ def simulated_accelerator(world_size: int = 4, *, shards_on_host: bool = False) 
         patch.setattr(torch, "get_device_module", lambda device: simulation.device)
         streams = AcceleratorStreams(torch.device("cpu"))
         patch.undo()
-        patch.setattr(memory, "streams_for", lambda device: streams)
+        patch.setitem(streams_module._streams, torch.device("cpu"), streams)
         resize = torch.UntypedStorage.resize_
         patch.setattr(
             torch.UntypedStorage, "resize_", lambda storage, n: simulation.resize(storage, n, partial(resize, storage))
@@ -263,18 +263,11 @@ def simulated_accelerator(world_size: int = 4, *, shards_on_host: bool = False) 
         if shards_on_host:
             patch.setattr(offload, "_copied_to", simulation.on_host(offload._copied_to))
             patch.setattr(shards, "flat_shards", simulation.on_host(shards.flat_shards))
-        _forget_services()
         dist.init_process_group("simulated", rank=0, world_size=world_size, store=dist.HashStore())
         with simulation:
             yield simulation
     finally:
         patch.undo()
-        _forget_services()
         SimulatedGroup.simulation = None
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _forget_services() -> None:
-    memory.services_for.cache_clear()
-    memory.compute_stream_services.cache_clear()

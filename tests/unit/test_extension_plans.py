@@ -13,7 +13,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fsdp2.comm.memory import services_for
+from fsdp2.comm.streams import streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, pieces
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import JoinedLayout, ShardLayout, join
@@ -240,7 +240,7 @@ def _bound(hooks: FixedHooks, comm: OneRank, lifetimes: list[Lifetime]) -> tuple
     flats = flat_shards(plan, device)
     for flat in flats.values():
         flat.copy_(torch.arange(flat.numel()))
-    gather = Gather(plan, flats, GatheredMemory(plan, device), 0, comm, services_for(device), hooks)
+    gather = Gather(plan, flats, GatheredMemory(plan, device), 0, comm, streams_for(device), hooks)
     hooks.outputs = [gather.outputs[2 + k] for k in range(len(hooks.tensors))]
     return gather, flats
 

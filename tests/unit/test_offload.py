@@ -13,9 +13,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from fsdp2.comm.backends import LocalComm
-from fsdp2.comm.memory import services_for
 from fsdp2.comm.offload import HOST, FlatStage, Home, HostCopies, StagedOffloadPolicy, home_for
-from fsdp2.comm.streams import AcceleratorStreams, Streams
+from fsdp2.comm.streams import AcceleratorStreams, Streams, streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
 from fsdp2.group.param import check_device, pinned
 from fsdp2.plan.dtypes import param_dtypes
@@ -93,7 +92,7 @@ def _staged_gather() -> tuple[Gather, FlatShards, NotedStreams]:
         flat.copy_(torch.arange(flat.numel()))
     stage = FlatStage(flats, HOST, streams)
     memory = GatheredMemory(plan, HOST)
-    return Gather(plan, flats, memory, 0, comm, services_for(HOST), None, stage=stage), flats, streams
+    return Gather(plan, flats, memory, 0, comm, streams_for(HOST), None, stage=stage), flats, streams
 
 
 def _nbytes(gather: Gather) -> list[int]:

@@ -1,7 +1,7 @@
 """What waits for what on an accelerator, recorded by stand-ins for streams: no device is needed.
 
-The rule under test is I3: memory that was released is given back only by the next gather (or flush), on the gather
-stream, and only after that stream has been told to wait for the compute that may still read it.
+The rule under test is I3: memory is given back to the gather stream only after that stream has been told to wait for
+the compute that may still read it.
 """
 
 from __future__ import annotations
@@ -14,28 +14,22 @@ import pytest
 import torch
 
 from fsdp2.comm.backends import CollectiveComm
-from fsdp2.comm.memory import Memory, compute_stream_services, services_for
+from fsdp2.comm.memory import allocate, release
 from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
 
 
 class RecordingStreams(Streams):
-    """Numbers its events, and notes at each wait how large the watched storages are at that moment."""
+    """Notes at each wait how large the watched storages are at that moment."""
 
     runs_ahead = True
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.watched: dict[str, torch.UntypedStorage] = {}
-        self._num_events = 0
 
-    def record(self) -> Any:
-        self._num_events += 1
-        self.log.append(f"record {self._num_events}")
-        return self._num_events
-
-    def wait_here(self, event: Any) -> None:
+    def gather_after_compute(self) -> None:
         sizes = ", ".join(f"{name} {storage.nbytes()}" for name, storage in self.watched.items())
-        self.log.append(f"wait {event}: {sizes}")
+        self.log.append(f"gather after compute: {sizes}")
 
 
 @pytest.fixture
@@ -43,98 +37,31 @@ def streams() -> RecordingStreams:
     return RecordingStreams()
 
 
-@pytest.fixture
-def memory(streams: RecordingStreams) -> Memory:
-    return Memory(streams)
-
-
-def _allocated(memory: Memory, streams: RecordingStreams, name: str, nbytes: int) -> torch.UntypedStorage:
+def _allocated(streams: RecordingStreams, name: str, nbytes: int) -> torch.UntypedStorage:
     storage = streams.watched[name] = torch.UntypedStorage(0)
-    memory.allocate([(storage, nbytes)])
+    allocate([(storage, nbytes)])
     return storage
 
 
-def test_release_records_the_compute_so_far_and_frees_nothing(memory: Memory, streams: RecordingStreams) -> None:
-    storage = _allocated(memory, streams, "a", 64)
-    memory.release([(storage, 64)])
-    assert storage.nbytes() == 64
-    assert streams.log == ["record 1"]
-
-
-def test_next_gather_waits_for_the_released_compute_then_frees_then_allocates(
-    memory: Memory, streams: RecordingStreams
-) -> None:
-    first = _allocated(memory, streams, "a", 64)
-    memory.release([(first, 64)])
-    second = _allocated(memory, streams, "b", 32)
-    assert streams.log == ["record 1", "wait 1: a 64, b 0"]  # at the wait, nothing was freed or allocated
-    assert (first.nbytes(), second.nbytes()) == (0, 32)
-
-
-def test_flush_waits_for_the_released_compute_then_frees(memory: Memory, streams: RecordingStreams) -> None:
-    storage = _allocated(memory, streams, "a", 64)
-    memory.release([(storage, 64)])
-    memory.flush()
-    assert streams.log == ["record 1", "wait 1: a 64"]
+def test_gather_stream_waits_for_compute_before_memory_is_freed(streams: RecordingStreams) -> None:
+    storage = _allocated(streams, "a", 64)
+    release([(storage, 64)], streams)
+    assert streams.log == ["gather after compute: a 64"]
     assert storage.nbytes() == 0
 
 
-def test_every_released_storage_is_freed_behind_its_own_event(memory: Memory, streams: RecordingStreams) -> None:
-    storages = [_allocated(memory, streams, name, 64) for name in "ab"]
-    for storage in storages:
-        memory.release([(storage, 64)])
-    memory.flush()
-    assert streams.log == ["record 1", "record 2", "wait 1: a 64, b 64", "wait 2: a 0, b 64"]
-    assert [storage.nbytes() for storage in storages] == [0, 0]
+def test_storages_of_one_release_share_a_wait(streams: RecordingStreams) -> None:
+    storages = [(_allocated(streams, name, 64), 64) for name in "ab"]
+    release(storages, streams)
+    assert streams.log == ["gather after compute: a 64, b 64"]
+    assert [storage.nbytes() for storage, _ in storages] == [0, 0]
 
 
-def test_group_that_still_computes_is_not_waited_for(memory: Memory, streams: RecordingStreams) -> None:
-    done = _allocated(memory, streams, "a", 64)
-    computing = _allocated(memory, streams, "b", 64)
-    memory.release([(done, 64)])
-    _allocated(memory, streams, "c", 64)
-    assert [line.split(":")[0] for line in streams.log] == ["record 1", "wait 1"]
-    assert computing.nbytes() == 64
-
-
-def test_storage_that_is_gathered_again_at_once_waits_for_its_own_release(
-    memory: Memory, streams: RecordingStreams
-) -> None:
-    storage = _allocated(memory, streams, "a", 64)
-    memory.release([(storage, 64)])
-    memory.allocate([(storage, 64)])
-    memory.flush()
-    assert streams.log == ["record 1", "wait 1: a 64"]
-    assert storage.nbytes() == 64
-
-
-def test_a_release_is_carried_out_once(memory: Memory, streams: RecordingStreams) -> None:
-    storage = _allocated(memory, streams, "a", 64)
-    memory.release([(storage, 64)])
-    memory.flush()
-    memory.flush()
-    _allocated(memory, streams, "b", 64)
-    assert len(streams.log) == 2
-
-
-def test_memory_that_is_kept_is_written_behind_the_compute_that_read_it(
-    memory: Memory, streams: RecordingStreams
-) -> None:
-    storage = _allocated(memory, streams, "a", 64)
+def test_memory_that_was_kept_stays_where_it_is(streams: RecordingStreams) -> None:
+    storage = _allocated(streams, "a", 64)
     place = storage.data_ptr()
-    memory.keep()
-    memory.allocate([(storage, 64)])
-    assert streams.log == ["record 1", "wait 1: a 64"]
+    allocate([(storage, 64)])
     assert (storage.nbytes(), storage.data_ptr()) == (64, place)
-
-
-def test_on_the_cpu_a_release_frees_at_once_and_records_nothing(streams: RecordingStreams) -> None:
-    streams.runs_ahead = False
-    memory = Memory(streams)
-    storage = _allocated(memory, streams, "a", 64)
-    memory.release([(storage, 64)])
-    assert storage.nbytes() == 0
-    assert streams.log == []
 
 
 # AcceleratorStreams on a device module that only takes notes
@@ -245,27 +172,9 @@ def test_without_a_gather_stream_gathers_run_where_compute_does(device_module: F
     assert len(device_module.priorities) == 2  # it made no stream of its own
 
 
-def test_memory_of_gathers_without_a_stream_is_apart(device_module: FakeDeviceModule) -> None:
-    device = torch.device("meta")
-    try:
-        shared, apart = services_for(device), compute_stream_services(device)
-        assert apart.memory is not shared.memory
-        assert apart is compute_stream_services(device)
-        storage = torch.UntypedStorage(0)
-        apart.memory.allocate([(storage, 64)])
-        apart.memory.release([(storage, 64)])
-        shared.flush()
-        assert storage.nbytes() == 64
-        apart.flush()
-        assert storage.nbytes() == 0
-    finally:
-        services_for.cache_clear()
-        compute_stream_services.cache_clear()
-
-
 def test_on_the_cpu_gathers_without_a_stream_are_those_with_one() -> None:
     device = torch.device("cpu")
-    assert compute_stream_services(device) is services_for(device)
+    assert streams_for(device).gathering_on_compute is streams_for(device)
 
 
 def test_cpu_records_no_events() -> None:
@@ -319,5 +228,5 @@ def test_collectives_beside_a_stream_are_waited_for_where_their_data_is_needed()
     assert (group.asked, work.num_waits) == ([True, True], 0)
 
 
-def test_all_models_on_a_device_share_its_services() -> None:
-    assert services_for(torch.device("cpu")) is services_for(torch.device("cpu"))
+def test_all_models_on_a_device_share_its_streams() -> None:
+    assert streams_for(torch.device("cpu")) is streams_for(torch.device("cpu"))
