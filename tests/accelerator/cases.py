@@ -342,7 +342,7 @@ FAST = {
     "accumulated",
     "checkpointed",
     "gathered on the compute stream",
-    "hooked, and read what forward wrote",
+    "reads what forward wrote",
     "partly used",
     "offloaded, evaluated",
     "replicated only",
@@ -389,9 +389,7 @@ CASES: dict[str, Trained] = {
     "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
     "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),
     "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), options=_of(policy=bf16_fp32)),
-    "hooked, and read what forward wrote": Trained(
-        model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor
-    ),
+    "reads what forward wrote": Trained(model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor),
     "int8": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor)),
     "int8, offloaded": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor), shard=offloaded),
     "float8": Trained(beyond_torch=True, model=partial(wrapped, Float8AllGatherTensor)),

@@ -272,6 +272,12 @@ class SimNCCL(dist.ProcessGroup):
         torch.accelerator.current_stream().synchronize()
         return Work(None, [])
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        """What follows could be one launch; here it is as many as it has calls."""
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return Work(None if self._stream is None else self._stream.record_event(), [])
+
     # The names before torch 2.13
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced

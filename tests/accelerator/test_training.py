@@ -46,3 +46,11 @@ def test_subject_trains_as_on_the_cpu_with_4_ranks(ctx: RankContext, name: str) 
 @on_device(4)
 def test_oracle_trains_as_on_the_cpu_with_4_ranks(ctx: RankContext, name: str) -> None:
     check(ctx, name, oracle(), FEW)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["direct bf16 reduced in fp32", "accumulated", "offloaded"])
+@on_device(2)
+def test_ranks_train_alike_though_their_streams_go_on_in_other_orders(ctx: RankContext, name: str) -> None:
+    found = differences(run(CASES[name], mesh_of(ctx, name), subject(), seed=ctx.rank), reference(ctx, name))
+    assert not found, found[:4]
