@@ -71,19 +71,11 @@ def test_forward_waits_for_the_event_of_the_optimizer(ctx: RankContext) -> None:
     check_event(ctx.mesh_1d(), cpu_mesh(2), subject())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="with one rank on the shard axis nothing is gathered, and compute itself reads the shards without waiting "
-    "for the event",
-)
 @on_device(2)
 def test_forward_waits_for_the_event_of_the_optimizer_on_a_shard_axis_of_one(ctx: RankContext) -> None:
     check_event(ctx.mesh_2d(2, 1), cpu_mesh(2, 1), subject())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the gather stream waits for the event, but it is the compute stream that gathers"
-)
 @on_device(2)
 def test_forward_that_gathers_on_the_compute_stream_waits_for_the_event_of_the_optimizer(ctx: RankContext) -> None:
     check_event(ctx.mesh_1d(), cpu_mesh(2), subject(), then=gather_on_compute_stream)
@@ -103,11 +95,6 @@ def assert_overlap(found: list[str]) -> None:
     assert found[: found.index("all-reduce ends")].count("reduce-scatter ends") > 1, found
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the reduce stream waits for the all-reduce, so the next unit's reduce-scatter is behind it, although they "
-    "go over different links",
-)
 @on_device(4)
 def test_reduce_scatter_overlaps_with_the_all_reduce_of_the_unit_before(ctx: RankContext) -> None:
     assert_overlap(launches_of_a_step(ctx, subject()))
@@ -125,9 +112,6 @@ def built(runtime: Runtime, mesh: Any, make: Any = WIDE, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Gather.issue allocates storage by storage, and keeps those it has if the next one fails"
-)
 @on_device(2)
 def test_gather_that_finds_no_memory_keeps_none(ctx: RankContext) -> None:
     model = built(subject(), ctx.mesh_1d())
@@ -168,11 +152,6 @@ def peak_of_a_step(ctx: RankContext, runtime: Runtime, **options: Any) -> int:
     return peak
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="released parameters keep their memory until the next gather, though the reduction in between allocates: "
-    "10% and 28% above torch's peak",
-)
 @pytest.mark.parametrize("policy", ["fp32", "bf16, fp32"])
 @on_device(2)
 def test_peak_of_backward_is_not_above_that_of_torch(ctx: RankContext, policy: str) -> None:

@@ -46,9 +46,9 @@ class Wait:
 
 WAITS = [
     Wait("wait_here", "group.all_gather.Gather.wait", "plain", "late gathers"),
-    Wait("wait_here", "comm.memory.Memory.flush", "direct", "side streams first"),
+    Wait("gather_after_compute", "comm.memory.release", "direct", "side streams first"),
     Wait("wait_here", "group.gradients.Reduction.finish", "direct", "late reductions"),
-    Wait("wait_here", "group.gradients.Reduction.wait", "plain", "late reductions"),
+    Wait("wait_here", "group.gradients.Reduction.wait", "plain", "compute first"),
     Wait("gather_after_compute", "runtime.root.Root.order_gathers", "plain", "side streams first"),
     Wait("gather_after_compute", "runtime.root.Root._begin_backward", "reads what forward wrote", "side streams first"),
     Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment", "side streams first"),
@@ -59,7 +59,7 @@ WAITS = [
     Wait("work", "group.all_gather.Gather._wait_for_works", "gathered on the compute stream", "late gathers"),
     Wait("work", "runtime.rank_checks._OnMesh._anywhere", "partly used", "late reductions"),
     Wait("on, in front", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "late reductions"),
-    Wait("on, behind", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "compute first"),
+    Wait("on, behind", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "seed 2"),
 ]
 WAITS_OF_4 = [
     Wait(
@@ -68,7 +68,7 @@ WAITS_OF_4 = [
         "replicated, sums carried on alone",
         "side streams first",
     ),
-    Wait("work", "group.reduce_scatter.Reduce.complete", "replicated, cast back", "late all-reduces"),
+    Wait("work", "group.gradients.Reduction._advance", "replicated, cast back", "late all-reduces"),
 ]
 
 
@@ -117,8 +117,8 @@ def _unless_at(place: str, method: Callable[..., Any], times: list[None], *, dep
 
     def wait(self: Any, *args: Any) -> Any:
         frame = sys._getframe(depth)
-        owner = type(frame.f_locals.get("self")).__qualname__
-        if f"{frame.f_globals['__name__']}.{owner}.{frame.f_code.co_name}" == f"fsdp2.{place}":
+        names = [type(frame.f_locals["self"]).__qualname__] if "self" in frame.f_locals else []
+        if ".".join([frame.f_globals["__name__"], *names, frame.f_code.co_name]) == f"fsdp2.{place}":
             times.append(None)
             return None
         return method(self, *args)
