@@ -192,7 +192,10 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Divide gradients behind the all-reduce hook, so that it gets their sum. Collectives only ever sum here."""
+        """Have collectives sum, and divide gradients behind the all-reduce hook, so that it gets their sum.
+
+        Otherwise a backend that can (NCCL) takes the mean itself, without a kernel that divides.
+        """
         self._configure(False, divides_behind_hook=enable)
 
     def set_all_reduce_hook(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import Waitable, streams_for
-from fsdp2.plan.mesh import Axis
+from fsdp2.plan.mesh import Axis, ParallelMesh
 
 Launch = Callable[[], Sequence[Waitable]]
 
@@ -52,8 +52,10 @@ class ReduceComm(Protocol):
     direct_min_nbytes: int
     reduces_uneven: bool
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        """Sum ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in ``outputs[i]``
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
+    ) -> Sequence[Waitable]:
+        """Sum, or average, ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in ``outputs[i]``
         ``[n]``. Where ``reduces_uneven``, an input may be shorter, and so is what the last ranks get. May empty the
         list ``inputs`` once nothing reads them any more.
         """
@@ -79,7 +81,8 @@ class CollectiveComm(AxisComm):
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
         self._on_stream = on_stream
-        self._reduce_scatter = _torch.reduce_scatter(group, dist.ReduceOp.SUM, on_stream=on_stream)
+        self._sum = _torch.reduce_scatter(group, dist.ReduceOp.SUM, on_stream=on_stream)
+        self._average = _torch.reduce_scatter(group, dist.ReduceOp.AVG, on_stream=on_stream)
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
@@ -87,8 +90,10 @@ class CollectiveComm(AxisComm):
         launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
         return lambda: self._issued(launch())
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
-        return self._issued(self._reduce_scatter(outputs, inputs))
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
+    ) -> Sequence[Waitable]:
+        return self._issued((self._average if averages else self._sum)(outputs, inputs))
 
     def _issued(self, work: dist.Work | None) -> Sequence[Waitable]:
         """On a stream, NCCL returns no work; where another backend does, that stream waits for it, and not the CPU."""
@@ -166,7 +171,10 @@ class PeerComm(AxisComm):
 
         return launch
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
+    ) -> Sequence[Waitable]:
+        assert not averages  # see can_average
         return [self._reduce_one(output, values) for output, values in zip(outputs, inputs, strict=True)]
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
@@ -220,7 +228,9 @@ class LocalComm(AxisComm):
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         return _copies(outputs, inputs)
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
+    ) -> Sequence[Waitable]:
         _torch.foreach_copy(outputs, inputs)
         return ()
 
@@ -246,6 +256,13 @@ def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> Axi
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
         return PeerComm(axis.group)
     return CollectiveComm(axis.group, on_stream=streams_for(device).runs_ahead and not is_async)
+
+
+def can_average(mesh: ParallelMesh) -> bool:
+    """Whether reductions on ``mesh`` can take the mean themselves: NCCL and backends like it do, gloo does not."""
+    groups = [axis.group for axis in (mesh.shard, mesh.replicate) if axis.group is not None and axis.size > 1]
+    is_able = mesh.device.type not in ("cpu", "mtia")
+    return is_able and all(_torch.backend_name(group, mesh.device) != "gloo" for group in groups)
 
 
 def exchange(axis: Axis, value: object) -> list[Any]:

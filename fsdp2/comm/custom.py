@@ -110,7 +110,10 @@ class CustomReduce:
     def __init__(self, comm: ReduceScatter, axis: Axis, device: torch.device) -> None:
         self._comm, self._axis, self._device = comm, axis, device
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
+    ) -> Sequence[Waitable]:
+        assert not averages  # the interface is asked for sums
         pairs = list(zip(outputs, inputs, strict=True))
         inputs.clear()
         messages = []

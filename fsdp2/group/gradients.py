@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import ReduceComm
+from fsdp2.comm.backends import ReduceComm, can_average
 from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home, HostCopies
 from fsdp2.comm.streams import Streams, Waitable, wait_for
@@ -104,7 +104,10 @@ class BoundReduce:
         """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured in between."""
         if self is other:
             return True
-        plans = [[(plan.steps, plan.dtypes, plan.factors.before) for plan in b.reduce.plans] for b in (self, other)]
+        plans = [
+            [(plan.steps, plan.dtypes, plan.factors.before, plan.factors.averages) for plan in each.reduce.plans]
+            for each in (self, other)
+        ]
         return self.parts == other.parts and plans[0] == plans[1]
 
 
@@ -303,6 +306,13 @@ class GroupGradients:
         inputs = [part.param.reduce_input for part in self._parts_of(trainable)]
         return compile_reduces(inputs, self._comm, self._mesh.data_parallel_size), self._comm
 
+    @property
+    def _averages(self) -> bool:
+        """Whether the collectives may take the mean. A user's own collective, or axis, is asked for sums."""
+        options = self.options
+        is_own = options.reduce_scatter is not None or options.reduce_axis is not None
+        return not (is_own or options.divides_behind_hook) and can_average(self._mesh)
+
     def _parts_of(self, trainable: Sequence[int]) -> list[Part]:
         return [Part(self._params[i], name) for i in trainable for name in self._params[i].gradient_parts()]
 
@@ -318,6 +328,7 @@ class GroupGradients:
             self._mesh.data_parallel_size,
             options.gradient_divide_factor,
             behind_hook=options.divides_behind_hook,
+            averages=self._averages,
         )
         ordered = [parts[step.index] for plan in plans for step in plan.steps]
         is_wrapped = any(param.is_wrapped for param in params)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
@@ -58,6 +59,7 @@ class Reduce:
         self._mesh, self._comm, self.streams = mesh, comm, streams
         self._parts = [_Part(plan, mesh, is_hooked=hook is not None) for plan in plans]
         self._hook = hook
+        self._averages = any(plan.factors.averages for plan in plans)  # then all do
         self._lands_gradients = any(part.is_local for part in self._parts)
 
     def launch(self, grads: list[torch.Tensor]) -> Launched:
@@ -74,7 +76,7 @@ class Reduce:
             sums = [part.receive(mine, outputs, sent) for part, mine in zip(self._parts, packed, strict=True)]
             held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` when it has read it
             del packed
-            works = self._comm.reduce_scatter(outputs, sent) if outputs else ()
+            works = self._comm.reduce_scatter(outputs, sent, averages=self._averages) if outputs else ()
             # Gradients that land as they are must live longer.
             read = None if self._lands_gradients else streams.record()
         return Launched(sums, works, held, read)
@@ -86,7 +88,8 @@ class Reduce:
 
     def all_reduce(self, sums: Sums) -> Sequence[Waitable]:
         """Start summing over the replicate axis as well, in place. Returns what to wait for."""
-        return [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer)]
+        op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        return [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer, op)]
 
     def complete(self, sums: Sums) -> Sums:
         """Divide in place, run the user's hook, cast to the gradients' dtype."""

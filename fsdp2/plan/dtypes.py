@@ -73,12 +73,17 @@ def check_grad_dtype(name: str, grad: GradDtype | None, policy: MixedPrecisionPo
 
 @dataclass(frozen=True)
 class DivideFactors:
-    """Divide by ``before`` ahead of the sum over all ranks and by ``after`` behind it; ``behind_hook``: also behind the
-    user's all-reduce hook, which sees a sum that is not fully divided then."""
+    """Divide by ``before`` ahead of the sum over all ranks and by ``after`` behind it.
+
+    Attributes:
+        behind_hook: also behind the user's all-reduce hook, which sees a sum that is not fully divided then.
+        averages: the collectives themselves take the mean.
+    """
 
     before: float
     after: float
     behind_hook: bool = False
+    averages: bool = False
 
 
 def divide_factors(

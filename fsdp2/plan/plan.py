@@ -196,6 +196,8 @@ class ReducePlan:
             for step in self.steps
         ]
         divide = f"divide by {self.factors.before:g} before, {self.factors.after:g} after"
+        if self.factors.averages:
+            divide = "averaged by the collectives"
         dtypes = f"{_arrow(self.dtypes.param, self.dtypes.reduce)} -> {_name(self.dtypes.grad)}"
         return "\n".join([f"reduce-scatter {dtypes}, {divide}", *rows])
 
@@ -244,20 +246,20 @@ def compile_reduces(
     factor: float | None = None,
     *,
     behind_hook: bool = False,
+    averages: bool = False,
 ) -> tuple[ReducePlan, ...]:
     """A plan per combination of dtypes, for gradients that are summed over ``world_size`` ranks and divided by
-    ``factor``, ``behind_hook`` if asked to. Steps carry the position in ``inputs`` as ``index``."""
+    ``factor``, ``behind_hook`` if asked to. If the collectives can take the mean (``averages``), and that is what is
+    asked for, they do. Steps carry the position in ``inputs`` as ``index``."""
     by_dtypes: dict[ParamDtypes, list[tuple[int, PlanInput]]] = {}
     for index, item in enumerate(inputs):
         by_dtypes.setdefault(item.dtypes, []).append((index, item))
+    factors = [divide_factors(dtypes.reduce, world_size, factor, behind_hook=behind_hook) for dtypes in by_dtypes]
+    if averages and world_size > 1 and set(factors) == {DivideFactors(1.0, float(world_size))}:
+        factors = [DivideFactors(1.0, 1.0, averages=True)] * len(factors)
     return tuple(
-        _compile_reduce(
-            tuple(alike),
-            divide_factors(dtypes.reduce, world_size, factor, behind_hook=behind_hook),
-            comm.direct_min_nbytes,
-            comm.reduces_uneven,
-        )
-        for dtypes, alike in by_dtypes.items()
+        _compile_reduce(tuple(alike), divisions, comm.direct_min_nbytes, comm.reduces_uneven)
+        for alike, divisions in zip(by_dtypes.values(), factors, strict=True)
     )
 
 
