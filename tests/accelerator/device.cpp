@@ -12,10 +12,9 @@
 //  - `mutex` is a leaf: nobody runs an operation or takes Python's lock while holding it.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/NumericUtils.h>
 #include <ATen/Parallel.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/CPUFallback.h>
+#include <ATen/NativeFunctions.h>
 #include <ATen/native/Resize.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
@@ -147,21 +146,6 @@ class Device {
   bool is_idle(int64_t stream) {
     std::lock_guard<std::mutex> lock(mutex);
     return streams.at(stream).items.empty();
-  }
-
-  // After a failure: forget what was enqueued.
-  void drop_all() {
-    std::deque<Item> dropped;
-    std::lock_guard<std::mutex> turn(turn_);
-    std::lock_guard<std::mutex> lock(mutex);
-    for (auto& stream : streams) {
-      for (auto& item : stream.items) {
-        if (item.signals) *item.signals = true;
-        dropped.push_back(std::move(item));
-      }
-      stream.items.clear();
-    }
-    error_.clear();
   }
 
  private:
@@ -606,7 +590,7 @@ void copy_results(const Stack& targets, const Stack& results) {
 const std::unordered_set<std::string> kReadByHost = {
     "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::bincount",
     "aten::unique_consecutive", "aten::repeat_interleave"};
-std::set<std::string> ran_at_once;  // operations without a kernel that tells the shape of the result
+std::set<std::string> ran_at_once;  // operations whose results' shapes no meta kernel tells: these drain the device
 
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
@@ -675,7 +659,6 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
     try {
       op.callBoxed(&meta);
     } catch (const c10::NotImplementedError&) {
-      TORCH_CHECK(is_new || num_written > 0, schema.name());
       ran_at_once.insert(schema.name());
       return run_at_once(op, stack, arguments);
     }
@@ -832,7 +815,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& stream : device().streams) stream.priority.reset();
   });
   m.def("drain", [] { device().run_until(nullptr); });
-  m.def("drop_all", [] { device().drop_all(); }, py::call_guard<py::gil_scoped_release>());
   m.def("host_view", [](const Tensor& tensor) { return on_host(tensor); });
   m.def("send", [](int64_t stream, std::string kind, py::object message) {
     Item item;

@@ -3,9 +3,10 @@
 **Asynchrony.** Every operation is put into a queue per stream; a worker thread runs the queues while the host waits
 for the device, and only as far as it waits for. That is simpler than a thread per stream with delays, and stronger:
 whatever no event orders can run in any order, however far apart it was enqueued, and one seed gives one order. It takes
-the shapes of results before there are results: torch's meta kernels know them. The other way that was thought of,
-operations that run at once beside the vector clocks of ``tests/harness/races.py``, finds the same left-out waits but
-never a wrong value; so it cannot tell a harmless order from a harmful one, and it sees only what it was told to watch.
+the shapes of results before there are results: torch's meta kernels know them. An operation without one drains the
+device and is noted (``ran_at_once``); no test of training has any. The other way is that operations run at once, beside
+the vector clocks of ``tests/harness/races.py``. It was not tried: clocks show that an order is missing, and no wrong
+value, and they see only what they are told to watch.
 
 **Left-out waits show as values.** Freed memory is filled with NaN in the order of its stream, and so are outputs of
 collectives that have not arrived. A stream that does not wait reads NaN, or what was there before.
