@@ -55,9 +55,9 @@ class ReduceComm(Protocol):
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
-        """Sum, or average, ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in ``outputs[i]``
-        ``[n]``. Where ``reduces_uneven``, an input may be shorter, and so is what the last ranks get. May empty the
-        list ``inputs`` once nothing reads them any more.
+        """Sum, or average, ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in
+        ``outputs[i]`` ``[n]``. Where ``reduces_uneven``, an input may be shorter, and so is what the last ranks get.
+        May empty the list ``inputs`` once nothing reads them any more.
         """
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
@@ -72,10 +72,9 @@ class AxisComm(GatherComm, ReduceComm, Protocol):
 class CollectiveComm(AxisComm):
     """The backend's own collectives, all tensors of a group in one launch: NCCL, and any backend not named below."""
 
-    # NCCL moves a coalesced launch at full speed whatever its parts, so only latency-bound messages gain from a bucket.
-    # Not measured on a GPU so far: benchmarks/gpu_step.py is to. On the CPU, benchmarks/runtime_overhead.py --only
-    # width_256 shows what the copies of a bucket cost.
-    direct_min_nbytes = 16 * 1024
+    # NCCL groups few large tensors well, and many small ones badly (NVIDIA/nccl#725, pytorch/pytorch#153673). Not
+    # measured on a GPU so far: the sweep of benchmarks/gpu_step.py is to give this number.
+    direct_min_nbytes = 1024 * 1024
     reduces_uneven = False
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:

@@ -149,8 +149,8 @@ class _OnMesh:
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = [group.gradients for group in groups]
         self._mesh: ParallelMesh = groups[0].mesh
-        self._mine = bytearray()
-        self._mine_on_device = torch.empty(0, dtype=torch.uint8, device=self._mesh.device)
+        self._mine = b""
+        self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
         self.size = (self._mesh.data_parallel_size, self._mesh.shard.size)
 
     def settle(self) -> None:
@@ -165,17 +165,17 @@ class _OnMesh:
             start = stop
 
     def _anywhere(self) -> bytes:
-        """``used`` of all groups on all ranks, or-ed; empty if nobody here asks. Then nothing is copied from the
+        """``used`` of all groups on all ranks, or-ed; empty if nobody here asks. Then the CPU does not wait for the
         device.
 
         Not to wait for the answer where nobody asks was tried: a step was no shorter (0.2 ms of 44 with 2 gloo ranks),
         and processes crashed when torch's profiler, recording memory, stopped while the all-reduce still ran.
         """
-        mine = bytearray().join([gradients.used for gradients in self._groups])
-        if mine != self._mine:  # else, as in most steps, nothing is copied to the device
-            self._mine = mine
-            self._mine_on_device = torch.frombuffer(mine, dtype=torch.uint8).to(self._mesh.device)
-        flags = self._mine_on_device.clone()
+        mine, device = b"".join([gradients.used for gradients in self._groups]), self._mesh.device
+        if mine != self._mine:
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            self._mine, self._sent = mine, sent if device.type == "cpu" else sent.pin_memory()
+        flags = self._sent.to(device, copy=True, non_blocking=True)
         for axis in (self._mesh.shard, self._mesh.replicate):
             if axis.size > 1:
                 wait_for(all_reduce(axis, flags, dist.ReduceOp.MAX))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -19,7 +20,7 @@ import fsdp2
 from fsdp2.tensors import Float8AllGatherTensor, Int8AllGatherTensor
 from tests.accelerator import device
 from tests.accelerator.support import cpu_mesh
-from tests.harness.comms import CountingAllGather, CountingReduceScatter
+from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
 from tests.harness.distributed import RankContext
 from tests.harness.extensions import Halved, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, PartlyUsed, Transformer, Uneven
@@ -453,7 +454,8 @@ def run(trained: Trained, mesh: DeviceMesh, runtime: Runtime, **schedule: Any) -
     on = mesh.device_type
     if on == device.DEVICE:
         device.schedule(**schedule)
-    found = values(train(trained.case(on), mesh, runtime))
+    with direct_from(16 * 1024) if on == device.DEVICE else nullcontext():  # models are small
+        found = values(train(trained.case(on), mesh, runtime))
     if on == device.DEVICE:
         device.load().drain()
     return found

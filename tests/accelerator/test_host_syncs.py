@@ -40,16 +40,11 @@ def syncs_of_a_step(ctx: RankContext, name: str) -> dict[str, int]:
     return dict(Counter(noted))
 
 
-_UNUSED = "a rank that withholds gradients reads the other ranks' answer (tolist), and its flags are not pinned"
-_FLAGS = (
-    "flags of used parameters change between the backwards of a step, and are copied from memory that is not pinned"
-)
+_UNUSED = "a rank that withholds gradients reads the other ranks' answer (tolist)"
 _FROZEN = "what ranks have used is compared anew whenever other units train than in the last forward"
 _KNOWN = {
     "frozen by turns": _FROZEN,
     "partly used": _UNUSED,
-    "replicated, partial sums": _FLAGS,
-    "replicated, sums carried on alone": _FLAGS,
 }
 
 

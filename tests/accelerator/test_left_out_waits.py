@@ -48,7 +48,7 @@ WAITS = [
     Wait("wait_here", "group.all_gather.Gather.wait", "plain", "late gathers"),
     Wait("gather_after_compute", "comm.memory.release", "direct", "side streams first"),
     Wait("wait_here", "group.gradients.Reduction.finish", "direct", "late reductions"),
-    Wait("wait_here", "group.gradients.Reduction.wait", "plain", "compute first"),
+    Wait("wait_here", "group.gradients.Reduction.wait", "bf16", "compute first"),
     Wait("gather_after_compute", "runtime.root.Root.order_gathers", "plain", "side streams first"),
     Wait("gather_after_compute", "runtime.root.Root._begin_backward", "reads what forward wrote", "side streams first"),
     Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment", "side streams first"),

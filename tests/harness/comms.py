@@ -9,23 +9,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fsdp2
-from fsdp2.comm.backends import PeerComm
+from fsdp2.comm.backends import CollectiveComm, PeerComm
 
 
 @contextmanager
 def direct_from(nbytes: int) -> Iterator[None]:
     """In models that are sharded meanwhile, shards of at least ``nbytes`` travel on their own."""
-    before = PeerComm.direct_min_nbytes
-    PeerComm.direct_min_nbytes = nbytes
+    patch = pytest.MonkeyPatch()
+    for comm in (PeerComm, CollectiveComm):
+        patch.setattr(comm, "direct_min_nbytes", nbytes)
     try:
         yield
     finally:
-        PeerComm.direct_min_nbytes = before
+        patch.undo()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2.comm import offload, streams as streams_module
 from fsdp2.comm.streams import AcceleratorStreams
 from fsdp2.group import shards
+from tests.harness.comms import direct_from
 from tests.harness.races import Races, SimulatedDevice, SimulatedStream, caller
 
 aten = torch.ops.aten
@@ -264,7 +265,7 @@ def simulated_accelerator(world_size: int = 4, *, shards_on_host: bool = False) 
             patch.setattr(offload, "_copied_to", simulation.on_host(offload._copied_to))
             patch.setattr(shards, "flat_shards", simulation.on_host(shards.flat_shards))
         dist.init_process_group("simulated", rank=0, world_size=world_size, store=dist.HashStore())
-        with simulation:
+        with simulation, direct_from(16 * 1024):  # models are small
             yield simulation
     finally:
         patch.undo()

@@ -17,7 +17,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from fsdp2._torch import GradDtype
-from fsdp2.plan.dtypes import param_dtypes
+from fsdp2.plan.dtypes import DivideFactors, param_dtypes
 from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout
 from fsdp2.plan.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces
 from fsdp2.types import MixedPrecisionPolicy
@@ -306,3 +306,28 @@ def test_only_even_gradients_cut_on_their_first_dim_travel_directly(seed: int) -
 def test_plan_is_the_same_for_every_rank_and_call() -> None:
     inputs = _random_inputs(random.Random(3), one_dtype=False)
     assert _gather(inputs) == _gather(list(inputs))
+
+
+def _factors(*policies: dict[str, Any], factor: float | None = None, **options: bool) -> set[DivideFactors]:
+    inputs = [_input("weight", (4, 2), **policy) for policy in policies]
+    plans = compile_reduces(inputs, Preferences(), WORLD_SIZE, factor, **options)
+    return {plan.factors for plan in plans}
+
+
+AVERAGED = {DivideFactors(1.0, 1.0, averages=True)}
+
+
+def test_collectives_that_can_average_leave_nothing_to_divide() -> None:
+    bf16 = {"reduce_dtype": torch.bfloat16}
+    assert _factors({}, averages=True) == AVERAGED
+    assert _factors({}, bf16, averages=True) == AVERAGED
+    assert _factors({}, factor=float(WORLD_SIZE), averages=True) == AVERAGED
+
+
+def test_collectives_sum_where_they_cannot_average_or_where_no_mean_over_all_ranks_is_asked_for() -> None:
+    summed = DivideFactors(1.0, float(WORLD_SIZE))
+    fp16 = {"reduce_dtype": torch.float16}
+    assert _factors({}) == {summed}
+    assert _factors({}, factor=3.0, averages=True) == {DivideFactors(1.0, 3.0)}
+    assert _factors({}, behind_hook=True, averages=True) == {replace(summed, behind_hook=True)}
+    assert not any(each.averages for each in _factors({}, fp16, averages=True))  # one launch, one operation

@@ -279,8 +279,8 @@ def _cost(num_shards: int, *params: tuple[int, ...], replicas: int = 1, wire: Wi
 
 
 def test_a_group_sends_its_parameters_in_bf16_and_its_gradients_in_fp32() -> None:
-    cost = _cost(4, (1024, 512))
-    numel = 1024 * 512
+    cost = _cost(4, (2048, 1024))
+    numel = 2048 * 1024
     assert cost.gather.transfer.seconds == 2 * numel * 3 / 4
     assert [flight.transfer.seconds for flight in cost.reduce] == [4 * numel * 3 / 4]
     assert (cost.unsharded_nbytes, cost.grad_nbytes, cost.cast_nbytes) == (2 * numel, 2 * numel, 4 * numel)
