@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
+from itertools import compress, groupby
 from typing import Protocol
 
 import torch
@@ -298,10 +298,24 @@ class LocalGather:
         """Nothing was allocated."""
 
 
-def pieces(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """``full`` ``[*layout.shape]`` cut into the parts of all ranks, as views."""
-    intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
-    return [full.narrow(layout.dim, start, stop - start) for start, stop in intervals]
+def piece_pairs(
+    full: torch.Tensor, rows: torch.Tensor, layout: Layout
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Views of ``full`` ``[*layout.shape]`` and of ``rows`` ``[W, chunk_numel]`` that hold the same elements: the piece
+    of each rank, at the start of its row. Neighbouring ranks with pieces of one shape share a view, and so a copy.
+    """
+    of_full, of_rows = [], []
+    sizes = [stop - start for start, stop in map(layout.interval, range(layout.num_shards))]
+    for size, same in groupby(range(layout.num_shards), key=sizes.__getitem__):
+        ranks = list(same)
+        if size == 0:
+            continue
+        start, dim = layout.interval(ranks[0])[0], layout.dim
+        part = full.narrow(dim, start, size * len(ranks)).unflatten(dim, (len(ranks), size)).movedim(dim, 0)
+        of_full.append(part)
+        row_part = rows.narrow(0, ranks[0], len(ranks)).narrow(1, 0, math.prod(part.shape[1:]))
+        of_rows.append(row_part.view(part.shape))
+    return of_full, of_rows
 
 
 def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) -> list[Callable[[], object]]:
@@ -326,9 +340,9 @@ def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory)
             targets += [target[:num_whole], target[num_whole : num_whole + 1, :rest]]
             sources += [column[:num_whole], column[num_whole : num_whole + 1, :rest]]
             continue
-        parts = pieces(whole(step, step.layout.shape), step.layout)
+        parts, row_parts = piece_pairs(whole(step, step.layout.shape), column, step.layout)
         targets += parts
-        sources += [row.narrow(0, 0, part.numel()).view(part.shape) for row, part in zip(column, parts, strict=True)]
+        sources += row_parts
     some = [target.numel() > 0 for target in targets]
     copies = list(compress(targets, some)), list(compress(sources, some))
     return [partial(_torch.foreach_copy, *copies)] if True in some else []

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
 from fsdp2.comm.streams import Streams, Waitable
-from fsdp2.group.all_gather import pieces
+from fsdp2.group.all_gather import piece_pairs
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import ReducePlan, Route
@@ -183,11 +183,16 @@ class _Part:
 
 def pack_strided(grads: Sequence[tuple[torch.Tensor, Layout]], dtype: torch.dtype) -> torch.Tensor:
     """Rank-major ``[W * n]``: each rank's piece of every gradient, padded to the chunk."""
-    num_shards = grads[0][1].num_shards
-    packed = grads[0][0].new_zeros((num_shards, sum(layout.chunk_numel for _, layout in grads)), dtype=dtype)
-    offset = 0
-    for grad, layout in grads:
-        for row, piece in zip(packed, pieces(grad, layout), strict=True):
-            row.narrow(0, offset, piece.numel()).view(piece.shape).copy_(piece)
-        offset += layout.chunk_numel
+    sizes = [layout.chunk_numel for _, layout in grads]
+    packed = grads[0][0].new_empty((grads[0][1].num_shards, sum(sizes)), dtype=dtype)
+    if not all(layout.is_even for _, layout in grads):
+        packed.zero_()
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for (grad, layout), column in zip(grads, packed.split_with_sizes(sizes, dim=1), strict=True):
+        parts, row_parts = piece_pairs(grad, column, layout)
+        targets += row_parts
+        sources += parts
+    if targets:
+        _torch.foreach_copy(targets, sources)
     return packed.view(-1)
