@@ -23,6 +23,7 @@ from tests.distributed.compile_support import (
 )
 from tests.distributed.support import batch, seeded, shard
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 
 # Before the first block, a block (all share one graph), after the last; for training and for evaluation.
 NUM_GRAPHS = 3 * 2
@@ -142,7 +143,7 @@ def test_compiling_says_nothing(ctx: RankContext) -> None:
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize("what", ["blocks", "model"])
+@pytest.mark.parametrize("what", ["blocks", *long("model")])
 @distributed(2, timeout_s=240)
 def test_inductor_computes_the_same(ctx: RankContext, what: str) -> None:
     """With the default backend, which generates code, for both ways to compile."""

@@ -93,10 +93,10 @@ def _load(ctx: RankContext, place: str, folder: str) -> dict[str, Tensor]:
     ("saved", "loaded"),
     [
         ("tp inside", "fsdp on 2"),
-        ("tp inside", "tp outside"),
-        ("tp outside", "fsdp on 4"),
-        ("fsdp on 2", "tp inside"),
         ("fsdp on 4", "tp on 2"),
+        pytest.param("tp inside", "tp outside", marks=pytest.mark.long),
+        pytest.param("tp outside", "fsdp on 4", marks=pytest.mark.long),
+        pytest.param("fsdp on 2", "tp inside", marks=pytest.mark.long),
     ],
 )
 def test_training_resumes_on_another_mesh(saved: str, loaded: str, tmp_path: Path) -> None:

@@ -47,9 +47,8 @@ def mark_long_cases(items: Iterable[pytest.Item]) -> None:
     """Mark what ``covering`` leaves out of each test on a pool of ranks."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and WORLD_SIZE in _parameters(item):
-            if item.get_closest_marker("long") is None:
-                tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if isinstance(item, pytest.Function) and pool_of(item) and item.get_closest_marker("long") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         chosen = set(covering([_parameters(case) for case in cases]))
         for index, case in enumerate(cases):
