@@ -83,6 +83,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(uninterrupted: Pat
     assert _records(tmp_path) == _records(uninterrupted)
 
 
+@pytest.mark.long
 def test_a_run_with_int8_weights_resumes_and_knows_that_they_shape_its_losses(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_run_with_int8_weights_resumes_and_knows_that_they_shape_its_losses(
     assert _records(stopped) == _records(whole)
 
 
+@pytest.mark.long
 def test_adapters_train_on_a_run_and_only_they_are_saved(uninterrupted: Path, tmp_path: Path) -> None:
     options = ["--base", str(uninterrupted), "--output", str(tmp_path), "--steps", "4", "--rank", "2"]
     result = forked_ranks(LORA, options)
