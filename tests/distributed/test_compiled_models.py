@@ -23,7 +23,6 @@ from tests.distributed.compile_support import (
 )
 from tests.distributed.support import batch, seeded, shard
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.selection import long
 
 # Before the first block, a block (all share one graph), after the last; for training and for evaluation.
 NUM_GRAPHS = 3 * 2
@@ -39,7 +38,9 @@ def _compile(model: Any, way: str, **options: Any) -> Any:
 WAYS = ["torch.compile(model)", "model.compile()"]
 
 
-@pytest.mark.parametrize(("way", "kept"), [(WAYS[0], None), (WAYS[1], False), (WAYS[1], True)])
+@pytest.mark.parametrize(
+    ("way", "kept"), [(WAYS[0], None), (WAYS[1], True), pytest.param(WAYS[1], False, marks=pytest.mark.long)]
+)
 @distributed(2)
 def test_graphs_break_at_the_units_and_nowhere_else(ctx: RankContext, way: str, kept: bool | None) -> None:
     start_compiling()
@@ -143,7 +144,8 @@ def test_compiling_says_nothing(ctx: RankContext) -> None:
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize("what", ["blocks", *long("model")])
+@pytest.mark.long  # generating code takes the time; what is compiled is the same with the other tests' backend
+@pytest.mark.parametrize("what", ["blocks", "model"])
 @distributed(2, timeout_s=240)
 def test_inductor_computes_the_same(ctx: RankContext, what: str) -> None:
     """With the default backend, which generates code, for both ways to compile."""

@@ -60,6 +60,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupted: Path) -> None:
     steps = [record for record in _records(uninterrupted) if "loss" in record]
     validations = [record["step"] for record in _records(uninterrupted) if "validation_loss" in record]
@@ -75,6 +76,7 @@ def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupt
     assert [path.name for path in (uninterrupted / "checkpoints").iterdir()] == ["step_00000006"]
 
 
+@pytest.mark.long  # nor do the others of this fixture: `make docs` runs them
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(uninterrupted: Path, tmp_path: Path) -> None:
     stopped = _train(tmp_path, "--stop-after", "3")
     assert "stopped after step 3 of 6" in stopped.stdout

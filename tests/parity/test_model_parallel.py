@@ -223,6 +223,12 @@ FULL_MESHES: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 ]
 
 
+def _full_meshes_of_four() -> list[Any]:
+    """Every second one is long."""
+    found = [entry[1:] for entry in FULL_MESHES if entry[0] == 4]
+    return [pytest.param(*case, marks=[pytest.mark.long] if i % 2 else []) for i, case in enumerate(found)]
+
+
 def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
     mesh = ctx.mesh(**sizes)
     axes = tuple(name for name in sizes if name != "tp")
@@ -246,7 +252,7 @@ def test_full_mesh_with_named_axes_on_two_ranks(ctx: RankContext, sizes: dict[st
     _full_mesh_trains(ctx, sizes, dims)
 
 
-@pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 4], ids=str)
+@pytest.mark.parametrize(("sizes", "dims"), _full_meshes_of_four(), ids=str)
 @distributed(4)
 def test_full_mesh_with_named_axes_on_four_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
     _full_mesh_trains(ctx, sizes, dims)
