@@ -311,3 +311,26 @@ end_backward (root)
     reduce (root)
     land (root)""",
     )
+
+
+class _Skipping(Stack):
+    """Leaves its last two blocks out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.exit(self.blocks[0](self.entry(x)))
+
+
+def _units_that_are_skipped(ctx: RankContext) -> list[str]:
+    model = shard(ctx, seeded(_Skipping))
+    step(model)
+    with trace.record(model) as recorded:
+        step(model)
+    return [action for action in recorded.actions() if "blocks.1" in action]
+
+
+def test_unit_that_is_skipped_is_gathered_for_other_ranks() -> None:
+    assert on_one_rank(_units_that_are_skipped, world_size=2) != []
+
+
+def test_unit_that_is_skipped_is_left_alone_where_there_are_no_other_ranks() -> None:
+    assert on_one_rank(_units_that_are_skipped, world_size=1) == []
