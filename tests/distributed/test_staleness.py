@@ -59,8 +59,8 @@ def test_step_after_parameters_were_frozen_that_are_unsharded_gives_them_no_grad
     shards = dict(model.named_parameters())
     step(model)
     GATHERS[name](model)
-    for shard in shards.values():
-        shard.grad = None
+    for parameter in shards.values():
+        parameter.grad = None
     shards["entry.weight"].requires_grad_(False)
     shards["blocks.1.linear.bias"].requires_grad_(False)
     frozen = []

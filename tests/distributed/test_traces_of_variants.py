@@ -316,8 +316,10 @@ end_backward (root)
 class _Skipping(Stack):
     """Leaves its last two blocks out."""
 
+    skips = True
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.exit(self.blocks[0](self.entry(x)))
+        return self.exit(self.blocks[0](self.entry(x))) if self.skips else super().forward(x)
 
 
 def _units_that_are_skipped(ctx: RankContext) -> list[str]:
@@ -334,3 +336,18 @@ def test_unit_that_is_skipped_is_gathered_for_other_ranks() -> None:
 
 def test_unit_that_is_skipped_is_left_alone_where_there_are_no_other_ranks() -> None:
     assert on_one_rank(_units_that_are_skipped, world_size=1) == []
+
+
+def _unit_that_is_skipped_once(ctx: RankContext) -> list[str]:
+    model = shard(ctx, seeded(_Skipping))
+    model.set_ranks_may_skip(False)
+    model.skips = False
+    step(model)
+    model.skips = True
+    with trace.record(model) as recorded:
+        step(model)
+    return [action for action in recorded.actions() if action.startswith("reduce")]
+
+
+def test_unit_without_any_gradient_is_not_reduced_if_no_rank_may_have_one() -> None:
+    assert on_one_rank(_unit_that_is_skipped_once) == ["reduce blocks.0", "reduce (root)"]
