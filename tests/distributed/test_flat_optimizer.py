@@ -108,6 +108,7 @@ def test_same_values_however_the_model_is_sharded(ctx: RankContext, name: str) -
             twins.step()
 
 
+@pytest.mark.long
 @distributed(4)
 def test_same_values_on_four_ranks(ctx: RankContext) -> None:
     mesh = ctx.mesh_2d(2, 2)

@@ -1,20 +1,26 @@
 """What is long: ``make test`` leaves it out, ``make test-all`` runs it too.
 
-Three things are, and each has a test that is not and that fails for the same reason:
+Three things are, and each has a test that is not, and that fails for the same reason:
 
 - what is marked: ``@pytest.mark.long``, or ``*long(...)`` in a list of parameters;
 - all but the first size in ``@distributed(2, 4)``, unless ``short`` names more;
 - of a product of parameters on a pool of ranks, the cases that ``covering`` leaves out.
+
+What runs the pages' examples on ranks is long as a whole: ``make docs`` runs it, and what they show has tests
+elsewhere.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+_DOCS = Path(__file__).parents[1] / "docs"
+_MIGRATING = _DOCS / "migrating"  # a test for each row of that page
 WORLD_SIZE = "world_size"  # the parameter that ``@distributed`` adds
 
 
@@ -44,10 +50,14 @@ def covering(cases: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def mark_long_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark what ``covering`` leaves out of each test on a pool of ranks."""
+    """Mark what ``covering`` leaves out of each test on a pool of ranks, and the examples of the pages."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and pool_of(item) and item.get_closest_marker("long") is None:
+        if item.get_closest_marker("long") is not None:
+            continue
+        if _MIGRATING in item.path.parents or (_DOCS in item.path.parents and pool_of(item)):
+            item.add_marker("long")
+        elif isinstance(item, pytest.Function) and pool_of(item):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         chosen = set(covering([_parameters(case) for case in cases]))

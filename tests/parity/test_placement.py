@@ -13,6 +13,7 @@ from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, shard_units_and_root, snapshot
 
 
@@ -57,7 +58,7 @@ def test_default_mesh_spans_all_ranks(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("model", [MLP, Transformer, Uneven])
+@pytest.mark.parametrize("model", [Uneven, *long(MLP, Transformer)])
 @distributed(4)
 def test_hsdp_replicates_on_axis_0_and_shards_on_axis_1(ctx: RankContext, model) -> None:
     compare(Case(model, gather_full=True), ctx.mesh_2d(2, 2))
