@@ -5,7 +5,7 @@ ARGS ?=
 SCRIPTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench bench-check docs clean
+.PHONY: help train test test-all lint bench bench-check docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
@@ -15,8 +15,11 @@ help: ## show this list
 train: .venv/.installed ## train the example language model on 2 ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 docs/examples/train_lm.py $(ARGS)
 
-test: .venv/.installed ## run the tests
+test: .venv/.installed ## run the tests, but for the long ones
 	$(BIN)/pytest --timeout 300 $(ARGS)
+
+test-all: .venv/.installed ## run all tests; only the long ones with ARGS="-m long"
+	$(BIN)/pytest --timeout 300 -m "" $(ARGS)
 
 lint: .venv/.installed ## check style, formatting and types
 	$(BIN)/ruff check
@@ -32,7 +35,7 @@ bench-check: .venv/.bench ## run them again; print what got worse or better than
 
 docs: .venv/.installed ## write the reference from the docstrings; check that examples run and links resolve
 	$(BIN)/python docs/reference/generate.py
-	$(BIN)/pytest --timeout 300 tests/docs $(ARGS)
+	$(BIN)/pytest --timeout 300 -m "" tests/docs $(ARGS)
 
 clean: ## remove .venv, caches and results of runs
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist runs

@@ -1,4 +1,4 @@
-"""Session-wide fixtures: the pools of ranks end with the session."""
+"""What all tests share: which are long, in which order they run, and when the pools of ranks end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.pool import close_shared_pools
+from tests.harness.selection import mark_long_cases, pool_of
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_long_cases(items)
+    items.sort(key=pool_of)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # Ranks that wait still wake up: those of three pools took a tenth of two cores.
+    if pool_of(item) != pool_of(nextitem):
+        close_shared_pools()
 
 
 @pytest.fixture(scope="session", autouse=True)

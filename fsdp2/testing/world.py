@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.memory import tensor_on
-from fsdp2.group.all_gather import pieces
 from fsdp2.group.hooked_params import HookContext, Hooks
 from fsdp2.group.param import subclass_shard
 from fsdp2.group.shards import count_steps
@@ -190,7 +189,9 @@ class Rank:
         for layout, output, payloads in zip(layouts, self._outputs, zip(*sent, strict=True), strict=True):
             # I2: a tensor of its own writes, and autograd does not see that the output changes.
             target = tensor_on(output.untyped_storage(), 0, output.shape, output.stride(), output.dtype)
-            for piece, payload in zip(pieces(target, layout), payloads, strict=True):
+            for rank, payload in enumerate(payloads):
+                start, stop = layout.interval(rank)
+                piece = target.narrow(layout.dim, start, stop - start)
                 piece.copy_(payload.reshape(piece.shape))
         if self._unsharded is None:
             self._make_unsharded()

@@ -16,6 +16,7 @@ from fsdp2.tensors import BFloat16AllGatherTensor
 from tests.distributed.compile_support import BACKEND, assert_alike, num_graphs, start_compiling, train
 from tests.distributed.support import Block, Stack, batch, seeded
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 
 OPTIONS: dict[str, Any] = {"backend": BACKEND, "fullgraph": True}  # hooks run outside of the block's graph
 
@@ -68,7 +69,7 @@ def _assert_compiled_like_eager(
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("way", list(COMPILE))
+@pytest.mark.parametrize("way", ["block.compile()", "torch.compile(block)", *long(*list(COMPILE)[2:])])
 @distributed(2)
 def test_compiled_before_or_after_fully_shard(ctx: RankContext, way: str, before: bool) -> None:
     _assert_compiled_like_eager(ctx, Stack, COMPILE[way], before)
@@ -112,9 +113,10 @@ VARIANTS: dict[str, tuple[Callable[[], Stack], dict[str, Any]]] = {
     "checkpointed around": (_stack_of(lambda: checkpoint_wrapper(Block())), {}),
     "hooks": (_stack_of(_with_hooks), {}),
 }
+MORE_VARIANTS = ("kept", "resharded", "checkpointed around")
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("variant", ["mixed precision", "checkpointed inside", "hooks", *long(*MORE_VARIANTS)])
 @distributed(2)
 def test_compiled_with_every_option(ctx: RankContext, variant: str) -> None:
     make, kwargs = VARIANTS[variant]
@@ -127,7 +129,7 @@ def test_compiled_with_every_option(ctx: RankContext, variant: str) -> None:
         _assert_compiled_like_eager(ctx, make, _compile_method, **kwargs)
 
 
-@pytest.mark.parametrize("variant", ["rest on a smaller mesh", "hsdp", "one rank"])
+@pytest.mark.parametrize("variant", ["rest on a smaller mesh", *long("hsdp", "one rank")])
 @distributed(4)
 def test_compiled_on_every_mesh(ctx: RankContext, variant: str) -> None:
     kwargs: dict[str, Any] = {

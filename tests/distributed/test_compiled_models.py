@@ -23,6 +23,7 @@ from tests.distributed.compile_support import (
 )
 from tests.distributed.support import batch, seeded, shard
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 
 # Before the first block, a block (all share one graph), after the last; for training and for evaluation.
 NUM_GRAPHS = 3 * 2
@@ -36,9 +37,12 @@ def _compile(model: Any, way: str, **options: Any) -> Any:
 
 
 WAYS = ["torch.compile(model)", "model.compile()"]
+MORE_WAYS = [(WAYS[0], None), (WAYS[1], False)]
 
 
-@pytest.mark.parametrize(("way", "kept"), [(WAYS[0], None), (WAYS[1], False), (WAYS[1], True)])
+@pytest.mark.parametrize(
+    ("way", "kept"), [(WAYS[1], True), *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_WAYS)]
+)
 @distributed(2)
 def test_graphs_break_at_the_units_and_nowhere_else(ctx: RankContext, way: str, kept: bool | None) -> None:
     start_compiling()
@@ -56,6 +60,7 @@ def test_compiled_model_trains_like_the_compiled_unsharded_one(ctx: RankContext)
     assert_alike(train(model, _compile(model, WAYS[0])), train(reference, _compile(reference, WAYS[0])))
 
 
+@pytest.mark.long  # blocks that rest on a smaller mesh are not: test_compiled_blocks.py
 @distributed(4)
 def test_compiled_model_that_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
     start_compiling()
@@ -82,7 +87,7 @@ def test_compiled_model_does_the_same_as_the_eager_one(ctx: RankContext, way: st
     assert "pre_forward second" in traces[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [WAYS[0], *long(WAYS[1])])
 @distributed(2)
 def test_model_that_ran_compiled_before_it_was_sharded(ctx: RankContext, way: str) -> None:
     """The graphs of the plain model must not be used any more: they have no hooks."""
@@ -142,6 +147,7 @@ def test_compiling_says_nothing(ctx: RankContext) -> None:
     assert stream.getvalue() == ""
 
 
+@pytest.mark.long  # generating code takes the time; what is compiled is the same with the other tests' backend
 @pytest.mark.parametrize("what", ["blocks", "model"])
 @distributed(2, timeout_s=240)
 def test_inductor_computes_the_same(ctx: RankContext, what: str) -> None:

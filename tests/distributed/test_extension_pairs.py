@@ -17,6 +17,7 @@ from tests.distributed.extension_support import EVEN, MIXED, UNEVEN, Net, adam, 
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import Reference, assert_same_gradients, assert_same_losses, assert_same_shards
 from tests.harness.extensions import wrap
+from tests.harness.selection import long
 
 
 class Pair(torch.Tensor):
@@ -150,7 +151,7 @@ def test_both_halves_train_as_by_hand(ctx: RankContext, policy: MixedPrecisionPo
             pairs.step()
 
 
-@pytest.mark.parametrize("kind", [Pair, CopiedPair])
+@pytest.mark.parametrize("kind", [Pair, *long(CopiedPair)])
 @distributed(4)
 def test_both_halves_train_on_hsdp_and_resting_on_two_ranks(ctx: RankContext, kind: type[Pair]) -> None:
     for mesh, kwargs in ((ctx.mesh_2d(2, 2), {}), (ctx.mesh_1d(), {"reshard_after_forward": 2})):

@@ -41,6 +41,7 @@ from tests.harness.extensions import (
     Silent,
     wrap,
 )
+from tests.harness.selection import long
 
 CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": Halved,
@@ -51,6 +52,9 @@ CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
     "aliasing": Aliasing,
     "silent": Silent,
 }
+on_four_ranks = pytest.mark.parametrize(
+    "name", ["packed4", "ragged", "aliasing", *long("halved", "scaled", "padded", "silent")]
+)
 POLICIES = {"full": None, "mixed": MIXED, "reduced": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
 
 
@@ -61,7 +65,7 @@ def test_uneven_shards_train_with_adam_as_by_hand(ctx: RankContext, name: str, p
     Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, policy=POLICIES[policy]).train(3)
 
 
-@pytest.mark.parametrize("name", list(CLASSES))
+@on_four_ranks
 @distributed(4)
 def test_uneven_and_empty_shards_train_with_adam_as_by_hand(ctx: RankContext, name: str) -> None:
     Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN).train(3)
@@ -76,7 +80,7 @@ def test_even_shards_train_with_sgd_as_by_hand(ctx: RankContext, name: str, resh
     twins.train(3)
 
 
-@pytest.mark.parametrize("name", list(CLASSES))
+@on_four_ranks
 @distributed(4)
 def test_payloads_that_rest_on_two_of_four_ranks_train_with_sgd_as_by_hand(ctx: RankContext, name: str) -> None:
     kwargs: dict[str, Any] = {"optimizer": sgd, "policy": MIXED, "reshard_after_forward": 2}
@@ -124,7 +128,7 @@ class _Cast(Net):
             return super().forward(x)
 
 
-@pytest.mark.parametrize("name", list(CLASSES))
+@on_four_ranks
 @distributed(4)
 def test_trains_as_by_hand_where_everything_travels_on_its_own(ctx: RankContext, name: str) -> None:
     with direct_from(0):

@@ -18,6 +18,7 @@ from fsdp2.schedule.schedule import Pass
 from fsdp2.tools import trace
 from tests.distributed.support import InjectedError, Stack, UnshardedStorages, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 
 
 class _RaiseAt(Observer):
@@ -57,7 +58,7 @@ def _fails_at(model: Any, position: int) -> bool:
 SETTINGS: dict[str, dict[str, Any]] = {"reshard": {}, "keep": {"reshard_after_forward": False}}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["reshard", *long("keep")])
 @distributed(2)
 def test_a_model_is_usable_and_keeps_its_gradients(ctx: RankContext, setting: str) -> None:
     references = [seeded(Stack) for _ in range(2)]
@@ -120,7 +121,7 @@ def _go_on(model: Any, leave: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("resets", [True, False], ids=["reset", "no reset"])
-@pytest.mark.parametrize("leave", [_no_sync, _no_all_reduce, _no_landing, _no_finalization])
+@pytest.mark.parametrize("leave", [_no_sync, _no_all_reduce, *long(_no_landing, _no_finalization)])
 @distributed(4)
 def test_gradients_on_their_way_stay_after_a_forward_that_raises(ctx: RankContext, leave: Any, resets: bool) -> None:
     reference = seeded(lambda: Stack(1))

@@ -19,9 +19,10 @@ from tests.distributed.flat_optimizer_support import OPTIMIZERS, Mixed, Twins, a
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import DIM, MLP
+from tests.harness.selection import long
 
 
-@pytest.mark.parametrize("make", [adamw, OPTIMIZERS["SGD with momentum"], OPTIMIZERS["Adagrad"]])
+@pytest.mark.parametrize("make", [adamw, *long(OPTIMIZERS["SGD with momentum"], OPTIMIZERS["Adagrad"])])
 @distributed(2)
 def test_state_dicts_load_into_each_other(ctx: RankContext, make: Any) -> None:
     twins = Twins(ctx, Mixed, make)

@@ -7,6 +7,7 @@ import re
 import threading
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
+from fsdp2.comm.backends import PeerComm
 from fsdp2.runtime.rank_checks import StallWatch
-from tests.distributed.support import Stack, batch, seeded
-from tests.harness.distributed import RankContext
+from tests.distributed.support import Stack, batch, seeded, sharded, step
+from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
 
 TIMEOUT_S = 4  # gloo takes that long at most to connect, too
@@ -63,6 +65,30 @@ def _part(ctx: RankContext) -> tuple[str, list[str]]:
         model(batch())
     assert raised.value.__cause__ is not None
     return str(raised.value), told
+
+
+class _Lost:
+    """A collective that fails."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed")
+
+
+@distributed(2)
+def test_reduction_that_is_lost_names_the_unit_and_its_last_events(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    step(model)
+    with (
+        mock.patch.object(PeerComm, "reduce_scatter", return_value=[_Lost()]),
+        pytest.raises(fsdp2.CommunicationError) as raised,
+    ):
+        step(model)
+    found = str(raised.value)
+    assert found.startswith(f"reduction of unit 'blocks.2' failed on rank {ctx.rank}: connection closed"), found
+    assert found.endswith(
+        "pre_backward blocks.2, post_backward blocks.2, pre_backward blocks.1, post_backward blocks.1."
+    )
+    model.reset_iter_state()
 
 
 def test_every_rank_names_the_unit_and_its_last_events() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard
 from fsdp2.group.reduce_scatter import Reduce
+from fsdp2.runtime.root import unit_of
 from fsdp2.tools import trace
 from tests.distributed.support import (
     BLOCK_NBYTES,
@@ -325,3 +326,14 @@ def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
 def test_buffers_of_hsdp_do_not_grow_with_the_number_of_layers(ctx: RankContext) -> None:
     found = [_most_sums_alive(ctx, 2), _most_sums_alive(ctx, 8)]
     assert max(found) <= 2, found  # of one reduce-scatter, and of the all-reduce beside it
+
+
+@distributed(2)
+def test_no_reduction_is_in_flight_after_a_step(ctx: RankContext) -> None:
+    """Else it would keep its memory until the next backward."""
+    model = sharded(ctx)
+    for _ in range(2):
+        step(model)
+        unit = unit_of(model)
+        assert unit is not None
+        assert unit.form_root().executor.num_reductions == 0

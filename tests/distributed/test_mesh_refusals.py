@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fsdp2 import DataParallelMeshDims, ParamPlacement, fully_shard
 from tests.distributed.refusals import Case, refused
-from tests.distributed.support import Stack, same_on_all_ranks, seeded
+from tests.distributed.support import Stack, seeded
+from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext
 
 DP = DataParallelMeshDims(shard="dp")
@@ -51,8 +52,8 @@ def _plain_on_full_mesh(ctx: RankContext) -> Case:
 
 def _sharded_by_the_user(ctx: RankContext) -> Case:
     model, mesh = seeded(Stack), ctx.mesh(dp=2)
+    sharded = distribute_tensor(model.exit.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
     distribute_module(model, mesh)
-    sharded = distribute_tensor(model.exit.weight.full_tensor().detach(), mesh, [Shard(0)])
     model.exit.weight = nn.Parameter(sharded)
     return Case(model, lambda: fully_shard(model, mesh=mesh, dp_mesh_dims=DP), runs=False)
 
@@ -95,7 +96,7 @@ def _refused(ctx: RankContext, case: str) -> str:
 
 def refusal(case: Callable[[RankContext], Case]) -> str:
     __tracebackhide__ = True
-    return same_on_all_ranks(_refused, case=case.__name__)
+    return on_one_rank(_refused, case=case.__name__)
 
 
 def test_unnamed_mesh() -> None:

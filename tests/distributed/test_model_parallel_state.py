@@ -23,6 +23,7 @@ from fsdp2 import fully_shard
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
 from tests.harness.pool import shared_pool
+from tests.harness.selection import long
 from tests.parity.test_model_parallel import tensor_parallel
 
 # How a model of ``world_size`` ranks is cut: name, sizes of the mesh.
@@ -93,10 +94,10 @@ def _load(ctx: RankContext, place: str, folder: str) -> dict[str, Tensor]:
     ("saved", "loaded"),
     [
         ("tp inside", "fsdp on 2"),
-        ("tp inside", "tp outside"),
-        ("tp outside", "fsdp on 4"),
-        ("fsdp on 2", "tp inside"),
-        ("fsdp on 4", "tp on 2"),
+        pytest.param("fsdp on 4", "tp on 2", marks=pytest.mark.long),
+        pytest.param("tp inside", "tp outside", marks=pytest.mark.long),
+        pytest.param("tp outside", "fsdp on 4", marks=pytest.mark.long),
+        pytest.param("fsdp on 2", "tp inside", marks=pytest.mark.long),
     ],
 )
 def test_training_resumes_on_another_mesh(saved: str, loaded: str, tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_meta_model_is_materialised_and_trains(ctx: RankContext) -> None:
     torch.testing.assert_close(_full(model), _full(expected), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [False, *long(True)])
 @distributed(4)
 def test_checkpointed_blocks_train_alike(ctx: RankContext, use_reentrant: bool) -> None:
     mesh = ctx.mesh(dp=2, tp=2)

@@ -61,6 +61,17 @@ def test_gradients_are_handed_over_when_backward_ends(ctx: RankContext) -> None:
         assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)  # type: ignore[union-attr]
 
 
+@distributed(2)
+def test_gradients_that_are_finalized_by_hand_are_there_when_the_call_returns(ctx: RankContext) -> None:
+    model, reference = sharded(ctx, offload_policy=STAGED), seeded(Stack)
+    model.set_manual_backward_finalization(True)
+    step(model)
+    step(reference)
+    model.finalize_backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)
+
+
 @pytest.mark.parametrize("kept", [None, False, 2])
 @pytest.mark.parametrize("name", list(GATHERS))
 @distributed(4)

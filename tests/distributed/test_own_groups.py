@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2.plan.mesh import parallel_mesh, post_forward_mesh, replicated
 from tests.distributed.support import same_on_all_ranks, sharded, step
 from tests.harness.distributed import RankContext
+from tests.harness.selection import long
 
 WORLD_SIZE = 4
 
@@ -66,7 +67,7 @@ def _num_calls(ctx: RankContext, make: str) -> list[int]:
     return num_calls
 
 
-@pytest.mark.parametrize("make", [_resting, _scalars, _model])
+@pytest.mark.parametrize("make", [_scalars, _model, *long(_resting)])
 def test_ranks_make_groups_alike_whatever_one_of_them_has_freed(make: Any) -> None:
     first, second = same_on_all_ranks(_num_calls, WORLD_SIZE, make=make.__name__)
     assert second == 0, f"{first} calls for the first, {second} for the second"

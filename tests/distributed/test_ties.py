@@ -97,3 +97,19 @@ before anything has run or was written or replaced. Or call fully_shard([a, b]) 
 share it, as one unit.
 TypeError: fully_shard: tied_weights must be an fsdp2.TiedWeights, not builtins.str.""",
     )
+
+
+class _Final(Stack):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise TypeError("this class is final")
+
+
+@distributed(2)
+def test_a_weight_stays_with_its_unit_if_the_call_that_would_move_it_is_refused(ctx: RankContext) -> None:
+    model = seeded(_Final)
+    model.exit.weight = model.blocks[1].linear.weight
+    block = fully_shard(model.blocks[1], mesh=ctx.mesh_1d())
+    with pytest.raises(TypeError, match="this class is final"):
+        fully_shard(model, mesh=ctx.mesh_1d())
+    block(batch()).sum().backward()
+    assert isinstance(block.linear.weight.grad, DTensor)

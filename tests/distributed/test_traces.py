@@ -12,7 +12,8 @@ from expecttest import assert_expected_inline
 
 from fsdp2 import Observer
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
+from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext
 
 
@@ -30,7 +31,7 @@ def _plain(ctx: RankContext, index: int, **kwargs: Any) -> str:
 
 
 def _forward_and_backward(index: int) -> tuple[str, str]:
-    forward, begin, backward = same_on_all_ranks(_plain, index=index).partition("\npre_backward (root)")
+    forward, begin, backward = on_one_rank(_plain, index=index).partition("\npre_backward (root)")
     return forward, begin + backward
 
 
@@ -66,7 +67,7 @@ def test_backward_of_the_first_step_prefetches_along_its_forward() -> None:
 
 def test_second_step_prefetches_along_the_recorded_order() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_plain, index=1),
+        on_one_rank(_plain, index=1),
         """\
 pre_forward (root)
     unshard (root)  8448 bytes
@@ -114,12 +115,12 @@ end_backward (root)
 
 
 def test_later_steps_are_the_second_one_again() -> None:
-    assert same_on_all_ranks(_plain, index=4) == same_on_all_ranks(_plain, index=1)
+    assert on_one_rank(_plain, index=4) == on_one_rank(_plain, index=1)
 
 
 def test_parameters_kept_after_forward_are_not_gathered_in_backward() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_plain, index=1, reshard_after_forward=False),
+        on_one_rank(_plain, index=1, reshard_after_forward=False),
         """\
 pre_forward (root)
     unshard (root)  8448 bytes
@@ -159,7 +160,7 @@ end_backward (root)
 
 def test_parameters_rest_on_the_smaller_mesh_between_forward_and_backward() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_plain, world_size=4, index=1, reshard_after_forward=2),
+        on_one_rank(_plain, world_size=4, index=1, reshard_after_forward=2),
         """\
 pre_forward (root)
     unshard (root)  8448 bytes
@@ -220,7 +221,7 @@ def _frozen_block(ctx: RankContext) -> list[str]:
 
 
 def test_only_units_that_reduce_are_said_to_reduce() -> None:
-    reduced = same_on_all_ranks(_frozen_block)
+    reduced = on_one_rank(_frozen_block)
     assert reduced == ["reduce blocks.2", "reduce blocks.0", "reduce (root)"]
 
 
@@ -233,7 +234,7 @@ def _nothing_recorded_outside(ctx: RankContext) -> int:
 
 
 def test_nothing_is_recorded_outside_the_block() -> None:
-    assert same_on_all_ranks(_nothing_recorded_outside) == 0
+    assert on_one_rank(_nothing_recorded_outside) == 0
 
 
 def _traces_of_parts(ctx: RankContext) -> list[tuple[str, ...]]:
@@ -251,7 +252,7 @@ def _traces_of_parts(ctx: RankContext) -> list[tuple[str, ...]]:
 
 
 def test_a_unit_is_recorded_on_its_own_even_before_it_has_a_root() -> None:
-    for of_block, said_of_block in same_on_all_ranks(_traces_of_parts):
+    for of_block, said_of_block in on_one_rank(_traces_of_parts):
         assert of_block == said_of_block
         assert of_block.startswith(("pre_forward blocks.0", "    prefetch blocks.0"))
 
@@ -272,7 +273,7 @@ def _transitions_of_a_unit(ctx: RankContext) -> list[str]:
 
 
 def test_transitions_are_those_of_the_units_that_are_observed() -> None:
-    assert same_on_all_ranks(_transitions_of_a_unit) == [
+    assert on_one_rank(_transitions_of_a_unit) == [
         "blocks.1 SHARDED UNSHARDING",
         "blocks.1 UNSHARDING UNSHARDED",
         "blocks.1 UNSHARDED SHARDED",

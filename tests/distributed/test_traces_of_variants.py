@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
+from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext
 
 
@@ -29,7 +30,7 @@ def _accumulation(ctx: RankContext) -> str:
 
 def test_accumulation_without_sync_reduces_in_the_last_backward_only() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_accumulation),
+        on_one_rank(_accumulation),
         """\
 pre_forward (root)
     unshard (root)  8448 bytes
@@ -86,7 +87,7 @@ def _kept_between_microbatches(ctx: RankContext) -> str:
 
 def test_parameters_kept_after_backward_are_not_gathered_for_the_next_microbatch() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_kept_between_microbatches),
+        on_one_rank(_kept_between_microbatches),
         """\
 unshard (root)
 wait (root)
@@ -119,7 +120,7 @@ def _explicit_forward_prefetch(ctx: RankContext) -> str:
 
 def test_forward_prefetches_what_the_user_listed() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_explicit_forward_prefetch),
+        on_one_rank(_explicit_forward_prefetch),
         """\
 pre_forward (root)
     unshard (root)  8448 bytes
@@ -157,7 +158,7 @@ def _explicit_backward_prefetch(ctx: RankContext) -> str:
 
 def test_backward_prefetches_what_the_user_listed() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_explicit_backward_prefetch),
+        on_one_rank(_explicit_backward_prefetch),
         """\
 pre_backward (root)
     prefetch blocks.2  4224 bytes
@@ -196,7 +197,7 @@ def _no_grad(ctx: RankContext) -> str:
 
 def test_forward_without_grad() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_no_grad),
+        on_one_rank(_no_grad),
         """\
 pre_forward (root)
     prefetch blocks.0  4224 bytes
@@ -248,7 +249,7 @@ def _checkpointed(ctx: RankContext, model: type[Stack]) -> str:
 
 def test_backward_of_checkpointed_blocks_gathers_each_once() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_checkpointed, model=CheckpointedBlocks),
+        on_one_rank(_checkpointed, model=CheckpointedBlocks),
         """\
 pre_backward (root)
     prefetch blocks.2  4224 bytes
@@ -281,7 +282,7 @@ end_backward (root)
 
 def test_backward_of_a_checkpointed_region_keeps_what_it_recomputed() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_checkpointed, model=CheckpointedRegion),
+        on_one_rank(_checkpointed, model=CheckpointedRegion),
         """\
 pre_backward (root)
     prefetch blocks.2  4224 bytes
@@ -310,3 +311,43 @@ end_backward (root)
     reduce (root)
     land (root)""",
     )
+
+
+class _Skipping(Stack):
+    """Leaves its last two blocks out."""
+
+    skips = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.exit(self.blocks[0](self.entry(x))) if self.skips else super().forward(x)
+
+
+def _units_that_are_skipped(ctx: RankContext) -> list[str]:
+    model = shard(ctx, seeded(_Skipping))
+    step(model)
+    with trace.record(model) as recorded:
+        step(model)
+    return [action for action in recorded.actions() if "blocks.1" in action]
+
+
+def test_unit_that_is_skipped_is_gathered_for_other_ranks() -> None:
+    assert on_one_rank(_units_that_are_skipped, world_size=2) != []
+
+
+def test_unit_that_is_skipped_is_left_alone_where_there_are_no_other_ranks() -> None:
+    assert on_one_rank(_units_that_are_skipped, world_size=1) == []
+
+
+def _unit_that_is_skipped_once(ctx: RankContext) -> list[str]:
+    model = shard(ctx, seeded(_Skipping))
+    model.set_ranks_may_skip(False)
+    model.skips = False
+    step(model)
+    model.skips = True
+    with trace.record(model) as recorded:
+        step(model)
+    return [action for action in recorded.actions() if action.startswith("reduce")]
+
+
+def test_unit_without_any_gradient_is_not_reduced_if_no_rank_may_have_one() -> None:
+    assert on_one_rank(_unit_that_is_skipped_once) == ["reduce blocks.0", "reduce (root)"]

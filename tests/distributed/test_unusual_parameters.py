@@ -120,7 +120,10 @@ def test_scalars_are_loaded_and_accumulate_without_communication(ctx: RankContex
     assert model.temperature.grad is None
     model(x).sum().backward()
     reference(x).sum().backward()
-    torch.testing.assert_close(model.temperature.grad.full_tensor(), 2 * reference.temperature.grad)
+    # A float64 scalar, but computed with in float32: CPUs round that in ways of their own.
+    torch.testing.assert_close(
+        model.temperature.grad.full_tensor(), 2 * reference.temperature.grad, rtol=1e-5, atol=1e-5
+    )
     with fsdp2.unsharded(model), torch.no_grad():
         model.temperature.fill_(3.0)
     assert model.temperature.full_tensor() == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,6 +42,7 @@ def test_the_average_is_that_of_the_whole_weights(ctx: RankContext) -> None:
     torch.testing.assert_close(_whole(average.model), expected)
 
 
+@pytest.mark.long
 @distributed(2)
 def test_the_average_is_better_than_the_weights(ctx: RankContext) -> None:
     of_weights, of_average = _example().run()

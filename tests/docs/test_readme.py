@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.docs.launch import torchrun
 from tests.docs.markdown import ROOT, read
 
 
+@pytest.mark.long
 def test_the_example_runs_on_two_ranks_and_its_loss_falls(tmp_path: Path) -> None:
     (example,) = [block for block in read(ROOT / "README.md").blocks if block.language == "python"]
     assert len([line for line in example.text.splitlines() if line]) == 20, "its heading says so"

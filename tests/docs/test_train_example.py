@@ -60,6 +60,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupted: Path) -> None:
     steps = [record for record in _records(uninterrupted) if "loss" in record]
     validations = [record["step"] for record in _records(uninterrupted) if "validation_loss" in record]
@@ -75,6 +76,7 @@ def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupt
     assert [path.name for path in (uninterrupted / "checkpoints").iterdir()] == ["step_00000006"]
 
 
+@pytest.mark.long  # nor do the others of this fixture: `make docs` runs them
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(uninterrupted: Path, tmp_path: Path) -> None:
     stopped = _train(tmp_path, "--stop-after", "3")
     assert "stopped after step 3 of 6" in stopped.stdout
@@ -83,6 +85,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(uninterrupted: Pat
     assert _records(tmp_path) == _records(uninterrupted)
 
 
+@pytest.mark.long
 def test_a_run_with_int8_weights_resumes_and_knows_that_they_shape_its_losses(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +102,7 @@ def test_a_run_with_int8_weights_resumes_and_knows_that_they_shape_its_losses(
     assert _records(stopped) == _records(whole)
 
 
+@pytest.mark.long
 def test_adapters_train_on_a_run_and_only_they_are_saved(uninterrupted: Path, tmp_path: Path) -> None:
     options = ["--base", str(uninterrupted), "--output", str(tmp_path), "--steps", "4", "--rank", "2"]
     result = forked_ranks(LORA, options)

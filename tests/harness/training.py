@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from tests.harness.models import ParityModel
 from tests.harness.runtimes import Runtime
@@ -100,11 +101,19 @@ def shard_units_and_root(runtime: Runtime, model: ParityModel, mesh: DeviceMesh,
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)
+    parameters = list(parameters)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=_are_alike(parameters))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01)
+    parameters = list(parameters)
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01, foreach=_are_alike(parameters))
+
+
+def _are_alike(parameters: list[Any]) -> bool:
+    """Whether one operation can step all of them; a loop over DTensors takes a fifth of a comparison's time."""
+    kinds = {isinstance(each, DTensor) for each in pytree.tree_leaves(parameters) if isinstance(each, Tensor)}
+    return len(kinds) == 1
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,14 @@ class Snapshot:
         """This rank's part of ``full``, cut as this snapshot is; no communication."""
         if self.spec.mesh is None or self.spec.placements is None:
             return full
-        return distribute_tensor(full, self.spec.mesh, self.spec.placements, src_data_rank=None).to_local()
+        if any(type(placement) not in (Shard, Replicate) for placement in self.spec.placements):
+            return distribute_tensor(full, self.spec.mesh, self.spec.placements, src_data_rank=None).to_local()
+        for axis, placement in enumerate(self.spec.placements):
+            if isinstance(placement, Shard):
+                parts = full.chunk(self.spec.mesh.size(axis), placement.dim)
+                index = self.spec.mesh.get_local_rank(axis)
+                full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
+        return full
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.harness import selection
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import Runtime
@@ -81,9 +82,9 @@ SETUPS = {
 }
 
 
-def setups(*names: str) -> pytest.MarkDecorator:
+def setups(*names: str, long: Iterable[str] = ()) -> pytest.MarkDecorator:
     """The argument ``setup``: one name in ``SETUPS`` after the other; all of them, if none is given."""
-    return pytest.mark.parametrize("setup", names or tuple(SETUPS))
+    return pytest.mark.parametrize("setup", [*(names or SETUPS), *selection.long(*long)])
 
 
 def train_steps(

@@ -14,6 +14,7 @@ from tests.harness.compare import compare, compare_losses_with_unsharded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Uneven, freeze
 from tests.harness.runtimes import Runtime, beyond_torch
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, Tolerance, one_backward, sgd, shard_units_and_root
 from tests.parity.setups import SETUPS, hybrid_mesh
 
@@ -72,7 +73,7 @@ def test_cast_in_the_middle_of_training(ctx: RankContext, cast: str, evaluates: 
     compare_losses_with_unsharded(Case(AnyDtype, step=step, optimizer=STATELESS, unsharded=ANY_DTYPE), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("setup", ["hsdp", "resting", "kept"])
+@pytest.mark.parametrize("setup", ["resting", *long("hsdp", "kept")])
 @distributed(4)
 def test_cast_to_double_and_back_between_steps(ctx: RankContext, setup: str) -> None:
     """Optimizers keep their parameters: what is cast is the memory behind them."""

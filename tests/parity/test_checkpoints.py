@@ -17,6 +17,7 @@ from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import shared_pool
 from tests.harness.runtimes import subject
+from tests.harness.selection import long
 from tests.harness.training import adamw
 from tests.parity.setups import SETUPS, evaluate, setups, train_steps, whole
 
@@ -70,21 +71,27 @@ def _check(saved: Saved, loaded: list[Saved]) -> None:
 
 
 ELSEWHERE = {
+    "more ranks, tied": ("tied", 2, "tied", 4),
+    "from HSDP": ("hsdp", 4, "uneven", 2),
+    "onto tensor parallelism": ("kept", 2, "tp", 4),
+    "from a smaller mesh between passes": ("resting", 4, "kept", 4),
+}
+MORE_ELSEWHERE = {
     "more ranks": ("uneven", 2, "uneven", 4),
     "fewer ranks": ("uneven", 4, "uneven", 2),
-    "more ranks, tied": ("tied", 2, "tied", 4),
     "fewer ranks, tied": ("tied", 4, "tied", 2),
     "onto HSDP": ("uneven", 2, "hsdp", 4),
-    "from HSDP": ("hsdp", 4, "uneven", 2),
     "from HSDP onto FSDP of the same ranks": ("hsdp", 4, "uneven", 4),
     "onto a smaller mesh between passes": ("kept", 2, "resting", 4),
-    "from a smaller mesh between passes": ("resting", 4, "kept", 4),
-    "onto tensor parallelism": ("kept", 2, "tp", 4),
     "from tensor parallelism": ("tp", 4, "kept", 2),
 }
 
 
-@pytest.mark.parametrize(("saver", "savers", "loader", "loaders"), ELSEWHERE.values(), ids=ELSEWHERE.keys())
+@pytest.mark.parametrize(
+    ("saver", "savers", "loader", "loaders"),
+    [*ELSEWHERE.values(), *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_ELSEWHERE.values())],
+    ids=[*ELSEWHERE, *MORE_ELSEWHERE],
+)
 def test_checkpoint_is_loaded_elsewhere(saver: str, savers: int, loader: str, loaders: int, tmp_path: Path) -> None:
     saved = shared_pool(savers).run(_save, setup=saver, path=tmp_path)
     _check(saved[0], shared_pool(loaders).run(_load, setup=loader, path=tmp_path))
@@ -103,7 +110,7 @@ def _save_asynchronously(ctx: RankContext, setup: str, path: Path) -> Saved:
     return Saved(expected, losses)
 
 
-@setups("uneven", "hsdp", "resting", "tied")
+@pytest.mark.parametrize("setup", ["hsdp", *long("uneven", "resting", "tied")])
 def test_asynchronous_save_writes_what_was_there_when_it_was_called(setup: str, tmp_path: Path) -> None:
     saved = shared_pool(4).run(_save_asynchronously, setup=setup, path=tmp_path)
     _check(saved[0], shared_pool(2).run(_load, setup=setup, path=tmp_path))

@@ -60,7 +60,7 @@ def _unsharded(setup: Setup, ctx: RankContext) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-@setups("fsdp", "uneven", "hsdp", "resting")
+@setups("uneven", "hsdp", long=("fsdp", "resting"))
 @distributed(2, 4)
 def test_gradients_are_clipped_as_torch_clips_them(ctx: RankContext, setup: str) -> None:
     where = SETUPS[setup]

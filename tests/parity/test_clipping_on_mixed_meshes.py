@@ -227,3 +227,11 @@ def test_gradients_that_touch_in_one_storage_are_joined() -> None:
     for tensor in found:
         tensor.zero_()
     assert flat.tolist() == [0.0] * 7 + [7.0, 8.0] + [0.0] * 7  # views
+
+
+def test_neighbours_in_memory_that_are_not_in_one_storage_stay_apart() -> None:
+    """An allocator may place two storages behind each other; a view of one ends where that one ends."""
+    memory = bytearray(32)
+    first, second = (torch.frombuffer(memory, dtype=torch.float32, count=4, offset=offset) for offset in (0, 16))
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    assert [each.numel() for each in joined_neighbours([first, second])] == [4, 4]

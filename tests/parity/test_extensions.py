@@ -17,6 +17,7 @@ from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import AliasingHalved, Halved, Packed4, Padded, Scaled, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven, freeze
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, accumulate, adamw, one_backward, sgd, shard_units_and_root
 
 
@@ -89,7 +90,7 @@ def test_unsharded_parameter_that_is_what_arrived(ctx: RankContext) -> None:
     compare(_case(CarefulAliasing, param_dtype=torch.bfloat16), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("make", [CarefulScaled, CarefulPacked4])
+@pytest.mark.parametrize("make", [CarefulPacked4, *long(CarefulScaled)])
 @distributed(4)
 def test_hooks_on_hsdp(ctx: RankContext, make: Any) -> None:
     compare(_case(make, param_dtype=torch.bfloat16), ctx.mesh_2d(2, 2))

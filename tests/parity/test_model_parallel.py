@@ -92,6 +92,7 @@ def test_tensor_parallel_with_hsdp(ctx: RankContext, sizes: dict[str, int]) -> N
     compare(case(mesh, ("replicate", "shard"), shard=hsdp), mesh)
 
 
+@pytest.mark.long
 @distributed(8)
 def test_tensor_parallel_with_hsdp_on_eight_ranks(ctx: RankContext) -> None:
     mesh = ctx.mesh(replicate=2, shard=2, tp=2)
@@ -162,9 +163,9 @@ def test_tensor_parallel_clips_gradients(ctx: RankContext, norm_type: float) -> 
 
 
 @beyond_torch("refuses an int with DTensor parameters")
-@distributed(8)
+@distributed(4, 8)
 def test_tensor_parallel_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
-    mesh = ctx.mesh(dp=4, tp=2)
+    mesh = ctx.mesh(dp=4, tp=ctx.world_size // 4)
     compare(
         case(mesh, shard=functools.partial(shard, reshard_after_forward=2)),
         mesh,
@@ -222,6 +223,12 @@ FULL_MESHES: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 ]
 
 
+def _full_meshes_of_four() -> list[Any]:
+    """Every second one is long."""
+    found = [entry[1:] for entry in FULL_MESHES if entry[0] == 4]
+    return [pytest.param(*case, marks=[pytest.mark.long] if i % 2 else []) for i, case in enumerate(found)]
+
+
 def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
     mesh = ctx.mesh(**sizes)
     axes = tuple(name for name in sizes if name != "tp")
@@ -245,13 +252,14 @@ def test_full_mesh_with_named_axes_on_two_ranks(ctx: RankContext, sizes: dict[st
     _full_mesh_trains(ctx, sizes, dims)
 
 
-@pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 4], ids=str)
+@pytest.mark.parametrize(("sizes", "dims"), _full_meshes_of_four(), ids=str)
 @distributed(4)
 def test_full_mesh_with_named_axes_on_four_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
     _full_mesh_trains(ctx, sizes, dims)
 
 
 @pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 8], ids=str)
+@pytest.mark.long
 @distributed(8)
 def test_full_mesh_with_named_axes_on_eight_ranks(
     ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]
@@ -300,9 +308,9 @@ def test_hooks_decide_what_travels_under_tensor_parallelism(ctx: RankContext) ->
 
 
 @beyond_torch("has no such subclasses")
-@distributed(8)
+@distributed(4, 8)
 def test_hooks_with_tensor_parallelism_rest_on_a_smaller_mesh(ctx: RankContext) -> None:
-    mesh = ctx.mesh(dp=4, tp=2)
+    mesh = ctx.mesh(dp=4, tp=ctx.world_size // 4)
     compare(
         case(mesh, shard=functools.partial(hooked, make=Sent, reshard_after_forward=2)),
         mesh,

@@ -23,6 +23,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, Buffers, ParityModel, PartlyUsed, Transformer, Uneven, freeze
 from tests.harness.offload import offload_policy, shard_offloaded
 from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import (
     Case,
     Step,
@@ -40,7 +41,7 @@ from tests.parity.test_model_parallel import case as tensor_parallel_case, shard
 tied = functools.partial(Transformer, tied=True)
 
 
-@pytest.mark.parametrize("model", [MLP, Uneven, tied, Buffers, functools.partial(MLP, dim=512)])
+@pytest.mark.parametrize("model", [Uneven, tied, functools.partial(MLP, dim=512), *long(MLP, Buffers)])
 @distributed(2, 4)
 def test_training(ctx: RankContext, model) -> None:
     """With ``dim=512``, parameters travel directly: out of the copies on the device."""

@@ -14,6 +14,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Uneven
 from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, Tolerance, adamw, one_backward
 from tests.parity.setups import SETUPS, Setup, hybrid_mesh, setups, train_steps, whole
 
@@ -30,6 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adadelta": {"lr": 0.5, "eps": 1e-3},
     "ASGD": {"lr": 0.02},
 }
+MORE_OPTIMIZERS = ("AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 FUSED = ("Adam", "AdamW")  # DTensor has no rule for the fused kernels of SGD and Adagrad
 
 
@@ -38,7 +40,7 @@ def _optimizer(name: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "for_loop"])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "ASGD", *long(*MORE_OPTIMIZERS)])
 @distributed(2)
 def test_optimizer_trains(ctx: RankContext, name: str, foreach: bool) -> None:
     compare(Case(Uneven, optimizer=_optimizer(name, foreach=foreach)), ctx.mesh_1d())
@@ -136,7 +138,7 @@ def _trained_as_usual(setup: Setup, ctx: RankContext) -> Any:
     return whole([losses, parameters])
 
 
-@setups("uneven", "hsdp", "resting", "kept", "tied")
+@setups("uneven", "hsdp", "kept", long=("resting", "tied"))
 @distributed(2)
 def test_optimizer_that_steps_in_backward(ctx: RankContext, setup: str) -> None:
     where = SETUPS[setup]

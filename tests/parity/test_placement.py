@@ -13,11 +13,12 @@ from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, shard_units_and_root, snapshot
 
 
 def _last_dim_if_even(parameter: nn.Parameter) -> Shard | None:
-    return Shard(parameter.ndim - 1) if parameter.shape[-1] % 4 == 0 else None
+    return Shard(-1) if parameter.shape[-1] % 4 == 0 else None
 
 
 def _dim_1_of_matrices(parameter: nn.Parameter) -> Shard | None:
@@ -57,7 +58,7 @@ def test_default_mesh_spans_all_ranks(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("model", [MLP, Transformer, Uneven])
+@pytest.mark.parametrize("model", [Uneven, *long(MLP, Transformer)])
 @distributed(4)
 def test_hsdp_replicates_on_axis_0_and_shards_on_axis_1(ctx: RankContext, model) -> None:
     compare(Case(model, gather_full=True), ctx.mesh_2d(2, 2))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Transformer, Uneven
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, shard_units_and_root, snapshot
 
 
@@ -39,7 +40,7 @@ def test_reshard_after_forward(ctx: RankContext, reshard: bool | None) -> None:
     compare(Case(MLP, shard=shard, step=_step_with_notes), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("model", [MLP, Uneven, Transformer])
+@pytest.mark.parametrize("model", [Uneven, *long(MLP, Transformer)])
 @distributed(4)
 def test_reshard_after_forward_to_two_ranks(ctx: RankContext, model) -> None:
     shard = functools.partial(shard_units_and_root, reshard_after_forward=2)

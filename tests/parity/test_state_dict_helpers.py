@@ -30,6 +30,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Buffers, Transformer, freeze
 from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import adamw
 from tests.parity.setups import SETUPS, Setup, evaluate, hybrid_mesh, recorded, setups, train_steps
 
@@ -56,7 +57,7 @@ HERE = {
     "buffers": Setup(Buffers),
     "frozen": Setup(_partly_frozen),
 }
-here = pytest.mark.parametrize("setup", list(HERE))
+here = pytest.mark.parametrize("setup", ["uneven", "hsdp", *long("tied", "buffers", "frozen")])
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -192,7 +193,7 @@ def _empty(setup: Setup, runtime: Runtime, ctx: RankContext) -> Any:
     return model
 
 
-@pytest.mark.parametrize("setup", ["uneven", "hsdp", "resting", "tied", "buffers"])
+@pytest.mark.parametrize("setup", ["hsdp", "tied", "buffers", *long("uneven", "resting")])
 @distributed(2)
 def test_meta_model_is_loaded_from_rank_0(ctx: RankContext, setup: str) -> None:
     where = HERE["buffers"] if setup == "buffers" else SETUPS[setup]
