@@ -36,9 +36,9 @@ def reductions_noted() -> Iterator[list[list[str]]]:
     noted: list[list[str]] = []
     launch = PeerComm.reduce_scatter
 
-    def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
+    def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor], **options: bool) -> Any:
         noted.append(sorted(str(tensor.dtype) for tensor in inputs))
-        return launch(self, outputs, inputs)
+        return launch(self, outputs, inputs, **options)
 
     PeerComm.reduce_scatter = noting  # type: ignore[method-assign]
     try:
