@@ -47,10 +47,13 @@ class ReduceComm(Protocol):
     Attributes:
         direct_min_nbytes: as for a gather.
         reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
+        buckets_casts: whether gradients that must be cast share a bucket, since launches count; else each is freed when
+            it has been cast.
     """
 
     direct_min_nbytes: int
     reduces_uneven: bool
+    buckets_casts: bool
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
@@ -76,6 +79,7 @@ class CollectiveComm(AxisComm):
     # measured on a GPU so far: the sweep of benchmarks/gpu_step.py is to give this number.
     direct_min_nbytes = 1024 * 1024
     reduces_uneven = False
+    buckets_casts = True
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
@@ -143,6 +147,7 @@ class PeerComm(AxisComm):
     # (benchmarks/gloo_step.py --direct-min-nbytes).
     direct_min_nbytes = 512 * 1024
     reduces_uneven = True
+    buckets_casts = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -223,6 +228,7 @@ class LocalComm(AxisComm):
 
     direct_min_nbytes = 0
     reduces_uneven = True
+    buckets_casts = False
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         return _copies(outputs, inputs)

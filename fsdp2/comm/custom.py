@@ -106,6 +106,7 @@ class CustomReduce:
 
     direct_min_nbytes = 0  # what comes is copied into the buffer: a bucket would be one copy more
     reduces_uneven = True
+    buckets_casts = False
 
     def __init__(self, comm: ReduceScatter, axis: Axis, device: torch.device) -> None:
         self._comm, self._axis, self._device = comm, axis, device

@@ -39,9 +39,15 @@ class CarriesGathers(Protocol):
 
 
 class CarriesReductions(CarriesGathers, Protocol):
-    """The same for a reduction. ``reduces_uneven``: whether the comm takes inputs whose last shards are short."""
+    """The same for a reduction.
+
+    Attributes:
+        reduces_uneven: whether the comm takes inputs whose last shards are short.
+        buckets_casts: whether gradients that must be cast share a bucket whatever their size: one launch casts all.
+    """
 
     reduces_uneven: bool
+    buckets_casts: bool
 
 
 class Origin(Enum):
@@ -258,17 +264,21 @@ def compile_reduces(
     if averages and world_size > 1 and set(factors) == {DivideFactors(1.0, float(world_size))}:
         factors = [DivideFactors(1.0, 1.0, averages=True)] * len(factors)
     return tuple(
-        _compile_reduce(tuple(alike), divisions, comm.direct_min_nbytes, comm.reduces_uneven)
+        _compile_reduce(tuple(alike), divisions, comm.direct_min_nbytes, comm.reduces_uneven, comm.buckets_casts)
         for alike, divisions in zip(by_dtypes.values(), factors, strict=True)
     )
 
 
 @lru_cache(maxsize=_MAX_SHARED_PLANS)
 def _compile_reduce(
-    inputs: tuple[tuple[int, PlanInput], ...], factors: DivideFactors, direct_min_nbytes: int, reduces_uneven: bool
+    inputs: tuple[tuple[int, PlanInput], ...],
+    factors: DivideFactors,
+    direct_min_nbytes: int,
+    reduces_uneven: bool,
+    buckets_casts: bool,
 ) -> ReducePlan:
     """Place the reduced gradients of ``inputs``, which have the same dtypes, in one flat buffer."""
-    routes = [_reduce_route(item, direct_min_nbytes, reduces_uneven) for _, item in inputs]
+    routes = [_reduce_route(item, direct_min_nbytes, reduces_uneven, buckets_casts) for _, item in inputs]
     calls = [[i for i, found in enumerate(routes) if found is route] for route in (Route.ROWS, Route.STRIDED)]
     calls = [call for call in calls if call] + [[i] for i, found in enumerate(routes) if found is Route.DIRECT]
     dtypes = inputs[0][1].dtypes
@@ -301,9 +311,11 @@ def _unplaced_step(index: int, item: GatherInput, route: Route, *, cast: bool) -
     return GatherStep(index, item.name, route, item.layout, item.dtypes.orig if cast else dtype, dtype, 0, 0)
 
 
-def _reduce_route(item: PlanInput, direct_min_nbytes: int, reduces_uneven: bool) -> Route:
+def _reduce_route(item: PlanInput, direct_min_nbytes: int, reduces_uneven: bool, buckets_casts: bool) -> Route:
     if item.layout.dim != 0:
         return Route.STRIDED
+    if buckets_casts and item.dtypes.param is not item.dtypes.reduce:
+        return Route.ROWS
     is_even = item.layout.is_even or reduces_uneven
     return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, direct_min_nbytes) else Route.ROWS
 

@@ -120,6 +120,7 @@ class Preferences:
 
     direct_min_nbytes: int = 1024
     reduces_uneven: bool = False
+    buckets_casts: bool = False
 
 
 def _hook(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, lifetime: Lifetime, dim: int = 0) -> HookInput:
@@ -209,6 +210,7 @@ class OneRank:
 
     direct_min_nbytes: int = 64
     reduces_uneven: bool = True
+    buckets_casts: bool = False
     launches: list[list[tuple[int, torch.dtype]]] = field(default_factory=list)
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:

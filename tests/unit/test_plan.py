@@ -32,6 +32,7 @@ class Preferences:
 
     direct_min_nbytes: int = 1024
     reduces_uneven: bool = False
+    buckets_casts: bool = False
 
 
 def _input(
@@ -331,3 +332,13 @@ def test_collectives_sum_where_they_cannot_average_or_where_no_mean_over_all_ran
     assert _factors({}, factor=3.0, averages=True) == {DivideFactors(1.0, 3.0)}
     assert _factors({}, behind_hook=True, averages=True) == {replace(summed, behind_hook=True)}
     assert not any(each.averages for each in _factors({}, fp16, averages=True))  # one launch, one operation
+
+
+def test_gradients_that_are_cast_share_a_bucket_where_launches_count() -> None:
+    inputs = [_input(f"weight{i}", (64, 64), param_dtype=torch.bfloat16, reduce_dtype=F32) for i in range(3)]
+    alone, together = _reduce(inputs), _reduce(inputs, buckets_casts=True)
+    assert [step.route for step in alone.steps] == [Route.DIRECT] * 3
+    assert [step.route for step in together.steps] == [Route.ROWS] * 3
+    assert (len(alone.calls), len(together.calls)) == (3, 1)
+    uncast = _reduce([_input("weight", (64, 64))], buckets_casts=True)
+    assert [step.route for step in uncast.steps] == [Route.DIRECT]
