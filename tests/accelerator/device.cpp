@@ -16,7 +16,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/ForeachUtils.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_foreach_add_native.h>
+#include <ATen/ops/_foreach_copy_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -283,11 +286,19 @@ Device& device() {
 thread_local int64_t current_stream = 0;
 
 py::object* on_sync = nullptr;
+py::object* on_launch = nullptr;
 
 // The host is about to wait for the device.
 void count_sync(const std::string& what) {
   py::gil_scoped_acquire gil;
   if (on_sync != nullptr) (*on_sync)(what);
+}
+
+// The host asks the device for one more thing: an operation by its name, "wait" (of a stream), or a collective.
+void count_launch(const std::string& what) {
+  if (on_launch == nullptr) return;
+  py::gil_scoped_acquire gil;
+  (*on_launch)(what);
 }
 
 void synchronize(int64_t stream, const std::string& what) {
@@ -343,6 +354,7 @@ class SimAllocator final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
   void copy_data(void* to, const void* from, std::size_t nbytes) const override {
+    count_launch("aten::copy_");
     enqueue([=] { std::memcpy(to, from, nbytes); });
   }
 
@@ -490,6 +502,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     static_cast<Event*>(*event)->mark = device().record(on.id());
   }
   void block(void* event, const c10::Stream& on) const override {
+    count_launch("wait");
     if (event != nullptr && static_cast<Event*>(event)->mark) device().block(on.id(), static_cast<Event*>(event)->mark);
   }
   bool queryEvent(void* event) const override {
@@ -647,6 +660,7 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
         parameters[i].alias_info() == nullptr || is_written(parameters[i]), "simulated device: ", schema.name(),
         " returns a view and has no kernel");
   }
+  count_launch(schema.name());
   if (kReadByHost.count(schema.name())) {
     count_sync(schema.name());
     return run_at_once(op, stack, arguments);
@@ -725,6 +739,7 @@ Tensor empty_strided(
 // As on CUDA: without non_blocking the host waits; a copy of memory that is not pinned makes it wait in any case.
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   if (source.numel() == 0) return target;
+  count_launch("aten::copy_");
   Tensor from = on_host(source), to = on_host(target);
   const bool is_across = source.is_cpu() || target.is_cpu();
   const bool is_pinned = is_across && pinned().holds(source.is_cpu() ? source.data_ptr() : target.data_ptr());
@@ -741,6 +756,33 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   enqueue([from, to] { to.copy_(from); }, "copy");
   synchronize(current_stream, what + (non_blocking ? ", not pinned" : ""));
   return target;
+}
+
+std::vector<Tensor> on_host(at::TensorList tensors) {
+  std::vector<Tensor> found;
+  for (const Tensor& each : tensors) found.push_back(on_host(each));
+  return found;
+}
+
+bool have_one_dtype(at::TensorList tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](auto& each) { return each.dtype() == tensors[0].dtype(); });
+}
+
+// As on CUDA: one kernel for all tensors where they lie alike, else one for each of them.
+void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_blocking) {
+  const bool is_fused = at::native::_check_tensors_share_device_and_dtype({targets, sources}, true) &&
+      have_one_dtype(targets) && have_one_dtype(sources) &&
+      at::native::_check_tensors_share_sizes_and_strides({targets, sources});
+  if (!is_fused) return at::native::foreach_tensor_copy_list_kernel_slow_(targets, sources, non_blocking);
+  count_launch("aten::_foreach_copy_");
+  enqueue([to = on_host(targets), from = on_host(sources)] { at::_foreach_copy_(to, from); });
+}
+
+void foreach_add(at::TensorList targets, at::TensorList values, const at::Scalar& alpha) {
+  if (!at::native::can_use_fast_route({targets, values}, alpha))
+    return at::native::foreach_tensor_add_list_kernel_slow_(targets, values, alpha);
+  count_launch("aten::_foreach_add_");
+  enqueue([to = on_host(targets), from = on_host(values), alpha] { at::_foreach_add_(to, from, alpha); });
 }
 
 Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
@@ -803,7 +845,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
-  // Else torch takes these apart, and rounds differently than the CPU does.
+  // Else torch takes these apart: into more launches than CUDA's
+  m.impl("_foreach_copy_", foreach_copy);
+  m.impl("_foreach_add_.List", foreach_add);
+  m.impl("split_with_sizes_copy.out", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
+  m.impl("_chunk_cat.out", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
+  // or with other roundings than the CPU's.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
   m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
 }
@@ -823,6 +870,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("on_sync", [](py::object function) {
     on_sync = function.is_none() ? nullptr : new py::object(std::move(function));
   });
+  m.def("on_launch", [](py::object function) {
+    on_launch = function.is_none() ? nullptr : new py::object(std::move(function));
+  });
   m.def("schedule", [](uint64_t seed, std::set<std::string> late, std::string first) {
     std::lock_guard<std::mutex> lock(device().mutex);
     auto& schedule = device().schedule;
@@ -835,6 +885,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("drop_all", [] { device().drop_all(); }, py::call_guard<py::gil_scoped_release>());
   m.def("host_view", [](const Tensor& tensor) { return on_host(tensor); });
   m.def("send", [](int64_t stream, std::string kind, py::object message) {
+    count_launch(kind);
     Item item;
     item.kind = std::move(kind);
     item.message = std::make_unique<Message>(std::move(message));
