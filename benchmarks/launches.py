@@ -1,13 +1,14 @@
-"""Claim: beyond the unsharded model, a step under fsdp2 asks the device for less of everything than under torch's
-``fully_shard``: kernels, copies, collectives, waits of streams, and waits of the host.
+"""Claim: beyond the unsharded model, a step under fsdp2 has fewer waits of streams than under torch's ``fully_shard``,
+and, in fp32, fewer copies. It is to have less of everything; a ratio above 1 says where it has not.
 
 One warm step of 16 blocks with the shapes of Llama 3 8B at an eighth of its width: 9 parameters each, and each of them
 travels as it does at full width. The device is the simulated accelerator of ``tests/accelerator``, which runs both
 runtimes on streams; this process is rank 0 of ranks that are not there. What is counted is what the host asks for, so
 nothing has to be computed, and counts are exact: the same on every run.
 
-- kernels: operations that compute, and fills;
-- copies: operations that only move or cast, a list of tensors that CUDA copies in one kernel as one;
+- copies: operations that only move or cast; a list of tensors is one where CUDA has one kernel for it. The addresses
+  that such a kernel gets in a small copy of their own are left out;
+- other kernels: operations that compute, and fills;
 - collectives: launches of NCCL, a coalesced one as one;
 - stream waits: one stream waits for an event of another, those inside NCCL included;
 - host waits: the host waits for the device.
@@ -17,8 +18,7 @@ reduced in fp32; the unsharded model is then bf16. The optimizer is left out.
 
     python benchmarks/launches.py [--list CASE]
 
-``--list`` prints instead what one block asks for in ``CASE``, with the lines of the runtime that ask. It needs a C++
-compiler.
+``--list`` prints instead which lines of the runtimes ask for what in ``CASE``. A C++ compiler is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))  # the simulated accelerator is a part of the tests
 import torch
 import torch.distributed as dist
-from common import Table, publish
+from common import Table, publish, table as text_table
 from gpu_subjects import BF16, FP32, RUNTIMES, Block, Shape
 from null_group import NullGroup
 from torch import nn
@@ -50,10 +50,12 @@ NUM_BLOCKS = 16
 FEWER_BLOCKS = 8  # the first and the last blocks of a step are special; those between them are not
 NUM_TOKENS = 2
 BACKEND = "simalone"
-MEASURES = ("kernels", "copies", "collectives", "stream waits", "host waits")
+KERNELS, ALL_KERNELS = ("copies", "other kernels"), "copies and other kernels"
+MEASURES = (*KERNELS, ALL_KERNELS, "collectives", "stream waits", "host waits")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast", "scatter")
 COPIES = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "_chunk_cat", "cat")
 FOLDERS = {name: f"{Path(str(runtime.__file__)).parent}/" for name, runtime in RUNTIMES.items()}
+MODULES = f"{Path(nn.__file__).parent}/"
 NUM_FRAMES = 3  # of the runtime, that a line of the list shows
 
 Counts = Counter[tuple[str, str]]  # by what is asked for, and by the lines that ask
@@ -136,14 +138,13 @@ def alone(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 def stepper(subject: str, case: Case, num_blocks: int, mesh: DeviceMesh) -> Step:
     """A warm step of ``num_blocks`` blocks, unsharded or under a runtime."""
     runtime: Any = RUNTIMES.get(subject)
-    with torch.device(device.DEVICE):
+    dtype = BF16 if case.is_mixed else FP32
+    with torch.device("meta"):
         model = nn.Sequential(*(Block(SHAPE, has_gains=True) for _ in range(num_blocks)))
-        x = torch.randn(1, NUM_TOKENS, SHAPE.dim, dtype=BF16 if case.is_mixed else FP32)
-    if runtime is None:
-        model = model.to(x.dtype)
-    else:
-        for unit in (*model, model):
-            _shard(unit, runtime, case, mesh)
+    model.to(dtype if runtime is None else FP32).to_empty(device=device.DEVICE)
+    x = torch.empty(1, NUM_TOKENS, SHAPE.dim, dtype=dtype, device=device.DEVICE)
+    for unit in (*model, model) if runtime else ():
+        _shard(unit, runtime, case, mesh)
     parameters = list(model.parameters())
 
     def step() -> None:
@@ -187,10 +188,10 @@ def counts_of_a_step(subject: str, case: Case, num_blocks: int, mesh: DeviceMesh
 
 
 def _lines_of(folder: str) -> str:
-    """Who in ``folder`` asks, the innermost line first."""
+    """Who in ``folder`` asks, the innermost line first; nobody, where a module does."""
     lines: list[str] = []
     frame: FrameType | None = sys._getframe()
-    while frame is not None and len(lines) < NUM_FRAMES:
+    while frame is not None and len(lines) < NUM_FRAMES and not frame.f_code.co_filename.startswith(MODULES):
         if folder and frame.f_code.co_filename.startswith(folder):
             lines.append(f"{frame.f_code.co_filename.removeprefix(folder)}:{frame.f_lineno}")
         frame = frame.f_back
@@ -200,13 +201,14 @@ def _lines_of(folder: str) -> str:
 def measure_of(what: str) -> str:
     if what in COLLECTIVES:
         return "collectives"
-    return {"wait": "stream waits", "host wait": "host waits"}.get(what, "copies" if what in COPIES else "kernels")
+    return {"wait": "stream waits", "host wait": "host waits"}.get(what, KERNELS[what not in COPIES])
 
 
 def totals(counts: Counts) -> Counter[str]:
     found: Counter[str] = Counter()
     for (what, _), count in counts.items():
         found[measure_of(what)] += count
+    found[ALL_KERNELS] = sum(found[each] for each in KERNELS)
     return found
 
 
@@ -238,22 +240,23 @@ def _whole(value: float) -> int | float:
 
 
 def print_list(case: Case) -> None:
-    """What one block asks for under either runtime."""
+    """What a step asks for under either runtime, without the model."""
     for subject in RUNTIMES:
         with alone(case.shape) as mesh:
             fewer, all_ = (counts_of_a_step(subject, case, num, mesh) for num in (FEWER_BLOCKS, NUM_BLOCKS))
-        print(f"{case.title}: one block under {subject}, and who in {FOLDERS[subject]} asks for it")
-        per_block = {key: (count - fewer[key]) / (NUM_BLOCKS - FEWER_BLOCKS) for key, count in all_.items()}
-        for measure in MEASURES:
-            for (what, lines), count in sorted(per_block.items()):
-                if count and measure_of(what) == measure and (lines or measure == "stream waits"):
-                    print(f"  {measure:12}  {_whole(count):>5}  {what:22}  {lines}")
-        print()
+        print(f"{case.title}: {subject}, in {FOLDERS[subject]}\n")
+        lines = []
+        for (what, asking), count in all_.items():
+            if asking:
+                per_block = _whole((count - fewer[what, asking]) / (NUM_BLOCKS - FEWER_BLOCKS))
+                lines.append((measure_of(what), per_block, count, what, asking))
+        lines.sort(key=lambda line: (MEASURES.index(line[0]), line[3:]))
+        print(text_table(["", "a block", "a step", "what", "the runtime's lines, the innermost first"], lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=CASES, help="print what one block asks for in this case instead")
+    parser.add_argument("--list", choices=CASES, help="print which lines ask for what in this case instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device.load()

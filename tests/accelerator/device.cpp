@@ -18,8 +18,10 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/ForeachUtils.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_chunk_cat_native.h>
 #include <ATen/ops/_foreach_add_native.h>
 #include <ATen/ops/_foreach_copy_native.h>
+#include <ATen/ops/split_with_sizes_copy_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -768,7 +770,7 @@ bool have_one_dtype(at::TensorList tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](auto& each) { return each.dtype() == tensors[0].dtype(); });
 }
 
-// As on CUDA: one kernel for all tensors where they lie alike, else one for each of them.
+// The following are one kernel where they are one on CUDA, and else as many as the operations that they consist of.
 void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_blocking) {
   const bool is_fused = at::native::_check_tensors_share_device_and_dtype({targets, sources}, true) &&
       have_one_dtype(targets) && have_one_dtype(sources) &&
@@ -783,6 +785,33 @@ void foreach_add(at::TensorList targets, at::TensorList values, const at::Scalar
     return at::native::foreach_tensor_add_list_kernel_slow_(targets, values, alpha);
   count_launch("aten::_foreach_add_");
   enqueue([to = on_host(targets), from = on_host(values), alpha] { at::_foreach_add_(to, from, alpha); });
+}
+
+bool are_dense(at::TensorList tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](auto& each) { return each.is_non_overlapping_and_dense(); });
+}
+
+void split_copy(const Tensor& self, at::IntArrayRef sizes, int64_t dim, at::TensorList out) {
+  const bool is_fused = self.is_non_overlapping_and_dense() && are_dense(out) && have_one_dtype(out) &&
+      (out.empty() || out[0].dtype() == self.dtype());
+  if (!is_fused) return at::native::split_with_sizes_copy_out(self, sizes, dim, out);
+  count_launch("aten::split_with_sizes_copy");
+  enqueue([from = on_host(self), sizes = sizes.vec(), dim, to = on_host(out)] {
+    at::split_with_sizes_copy_out(to, from, sizes, dim);
+  });
+}
+
+Tensor& chunk_cat(at::TensorList tensors, int64_t dim, int64_t num_chunks, Tensor& out) {
+  bool is_fused = have_one_dtype(tensors) && out.is_non_overlapping_and_dense();
+  for (const Tensor& each : tensors) is_fused &= each.is_contiguous();
+  const auto from_dtype = tensors[0].scalar_type(), to_dtype = out.scalar_type();
+  is_fused &= from_dtype == to_dtype || (from_dtype == at::kBFloat16 && to_dtype == at::kFloat);
+  if (!is_fused) return at::native::_chunk_cat_out(tensors, dim, num_chunks, out);
+  count_launch("aten::_chunk_cat");
+  enqueue([from = on_host(tensors), dim, num_chunks, to = on_host(out)]() mutable {
+    at::_chunk_cat_out(to, from, dim, num_chunks);
+  });
+  return out;
 }
 
 Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
@@ -848,8 +877,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // Else torch takes these apart: into more launches than CUDA's
   m.impl("_foreach_copy_", foreach_copy);
   m.impl("_foreach_add_.List", foreach_add);
-  m.impl("split_with_sizes_copy.out", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
-  m.impl("_chunk_cat.out", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
+  m.impl("split_with_sizes_copy.out", split_copy);
+  m.impl("_chunk_cat.out", chunk_cat);
   // or with other roundings than the CPU's.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
   m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
