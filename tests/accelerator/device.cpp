@@ -296,12 +296,23 @@ void count_sync(const std::string& what) {
   if (on_sync != nullptr) (*on_sync)(what);
 }
 
+thread_local bool is_counted = false;  // see AsOne
+
 // The host asks the device for one more thing: an operation by its name, "wait" (of a stream), or a collective.
 void count_launch(const std::string& what) {
-  if (on_launch == nullptr) return;
+  if (on_launch == nullptr || is_counted) return;
   py::gil_scoped_acquire gil;
   (*on_launch)(what);
 }
+
+// While it lives, what this thread asks for counts as one operation.
+struct AsOne {
+  explicit AsOne(const std::string& what) {
+    count_launch(what);
+    is_counted = true;
+  }
+  ~AsOne() { is_counted = false; }
+};
 
 void synchronize(int64_t stream, const std::string& what) {
   count_sync(what);
@@ -760,58 +771,40 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   return target;
 }
 
-std::vector<Tensor> on_host(at::TensorList tensors) {
-  std::vector<Tensor> found;
-  for (const Tensor& each : tensors) found.push_back(on_host(each));
-  return found;
-}
-
 bool have_one_dtype(at::TensorList tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](auto& each) { return each.dtype() == tensors[0].dtype(); });
 }
 
-// The following are one kernel where they are one on CUDA, and else as many as the operations that they consist of.
+// The following run as the operations that they consist of, and count as one where CUDA has one kernel.
 void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_blocking) {
-  const bool is_fused = at::native::_check_tensors_share_device_and_dtype({targets, sources}, true) &&
-      have_one_dtype(targets) && have_one_dtype(sources) &&
-      at::native::_check_tensors_share_sizes_and_strides({targets, sources});
-  if (!is_fused) return at::native::foreach_tensor_copy_list_kernel_slow_(targets, sources, non_blocking);
-  count_launch("aten::_foreach_copy_");
-  enqueue([to = on_host(targets), from = on_host(sources)] { at::_foreach_copy_(to, from); });
+  std::optional<AsOne> one;
+  if (at::native::_check_tensors_share_device_and_dtype({targets, sources}, true) && have_one_dtype(targets) &&
+      have_one_dtype(sources) && at::native::_check_tensors_share_sizes_and_strides({targets, sources}))
+    one.emplace("aten::_foreach_copy_");
+  at::native::foreach_tensor_copy_list_kernel_slow_(targets, sources, non_blocking);
 }
 
 void foreach_add(at::TensorList targets, at::TensorList values, const at::Scalar& alpha) {
-  if (!at::native::can_use_fast_route({targets, values}, alpha))
-    return at::native::foreach_tensor_add_list_kernel_slow_(targets, values, alpha);
-  count_launch("aten::_foreach_add_");
-  enqueue([to = on_host(targets), from = on_host(values), alpha] { at::_foreach_add_(to, from, alpha); });
-}
-
-bool are_dense(at::TensorList tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), [](auto& each) { return each.is_non_overlapping_and_dense(); });
+  std::optional<AsOne> one;
+  if (at::native::can_use_fast_route({targets, values}, alpha)) one.emplace("aten::_foreach_add_");
+  at::native::foreach_tensor_add_list_kernel_slow_(targets, values, alpha);
 }
 
 void split_copy(const Tensor& self, at::IntArrayRef sizes, int64_t dim, at::TensorList out) {
-  const bool is_fused = self.is_non_overlapping_and_dense() && are_dense(out) && have_one_dtype(out) &&
-      (out.empty() || out[0].dtype() == self.dtype());
-  if (!is_fused) return at::native::split_with_sizes_copy_out(self, sizes, dim, out);
-  count_launch("aten::split_with_sizes_copy");
-  enqueue([from = on_host(self), sizes = sizes.vec(), dim, to = on_host(out)] {
-    at::split_with_sizes_copy_out(to, from, sizes, dim);
-  });
+  bool is_fused = self.is_non_overlapping_and_dense();
+  for (const Tensor& each : out) is_fused &= each.is_non_overlapping_and_dense() && each.dtype() == self.dtype();
+  std::optional<AsOne> one;
+  if (is_fused) one.emplace("aten::split_with_sizes_copy");
+  at::native::split_with_sizes_copy_out(self, sizes, dim, out);
 }
 
 Tensor& chunk_cat(at::TensorList tensors, int64_t dim, int64_t num_chunks, Tensor& out) {
+  const auto from = tensors[0].scalar_type(), to = out.scalar_type();
   bool is_fused = have_one_dtype(tensors) && out.is_non_overlapping_and_dense();
   for (const Tensor& each : tensors) is_fused &= each.is_contiguous();
-  const auto from_dtype = tensors[0].scalar_type(), to_dtype = out.scalar_type();
-  is_fused &= from_dtype == to_dtype || (from_dtype == at::kBFloat16 && to_dtype == at::kFloat);
-  if (!is_fused) return at::native::_chunk_cat_out(tensors, dim, num_chunks, out);
-  count_launch("aten::_chunk_cat");
-  enqueue([from = on_host(tensors), dim, num_chunks, to = on_host(out)]() mutable {
-    at::_chunk_cat_out(to, from, dim, num_chunks);
-  });
-  return out;
+  std::optional<AsOne> one;
+  if (is_fused && (from == to || (from == at::kBFloat16 && to == at::kFloat))) one.emplace("aten::_chunk_cat");
+  return at::native::_chunk_cat_out(tensors, dim, num_chunks, out);
 }
 
 Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
@@ -874,12 +867,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
-  // Else torch takes these apart: into more launches than CUDA's
+  // As without a kernel, but they count as CUDA's.
   m.impl("_foreach_copy_", foreach_copy);
   m.impl("_foreach_add_.List", foreach_add);
   m.impl("split_with_sizes_copy.out", split_copy);
   m.impl("_chunk_cat.out", chunk_cat);
-  // or with other roundings than the CPU's.
+  // Else torch takes these apart, and rounds differently than the CPU does.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
   m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
 }
