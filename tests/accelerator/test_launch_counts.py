@@ -38,7 +38,7 @@ def test_operations_collectives_and_waits_are_told_and_lists_count_as_on_cuda(ct
     square.add_(1)
     assert not found
     assert told == {
-        "operation": "add_",
+        "operation": "add",
         "copy": "copy_",
         "list": "_foreach_copy_",
         "list, cast": "_foreach_copy_",
