@@ -12,10 +12,16 @@
 //  - `mutex` is a leaf: nobody runs an operation or takes Python's lock while holding it.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/NumericUtils.h>
 #include <ATen/Parallel.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/NativeFunctions.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/ForeachUtils.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_chunk_cat_native.h>
+#include <ATen/ops/_foreach_add_native.h>
+#include <ATen/ops/_foreach_copy_native.h>
+#include <ATen/ops/split_with_sizes_copy_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -148,6 +154,21 @@ class Device {
     return streams.at(stream).items.empty();
   }
 
+  // After a failure: forget what was enqueued.
+  void drop_all() {
+    std::deque<Item> dropped;
+    std::lock_guard<std::mutex> turn(turn_);
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& stream : streams) {
+      for (auto& item : stream.items) {
+        if (item.signals) *item.signals = true;
+        dropped.push_back(std::move(item));
+      }
+      stream.items.clear();
+    }
+    error_.clear();
+  }
+
  private:
   std::mutex turn_;  // of host threads that wait
   std::condition_variable changed_;
@@ -267,12 +288,31 @@ Device& device() {
 thread_local int64_t current_stream = 0;
 
 py::object* on_sync = nullptr;
+py::object* on_launch = nullptr;
 
 // The host is about to wait for the device.
 void count_sync(const std::string& what) {
   py::gil_scoped_acquire gil;
   if (on_sync != nullptr) (*on_sync)(what);
 }
+
+thread_local bool is_counted = false;  // see AsOne
+
+// The host asks the device for one more thing: an operation by its name, "wait" (of a stream), or a collective.
+void count_launch(const std::string& what) {
+  if (on_launch == nullptr || is_counted) return;
+  py::gil_scoped_acquire gil;
+  (*on_launch)(what);
+}
+
+// While it lives, what this thread asks for counts as one operation.
+struct AsOne {
+  explicit AsOne(const std::string& what) {
+    count_launch(what);
+    is_counted = true;
+  }
+  ~AsOne() { is_counted = false; }
+};
 
 void synchronize(int64_t stream, const std::string& what) {
   count_sync(what);
@@ -327,6 +367,7 @@ class SimAllocator final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
   void copy_data(void* to, const void* from, std::size_t nbytes) const override {
+    count_launch("aten::copy_");
     enqueue([=] { std::memcpy(to, from, nbytes); });
   }
 
@@ -474,6 +515,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     static_cast<Event*>(*event)->mark = device().record(on.id());
   }
   void block(void* event, const c10::Stream& on) const override {
+    count_launch("wait");
     if (event != nullptr && static_cast<Event*>(event)->mark) device().block(on.id(), static_cast<Event*>(event)->mark);
   }
   bool queryEvent(void* event) const override {
@@ -590,7 +632,7 @@ void copy_results(const Stack& targets, const Stack& results) {
 const std::unordered_set<std::string> kReadByHost = {
     "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::bincount",
     "aten::unique_consecutive", "aten::repeat_interleave"};
-std::set<std::string> ran_at_once;  // operations whose results' shapes no meta kernel tells: these drain the device
+std::set<std::string> ran_at_once;  // operations without a kernel that tells the shape of the result
 
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
@@ -631,6 +673,7 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
         parameters[i].alias_info() == nullptr || is_written(parameters[i]), "simulated device: ", schema.name(),
         " returns a view and has no kernel");
   }
+  count_launch(schema.name());
   if (kReadByHost.count(schema.name())) {
     count_sync(schema.name());
     return run_at_once(op, stack, arguments);
@@ -659,6 +702,7 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
     try {
       op.callBoxed(&meta);
     } catch (const c10::NotImplementedError&) {
+      TORCH_CHECK(is_new || num_written > 0, schema.name());
       ran_at_once.insert(schema.name());
       return run_at_once(op, stack, arguments);
     }
@@ -708,6 +752,7 @@ Tensor empty_strided(
 // As on CUDA: without non_blocking the host waits; a copy of memory that is not pinned makes it wait in any case.
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   if (source.numel() == 0) return target;
+  count_launch("aten::copy_");
   Tensor from = on_host(source), to = on_host(target);
   const bool is_across = source.is_cpu() || target.is_cpu();
   const bool is_pinned = is_across && pinned().holds(source.is_cpu() ? source.data_ptr() : target.data_ptr());
@@ -724,6 +769,42 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   enqueue([from, to] { to.copy_(from); }, "copy");
   synchronize(current_stream, what + (non_blocking ? ", not pinned" : ""));
   return target;
+}
+
+bool have_one_dtype(at::TensorList tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](auto& each) { return each.dtype() == tensors[0].dtype(); });
+}
+
+// The following run as the operations that they consist of, and count as one where CUDA has one kernel.
+void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_blocking) {
+  std::optional<AsOne> one;
+  if (at::native::_check_tensors_share_device_and_dtype({targets, sources}, true) && have_one_dtype(targets) &&
+      have_one_dtype(sources) && at::native::_check_tensors_share_sizes_and_strides({targets, sources}))
+    one.emplace("aten::_foreach_copy_");
+  at::native::foreach_tensor_copy_list_kernel_slow_(targets, sources, non_blocking);
+}
+
+void foreach_add(at::TensorList targets, at::TensorList values, const at::Scalar& alpha) {
+  std::optional<AsOne> one;
+  if (at::native::can_use_fast_route({targets, values}, alpha)) one.emplace("aten::_foreach_add_");
+  at::native::foreach_tensor_add_list_kernel_slow_(targets, values, alpha);
+}
+
+void split_copy(const Tensor& self, at::IntArrayRef sizes, int64_t dim, at::TensorList out) {
+  bool is_fused = self.is_non_overlapping_and_dense();
+  for (const Tensor& each : out) is_fused &= each.is_non_overlapping_and_dense() && each.dtype() == self.dtype();
+  std::optional<AsOne> one;
+  if (is_fused) one.emplace("aten::split_with_sizes_copy");
+  at::native::split_with_sizes_copy_out(self, sizes, dim, out);
+}
+
+Tensor& chunk_cat(at::TensorList tensors, int64_t dim, int64_t num_chunks, Tensor& out) {
+  const auto from = tensors[0].scalar_type(), to = out.scalar_type();
+  bool is_fused = have_one_dtype(tensors) && out.is_non_overlapping_and_dense();
+  for (const Tensor& each : tensors) is_fused &= each.is_contiguous();
+  std::optional<AsOne> one;
+  if (is_fused && (from == to || (from == at::kBFloat16 && to == at::kFloat))) one.emplace("aten::_chunk_cat");
+  return at::native::_chunk_cat_out(tensors, dim, num_chunks, out);
 }
 
 Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
@@ -786,6 +867,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
+  // As without a kernel, but they count as CUDA's.
+  m.impl("_foreach_copy_", foreach_copy);
+  m.impl("_foreach_add_.List", foreach_add);
+  m.impl("split_with_sizes_copy.out", split_copy);
+  m.impl("_chunk_cat.out", chunk_cat);
   // Else torch takes these apart, and rounds differently than the CPU does.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
   m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
@@ -806,6 +892,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("on_sync", [](py::object function) {
     on_sync = function.is_none() ? nullptr : new py::object(std::move(function));
   });
+  m.def("on_launch", [](py::object function) {
+    on_launch = function.is_none() ? nullptr : new py::object(std::move(function));
+  });
   m.def("schedule", [](uint64_t seed, std::set<std::string> late, std::string first) {
     std::lock_guard<std::mutex> lock(device().mutex);
     auto& schedule = device().schedule;
@@ -815,8 +904,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& stream : device().streams) stream.priority.reset();
   });
   m.def("drain", [] { device().run_until(nullptr); });
+  m.def("drop_all", [] { device().drop_all(); }, py::call_guard<py::gil_scoped_release>());
   m.def("host_view", [](const Tensor& tensor) { return on_host(tensor); });
   m.def("send", [](int64_t stream, std::string kind, py::object message) {
+    count_launch(kind);
     Item item;
     item.kind = std::move(kind);
     item.message = std::make_unique<Message>(std::move(message));

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,19 @@ def counted_syncs() -> Iterator[list[str]]:
         yield found
     finally:
         found += host_syncs
+
+
+@contextmanager
+def on_launch(note: Callable[[str], None]) -> Iterator[None]:
+    """Call ``note`` for all that the device is asked for inside the block, by name: operations (``"aten::copy_"``),
+    collectives (``"all-gather"``), and waits of one stream for another (``"wait"``). As on CUDA, an operation on a list
+    of tensors that lie alike is one, and so is a coalesced collective; views, memory and events are none.
+    """
+    load().on_launch(note)
+    try:
+        yield
+    finally:
+        load().on_launch(None)
 
 
 class _StreamContext:
