@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
@@ -29,12 +31,20 @@ import fsdp2
 from fsdp2 import _torch
 from fsdp2.comm import backends
 from fsdp2.comm.streams import AcceleratorStreams, streams_for
-from fsdp2.tensors import Int8AllGatherTensor, wrap_parameters
+from fsdp2.tensors import (
+    Float8AllGatherTensor,
+    Float8Scaling,
+    Float8Tensor,
+    Int8AllGatherTensor,
+    NF4Tensor,
+    wrap_parameters,
+)
+from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, scale_from
 
 Values = dict[str, Tensor]
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NUM_STEPS = 3
-LEARNING_RATE = 0.1
+LEARNING_RATE = 0.01  # more would make roundings grow from step to step
 NUM_LATE_RANKS = 8
 
 
@@ -106,12 +116,15 @@ def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x).float() - 0.5).square().mean()
+    """Far from its minimum, so that no gradient is a small difference of large numbers."""
+    output = model(x).float()
+    return (output + torch.linspace(-3.0, 6.0, output.size(-1), device=x.device)).square().mean()
 
 
 def train(model: nn.Module, x: Callable[[int], Tensor], finish: Callable[[], None] = lambda: None) -> Values:
     """All losses and gradients, and the last parameters, on the host. ``x``: the inputs of a step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE, foreach=False)
     found: Values = {}
     for step in range(NUM_STEPS):
         loss = loss_of(model, x(step))
@@ -123,7 +136,8 @@ def train(model: nn.Module, x: Callable[[int], Tensor], finish: Callable[[], Non
         optimizer.step()
         optimizer.zero_grad()
     for name, parameter in model.named_parameters():
-        found[name] = local(parameter).detach().clone()
+        if parameter.requires_grad:
+            found[name] = local(parameter).detach().clone()
     finish()
     return {name: value.cpu() for name, value in found.items()}
 
@@ -172,7 +186,7 @@ def contract(report: Report, name: str) -> None:
         _gather(group, [torch.empty_like(x)], [x], on_stream=True)  # makes the communicator, for which the host waits
         on.finish()
         for text, check in CONTRACT.items():
-            attempt(report, text, functools.partial(check, on, group))
+            attempt(report, text, partial(check, on, group))
         on.finish()
 
 
@@ -304,9 +318,13 @@ CONTRACT: dict[str, Callable[[Device, dist.ProcessGroup], str]] = {
 
 
 @contextmanager
-def collectives_of_one_rank() -> Iterator[list[str]]:
-    """fsdp2 goes through the process group, though there is one rank. Lists what it launches."""
+def collectives_of_one_rank(on: Device) -> Iterator[list[str]]:
+    """fsdp2 goes through the process group, though there is one rank. Lists what it launches. Not on the CPU: gloo
+    gathers no tensors of several dtypes in one launch, and fsdp2 does not ask it to."""
     launches: list[str] = []
+    if on.type == "cpu":
+        yield launches
+        return
 
     class Counted(backends.CollectiveComm):
         def all_gather(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
@@ -322,7 +340,8 @@ def collectives_of_one_rank() -> Iterator[list[str]]:
             return backends.LocalComm()
         return Counted(axis.group, on_stream=streams_for(where).runs_ahead and not is_async)
 
-    users = [module for module in sys.modules.values() if getattr(module, "comm_for", None) is backends.comm_for]
+    ours = [module for name, module in sys.modules.items() if name.startswith("fsdp2.")]
+    users = [module for module in ours if getattr(module, "comm_for", None) is backends.comm_for]
     with ExitStack() as stack:
         for module in users:
             stack.enter_context(mock.patch.object(module, "comm_for", comm_for))
@@ -346,12 +365,12 @@ def forced(report: Report, name: str) -> None:
         for text, options in ONE_RANK.items():
 
             def check(options: dict[str, Any] = options) -> str:
-                with collectives_of_one_rank() as launches:
+                with collectives_of_one_rank(on) as launches:
                     model = sharded(net(on.dim, name), mesh, mp_policy=BF16, **options)
                     actual = train(model, x.__getitem__, on.finish)
                 counts = f"{launches.count(GATHER)} gathers and {launches.count(REDUCE)} reduce-scatters"
                 ensure(GATHER in launches and REDUCE in launches, counts)
-                return f"{counts}; {ensure_close(actual, expected, 1e-3 if name == 'cuda' else 0.0)}"
+                return f"{counts}; {ensure_close(actual, expected, 2e-2 if name == 'cuda' else 0.0)}"
 
             attempt(report, f"trained through it, {text}", check)
 
@@ -411,10 +430,14 @@ def late(report: Report, name: str) -> None:
     on = device(name)
     with late_group(NUM_LATE_RANKS, on):
         for text in LATE:
-            attempt(report, text, functools.partial(_check_late, on, text))
-        attempt(report, "fp32, whose gathers the host waits for", functools.partial(_check_by_hand, on))
+            attempt(report, text, partial(_check_late, on, text))
+        attempt(report, "fp32, whose gathers the host waits for", partial(_check_by_hand, on))
         for kinds in DELAYS.values():
-            attempt(report, f"{' and '.join(sorted(kinds))} that nobody waits for", functools.partial(_check_control, on, kinds))
+            attempt(
+                report,
+                f"{' and '.join(sorted(kinds))} that nobody waits for",
+                partial(_check_control, on, kinds),
+            )
 
 
 def _check_late(on: Device, text: str) -> str:
@@ -454,7 +477,7 @@ def _check_by_hand(on: Device) -> str:
 def _check_control(on: Device, kinds: set[str]) -> str:
     """Without the waits of the compute stream, values must be others: else this part could not fail."""
     expected = train_late(on, "fp32", (), is_serial=True)
-    with mock.patch.object(AcceleratorStreams, "wait_here", lambda self, event: None):
+    with mock.patch.object(AcceleratorStreams, "wait_here"):
         found = train_late(on, "fp32", kinds)
     other = [name for name in expected if not torch.equal(found[name], expected[name])]
     ensure(bool(other), "nothing differs, so a wait that is left out would not be noticed")
@@ -470,6 +493,15 @@ def sanitizer(report: Report, name: str) -> None:
 
     on = device(name)
     with late_group(NUM_LATE_RANKS, on):
+        try:
+            peer = net(on.dim, name)
+            _shard_by_torch(peer, init_device_mesh(name, (NUM_LATE_RANKS,)), {})
+            on.set_late(DELAYS["both late"])
+            train(peer, lambda seed: batch(on.dim, name, seed), on.finish)
+            report("PASS", "torch's fully_shard, to compare: no race found")
+        except CUDASanitizerErrors as error:
+            text = "torch's fully_shard, to compare: the sanitizer finds races there, too, so it may be wrong below"
+            report("NOT RUN", f"{text}: {str(error.errors[0]).splitlines()[0]}")
         for text in ("fp32", "bf16", "offloaded"):
 
             def check(text: str = text) -> str:
@@ -479,7 +511,7 @@ def sanitizer(report: Report, name: str) -> None:
 
         def control() -> str:
             """The sanitizer must find a wait that is left out."""
-            with mock.patch.object(AcceleratorStreams, "wait_here", lambda self, event: None):
+            with mock.patch.object(AcceleratorStreams, "wait_here"):
                 try:
                     train_late(on, "fp32", DELAYS["both late"])
                 except CUDASanitizerErrors as error:
@@ -504,11 +536,21 @@ SHARED: dict[str, tuple[tuple[int, ...], dict[str, Any], float]] = {
 def ranks(report: Report, name: str, size: int) -> None:
     """Values are those of torch's ``fully_shard`` on the CPU, over gloo."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (size, name, Path(folder)), nprocs=size)  # raises what a rank raises
-        for index in range(len(SHARED)):
-            found = Path(folder) / f"verdict-{index}"
-            status, detail, trace = found.read_text().split("\n", 2)
-            report(status, f"{size} ranks, {detail}", **({"traceback": trace} if trace else {}))
+        lost = ""
+        try:
+            torch.multiprocessing.spawn(_rank, (size, name, Path(folder)), nprocs=size)
+        except Exception as error:  # a rank has ended; the verdicts say why
+            lost = str(error)
+        for index, text in enumerate(SHARED):
+            found = sorted(Path(folder).glob(f"{index}-*"))
+            verdicts = [each.read_text().split("\n", 2) for each in found]
+            failed = [each for each in verdicts if each[0] == "FAIL"]
+            if failed:
+                report("FAIL", f"{size} ranks, {failed[0][1]}", traceback=[trace for _, _, trace in failed])
+            elif len(found) == size:
+                report("PASS", f"{size} ranks, {verdicts[0][1]}")
+            else:
+                report("FAIL", f"{size} ranks, {text}: a rank was lost before", traceback=lost)
 
 
 def _rank(rank: int, size: int, name: str, folder: Path) -> None:
@@ -516,27 +558,21 @@ def _rank(rank: int, size: int, name: str, folder: Path) -> None:
     on = device(name)
     with staged_group(rank, size, folder / "store", on):
         for index, (text, (shape, options, limit)) in enumerate(SHARED.items()):
-            verdicts: list[tuple[str, str, str]] = []
-
-            def report(status: str, detail: str, **figures: object) -> None:
-                verdicts.append((status, detail, str(figures.get("traceback", ""))))  # noqa: B023
-
-            attempt(report, text, functools.partial(_check_rank, rank, size, on, shape, options, limit))
-            if any(status == "FAIL" for status, _, _ in verdicts) or rank == 0:
-                _write_verdict(folder / f"verdict-{index}", verdicts[0], rank)
+            path = folder / f"{index}-{rank}"
+            attempt(partial(_write, path, rank), text, partial(_check_rank, rank, size, on, shape, options, limit))
+            status, detail, _ = path.read_text().split("\n", 2)
+            if status == "FAIL" and "AssertionError" not in detail:  # others may wait for this rank for good
+                sys.stdout.flush()
+                os._exit(3)
             dist.barrier()
 
 
-def _write_verdict(path: Path, verdict: tuple[str, str, str], rank: int) -> None:
-    status, detail, trace = verdict
-    if path.exists() and status == "PASS":
-        return  # another rank's failure counts
-    path.write_text(f"{status}\n{detail}{f' (rank {rank})' if status == 'FAIL' else ''}\n{trace}")
+def _write(path: Path, rank: int, status: str, detail: str, **figures: object) -> None:
+    where = f" (rank {rank})" if status == "FAIL" else ""
+    path.write_text(f"{status}\n{detail}{where}\n{figures.get('traceback', '')}")
 
 
-def _check_rank(
-    rank: int, size: int, on: Device, shape: tuple[int, ...], options: dict[str, Any], limit: float
-) -> str:
+def _check_rank(rank: int, size: int, on: Device, shape: tuple[int, ...], options: dict[str, Any], limit: float) -> str:
     sizes = tuple(size // math.prod(other for other in shape if other > 0) if each < 0 else each for each in shape)
     names = ("replicate", "shard")[-len(sizes) :]
     x = [batch(on.dim, "cpu", 100 * step + rank) for step in range(NUM_STEPS)]
@@ -562,3 +598,96 @@ def _shard_by_torch(model: Net, mesh: DeviceMesh, options: Mapping[str, Any]) ->
         fsdp.fully_shard(module, mesh=mesh, **own)
 
 
+# (7) Float8 products, and weights in 4 bits
+
+
+class Adapted(nn.Module):
+    """A frozen weight in 4 bits, and an adapter of rank 16 that is trained."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(dim, dim, bias=False)
+        self.down = nn.Linear(dim, 16, bias=False)
+        self.up = nn.Linear(16, dim, bias=False)
+        self.base.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def extensions(report: Report, name: str) -> None:
+    on = device(name)
+    multiplies = name == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    with real_group(on):
+        for scaling in Float8Scaling:
+            if multiplies:
+                attempt(report, f"float8 product, {scaling.value}", partial(_check_product, on, scaling))
+            else:
+                report("NOT RUN", f"float8 product, {scaling.value}: needs CUDA of capability 8.9")
+            attempt(report, f"float8, {scaling.value}", partial(_check_float8, on, scaling, multiplies))
+        attempt(report, "NF4 below adapters", partial(_check_nf4, on))
+
+
+def _check_product(on: Device, scaling: Float8Scaling) -> str:
+    """What a float8 linear computes, against the product of the same rounded operands in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(256, on.dim, generator=generator).to(on.type, torch.bfloat16) for _ in range(2))
+    per_row = scaling is Float8Scaling.PER_ROW
+
+    def rounded(values: Tensor) -> tuple[Tensor, Tensor]:
+        scale = scale_from(row_magnitudes(values) if per_row else magnitude(values))
+        return quantise_float8(values, scale), scale
+
+    (x8, x_scale), (w8, w_scale) = rounded(x), rounded(weight)
+    actual, ops = _ops_of(lambda: nn.functional.linear(x, Float8Tensor(w8, w_scale, torch.bfloat16)))
+    expected = (x8.float() * x_scale) @ (w8.float() * w_scale).t()
+    ensure(any("scaled_mm" in op for op in ops), f"no scaled product among {ops}")
+    return f"by {next(op for op in ops if 'scaled_mm' in op)}; " + ensure_close(
+        {"product": actual.float().cpu()}, {"product": expected.cpu()}, 1e-2
+    )
+
+
+def _ops_of(call: Callable[[], Tensor]) -> tuple[Tensor, list[str]]:
+    """What ``call`` returns, and the names of the operations that it runs."""
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        result = call()
+    return result, sorted({event.key for event in profiler.key_averages()})
+
+
+def _check_float8(on: Device, scaling: Float8Scaling, multiplies: bool) -> str:
+    """Trained through the backend's collectives, against the same in bf16 without sharding. Values of 3 bits of
+    mantissa differ by some percent."""
+    x = [batch(on.dim, on.type, seed) for seed in range(NUM_STEPS)]
+    expected = _train_unsharded_in_bf16(net(on.dim, on.type), x)
+    with collectives_of_one_rank(on):
+        model = net(on.dim, on.type)
+        wrap_parameters(model, partial(Float8AllGatherTensor, scaling=scaling))
+        sharded(model, init_device_mesh(on.type, (1,)), mp_policy=BF16)
+        found = train(model, x.__getitem__, on.finish)
+        _, ops = _ops_of(lambda: model(x[0]))
+    ensure(any("scaled_mm" in op for op in ops) == multiplies, f"scaled products: expected {multiplies}, found {ops}")
+    return ensure_close({n: plain(value) for n, value in found.items()}, expected, 0.2)
+
+
+def plain(value: Tensor) -> Tensor:
+    """``value`` without its subclass."""
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+
+
+def _check_nf4(on: Device) -> str:
+    """Trained through the backend's collectives, against dense weights of the same values."""
+    x = [batch(on.dim, on.type, seed) for seed in range(NUM_STEPS)]
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Adapted(on.dim) for _ in range(4))).to(on.type)
+        for layer in model:
+            weight: Tensor = NF4Tensor.quantise(layer.base.weight.detach())
+            weight = weight if is_sharded else weight.dequantise()  # type: ignore[attr-defined]
+            layer.base.weight = nn.Parameter(weight, requires_grad=False)
+        with collectives_of_one_rank(on):
+            for module in (*model, model) if is_sharded else ():
+                fsdp2.fully_shard(module, mesh=init_device_mesh(on.type, (1,)))
+            values = train(model, x.__getitem__, on.finish)
+        found.append(values)
+    return ensure_close(found[1], found[0], 1e-5)

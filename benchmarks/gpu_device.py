@@ -49,7 +49,7 @@ class Device(Protocol):
     def collective(
         self, kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], start: Start, finish: Finish
     ) -> None:
-        """Enqueue on the current stream: ``start(outputs)``, a delay if ``kind`` is late, ``finish(outputs, inputs)``."""
+        """On the current stream: ``start(outputs)``, a delay if ``kind`` is late, ``finish(outputs, inputs)``."""
 
     def finish(self) -> None:
         """The host waits for all that was enqueued."""
@@ -125,7 +125,18 @@ class _Message:
         return True
 
 
+class Host(Device):
+    """The CPU, to try what needs no streams."""
+
+    type, backend, dim = "cpu", "gloo", 128
+    late: frozenset[str] = frozenset()
+    is_serial = False
+
+    def finish(self) -> None:
+        """Nothing is enqueued."""
+
+
 @functools.cache
 def device(name: str) -> Any:
     """The device of that name, in this process."""
-    return Cuda() if name == "cuda" else Simulated()
+    return {"cuda": Cuda, "sim": Simulated, "cpu": Host}[name]()

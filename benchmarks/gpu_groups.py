@@ -21,13 +21,13 @@ from torch import Tensor
 class Work(dist._Work):
     """A collective on another stream. Keeps its tensors until the current stream has waited for it."""
 
-    def __init__(self, done: torch.Event | None = None, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(self, module: Any = None, done: torch.Event | None = None, tensors: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self._done, self._tensors = done, list(tensors)
+        self._module, self._done, self._tensors = module, done, list(tensors)
 
     def wait(self, timeout: object = None) -> bool:
         if self._done is not None:
-            torch.accelerator.current_stream().wait_event(self._done)
+            self._module.current_stream().wait_event(self._done)
         self._tensors = []
         return True
 
@@ -143,7 +143,7 @@ class LateGroup(_Group):
         stream.wait_stream(module.current_stream())
         with module.stream(stream):
             self.on.collective(kind, outputs, inputs, start, finish)
-        return Work(stream.record_event(), [*outputs, *inputs])
+        return Work(module, stream.record_event(), [*outputs, *inputs])
 
 
 @functools.cache
@@ -263,4 +263,3 @@ def real_group(on: Device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
