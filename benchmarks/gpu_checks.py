@@ -5,7 +5,6 @@ Each part takes ``report``, which writes a verdict, and the name of a device. A 
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
