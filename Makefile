@@ -1,11 +1,11 @@
-# Every target works on a machine with nothing but Python: .venv is made on first use and remade when its inputs change.
+# All but `gpu` work on a machine with nothing but Python: .venv is made on first use and remade when its inputs change.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 SCRIPTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench bench-check docs clean
+.PHONY: help train test test-all lint bench bench-check gpu docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
@@ -32,6 +32,9 @@ bench: .venv/.bench ## run every benchmark, or those in SCRIPTS, and render thei
 
 bench-check: .venv/.bench ## run them again; print what got worse or better than the committed results
 	$(BIN)/python benchmarks/check.py $(SCRIPTS)
+
+gpu: ## all that one GPU can say, in 8 minutes: with PYTHON as it is, without .venv and network
+	$(PYTHON) benchmarks/gpu_acceptance.py $(ARGS)
 
 docs: .venv/.installed ## write the reference from the docstrings; check that examples run and links resolve
 	$(BIN)/python docs/reference/generate.py

@@ -1,0 +1,176 @@
+"""``benchmarks/gpu_acceptance.py`` before a GPU runs it: on the simulated accelerator, and where parts go wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.comm.backends import CollectiveComm
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_acceptance
+import gpu_figures
+from gpu_acceptance import FAIL, MARGIN_S, NOT_RUN, PASS, Part, Verdict, run_all, run_part
+
+SCRIPT = Path(gpu_acceptance.__file__)
+
+
+def script(out: Path, *arguments: str, timeout_s: float = 280) -> tuple[int, list[dict[str, Any]]]:
+    """The exit status, and the verdicts that were left."""
+    command = [sys.executable, str(SCRIPT), *arguments, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    verdicts = json.loads((out / "acceptance.json").read_text())["verdicts"]
+    for each in verdicts:
+        assert f"{each['status']} {each['part']}: {each['detail']}" in done.stdout
+    return done.returncode, verdicts
+
+
+def of(verdicts: Sequence[dict[str, Any]], name: str) -> list[str]:
+    return [each["status"] for each in verdicts if each["name"] == name]
+
+
+# On the simulated accelerator
+
+
+def test_contract_and_training_through_it_hold_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    status, verdicts = script(tmp_path, "--device", "sim", "--only", "1")
+    assert status == 0, verdicts
+    assert of(verdicts, "contract") == [PASS] * 8
+    assert of(verdicts, "forced") == [PASS] * 3
+
+
+@pytest.mark.long
+def test_late_collectives_and_shared_devices_hold_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    status, verdicts = script(tmp_path, "--device", "sim", "--only", "2", "4")
+    assert status == 0, verdicts
+    assert of(verdicts, "late") == [PASS] * 9
+    assert of(verdicts, "ranks 2") == of(verdicts, "ranks 4") == [PASS] * 5
+
+
+# Parts that go wrong, and time that runs out
+
+
+def part_of(code: str, limit_s: float = 30) -> tuple[list[Verdict], float]:
+    """The verdicts of a part that runs ``code``, where ``say(status, detail)`` writes one; and the seconds it took."""
+    say = "import json, os, subprocess, sys, time\n"
+    say += "def say(status, detail):\n"
+    say += "    line = json.dumps({'status': status, 'detail': detail, 'figures': {}})\n"
+    say += "    open(sys.argv[1], 'a').write(line + chr(10))\n"
+    shown: list[Verdict] = []
+    start = time.monotonic()
+    found = run_part("a part", lambda path: [sys.executable, "-c", say + code, str(path)], limit_s, {}, shown.append)
+    assert shown == found
+    return found, time.monotonic() - start
+
+
+def test_part_that_ends_well_has_the_verdicts_that_it_wrote() -> None:
+    found, _ = part_of("say('PASS', 'one'); say('FAIL', 'two'); say('NOT RUN', 'three')")
+    assert [str(each) for each in found] == ["PASS a part: one", "FAIL a part: two", "NOT RUN a part: three"]
+
+
+@pytest.mark.parametrize(
+    ("code", "detail"),
+    [
+        ("sys.exit(3)", "exit status 3"),
+        ("print('the last line'); sys.stdout.flush(); os.abort()", "killed by SIGABRT; the last line"),
+        ("raise ValueError('of the test')", "exit status 1; ValueError: of the test"),
+        ("pass", "ended without a verdict"),
+    ],
+)
+def test_part_that_crashes_is_a_verdict(code: str, detail: str) -> None:
+    found, _ = part_of(code)
+    assert [(each.status, each.detail) for each in found] == [(FAIL, detail)]
+
+
+def test_part_that_hangs_is_a_verdict_and_all_that_it_started_ends(tmp_path: Path) -> None:
+    beat = tmp_path / "beat"
+    child = f"import time\nwhile True: open({str(beat)!r}, 'a').write('x'); time.sleep(0.05)"
+    code = f"say('PASS', 'before')\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
+    found, seconds = part_of(code, limit_s=3)
+    assert [(each.status, each.detail) for each in found] == [(PASS, "before"), (FAIL, "time limit of 3 s")]
+    assert seconds < 20
+    size = beat.stat().st_size
+    assert size > 0
+    time.sleep(0.5)
+    assert beat.stat().st_size == size
+
+
+def test_parts_for_which_no_time_is_left_are_not_run() -> None:
+    kept: list[int] = []
+    parts = [Part(1, "first", "nonsense", 30, ("cpu",)), Part(2, "second", "nonsense", 30, ("cuda", "sim"))]
+    found = run_all(parts, "cpu", MARGIN_S + 4, lambda verdict: None, lambda found: kept.append(len(found)))
+    assert [(each["status"], each["detail"]) for each in found] == [
+        (NOT_RUN, "nonsense: 4 s are left"),
+        (NOT_RUN, "nonsense: needs CUDA or sim"),
+    ]
+    assert kept == [1, 2]
+
+
+@pytest.mark.parametrize(("device", "status"), [("cpu", 1), ("sim", 0)])
+def test_exit_status_tells_of_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, status: int
+) -> None:
+    monkeypatch.setattr(gpu_acceptance, "PARTS", [Part(1, "a part", "nonsense", 60, ("cpu",))])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--device", device, "--out", str(tmp_path)])
+    assert gpu_acceptance.main() == status
+    (verdict,) = json.loads((tmp_path / "acceptance.json").read_text())["verdicts"]
+    assert verdict["status"] == (FAIL if status else NOT_RUN)
+    assert ("KeyError: 'nonsense'" in verdict["detail"]) == bool(status)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_run_and_nothing_fails(tmp_path: Path) -> None:
+    status, verdicts = script(tmp_path)
+    assert status == 0
+    assert {each["status"] for each in verdicts} == {NOT_RUN}
+    assert all("torch sees no GPU" in each["detail"] for each in verdicts)
+
+
+# What is read and shown
+
+
+def test_outcomes_of_pytest_are_counted() -> None:
+    text = (
+        "tests/gpu/test_a.py::test_one[8 ranks, bf16] PASSED   [ 10%]\n"
+        "tests/gpu/test_a.py::test_two[1ranks] FAILED          [ 20%]\n"
+        "tests/gpu/test_a.py::test_three[8 ranks, bf16] ERROR  [ 30%]\n"
+        "tests/gpu/test_a.py::test_four SKIPPED (needs a GPU)  [ 40%]\n"
+        "tests/gpu/test_a.py::test_five \n"
+        "FAILED tests/gpu/test_a.py::test_two[1ranks] - ValueError\n"
+    )
+    failed = ["tests/gpu/test_a.py::test_two[1ranks]", "tests/gpu/test_a.py::test_three[8 ranks, bf16]"]
+    assert gpu_acceptance.outcomes(text) == (1, 1, failed)
+
+
+def test_swept_thresholds_have_that_of_the_package() -> None:
+    assert gpu_figures.THRESHOLDS[gpu_figures.OURS] == CollectiveComm.direct_min_nbytes
+
+
+def test_figures_become_tables_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP2_BENCH_RESULTS", "")  # is set to the folder
+    one = {"step_ms": 1.0, "peak": 1 << 20, "reserved": 2 << 20, "copies": 3, "copy_ms": 0.5, "idle_ms": 0.1}
+    subjects = {"unsharded": one, "fsdp2": {**one, "step_ms": 1.01}, "torch": {**one, "step_ms": 1.2}}
+    swept = {text: {"step_ms": 2.0, "peak": 1 << 20} for text in gpu_figures.THRESHOLDS}
+    figures: list[dict[str, Any]] = [{}, {"row": "8B, a case", "subjects": subjects}]
+    figures.append({"comm": gpu_figures.STILL, "thresholds": swept})
+    verdicts = [{"figures": each} for each in figures]
+    problems = gpu_acceptance.write_results(tmp_path, "cpu", verdicts, 1.0)
+    tables = {each["name"]: each for each in json.loads((tmp_path / "gpu_acceptance.json").read_text())["tables"]}
+    assert tables["time"]["rows"][0][:5] == ["8B, a case", 1.0, 1.01, 1.2, 1.01]
+    assert [row[0] for row in tables["thresholds"]["rows"]] == list(gpu_figures.THRESHOLDS)
+    assert tables["thresholds"]["rows"][0][1:] == [2.0, "1", None, None]
+    if importlib.util.find_spec("matplotlib") is None:
+        assert problems == ["plots: no matplotlib"]
+    else:
+        assert problems == []
+        assert {path.name for path in tmp_path.glob("*.png")} == {"time.png", "thresholds.png"}
