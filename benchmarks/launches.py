@@ -1,11 +1,12 @@
 """Claim: beyond the unsharded model, a step under fsdp2 has fewer copies and fewer waits of streams than under torch's
 ``fully_shard``, no kernels of its own, and as many collectives but for one. Where a matrix is cut along dim 1, it has
-more copies.
+as many copies.
 
 One warm step of 16 blocks with the shapes of Llama 3 8B at an eighth of its width: 9 parameters each. The size from
-which tensors travel direct is scaled alike, so each of them travels as it does at full width. The device is the simulated accelerator of ``tests/accelerator``, which runs both
-runtimes on streams; this process is rank 0 of ranks that are not there. What is counted is what the host asks for, so
-nothing has to be computed, and counts are exact: the same on every run.
+which tensors travel direct is scaled alike, so each of them travels as it does at full width. The device is the
+simulated accelerator of ``tests/accelerator``, which runs both runtimes on streams; this process is rank 0 of ranks
+that are not there. What is counted is what the host asks for, so nothing has to be computed, and counts are exact: the
+same on every run.
 
 - copies: operations that only move or cast; a list of tensors is one where CUDA has one kernel for it. The addresses
   that such a kernel gets in a small copy of their own are left out;
