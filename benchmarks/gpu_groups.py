@@ -93,7 +93,8 @@ def _rows(tensor: Tensor, size: int) -> Tensor:
 
 
 class LateGroup(_Group):
-    """Rank 0 of ranks that are not there. They hold what this one holds; a sum is the sum of all parts of its input.
+    """Rank 0 of ranks that are not there. They hold what this one holds; a sum is the sum of all parts of its input,
+    and a mean their mean.
 
     Outputs are NaN first, and inputs are read at the end of the delay. So whoever reads too early, or frees an input
     too early, gets other values.
@@ -118,7 +119,8 @@ class LateGroup(_Group):
     def reduce(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work | None:
         def finish(written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
             for output, values in zip(written, read, strict=True):
-                output.view(-1).copy_(_rows(values, self._size).sum(0))
+                rows = _rows(values, self._size)
+                output.view(-1).copy_(rows.mean(0) if _averages(opts) else rows.sum(0))
 
         def start(written: Sequence[Tensor]) -> None:
             for output in written:
@@ -197,15 +199,17 @@ class StagedGroup(_Group):
     def reduce(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work | None:
         for output, values in zip(outputs, inputs, strict=True):
             parts = [_rows(part, self._size)[self._rank] for part in self._of_all_ranks(values)]
-            self._return(output, functools.reduce(torch.add, parts))
+            summed = functools.reduce(torch.add, parts)
+            self._return(output, summed / self._size if _averages(opts) else summed)
         return _work(opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        known = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum}
-        combine: Callable[..., Tensor] = next(function for each, function in known.items() if op == each)
+        known = {dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum}
+        combine: Callable[..., Tensor] = next((function for each, function in known.items() if op == each), torch.add)
         for tensor in tensors:
-            self._return(tensor, functools.reduce(combine, self._of_all_ranks(tensor)))
+            combined = functools.reduce(combine, self._of_all_ranks(tensor))
+            self._return(tensor, combined / self._size if _averages(opts) else combined)
         return _work(opts)
 
     allreduce_coalesced = allreduce
@@ -235,6 +239,10 @@ class StagedGroup(_Group):
             return
         spoil(output)
         output.copy_(values.pin_memory(), non_blocking=True)
+
+
+def _averages(opts: Any) -> bool:
+    return opts is not None and opts.reduceOp == dist.ReduceOp.AVG
 
 
 def _work(opts: Any) -> Work | None:

@@ -41,6 +41,7 @@ def of(verdicts: Sequence[dict[str, Any]], name: str) -> list[str]:
 # On the simulated accelerator
 
 
+@pytest.mark.long
 def test_contract_and_training_through_it_hold_on_the_simulated_accelerator(tmp_path: Path) -> None:
     status, verdicts = script(tmp_path, "--device", "sim", "--only", "1")
     assert status == 0, verdicts
@@ -91,6 +92,7 @@ def test_part_that_crashes_is_a_verdict(code: str, detail: str) -> None:
     assert [(each.status, each.detail) for each in found] == [(FAIL, detail)]
 
 
+@pytest.mark.long
 def test_part_that_hangs_is_a_verdict_and_all_that_it_started_ends(tmp_path: Path) -> None:
     beat = tmp_path / "beat"
     child = f"import time\nwhile True: open({str(beat)!r}, 'a').write('x'); time.sleep(0.05)"
@@ -129,6 +131,7 @@ def test_exit_status_tells_of_a_failure(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.long
 def test_without_a_gpu_nothing_is_run_and_nothing_fails(tmp_path: Path) -> None:
     status, verdicts = script(tmp_path)
     assert status == 0
