@@ -414,8 +414,8 @@ class FSDPModule:
                 group.configure(all_gather=BackendAllGather(memory), reduce_scatter=reduce_scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reduce-scatters use a separate process group, so that in backward they do not queue behind all-gathers.
-        All ranks must make the same call."""
+        """Whether reduce-scatters use a separate process group, so that they do not queue behind all-gathers in
+        backward. All ranks must make the same call."""
         groups = self._groups(recurse)
         axes = [separate_axis(group.mesh.shard) if enable else None for group in groups]
         for group, axis in zip(groups, axes, strict=True):

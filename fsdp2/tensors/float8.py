@@ -99,7 +99,7 @@ class Float8AllGatherTensor(WireFormatTensor):
         """A :class:`Float8Tensor` on the gathered memory, whose dtype is ``param_dtype``."""
         values = all_gather_outputs[0].view(_WIRE)
         scale = all_gather_outputs[1] if metadata is None else metadata
-        if not isinstance(out, Float8Tensor):  # a copy of the scale: precomputing must not change it
+        if not isinstance(out, Float8Tensor):  # a copy of the scale: refresh() writes it
             return Float8Tensor(values, scale if metadata is None else scale.clone(), param_dtype), ()
         out.refresh(values, scale)
         return None
@@ -112,9 +112,10 @@ class Float8AllGatherTensor(WireFormatTensor):
 class Float8Tensor(WrapperTensor):
     """An unsharded parameter in float8: ``data * scale``, as a read-only tensor of ``dtype``.
 
-    ``linear``, ``mm`` and ``addmm`` with its transpose as second operand run in float8 if the device supports it: CUDA
-    with compute capability 8.9 or higher, bfloat16, and sizes that are multiples of 16. The first operand is then scaled
-    and rounded in the same way. Every other operation reads a dequantised copy. Gradients are plain tensors of ``dtype``.
+    ``linear``, ``mm`` and ``addmm`` with its transpose as second operand run in float8 if the device supports it:
+    CUDA with compute capability 8.9 or higher, bfloat16, sizes that are multiples of 16. The first operand is then
+    scaled and rounded in the same way. Every other operation reads a dequantised copy. Gradients are plain
+    tensors of ``dtype``.
 
     Args:
         data: float8, ``[rows, ...]``. ``data`` and ``scale`` are shared, not copied.
@@ -200,8 +201,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _runs_in_float8(x: torch.Tensor, weight: Float8Tensor) -> bool:
-    """Whether the device can multiply ``x @ weight`` in float8. The second operand must be column-major: in forward, the
-    transposed weight is; in backward, the weight itself is not."""
+    """Whether the device can multiply ``x @ weight`` in float8. The second operand must be column-major: in forward,
+    the transposed weight is; in backward, the weight itself is not."""
     return (
         not isinstance(x, Float8Tensor)
         and x.dtype == weight.dtype == torch.bfloat16

@@ -1,8 +1,8 @@
 """The bytes that a sharded model takes on this rank besides its shards: ``print(fsdp2.memory_plan(model))``.
 
 The sizes come from plans only: nothing runs or is allocated, and no allocator is asked. All ranks compute the same
-sizes, so ``memory_limit`` decides the same on all ranks. Shards and their gradients, activations, and gradients that the user
-keeps unreduced are not counted.
+sizes, so ``memory_limit`` decides the same on all ranks. Not counted: shards and their gradients, activations, and
+gradients that the user keeps unreduced.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class UnitBytes:
         return self.unsharded + self.arriving
 
     def backward(self, *, reshards: bool) -> int:
-        """What backward adds to the unsharded parameters, up to the start of the reduction. ``reshards``: the parameters
+        """What backward adds to the unsharded parameters, up to the start of the reduction. ``reshards``: parameters
         are freed before the reduction makes its copies."""
         return self.gradients + max(self.copies - (self.unsharded if reshards else 0), 0)
 
@@ -199,8 +199,8 @@ class Room:
 
 
 class Ledger:
-    """Counts the bytes that each unit holds: ``held`` now, ``peak`` at most, under ``limit``. Events record what happens;
-    questions come before an event. ``sizes``: of each unit; the owner replaces them when plans are new."""
+    """Counts the bytes that each unit holds: ``held`` now, ``peak`` at most, under ``limit``. Events record what
+    happens; questions come first. ``sizes``: one per unit; the owner replaces them when plans are new."""
 
     def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
         self.sizes = list(sizes)
