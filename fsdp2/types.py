@@ -227,7 +227,7 @@ class AllGatherExtension(_PostAllGather, Protocol):
         Returns:
             The tensors to gather, and metadata for this rank's post-hook. The tensors are plain, contiguous, on the
             mesh's device, of any dtype and shape. All ranks return the same number, with equal dtypes and shapes; only
-            the size along the sharded dim (dim 0 without such a dim) may differ. Every call returns the same shapes.
+            the size along the sharded dim (dim 0 without such a dim) may differ. Shapes and dtypes are fixed.
         """
 
 
@@ -249,7 +249,7 @@ class CommunicationError(RuntimeError):
 
 
 class MemoryLimitError(RuntimeError):
-    """A unit does not fit under :meth:`FSDPModule.set_temporary_memory_limit`, even after everything else is freed."""
+    """A unit does not fit under :meth:`FSDPModule.set_temporary_memory_limit`, whatever the runtime frees."""
 
 
 class ExtensionError(TypeError):

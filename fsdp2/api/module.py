@@ -165,7 +165,7 @@ class FSDPModule:
         self._configure(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether a trainable parameter without a gradient on any rank gets a gradient of zeros. By default it gets
+        """Whether a trainable parameter gets a gradient of zeros if no rank has a gradient of it. By default, it gets
         ``None``. Ranks may use different parameters in both cases."""
         self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
 

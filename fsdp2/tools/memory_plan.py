@@ -175,7 +175,7 @@ def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
         copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + comm.reduce_buffer_nbytes(travelling)
         sent_as_they_are += (direct - cast) * param.itemsize
         for step in plan.steps:
-            if step.route is Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one parameter at a time
+            if step.route is Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one after the other
                 padded = 0 if step.layout.is_even else step.layout.padded_numel * param.itemsize
                 row = 0 if param is reduce else step.layout.chunk_numel * reduce.itemsize
                 packing = max(packing, padded + row)
