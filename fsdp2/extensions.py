@@ -1,4 +1,4 @@
-"""What a tensor subclass implements to decide what is all-gathered in its place, as typed protocols."""
+"""Typed protocols that a tensor subclass implements to choose what is all-gathered instead of its shard."""
 
 from fsdp2.types import AllGatherExtension, MeshAllGatherExtension
 

@@ -1,4 +1,4 @@
-"""What users pass in, implement or catch: policies, protocols, errors. Every other file may import it."""
+"""What users pass in, implement or catch: policies, protocols, errors. Every other file may import this file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.distributed.tensor import Shard
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtype parameters, gradients and activations have. Shards keep theirs, and so does the optimizer.
+    """The dtypes of parameters, gradients and activations. Shards and optimizer states keep their own dtype.
 
     Attributes:
-        param_dtype: of unsharded parameters, the all-gather and compute; ``None`` keeps the original dtype. Integer
-            parameters are never cast.
-        reduce_dtype: of gradient reduction, and of gradients accumulated without communication. ``None``: the
+        param_dtype: dtype of unsharded parameters, the all-gather and compute; ``None`` keeps the original dtype.
+            Integer parameters are never cast.
+        reduce_dtype: dtype of gradient reduction, and of gradients accumulated without communication. ``None``: the
             parameter's ``grad_dtype`` if one was set, else the dtype of the unsharded parameter.
         output_dtype: floating-point tensors in the forward's output are cast to it. ``None`` leaves them alone.
         cast_forward_inputs: whether floating-point tensors in the forward's inputs are cast to ``param_dtype``.
-        param_dtype_override_fn: called with each parameter that is to be sharded. Returns its dtype, to keep it
-            unsharded, too; or ``param_dtype`` or None, for the default. All ranks must return the same.
+        param_dtype_override_fn: called once per parameter; returns the compute dtype of this parameter: its own dtype,
+            ``param_dtype``, or None for ``param_dtype``. All ranks must return the same.
 
     Source: the same class of PyTorch's FSDP2; module-level mixed precision of Zhao et al., VLDB 2023, section 4.4.
     """
@@ -39,7 +39,7 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
-        """As torch prints it; the override is left out while it is unset."""
+        """The text is the same as torch's. ``param_dtype_override_fn`` appears only if it is set."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         if self.param_dtype_override_fn is None:
             del values["param_dtype_override_fn"]
@@ -53,12 +53,11 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and so optimizer states live on the host; the optimizer steps there. Without effect on a CPU
-    mesh.
+    """Shards, gradients and optimizer states live on the host, and the optimizer steps there. No effect on a CPU mesh.
 
     Attributes:
-        pin_memory: whether they take pinned memory, so that copies overlap with compute. Pass False if there is not
-            enough.
+        pin_memory: whether shards and gradients are in pinned memory, so that copies overlap with compute. Pass False
+            if the host has too little pinned memory.
 
     Source: the same class of PyTorch's FSDP2; offloaded optimizer states as in Ren et al., "ZeRO-Offload", USENIX ATC
     2021.
@@ -69,11 +68,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a full mesh are data-parallel, for parameters that are DTensors on that mesh.
+    """The data-parallel axes of a full mesh, for parameters that are DTensors on this mesh.
 
     Attributes:
-        shard: the axes that parameters are sharded over, flattened into one. ``None``: gradients are averaged only.
-        replicate: the axes that the shards are replicated on (HSDP).
+        shard: the axes that shard the parameters, flattened into one. ``None``: gradients are only averaged.
+        replicate: the axes that hold copies of the shards (HSDP).
 
     Raises:
         ValueError: neither is given.
@@ -103,10 +102,10 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """What ``shard_placement_fn`` may return for a parameter that is sharded over other ranks than the rest.
+    """``shard_placement_fn`` may return this to shard a parameter over other ranks than the other parameters.
 
     Attributes:
-        placement: the tensor dimension to cut; ``None`` means ``Shard(0)``.
+        placement: the tensor dimension to shard; ``None`` means ``Shard(0)``.
         mesh: 1D (shard) or 2D (replicate, shard), for example the mesh of the ranks that hold the same experts.
     """
 
@@ -115,19 +114,19 @@ class ParamPlacement:
 
 
 class TiedWeights(Enum):
-    """What ``fully_shard`` does with a parameter that an inner unit has taken, and that is bound outside of it, too."""
+    """What ``fully_shard`` does with a parameter that an inner unit holds and that is also used outside that unit."""
 
-    MOVE = "move"  # to the unit that is being made, which is the nearest one around all its places
-    REFUSE = "refuse"  # raise; nothing has changed then
+    MOVE = "move"  # to the new unit, the nearest unit that contains all uses
+    REFUSE = "refuse"  # raise, and change nothing
 
 
 class Comm(ABC):
-    """Communication of the user's own. Subclass :class:`AllGather` or :class:`ReduceScatter`."""
+    """Communication that the user implements. Subclass :class:`AllGather` or :class:`ReduceScatter`."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous, uninitialised tensor for one message, on the stream of the message. It may be the same memory
-        every time: what it held has been copied away before it is written again."""
+        """Return a contiguous, uninitialised tensor for one message, allocated on the stream of the message. Each call
+        may return the same memory: the runtime copies the old message out before it writes the next one."""
 
 
 class AllGather(Comm):
@@ -143,9 +142,9 @@ class AllGather(Comm):
     ) -> dist.Work | None:
         """Gather ``input_tensor`` ``[n]`` of all ranks of ``group`` into ``output_tensor`` ``[W * n]``, in rank order.
 
-        ``output_tensor`` came from ``allocate``; ``input_tensor`` is this rank's slice of it. One call moves all that a
-        unit gathers; several dtypes travel as bytes (``uint8``). With ``async_op`` (on the CPU), may return a ``Work``
-        while the data travels. Without (on accelerators), the message is enqueued on the current stream.
+        ``output_tensor`` came from ``allocate``; ``input_tensor`` is this rank's slice of ``output_tensor``. One call
+        gathers a whole unit; several dtypes travel as bytes (``uint8``). With ``async_op`` (on the CPU), the call may
+        return a ``Work`` while the data travels. Without (on accelerators), it enqueues on the current stream.
         """
 
 
@@ -161,10 +160,10 @@ class ReduceScatter(Comm):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce ``input_tensor`` ``[W * n]`` over the ranks of ``group`` by ``op``, which is ``SUM``; rank r gets
+        """Reduce ``input_tensor`` ``[W * n]`` over the ranks of ``group`` by ``op``, which is ``SUM``. Rank r receives
         elements ``[r * n, (r + 1) * n)`` in ``output_tensor`` ``[n]``.
 
-        Both tensors came from ``allocate`` and are of the reduce dtype. ``async_op`` as for an all-gather.
+        Both tensors came from ``allocate`` and have the reduce dtype. ``async_op`` means the same as for an all-gather.
         """
 
 
@@ -173,7 +172,7 @@ PostResult = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
 
 
 class _PostAllGather(Protocol):
-    """The hook that both protocols have."""
+    """The hook that both protocols share."""
 
     def fsdp_post_all_gather(
         self,
@@ -186,27 +185,27 @@ class _PostAllGather(Protocol):
         """Make the unsharded tensor.
 
         Args:
-            all_gather_outputs: per tensor of the pre-hook, the payloads of all ranks joined along the sharded dim.
-            metadata: what this rank's pre-hook returned with the payload that has been gathered.
-            param_dtype: the dtype that the policy asks for, or the shard's.
-            out: None in the first call; then the unsharded parameter, to be filled in place.
+            all_gather_outputs: for each tensor of the pre-hook, the payloads of all ranks joined along the sharded dim.
+            metadata: what this rank's pre-hook returned with the gathered payload.
+            param_dtype: the dtype that the policy asks for; without one, the shard's dtype.
+            out: None in the first call; the unsharded parameter in later calls, to be filled in place.
 
         Returns:
-            In the first call the unsharded tensor, of the outer size or with more rows (they are cut off), and the
-            tensors whose memory is to be freed with it; outputs may be among them. None if ``out`` was given.
+            In the first call, the unsharded tensor and the tensors whose memory the runtime frees with it (outputs may
+            be among these). The unsharded tensor has the outer size; extra rows are cut off. None if ``out`` was given.
         """
 
 
 @runtime_checkable
 class AllGatherExtension(_PostAllGather, Protocol):
-    """What a tensor subclass implements to decide what is all-gathered in its place.
+    """A tensor subclass implements this to choose what is all-gathered instead of its shard.
 
-    Two further members are optional and not part of the type:
+    Two more members are optional and not part of the type:
 
-    - ``fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool``: True says that the unsharded
-      tensor does not alias the outputs: they are released when the post-hook returns.
-    - ``fsdp_keep_all_gather_inputs: bool``: True keeps what the pre-hook returned, metadata included, until the shard
-      is written. Costs the size of the payload.
+    - ``fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool``: True if the unsharded tensor
+      does not alias the outputs. The runtime then releases the outputs when the post-hook returns.
+    - ``fsdp_keep_all_gather_inputs: bool``: True keeps the result of the pre-hook, metadata included, until the shard
+      is written. This costs the size of the payload.
     """
 
     def fsdp_pre_all_gather(
@@ -217,57 +216,57 @@ class AllGatherExtension(_PostAllGather, Protocol):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> PreResult:
-        """What this rank sends; ``self`` is its shard, without padding, possibly empty.
+        """Return what this rank sends. ``self`` is this rank's shard, without padding, possibly empty.
 
         Args:
-            mesh: the 1D mesh that the parameter is sharded over.
-            outer_size, outer_stride: of the unsharded parameter.
-            module: the module that holds the parameter, the first one if it is tied.
-            mp_policy: as given to ``fully_shard``, but with the ``param_dtype`` of this parameter.
+            mesh: the 1D mesh that shards the parameter.
+            outer_size, outer_stride: size and strides of the unsharded parameter.
+            module: the module that holds the parameter; for a tied parameter, the first such module.
+            mp_policy: the policy given to ``fully_shard``, with the ``param_dtype`` of this parameter.
 
         Returns:
-            The tensors to gather: plain, contiguous, on the mesh's device, of any dtype and shape, as many on every
-            rank, and equal but for the size along the sharded dim (dim 0 where they have no such dim). And metadata
-            for this rank's post-hook. Shapes and dtypes stay the same from call to call.
+            The tensors to gather, and metadata for this rank's post-hook. The tensors are plain, contiguous, on the
+            mesh's device, of any dtype and shape. All ranks return the same number, with equal dtypes and shapes; only
+            the size along the sharded dim (dim 0 without such a dim) may differ. Shapes and dtypes are fixed.
         """
 
 
 @runtime_checkable
 class MeshAllGatherExtension(_PostAllGather, Protocol):
-    """The protocol with the short pre-hook, for payloads that depend on nothing but the shard."""
+    """The same protocol with a short pre-hook, for payloads that depend only on the shard."""
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> PreResult:
-        """As in :class:`AllGatherExtension`."""
+        """The same as in :class:`AllGatherExtension`."""
 
 
 class ScheduleError(RuntimeError):
-    """An operation was asked for in a state that does not allow it. Nothing was changed by the refused operation."""
+    """The current state does not allow the operation. The refused operation changed nothing."""
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed, or timed out; what the backend raised is its cause. Compare the events in the texts of all
-    ranks: they differ where the ranks' programs parted."""
+    """A collective failed or timed out; the backend's exception is the cause. Compare the events in the messages of all
+    ranks: the first difference shows where the ranks' programs diverged."""
 
 
 class MemoryLimitError(RuntimeError):
-    """What a unit needs does not fit under :meth:`FSDPModule.set_temporary_memory_limit`, whatever is freed for it."""
+    """A unit does not fit under :meth:`FSDPModule.set_temporary_memory_limit`, whatever the runtime frees."""
 
 
 class ExtensionError(TypeError):
-    """An all-gather hook of a tensor subclass is missing or returned what cannot be gathered. At the first use of a
-    group it is raised on all ranks, before anything is gathered."""
+    """An all-gather hook of a tensor subclass is missing, or its result cannot be gathered. At the first use of a
+    group, all ranks raise this error before anything is gathered."""
 
 
 class Observer:
-    """Watches the runtime. Subclass and override; attach with :func:`fsdp2.trace.observe`. One that raises breaks the
-    step that it watches."""
+    """Watches the runtime. Subclass it, override its methods, and attach it with :func:`fsdp2.trace.observe`. An
+    exception in an observer breaks the step."""
 
     def on_event(self, event: str, unit: str) -> None:
         """A hook of module ``unit`` fired: ``event`` is ``pre_forward``, ``post_forward``, ``pre_backward``, ..."""
 
     def on_action(self, action: str, unit: str, nbytes: int) -> None:
-        """The runtime acts on ``unit``: ``action`` is ``unshard``, ``wait``, ``reshard``, ``reduce``, ... It allocates,
-        moves or releases ``nbytes`` on this rank."""
+        """The runtime acts on ``unit``: ``action`` is ``unshard``, ``wait``, ``reshard``, ``reduce``, ... The action
+        allocates, moves or releases ``nbytes`` on this rank."""
 
     def on_transition(self, unit: str, before: str, after: str) -> None:
         """A parameter group of ``unit`` changed its state, for example from ``SHARDED`` to ``UNSHARDING``."""

@@ -1,1 +1,1 @@
-"""What users call. Everything is validated first; then the model changes, and nothing can be refused any more."""
+"""What users call. Each call validates everything first. Then it changes the model, and can no longer refuse."""

@@ -1,7 +1,8 @@
-"""What holds inside a ``with`` block: whole parameters (``unsharded``), gradients that stay here (``no_sync``).
+"""``with`` blocks: ``unsharded`` binds whole parameters, ``no_sync`` keeps gradients on this rank.
 
-``unsharded`` lends the slots of parameters to the user. What it binds there has memory of its own. Forwards with
-gradients are refused, since nobody would reduce them. The shards are the truth before the block and after it.
+``unsharded`` lends the slots of parameters to the user. The whole parameters have their own memory. Forwards that
+record gradients are refused, since nothing would reduce the gradients. Before and after the block, the shards are the
+truth.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from fsdp2.types import ScheduleError
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """``set_requires_gradient_sync(False)`` for all units under ``module``, and back: backwards inside the block reduce
-    nothing, and the next one outside of it reduces their gradients with its own.
+    """Backwards inside the block reduce nothing. The next backward after the block reduces their gradients with its
+    own.
+
+    All units under ``module`` get ``set_requires_gradient_sync(False)``; the block restores their settings at its end.
 
     Raises:
         ValueError: nothing under ``module`` is sharded.
@@ -56,20 +59,20 @@ def unsharded(
 ) -> Iterator[None]:
     """Inside the block, the parameters under ``module`` are whole, plain ``nn.Parameter`` s of the shards' dtype.
 
-    Read them, write them in place or replace them by others of the same shape. All ranks enter and leave the block
-    together. Parameters that tensor parallelism has cut are the DTensors that it made. Parameters are gathered one by
-    one, on the device; each takes its memory twice meanwhile. Whole parameters have no gradients, and freezing them
-    does not freeze the shards.
+    Read them, write them in place, or replace them by parameters of the same shape. All ranks enter and leave the block
+    together. Parameters cut by tensor parallelism are the DTensors that tensor parallelism made. Parameters are
+    gathered one by one, on the device; during its gather, a parameter takes its memory twice. Whole parameters have no
+    gradients, and freezing them does not freeze the shards.
 
-    Under ``torch.no_grad()``, modules under ``module`` run as if they had never been sharded: nothing is communicated,
-    ranks may differ in what they run, and inputs and outputs are not cast.
+    Under ``torch.no_grad()``, modules under ``module`` run as if they were not sharded: nothing is communicated, each
+    rank may run other modules, and inputs and outputs are not cast.
 
     Args:
-        module: any module of a sharded tree; of units around it, only its own parameters are gathered.
-        writeback: copy values into the shards when the block ends. If it raises, nothing is written.
-        rank0_only: only the first rank of the data-parallel mesh has whole parameters, the others see their shards.
-            What that rank writes is written on all ranks.
-        offload_to_cpu: whole parameters are on the host, and the device has one at a time.
+        module: any module of a sharded tree. Only parameters under ``module`` are gathered, even if its unit has more.
+        writeback: copy values into the shards when the block ends. If the block raises, nothing is written.
+        rank0_only: only the first rank of the data-parallel mesh has whole parameters; other ranks see their shards.
+            The values of the first rank are written on all ranks.
+        offload_to_cpu: whole parameters are on the host; the device holds one at a time.
 
     Raises:
         ValueError: no parameter under ``module`` is sharded; a replacement has another shape. Nothing is written then.
@@ -82,7 +85,7 @@ def unsharded(
     lent = _params_under(module)
     meshes = dict.fromkeys(group.mesh for group in lent) if rank0_only and writeback else {}
     with ExitStack() as stack:
-        whole = set()  # groups all of whose parameters this rank gets
+        whole = set()  # groups that this rank gets completely
         for group, params in lent.items():
             group.settle()
             group.lend()
@@ -108,7 +111,7 @@ def unsharded(
 
 @contextmanager
 def _raising_on_all_ranks(meshes: Iterable[ParallelMesh]) -> Iterator[None]:
-    """If the block raises on some rank of ``meshes``, it does on all: others would wait for what is written."""
+    """If the block raises on one rank of ``meshes``, raise on all: other ranks would wait for the values to write."""
     try:
         yield
     except Exception as error:
@@ -120,7 +123,7 @@ def _raising_on_all_ranks(meshes: Iterable[ParallelMesh]) -> Iterator[None]:
 
 
 def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
-    """``mine``, or that of another rank."""
+    """The first problem on the ranks of ``meshes``; without ``meshes``, ``mine``."""
     for mesh in meshes:
         found = exchange(_all_ranks(mesh), mine)
         mine = next((each for each in found if each is not None), None)
@@ -128,7 +131,7 @@ def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
 
 
 def _params_under(module: nn.Module) -> dict[ParamGroup, list[ShardedParam]]:
-    """What is under ``module``, by group, in the order of its tree, which is the same on all ranks."""
+    """The sharded parameters under ``module``, by group, in the order of the module tree (the same on all ranks)."""
     _check_idle(module)
     by_slot = groups_by_slot()
     found: dict[ParamGroup, list[ShardedParam]] = {}
@@ -160,7 +163,7 @@ def _check_idle(module: nn.Module) -> None:
 
 
 def _hand_out(param: ShardedParam, mesh: ParallelMesh, *, is_here: bool, device: torch.device | None) -> None:
-    """Gather ``param``, and where it ``is_here`` bind it whole, on ``device``, None for that of the mesh."""
+    """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the device of the mesh."""
     with torch.no_grad():
         full = _gathered(param, mesh) if is_plain(_torch.local_of(param.sharded)) else _gathered_subclass(param)
         if is_here:
@@ -171,7 +174,7 @@ def _hand_out(param: ShardedParam, mesh: ParallelMesh, *, is_here: bool, device:
 
 
 def _gathered(param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
-    """The values of ``param`` in the dtype of its shards. Moved as bytes, since backends do not know all dtypes."""
+    """The values of ``param`` in the dtype of its shards. They travel as bytes: backends do not know all dtypes."""
     layout, local = param.layout, _torch.local_of(param.sharded)
     sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=mesh.device)
     sent[: local.numel()].view(local.shape).copy_(local)
@@ -187,7 +190,7 @@ def _gathered(param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
 
 
 def _gathered_subclass(param: ShardedParam) -> torch.Tensor:
-    """The values of a parameter whose shard is a tensor subclass, as DTensor gathers them."""
+    """The values of a parameter whose shard is a tensor subclass. DTensor gathers them."""
     if param.spec.unsharded is not None:
         raise ValueError(
             f"unsharded: parameter '{param.full_name}' is a {type(_torch.local_of(param.sharded)).__name__} that model "
@@ -197,7 +200,7 @@ def _gathered_subclass(param: ShardedParam) -> torch.Tensor:
 
 
 def _value(param: ShardedParam) -> torch.Tensor:
-    """What the user has left in the slots of ``param``; of a tie, a place where it was replaced."""
+    """What the user has left in the slots of ``param``. If the user replaced one slot of a tie, the replacement."""
     found = [getattr(module, name, None) for module, name in param.slots]
     bound = next((each for each in found if each is not found[0]), found[0])
     local = _torch.local_of(bound) if isinstance(bound, DTensor) else bound
@@ -213,12 +216,12 @@ def _value(param: ShardedParam) -> torch.Tensor:
 
 
 def _all_ranks(mesh: ParallelMesh) -> Axis:
-    """The data-parallel ranks, that is the shard and the replicate axis, as one."""
+    """All data-parallel ranks: the shard and the replicate axis as one axis."""
     return replicated(mesh).replicate
 
 
 def _from_first_rank(value: torch.Tensor, param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
-    """``value`` of the first rank of ``mesh``, on all of them."""
+    """Every rank of ``mesh`` returns the ``value`` of the first rank."""
     ranks = _all_ranks(mesh)
     if ranks.rank == 0:
         value = value.to(mesh.device, param.dtypes.orig).contiguous()

@@ -1,7 +1,7 @@
-"""``copy.deepcopy`` of sharded modules: a unit of the copy for each unit, with shards, groups and hooks of its own.
+"""``copy.deepcopy`` of sharded modules: each unit gets a copy, with its own shards, groups and hooks.
 
-Meshes, process groups and custom comms are shared; gradients are not copied. The shards of the copy are put into
-``deepcopy``'s memo first, so whatever else refers to a parameter, such as an optimizer, refers to its copy.
+Meshes, process groups and custom comms are shared; gradients are not copied. The copied shards enter ``deepcopy``'s
+memo first, so a copied optimizer refers to the copied parameters.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fsdp2.types import ScheduleError
 
 Memo = dict[Any, Any]
 
-# Prefetch lists of copied units, with units whose copies may come later.
+# Prefetch lists of copied units. Units in these lists may be copied later.
 _PENDING = "fsdp2 prefetch lists"
 
 
 def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
-    """A copy of a module that ``fully_shard`` was called on, and of all modules of its unit.
+    """Copy ``module``, which ``fully_shard`` was called on, and all modules of its unit.
 
     Raises:
         ScheduleError: a forward or backward runs, or the parameters are lent.
@@ -44,11 +44,11 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
         for group in unit.groups:
             group.settle()
             for param in group.params:
-                if id(param.sharded) in memo:  # what refers to it, an optimizer for example, was copied first
+                if id(param.sharded) in memo:  # something that refers to it, such as an optimizer, was copied first
                     memo[id(param.sharded)].grad = None
                 else:
                     memo[id(param.sharded)] = _copied_parameter(param, memo)
-        memo[id(unit)] = None  # this call makes it, whatever refers to the unit's modules meanwhile
+        memo[id(unit)] = None  # this call makes the copy; nested copies of the unit's modules must not
         modules = tuple(_copied_attributes(each, memo) for each in unit.modules)
         memo[id(unit)] = _copied_unit(unit, modules, memo)
         _resolve_prefetch(memo)
@@ -56,11 +56,12 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
 
 
 def _copied_attributes(module: nn.Module, memo: Memo) -> nn.Module:
-    """As ``deepcopy`` of a plain module, attribute by attribute. A ``__deepcopy__`` of the module's own class is not
-    called, since what it builds would not be sharded; a class with one may refuse ``__getstate__``, so that neither."""
+    """Copy ``module`` as ``deepcopy`` copies a plain module, attribute by attribute. A ``__deepcopy__`` of the module's
+    own class is not called: its result would not be sharded. Such a class may refuse ``__getstate__``, so the class's
+    own ``__getstate__`` is not called either."""
     if id(module) not in memo:
         memo[id(module)] = made = object.__new__(type(module))
-        has_own = sum("__deepcopy__" in vars(each) for each in type(module).__mro__) > 1  # beside that of FSDPModule
+        has_own = sum("__deepcopy__" in vars(each) for each in type(module).__mro__) > 1  # besides FSDPModule's
         cls = nn.Module if has_own else type(module)
         state = dict(cls.__getstate__(module))  # without what compile() has put there
         del state[UNIT_ATTRIBUTE]
@@ -69,7 +70,7 @@ def _copied_attributes(module: nn.Module, memo: Memo) -> nn.Module:
 
 
 def _copied_parameter(param: ShardedParam, memo: Memo) -> nn.Parameter:
-    """The DTensor of the copy. A plain shard is copied when its group takes it into a flat buffer."""
+    """The copied DTensor. A plain shard is copied later, when its group takes the shard into a flat buffer."""
     with torch.no_grad():
         local = _torch.local_of(param.sharded)
         local = local if is_plain(local) else copy.deepcopy(local, memo)
@@ -117,7 +118,7 @@ def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
 
 
 def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
-    """Copying has taken the unit's own hooks along, which report to that unit."""
+    """Replace the copied hooks of ``unit``, which report to ``unit``, by hooks of ``made``."""
     assert isinstance(unit.hooks, ModuleHooks)
     for module in unit.hooks.modules:
         if id(module) in memo:
@@ -131,7 +132,7 @@ def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
 
 
 def _resolve_prefetch(memo: Memo) -> None:
-    """Lists whose units are all copied by now; one that names a unit outside of what is copied is left out."""
+    """Set each prefetch list once all its units are copied. A list with a unit outside the copy is never set."""
     for made, name, units in memo.get(_PENDING, ()):
         if all(memo.get(id(unit)) is not None for unit in units):
             setattr(made, name, [memo[id(unit)] for unit in units])

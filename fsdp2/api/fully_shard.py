@@ -1,4 +1,4 @@
-"""``fully_shard``: collect, resolve, commit. Whatever can be refused is refused before commit changes the model."""
+"""``fully_shard``: collect, resolve, commit. Every refusal comes before commit changes the model."""
 
 from __future__ import annotations
 
@@ -59,37 +59,37 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     dp_mesh_dims: DataParallelMeshDims | None = None,
     tied_weights: TiedWeights = TiedWeights.MOVE,
 ) -> Any:
-    """Shard ``module``'s parameters, their gradients and so the optimizer's states over the ranks of ``mesh``.
+    """Shard parameters of ``module``, their gradients and optimizer states over the ranks of ``mesh``.
 
-    All parameters under ``module`` that no earlier call has taken form one unit: they are gathered together, and their
+    All parameters under ``module`` that no earlier call has taken form one unit: the unit is gathered together, and its
     gradients are reduced together. Call it bottom-up, on every block and then on the root. Parameters become
-    ``DTensor`` shards in place; build the optimizer after this call. They may be DTensors already, cut over model axes
-    (TP, EP) of the same mesh. The module's class gains :class:`FSDPModule`.
+    ``DTensor`` shards in place; build the optimizer after this call. Parameters may be DTensors before the call, cut
+    over model axes (TP, EP) of the same mesh. The module's class gains :class:`FSDPModule`.
 
     Args:
-        module: the module, or modules that are unsharded and reduced as one unit.
-        mesh: 1D for FSDP; 2D (replicate, shard) for HSDP. Its device type says where parameters live. Default: all
-            ranks, on the accelerator if there is one.
+        module: the module, or several modules that are unsharded and reduced as one unit.
+        mesh: 1D for FSDP; 2D (replicate, shard) for HSDP. Its device type decides where parameters live.
+            Default: all ranks, on the accelerator if there is one.
         reshard_after_forward: True frees unsharded parameters between forward and backward; False keeps them; an int
             reshards them over groups of that many ranks. Default: True, but False for the root.
-        shard_placement_fn: per parameter, ``Shard(dim)`` to cut along another dimension than 0, a
+        shard_placement_fn: returns for each parameter ``Shard(dim)`` to cut along another dimension than 0, a
             :class:`ParamPlacement` to shard over other ranks (experts), or None.
         mp_policy: dtypes of compute, reduction and output.
-        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so optimizer states on the host.
-        ignored_params: parameters to leave as they are: neither sharded, moved nor reduced.
-        dp_mesh_dims: which axes of ``mesh`` are data-parallel, if it has all axes of the model and every parameter is a
-            DTensor on it. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
-        tied_weights: whether a parameter that an inner unit has taken, and that is bound outside of it, too, moves to
-            this unit, or is refused.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer states on the host.
+        ignored_params: parameters that are not sharded, moved or reduced.
+        dp_mesh_dims: the data-parallel axes of ``mesh``, if ``mesh`` has all axes of the model and every parameter is a
+            DTensor on ``mesh``. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
+        tied_weights: what to do with a parameter that an inner unit holds and that is also used outside that unit: move
+            it to this unit, or raise.
 
     Returns:
         ``module`` itself, changed in place.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: the mesh, a placement, a dtype or a parameter cannot be sharded as asked; ``module`` was given to
-            ``fully_shard`` before. Nothing has changed then.
-        ExtensionError: a parameter is of a tensor subclass that cannot be cut into shards.
+        ValueError: the mesh, a placement, a dtype or a parameter does not allow the sharding; ``module`` was given to
+            ``fully_shard`` before. The model is unchanged then.
+        ExtensionError: a parameter is a tensor subclass that cannot be cut into shards.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
@@ -157,7 +157,7 @@ def _check_policies(mp_policy: object, offload_policy: object, tied_weights: obj
 
 
 def _checked_dims(dims: object) -> DataParallelMeshDims | None:
-    """``dims``, or ours for torch's class of that name."""
+    """``dims``; torch's class of the same name is converted to ours."""
     if dims is None or isinstance(dims, DataParallelMeshDims):
         return dims
     if not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
@@ -169,8 +169,8 @@ def _checked_dims(dims: object) -> DataParallelMeshDims | None:
 
 
 def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:
-    """The parameters to manage with all their slots, the modules that they and their buffers are in, and the slots of
-    ignored ones."""
+    """The parameters to manage with all their slots, the modules outside other units (their buffers move to the mesh's
+    device), and the slots of ignored parameters."""
     found: dict[nn.Parameter, Found] = {}
     managed: dict[nn.Module, None] = {}
     left_alone: list[Slot] = []
@@ -188,7 +188,7 @@ def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[li
 
 
 def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """``module``'s tree without the subtrees of other units, each module once."""
+    """The module tree of ``module`` without the subtrees of other units, each module once."""
     seen.add(module)
     yield prefix, module
     for name, child in module.named_children():
@@ -226,7 +226,7 @@ def _commit(
 
 
 def _change_classes(roots: Sequence[nn.Module]) -> None:
-    """Python, or the class itself, may refuse: so this comes first, and all or none are changed.
+    """Give all ``roots`` their sharded class, or none. It is the first change, since Python or the class may refuse it.
 
     Raises:
         TypeError: a class cannot be derived from, or its instances cannot change their class.
@@ -243,6 +243,6 @@ def _change_classes(roots: Sequence[nn.Module]) -> None:
 
 @cache
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
-    """``original`` with ``FSDPModule`` in front, one per class so that ``type(a) is type(b)`` is kept."""
+    """``original`` with ``FSDPModule`` in front. One result per class, so that ``type(a) is type(b)`` still holds."""
     attributes = {"__module__": original.__module__, "__qualname__": f"FSDP{original.__qualname__}"}
     return type(f"FSDP{original.__name__}", (FSDPModule, original), attributes)

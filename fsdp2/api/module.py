@@ -1,4 +1,4 @@
-"""``FSDPModule``: what a sharded module can do beyond its own class, and the handles that its methods return."""
+"""``FSDPModule``: the methods that a sharded module gains, and the handles that these methods return."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UnshardHandle:
         self._groups = tuple(groups)
 
     def wait(self) -> None:
-        """Bind the unsharded parameters; the current stream may read them. Later calls do nothing."""
+        """Bind the unsharded parameters. The current stream may then read them. Later calls do nothing."""
         groups, self._groups = self._groups, ()
         for group in groups:
             group.wait_if_unsharding()
@@ -42,10 +42,10 @@ class GradientReductionHandle:
         self._num_resets = root.num_resets
 
     def wait(self) -> None:
-        """The gradients are in ``.grad`` of the shards; the current stream may read them. Later calls do nothing.
+        """Put the gradients into ``.grad`` of the shards. The current stream may read them. Later calls do nothing.
 
         Raises:
-            ScheduleError: the root was reset meanwhile, and the gradients are lost.
+            ScheduleError: the root was reset since ``finalize_backward``, and the gradients are lost.
         """
         if self._root is None:
             return
@@ -65,20 +65,20 @@ class FSDPModule:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build the original class: containers construct ``type(self)`` when sliced, and a slice is not sharded."""
+        """Build the original class: a sliced container constructs ``type(self)``, and a slice is not sharded."""
         original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
-        """A sharded module of its own with the same values, options and hooks, but no gradients. All ranks copy alike.
+        """Return a sharded copy with the same values, options and hooks, but no gradients. All ranks must copy.
 
         Raises:
-            ScheduleError: a pass runs, or parameters are lent to ``unsharded``.
+            ScheduleError: a forward or backward runs, or parameters are lent to ``unsharded``.
         """
         return copied_module(cast(nn.Module, self), memo)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``cuda``, ``to_empty`` and their like work on the shards."""
+        """Apply ``to``, ``cuda``, ``to_empty`` and similar methods to the shards."""
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         self._unit().mark_stale()
@@ -88,7 +88,7 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's parameters and bind them, until :meth:`reshard` or the end of the next forward or
-        backward. With ``async_op``, returns a handle at once; the next forward waits by itself."""
+        backward. With ``async_op``, return a handle at once; the next forward waits without the handle, too."""
         unit = self._unit()
         unit.unshard()
         handle = UnshardHandle(unit.groups)
@@ -102,10 +102,10 @@ class FSDPModule:
         self._unit().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are resharded after forward; overrides the argument of ``fully_shard``.
+        """Whether parameters are resharded after forward. Overrides the argument of ``fully_shard``.
 
         Raises:
-            ValueError: ``reshard_after_forward`` is no bool.
+            ValueError: ``reshard_after_forward`` is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -117,64 +117,66 @@ class FSDPModule:
             unit.configure(after_forward=AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are resharded after backward. Without, the next forward needs no all-gather."""
+        """If False, parameters stay unsharded after backward, and the next forward gathers nothing."""
         self._set_rules(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether parameters are gathered for backward. Switch it off where none reads them, as of an embedding."""
+        """Whether backward gathers this unit. Pass False if backward does not read its parameters, as for an
+        embedding."""
         self._set_rules(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """In this module's forward, start gathering ``modules`` instead of the one that followed in the last forward.
-        Each one in flight costs its unsharded parameters."""
+        """In this module's forward, start gathering ``modules`` instead of the unit that came next in the last forward.
+        Each gather in flight takes the memory of its unsharded parameters."""
         self._unit().forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
         self._unit().update_rules()
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """In this module's backward, start gathering ``modules`` instead of the one whose forward ran before."""
+        """In this module's backward, start gathering ``modules`` instead of the unit whose forward ran before."""
         self._unit().backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
         self._unit().update_rules()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Have the next forward's gathers wait for ``event``, recorded after the optimizer's step, instead of all that
-        the current stream was given before. For one forward; call it on the root. Without effect on the CPU."""
+        """Make the gathers of the next forward wait for ``event`` only. Record ``event`` after the optimizer step; call
+        on the root. By default, gathers wait for all earlier work of the current stream. No effect on the CPU."""
         self._unit().form_root().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether unsharded parameters are allocated and filled on the stream of the caller. Casts and copies around
-        the collective then do not overlap with compute. Recursive. Reshards. Without effect on the CPU."""
+        """Whether unsharded parameters are allocated and filled on the caller's stream. Casts and copies around the
+        collective then do not overlap with compute. Acts on inner units too, and reshards. No effect on the CPU."""
         for group in self._groups(True):
             group.gather_on_compute_stream(async_op)
 
     # Gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one over the forwards recorded so far: it waits for the reductions in
-        flight. Their order, which backward prefetch follows, is kept until then. Call it on the root."""
+        """Whether the next backward is the last one over the forwards recorded so far. The last backward waits for the
+        reductions in flight. The order of the forwards, which backward prefetch follows, is kept until then. Call it on
+        the root."""
         self._unit().form_root().schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Without, they accumulate unsharded, in reduce dtype, on each rank."""
+        """Whether backward reduces gradients. If False, each rank accumulates unsharded ones, in reduce dtype."""
         self._configure(recurse, requires_all_reduce=requires_gradient_sync)
         self._set_rules(recurse, reduces=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces over the replicate axis, too (HSDP). Without, sums over the shards accumulate."""
+        """Whether backward also reduces over the replicate axis (HSDP). If False, sums over the shards accumulate."""
         self._configure(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether trainable parameters that no rank has a gradient of get one of zeros; ``None`` by default. Ranks may
-        use different parameters either way."""
+        """Whether a trainable parameter gets a gradient of zeros if no rank has a gradient of it. By default, it gets
+        ``None``. Ranks may use different parameters in both cases."""
         self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
 
     def set_ranks_may_skip(self, ranks_may_skip: bool, *, recurse: bool = True) -> None:
-        """Whether ranks may skip this module in a pass in which others use it; they may by default. From the next
-        forward on.
+        """Whether a rank may skip this module in a pass in which other ranks use it. Default: True. A change takes
+        effect with the next forward.
 
-        A rank that skips a unit (experts without tokens) gathers it all the same and reduces zeros for it. A unit that
-        no rank uses still travels: switch that off for units that all ranks skip alike. Then a rank that skips one
-        alone makes the others wait for the process group's timeout. A rank may not use a unit more often than others
-        do, nor take units in an order that contradicts theirs.
+        A rank that skips a unit (experts without tokens) still gathers the unit and reduces zeros for it, even if no
+        rank uses the unit. Pass False for units that either all ranks use or all ranks skip. With False, if one rank
+        alone skips a unit, the others wait for the process group's timeout. A rank must not use a unit more often than
+        the others do, nor use units in an order that contradicts the other ranks' order.
         """
         self._set_rules(recurse, ranks_may_skip=ranks_may_skip)
 
@@ -192,9 +194,9 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have collectives sum, and divide gradients behind the all-reduce hook, so that it gets their sum.
+        """Make collectives sum, and divide gradients after the all-reduce hook, so that the hook gets the sum.
 
-        Otherwise a backend that can (NCCL) takes the mean itself, without a kernel that divides.
+        Otherwise, a backend that supports it (NCCL) computes the mean itself, without a kernel that divides.
         """
         self._configure(False, divides_behind_hook=enable)
 
@@ -203,18 +205,18 @@ class FSDPModule:
     ) -> None:
         """Call ``hook`` on this rank's reduced gradients in every backward that reduces.
 
-        It gets one flat buffer of reduce dtype, and may change it in place: the gradients of the unit's trainable
-        parameters, zeros between them, summed over all ranks; divided already, except after
-        :meth:`set_force_sum_reduction_for_comms`, and except for the second division of float16. On HSDP it is not
-        called where :meth:`set_requires_all_reduce` is off. Scalars come in a call of their own.
+        The hook gets one flat buffer of reduce dtype and may change it in place. The buffer holds the gradients of the
+        unit's trainable parameters, with zeros between them, summed over all ranks. They are divided already, except
+        after :meth:`set_force_sum_reduction_for_comms`, and except for the second division of float16. On HSDP, the
+        hook is not called while :meth:`set_requires_all_reduce` is off. Scalars get a separate call.
 
         Args:
-            hook: None takes an earlier one away.
-            stream: the accelerator's stream that the hook runs on. On HSDP, and for scalars, that of reductions.
+            hook: the function; None removes an earlier hook.
+            stream: the accelerator's stream that the hook runs on. On HSDP, and for scalars, the stream of reductions.
 
         Raises:
             TypeError: ``hook`` cannot be called.
-            ValueError: ``stream`` on HSDP, or a unit of several groups.
+            ValueError: ``stream`` is given on HSDP, or the unit has several groups.
         """
         caller = "set_all_reduce_hook"
         cut = self._cut_groups(caller)
@@ -232,12 +234,12 @@ class FSDPModule:
     # The end of backward, and recovery
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether the end of backward is left to :meth:`finalize_backward`, however many backwards come before it;
-        :meth:`set_is_last_backward` then means nothing. Call it on the root. For schedules that reduce in a step of
-        its own: switch :meth:`set_requires_gradient_sync` off for the backwards and on again before finalizing.
+        """Whether :meth:`finalize_backward` ends the backward pass, after any number of backwards;
+        :meth:`set_is_last_backward` then has no effect. Call it on the root. For schedules with a separate reduction
+        step: switch :meth:`set_requires_gradient_sync` off for the backwards, and on again before finalizing.
 
         Raises:
-            ScheduleError: the module is no root; a backward is running, or waits to be finalized.
+            ScheduleError: the module is not a root; a backward is running, or waits to be finalized.
         """
         root = self._root("set_manual_backward_finalization").form_root()
         schedule = root.schedule
@@ -258,14 +260,15 @@ class FSDPModule:
     @overload
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards that have run since the last call: reduce what they have left, reshard, and wait for the
+        """End all backwards since the last call: reduce their remaining gradients, reshard, and wait for the
         gradients. Call it on the root, after :meth:`set_manual_backward_finalization`.
 
-        Units whose :meth:`set_requires_gradient_sync` or :meth:`set_reshard_after_backward` is off keep their gradients
-        or parameters. With ``async_op``, returns a handle at once; wait for it before the next forward.
+        A unit with :meth:`set_requires_gradient_sync` off keeps its gradients; a unit with
+        :meth:`set_reshard_after_backward` off keeps its parameters. With ``async_op``, return a handle at once; wait
+        for the handle before the next forward.
 
         Raises:
-            ScheduleError: no root; manual finalization is off; a backward runs; an earlier handle was not waited for.
+            ScheduleError: not a root; manual finalization is off; a backward runs; an earlier handle is still pending.
         """
         root = self._root("finalize_backward").form_root()
         problem = None
@@ -285,16 +288,17 @@ class FSDPModule:
         return None
 
     def reset_iter_state(self, *, keep_unreduced: bool = False) -> None:
-        """After an exception in forward or backward, reshard and return to rest, so that the next iteration can run.
+        """After an exception in forward or backward, reshard and reset the state, so that the next iteration can run.
 
-        Gradients in ``.grad`` stay. Those of earlier micro-batches that were not reduced or are in flight are dropped:
-        a step that is repeated as a whole would count them twice. Call it on the root.
+        Gradients in ``.grad`` stay. Gradients of earlier micro-batches that are unreduced or in flight are dropped: a
+        step that is repeated as a whole would count them twice. Call it on the root.
 
         Args:
-            keep_unreduced: keep those, too, to go on with the next micro-batch after an exception in *forward*.
+            keep_unreduced: keep these gradients too, and continue with the next micro-batch. Only after an exception in
+                *forward*.
 
         Raises:
-            ScheduleError: ``keep_unreduced`` after an exception in backward, which has added to some of them.
+            ScheduleError: ``keep_unreduced`` after an exception in backward, which has changed some of the gradients.
         """
         root = self._unit().form_root()
         if not keep_unreduced:
@@ -311,38 +315,38 @@ class FSDPModule:
     # Memory
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight at a time; 1 by default. Each holds the gradients that it reads. Of
-        different numbers under one root, the largest counts, from the next backward on.
+        """How many reductions may be in flight at a time; 1 by default. Each one holds the gradients that it reads.
+        If units under one root have different numbers, the largest counts. Takes effect with the next backward.
 
         Raises:
-            TypeError: ``max_input_buffers`` is no int.
-            ValueError: it is less than 1.
+            TypeError: ``max_input_buffers`` is not an int.
+            ValueError: ``max_input_buffers`` is less than 1.
         """
         _check_at_least_one("set_reduce_scatter_max_input_buffers", max_input_buffers, "an int")
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
 
     def set_temporary_memory_limit(self, nbytes: int | None) -> None:
-        """Hold no more than ``nbytes`` on each rank beside shards, their gradients and activations, from the next
-        forward on; None, the default, sets no limit. Call it on the root, with the same limit on all ranks.
+        """Hold at most ``nbytes`` on each rank, without shards, their gradients and activations. Takes effect with the
+        next forward; None, the default, sets no limit. Call it on the root, with the same limit on all ranks.
 
-        Counted are unsharded parameters, the staging memory of their gathers, gradients while their unit's backward
-        runs, and what reductions in flight read and write (:func:`fsdp2.memory_plan`); not gradients that accumulate
-        without communication, what a user's own communication or hooks allocate, and blocks that the allocator keeps.
-        Near the limit, less overlaps.
+        The limit counts unsharded parameters, the staging memory of their gathers, gradients while their unit's
+        backward runs, and what reductions in flight read and write (:func:`fsdp2.memory_plan`). It does not count
+        gradients that accumulate without communication, memory that custom communication or hooks allocate, and blocks
+        that the allocator keeps. Near the limit, less work overlaps.
 
         Raises:
-            TypeError: ``nbytes`` is no int.
-            ValueError: it is less than 1.
-            ScheduleError: the module is no root.
-            MemoryLimitError: later, by a forward or backward, if a unit does not fit at all.
+            TypeError: ``nbytes`` is not an int.
+            ValueError: ``nbytes`` is less than 1.
+            ScheduleError: the module is not a root.
+            MemoryLimitError: raised later, by a forward or backward, if a unit does not fit at all.
         """
         if nbytes is not None:
             _check_at_least_one("set_temporary_memory_limit", nbytes, "an int or None", " byte")
         self._root("set_temporary_memory_limit").memory_limit = nbytes
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether resharding leaves the memory of unsharded parameters allocated, for CUDA graphs for example."""
+        """Whether resharding keeps the memory of unsharded parameters allocated, for example for CUDA graphs."""
         for group in self._groups(recurse):
             group.keeps_storage = keep
 
@@ -352,8 +356,8 @@ class FSDPModule:
         """All-gather this unit's parameters by ``comm``, unless the shard axis has one rank. See :class:`AllGather`.
 
         Raises:
-            TypeError: ``comm`` is no :class:`AllGather`.
-            ValueError: a unit of several groups.
+            TypeError: ``comm`` is not an :class:`AllGather`.
+            ValueError: the unit has several groups.
         """
         self._check_comm("set_custom_all_gather", comm, "AllGather")
         self._configure(False, all_gather=comm)
@@ -362,15 +366,15 @@ class FSDPModule:
         """Reduce-scatter this unit's gradients by ``comm``. See :class:`ReduceScatter`.
 
         Raises:
-            TypeError: ``comm`` is no :class:`ReduceScatter`.
-            ValueError: a unit of several groups.
+            TypeError: ``comm`` is not a :class:`ReduceScatter`.
+            ValueError: the unit has several groups.
         """
         self._check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
         self._configure(False, reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether messages are copied into memory of the backend's own allocator, such as NCCL's registered memory, if
-        it has one.
+        """Whether messages are copied into memory of the backend's allocator, if it has one, such as NCCL's registered
+        memory.
 
         Raises:
             ValueError: the unit has a custom all-gather or reduce-scatter, or symmetric memory.
@@ -385,12 +389,12 @@ class FSDPModule:
                 group.configure(all_gather=BackendAllGather(memory), reduce_scatter=BackendReduceScatter(memory))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """All-gather in symmetric memory; after :meth:`set_force_sum_reduction_for_comms` reduce in it as well.
-        Collective.
+        """All-gather in symmetric memory. After :meth:`set_force_sum_reduction_for_comms`, also reduce in it.
+        All ranks must call it.
 
         Raises:
-            ValueError: another backend than NCCL; a mesh that is not on CUDA devices; the unit has a custom all-gather
-                or reduce-scatter, or memory from the process group.
+            ValueError: the backend is not NCCL; the mesh is not on CUDA devices; the unit has a custom all-gather or
+                reduce-scatter, or memory from the process group.
         """
         caller = "set_symm_mem_for_comm"
         self._check_no_other_comm(caller, SymmetricMemory)
@@ -410,14 +414,14 @@ class FSDPModule:
                 group.configure(all_gather=BackendAllGather(memory), reduce_scatter=reduce_scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether gradients are reduce-scattered over a process group of their own, so that they need not queue behind
-        all-gathers in backward. All ranks must call it alike."""
+        """Whether reduce-scatters use a separate process group, so that they do not queue behind all-gathers in
+        backward. All ranks must make the same call."""
         groups = self._groups(recurse)
         axes = [separate_axis(group.mesh.shard) if enable else None for group in groups]
         for group, axis in zip(groups, axes, strict=True):
             group.configure(reduce_axis=axis)
 
-    # The way to what the setters change
+    # What the setters change
 
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))
@@ -447,7 +451,7 @@ class FSDPModule:
         return unit
 
     def _cut_groups(self, caller: str) -> Sequence[ParamGroup]:
-        """The unit's group, if it has one, but not that of its scalars, which no comm moves."""
+        """The unit's group, or none. The group of scalars is left out: no comm moves scalars."""
         cut = [group for group in self._groups(False) if any(param.layout.shape for param in group.params)]
         if len(cut) > 1:
             raise ValueError(
@@ -457,13 +461,13 @@ class FSDPModule:
         return cut
 
     def _check_comm(self, caller: str, comm: object, expected: str) -> None:
-        """Whatever has the two methods will do: comms may be subclasses of torch's own interface."""
+        """Accept any object with the two methods: a comm may be a subclass of torch's interface."""
         self._cut_groups(caller)
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise TypeError(f"{caller}: expected an fsdp2.{expected}, with allocate() and __call__(), got {comm!r}.")
 
     def _check_no_other_comm(self, caller: str, memory: type) -> None:
-        """The unit has no comm but those that ``caller`` itself sets, with ``memory``."""
+        """Refuse a unit that has a comm which ``caller`` did not set; comms of ``caller`` have ``memory``."""
         options = [group.options for group in self._groups(False)]
         for comm in (comm for each in options for comm in (each.all_gather, each.reduce_scatter)):
             if comm is not None and not isinstance(getattr(comm, "memory", None), memory):
@@ -475,10 +479,10 @@ class FSDPModule:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Have several roots share streams for communication. All roots on one device do so anyway: this checks only.
+    """Let several roots share streams for communication. Roots on one device always share them: this call only checks.
 
     Raises:
-        ValueError: ``modules`` has something that is not sharded, or are on several devices.
+        ValueError: an item of ``modules`` is not sharded, or ``modules`` are on several devices.
     """
     devices = dict.fromkeys(str(unit.mesh.device) for unit in _units_of(modules, "share_comm_ctx"))
     if len(devices) > 1:
@@ -486,7 +490,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 
 def sharded_unit(module: nn.Module, caller: str) -> Unit:
-    """The unit of ``module``, for what looks at sharded models.
+    """The unit of ``module``, for tools that inspect sharded models.
 
     Raises:
         ValueError: ``module`` is not sharded.

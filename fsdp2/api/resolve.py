@@ -1,8 +1,9 @@
-"""What ``fully_shard`` was asked for, checked and decided. Only ``take_over`` changes anything.
+"""Checks the arguments of ``fully_shard`` and decides what they mean. Only ``take_over`` changes anything.
 
-Weights tied across units move to the nearest unit that contains all their places. An inner call does not see the other
-end of a tie: it takes the parameter; a call on another module that finds it there leaves it out; the first call around
-both takes it over, if nothing has happened to it. What nobody has taken when the model runs is an error.
+Weights tied across units move to the nearest unit that contains all their uses. The first inner call takes the
+parameter: it does not see the other use. A call on another module that also uses the parameter leaves it out. The first
+call around both modules takes the parameter over, if the parameter is untouched since it was sharded. A use that no
+unit has taken when the model runs is an error.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ParamPlacement | None]
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter in the tree: its first name, and every place where it is bound. ``owner``: the inner unit that gives
-    it up, with the group and the parameter there."""
+    """A parameter in the tree: its first name, and every slot that binds it. ``owner``: the inner unit that gives the
+    parameter up, with its group and its sharded parameter."""
 
     name: str
     param: nn.Parameter
@@ -54,11 +55,11 @@ class Found:
 def settle_ties(
     found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWeights
 ) -> tuple[list[Found], list[Slot]]:
-    """What a call manages, and where it leaves tied parameters to a call around it."""
+    """The parameters that a call manages, and the slots of tied parameters that it leaves to an outer call."""
     inner = [(name, unit) for root in roots for name, unit in units_under(root)]
     items = {id(item.param): item for item in found}
     for name, unit in inner:
-        for slot in unit.left_out:  # what inner calls have left to this one
+        for slot in unit.left_out:  # slots that inner calls have left to an outer call
             param = getattr(slot.module, slot.name)
             items.setdefault(id(param), Found(f"{name}.{slot.name}" if name else slot.name, param)).add(slot)
     owners = {
@@ -85,7 +86,7 @@ def settle_ties(
 
 
 def take_over(found: Sequence[Found], roots: Sequence[nn.Module]) -> None:
-    """Inner units give up what this call manages from now on."""
+    """Make inner units give up the parameters that this call manages from now on."""
     for item in found:
         if item.owner is not None:
             unit, group, param = item.owner
@@ -101,7 +102,7 @@ def take_over(found: Sequence[Found], roots: Sequence[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class ResolvedGroup:
-    """Parameters that travel together. ``post_forward``: the smaller mesh between forward and backward, if any."""
+    """Parameters that travel together. ``post_forward``: the smaller mesh between forward and backward, or None."""
 
     mesh: ParallelMesh
     records: tuple[ParamRecord, ...]
@@ -116,7 +117,7 @@ def resolve_groups(
     home: Home,
     reshard_after_forward: bool | int | None,
 ) -> list[ResolvedGroup]:
-    """A group per set of ranks, in the order in which the parameters lead to them."""
+    """One group per set of ranks, in the order of the first parameter of each group."""
     meshes: dict[Any, ParallelMesh] = {}
 
     def known(mesh: ParallelMesh) -> ParallelMesh:
@@ -127,7 +128,7 @@ def resolve_groups(
     for item in found:
         _check_param(item, parallel.device)
         placement, mesh = _asked_placement(item, parallel, placement_fn)
-        if item.param.dim() == 0:  # nothing to cut: it is whole on all ranks, and its gradient is all-reduced
+        if item.param.dim() == 0:  # a scalar cannot be cut: all ranks hold it, and its gradient is all-reduced
             mesh = replicated(known(mesh))
         members.setdefault(known(mesh), []).append(_resolve(item, known(mesh), placement, policy, home))
     return [
@@ -183,7 +184,7 @@ def _resolve(
 
 def _check_param(item: Found, device: torch.device) -> None:
     name, param = item.name, item.param
-    if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # for hooks there is another answer
+    if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # hooks: see _subclass_shard
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__}, and sharding would lose that class: compute "
             "would read an nn.Parameter. Replace it by nn.Parameter(...) of its values, or of a tensor subclass with "
@@ -245,7 +246,7 @@ def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int
 
 
 def check_reshard_after_forward(value: object, parallel: ParallelMesh) -> None:
-    """Refuse what is neither a bool nor a number of ranks that divides the shard axis."""
+    """Accept None, a bool, or a number of ranks that divides the shard axis; refuse everything else."""
     if value is None or isinstance(value, bool):
         return
     if not isinstance(value, int):
@@ -266,7 +267,7 @@ def check_reshard_after_forward(value: object, parallel: ParallelMesh) -> None:
 
 
 def resolve_after_forward(value: bool | int | None, groups: Sequence[ResolvedGroup]) -> AfterForward | None:
-    """The rule for a unit of ``groups``; None where the user left it open."""
+    """The rule for a unit of ``groups``; None if the user gave no value."""
     if value is None:
         return None
     if value is False or (value is not True and value == 1):
@@ -276,8 +277,8 @@ def resolve_after_forward(value: bool | int | None, groups: Sequence[ResolvedGro
 
 
 def _post_forward_mesh(value: bool | int | None, mesh: ParallelMesh) -> ParallelMesh | None:
-    """The smaller mesh of a group between forward and backward, if any. A mesh that ``shard_placement_fn`` chose may
-    have fewer ranks than ``value``."""
+    """The smaller mesh of a group between forward and backward, or None. A mesh from ``shard_placement_fn`` may have
+    fewer ranks than ``value``."""
     if value is None or isinstance(value, bool) or not 1 < value < mesh.shard.size:
         return None
     if mesh.shard.size % value != 0:
@@ -289,5 +290,5 @@ def _post_forward_mesh(value: bool | int | None, mesh: ParallelMesh) -> Parallel
 
 
 def described(value: object) -> str:
-    """The type of ``value``, for messages."""
+    """The name of the type of ``value``, for messages."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,4 +1,4 @@
-"""Tensor subclasses for parameters: formats on the wire, and formats of their own."""
+"""Tensor subclasses for parameters: wire formats, and formats in memory."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from fsdp2.tensors.wrapper import Tensors
 
 
 class BFloat16AllGatherTensor(WireFormatTensor):
-    """A parameter that is gathered in bfloat16, whatever the dtypes of its master values and of compute. Where compute
-    is in bfloat16, too, the unsharded parameter is the gathered memory itself.
+    """A parameter that is gathered in bfloat16, for any dtype of its master values and of compute. If compute is also
+    in bfloat16, the unsharded parameter is the gathered memory itself.
 
     Args:
         data: master values, usually float32. The tensor shares their memory.
-        pad: whether short shards are padded here, with rows of zeros. ``torch.distributed.fsdp`` needs that where dim 0
-            is not divisible by the number of ranks; fsdp2 does not.
+        pad: whether this class pads short shards with rows of zeros. ``torch.distributed.fsdp`` needs the padding if
+            the number of ranks does not divide dim 0; fsdp2 does not need it.
 
     Raises:
         TypeError, ValueError: see :meth:`WireFormatTensor.make`.
@@ -47,7 +47,7 @@ class BFloat16AllGatherTensor(WireFormatTensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tensors] | None:
-        """The gathered tensor in ``param_dtype``: the gathered memory where that is bfloat16, else a copy."""
+        """The gathered tensor in ``param_dtype``: the gathered memory if ``param_dtype`` is bfloat16, else a copy."""
         (gathered,) = all_gather_outputs
         if out is None:
             converted = gathered.to(param_dtype)
@@ -57,5 +57,5 @@ class BFloat16AllGatherTensor(WireFormatTensor):
         return None
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
-        """Whether outputs are copied from. Known from the first ``fsdp_pre_all_gather`` on; False before."""
+        """Whether the post-hook copies the outputs. False before the first ``fsdp_pre_all_gather``."""
         return self._consumes_outputs

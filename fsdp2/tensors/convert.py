@@ -1,4 +1,4 @@
-"""Replacing a module's parameters by tensor subclasses, before it is sharded."""
+"""Replaces parameters of a module by tensor subclasses, before the module is sharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp2.plan.placements import local_part
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:
-    """Whether ``param`` has two dims and a floating-point dtype: weights of linear layers, and embeddings."""
+    """Whether ``param`` has two dims and a floating-point dtype, as weights of linear layers and embeddings have."""
     return param.dim() == 2 and param.is_floating_point()
 
 
@@ -24,23 +24,23 @@ def wrap_parameters(
     *,
     select: Callable[[str, nn.Parameter], bool] = is_matrix,
 ) -> list[str]:
-    """Replace parameters of ``module`` in place by what ``make`` makes of them. Call it before ``fully_shard``, and
+    """Replace parameters of ``module`` in place by the results of ``make``. Call it before ``fully_shard``, and
     after ``parallelize_module``.
 
-    Ties stay ties, and ``requires_grad`` is kept; attributes and hooks of the old parameter are not.
+    Tied parameters stay tied. ``requires_grad`` is kept. Attributes and hooks of the old parameter are lost.
 
     Args:
-        module: whose parameters to replace, submodules included.
+        module: the module whose parameters are replaced, including submodules.
         make: gets the detached parameter, or this rank's part of a DTensor, and returns a tensor of the same shape.
-        select: gets the first name of a parameter and the parameter, and says whether to replace it.
+        select: gets the first name of a parameter and the parameter; returns whether to replace it.
 
     Returns:
         The first names of the parameters that were replaced, in the order of ``module.named_parameters()``.
 
     Raises:
-        TypeError: ``make`` returned no tensor.
-        ValueError: a selected parameter is sharded already; ``make`` returned a tensor of another shape. Nothing has
-            changed then, nor if ``make`` raised.
+        TypeError: ``make`` did not return a tensor.
+        ValueError: a selected parameter is sharded already; ``make`` returned a tensor of another shape. The module
+            is unchanged then, also if ``make`` raised.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     names = []

@@ -1,7 +1,7 @@
 """Parameters that travel, and stay unsharded, in float8.
 
-``Float8AllGatherTensor`` is the shard with its master values, ``Float8Tensor`` the unsharded parameter. Rule: all ranks
-scale by the same number, or each row by its own; so what is gathered does not depend on which rank quantised it.
+``Float8AllGatherTensor`` is the shard with master values; ``Float8Tensor`` is the unsharded parameter. Rule: all ranks
+use the same scale, or each row has its own. So the gathered values do not depend on the rank that quantised them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, row_pie
 
 _WIRE = torch.float8_e4m3fn  # 3 bits of mantissa: weights need precision more than range
 _WIRE_MAX = torch.finfo(_WIRE).max
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, float32 loses precision; and zeros need one
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller scales lose precision in float32; zeros need a scale, too
 
 
 class Float8Scaling(Enum):
@@ -35,16 +35,16 @@ class Float8Scaling(Enum):
 
 
 class Float8AllGatherTensor(WireFormatTensor):
-    """A parameter that is gathered in float8 (e4m3), half of bfloat16's bytes, and stays float8 while unsharded.
+    """A parameter that is gathered in float8 (e4m3), half the bytes of bfloat16, and stays float8 while unsharded.
 
-    The unsharded parameter is a :class:`Float8Tensor` on the gathered memory, 1 byte per element. Values are those of
-    :func:`quantise_float8`. The gradient passes as if nothing had been rounded.
+    The unsharded parameter is a :class:`Float8Tensor` on the gathered memory, 1 byte per element. Its values are those
+    of :func:`quantise_float8`. The gradient ignores the rounding.
 
-    - ``PER_ROW``: a row's scale travels with it: 4 bytes per row.
+    - ``PER_ROW``: each row travels with its scale: 4 bytes per row.
     - ``PER_TENSOR``: the scale comes from the largest magnitude on all ranks. Call :func:`precompute_float8_scales`
-      after ``optimizer.step()``; a shard whose scale is missing, or that was written since, asks the other ranks in
-      each all-gather. All ranks must therefore write their shards, and precompute, alike. Where writes go unnoticed
-      (see ``write_stamp``), values beyond an outdated scale are clamped to the largest float8.
+      after ``optimizer.step()``. If a shard has no scale, or was written since, each all-gather asks the other ranks
+      for their magnitudes. So all ranks must write their shards, and precompute, in the same way. After an unnoticed
+      write (see ``write_stamp``), values beyond the outdated scale are clamped to the largest float8.
 
     Args:
         data: master values, usually float32; ``[rows, ...]`` of at least two dims for ``PER_ROW``. The tensor shares
@@ -79,8 +79,8 @@ class Float8AllGatherTensor(WireFormatTensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[Tensors, torch.Tensor | None]:
-        """The bits of float8, as uint8 of the shard's shape: some collectives know no float8. With them the scales
-        ``[rows, 1, ...]``, or as metadata the one scale ``[1]``."""
+        """The float8 bits as uint8 of the shard's shape, since some collectives do not know float8. Also the scales
+        ``[rows, 1, ...]``, or, as metadata, the single scale ``[1]``."""
         if self.scaling is Float8Scaling.PER_ROW:
             self.check_cut_along_rows(outer_size)
             scales = scale_from(row_magnitudes(self._data))
@@ -99,7 +99,7 @@ class Float8AllGatherTensor(WireFormatTensor):
         """A :class:`Float8Tensor` on the gathered memory, whose dtype is ``param_dtype``."""
         values = all_gather_outputs[0].view(_WIRE)
         scale = all_gather_outputs[1] if metadata is None else metadata
-        if not isinstance(out, Float8Tensor):  # a scale of its own, not the precomputed one itself
+        if not isinstance(out, Float8Tensor):  # a copy of the scale: refresh() writes it
             return Float8Tensor(values, scale if metadata is None else scale.clone(), param_dtype), ()
         out.refresh(values, scale)
         return None
@@ -110,16 +110,17 @@ class Float8AllGatherTensor(WireFormatTensor):
 
 
 class Float8Tensor(WrapperTensor):
-    """An unsharded parameter in float8: ``data * scale``, shown as a read-only tensor of ``dtype``.
+    """An unsharded parameter in float8: ``data * scale``, as a read-only tensor of ``dtype``.
 
-    ``linear``, ``mm`` and ``addmm`` with its transpose as second operand run in float8 where the device can (CUDA of
-    compute capability 8.9 on; in bfloat16, with sizes that are multiples of 16). The first operand is then scaled and
-    rounded alike. Every other operation reads a dequantised copy. Gradients are plain tensors of ``dtype``.
+    ``linear``, ``mm`` and ``addmm`` with its transpose as second operand run in float8 if the device supports it:
+    CUDA with compute capability 8.9 or higher, bfloat16, sizes that are multiples of 16. The first operand is then
+    scaled and rounded in the same way. Every other operation reads a dequantised copy. Gradients are plain
+    tensors of ``dtype``.
 
     Args:
-        data: float8, ``[rows, ...]``. Shared, not copied, as is ``scale``.
+        data: float8, ``[rows, ...]``. ``data`` and ``scale`` are shared, not copied.
         scale: float32, ``[1]``, or ``[rows, 1, ...]``.
-        dtype: which dtype it shows.
+        dtype: the dtype of the tensor.
     """
 
     _data: torch.Tensor
@@ -131,11 +132,11 @@ class Float8Tensor(WrapperTensor):
         return cls._of(data, scale, dtype=dtype)
 
     def dequantised(self) -> torch.Tensor:
-        """A plain tensor of the same shape and dtype; multiplied in float32 and rounded once."""
+        """A plain tensor of the same shape and dtype. The product is computed in float32 and rounded once."""
         return self._data.to(self.dtype).mul_(self._scale)
 
     def refresh(self, data: torch.Tensor, scale: torch.Tensor) -> None:
-        """Take over what was gathered again, unless it is in this tensor's memory already."""
+        """Copy newly gathered ``data`` and ``scale``, unless they are already in this tensor's memory."""
         for mine, new in ((self._data, data), (self._scale, scale)):
             if mine.data_ptr() != new.data_ptr():
                 mine.data.copy_(new[: mine.size(0)])  # .data has a version of its own: autograd must not see a write
@@ -148,14 +149,14 @@ class Float8Tensor(WrapperTensor):
             f"{func}: a Float8Tensor is read-only. Write the sharded parameter, and it is gathered again."
         )
 
-    def __repr__(self) -> str:  # type: ignore[override]  # no values: their memory comes and goes
+    def __repr__(self) -> str:  # type: ignore[override]  # no values: their memory may be freed
         return f"Float8Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, scale={tuple(self._scale.shape)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantised().__reduce_ex__(protocol)
 
 
-# Float8Tensor's operations: what is not here, or returns NotImplemented, reads a dequantised copy
+# Float8Tensor's operations. An operation that is missing, or returns NotImplemented, reads a dequantised copy
 
 
 def _transposed(tensor: Float8Tensor, *dims: int) -> Any:
@@ -193,15 +194,15 @@ def _product(*operands: torch.Tensor, **factors: Any) -> Any:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """In inference mode only; autograd has taken it apart before it comes here."""
+    """Called in inference mode only: otherwise autograd decomposes ``linear`` first."""
     rows = x.reshape(-1, x.size(-1))
     product = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return product.view(*x.shape[:-1], weight.size(0))
 
 
 def _runs_in_float8(x: torch.Tensor, weight: Float8Tensor) -> bool:
-    """Whether ``x @ weight`` is what the device multiplies in float8: its second operand must lie column by column, as
-    a transposed weight does in forward, and the weight itself, in backward, does not."""
+    """Whether the device can multiply ``x @ weight`` in float8. The second operand must be column-major: in forward,
+    the transposed weight is; in backward, the weight itself is not."""
     return (
         not isinstance(x, Float8Tensor)
         and x.dtype == weight.dtype == torch.bfloat16
@@ -251,14 +252,14 @@ def row_magnitudes(data: torch.Tensor) -> torch.Tensor:
 
 
 def scale_from(magnitudes: torch.Tensor) -> torch.Tensor:
-    """What float8 values are multiplied by so that the largest stands for ``magnitudes``; the same shape, float32."""
+    """The scales with which the largest float8 value stands for ``magnitudes``; the same shape, float32."""
     return (magnitudes / _WIRE_MAX).clamp_(min=_SMALLEST_SCALE)
 
 
 def quantise_float8(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """``data / scale`` as float8 (e4m3) of the same shape; ``scale`` is float32 ``[1]`` or ``[rows, 1, ...]``.
 
-    ``abs(data - float8 * scale)`` is at most ``abs(data) / 16``, or ``scale / 1024`` where that is more. Values beyond
+    ``abs(data - float8 * scale)`` is at most ``abs(data) / 16`` or ``scale / 1024``, whichever is larger. Values beyond
     448 times ``scale`` become 448. NaN stays NaN; an inf among the values that gave the scale makes all of them NaN.
     """
     values = torch.empty(data.shape, dtype=_WIRE, device=data.device)

@@ -1,7 +1,7 @@
 """Parameters that travel as blocks of int8, each with a scale.
 
-``quantise`` and ``dequantise`` are pure. Rule: a block lies within one row of dim 0, so however dim 0 is cut over
-ranks, blocks and therefore values are the same as without cutting.
+``quantise`` and ``dequantise`` are pure. Rule: a block lies within one row of dim 0. So blocks and values are the same
+for every cut of dim 0 over ranks.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from fsdp2.tensors.wire import WireFormatTensor
 from fsdp2.tensors.wrapper import DequantisedTensor, Tensors, row_pieces
 
 _INT8_MAX = 127
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, float32 loses precision; and a block of zeros needs one
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller scales lose precision; a block of zeros needs a scale, too
 
 
 class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
-    """A parameter that is gathered in int8, a quarter of float32's bytes, plus 4 bytes per block for its scale.
+    """A parameter that is gathered in int8: a quarter of the bytes of float32, plus 4 bytes per block for the scale.
 
-    Forward and backward compute with the values of :func:`quantise`. The gradient passes as if nothing had been
-    rounded. Results do not depend on the number of ranks.
+    Forward and backward compute with the values of :func:`quantise`. The gradient ignores the rounding.
+    Results do not depend on the number of ranks.
 
     Args:
         data: master values ``[rows, ...]`` of at least two dims, usually float32. The tensor shares their memory.
-        block_size: elements of a row, flattened over its dims, that share a scale.
+        block_size: number of elements of a flattened row that share a scale.
         quantise_once: keep the quantised shard until it is written.
 
     Raises:
         TypeError, ValueError: see :meth:`WireFormatTensor.make`; ``data`` has one dim (its rows would be single
             elements), or ``block_size`` is not positive.
 
-    Source: quantised weight communication (qwZ) of ZeRO++, Wang et al., arXiv 2306.10013, section 3.1. There the blocks
-    run through the flat shard, here along rows.
+    Source: quantised weight communication (qwZ) of ZeRO++, Wang et al., arXiv 2306.10013, section 3.1. In ZeRO++,
+    blocks run through the flat shard; here, along rows.
     """
 
     block_size: int
@@ -68,8 +68,8 @@ def quantise(data: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.T
     ``[rows, num_blocks]``; the last block of a row may be shorter.
 
     A block's scale is ``max(abs(block)) / 127``, but at least float32's smallest normal number, so
-    ``abs(data - dequantise(...)) <= scale / 2``, up to 1e-5 of ``scale`` for float32 arithmetic. A block with inf or
-    NaN has no finite element when it is dequantised.
+    ``abs(data - dequantise(...)) <= scale / 2``, up to 1e-5 of ``scale`` for float32 arithmetic. After
+    dequantising, a block with inf or NaN has no finite element.
     """
     values = torch.empty(data.shape, dtype=torch.int8, device=data.device)
     num_blocks = -(-math.prod(data.shape[1:]) // block_size)
@@ -87,7 +87,7 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor, block_size: int, *, o
     floating-point dtype."""
     for rows in row_pieces(values):
         for target, value, scale in _blocks(out[rows], values[rows], scales[rows], block_size):
-            if out.device.type == "cpu":  # mixed dtypes are converted one by one there: 15 times slower
+            if out.device.type == "cpu":  # the CPU converts mixed dtypes one by one: 15 times slower
                 target.copy_(value.to(torch.float32).mul_(scale))
             else:
                 torch.mul(value, scale, out=target)
@@ -96,7 +96,7 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor, block_size: int, *, o
 def _blocks(
     floats: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, block_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views ``[rows, blocks, block]``, twice, and ``[rows, blocks, 1]``: of the full blocks, then of shorter ones."""
+    """Two views ``[rows, blocks, block]`` and one ``[rows, blocks, 1]``: first full blocks, then shorter blocks."""
     num_rows = floats.size(0)
     floats, values, scales = floats.view(num_rows, -1), values.view(num_rows, -1), scales.unsqueeze(-1)
     num_full, rest = divmod(floats.size(1), block_size)

@@ -1,7 +1,7 @@
 """``NF4Tensor``: frozen weights in 4 bits, as QLoRA keeps its base model (Dettmers et al., arXiv 2305.14314).
 
-A row of a weight is cut into blocks: one float32 scale and a 4-bit code per weight, which shards hold and the
-all-gather carries. So every cut along dim 0 is exact, and no other cut is possible.
+A row of a weight is cut into blocks. A block has one float32 scale, and a 4-bit code per weight. Shards hold scales and
+codes, and the all-gather sends them. So every cut along dim 0 is exact, and no other cut is possible.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fsdp2.tensors.wrapper import ALIASES, DequantisedTensor, Tensors, aten, eac
 
 
 class NF4Tensor(DequantisedTensor):
-    """A frozen weight of shape ``(rows, ...)`` in 4 bits. Its dtype is the one it dequantises to.
+    """A frozen weight of shape ``(rows, ...)`` in 4 bits. Its dtype is the dtype of its dequantised values.
 
     Make one with ``quantise``, and bind it as ``nn.Parameter(nf4, requires_grad=False)``. Reading ops dequantise, also
-    without sharding. It can be copied, moved, saved, and cut along dim 0; ``copy_`` into it quantises. Casting changes
-    what it dequantises to. Other in-place ops are refused.
+    without sharding. It can be copied, moved, saved, and cut along dim 0; ``copy_`` into it quantises. A cast changes
+    the dtype of its dequantised values. Other in-place ops are refused.
     """
 
     _packed: torch.Tensor
@@ -59,13 +59,13 @@ class NF4Tensor(DequantisedTensor):
         return cls(packed, scales, shape=weight.shape, **form)
 
     def dequantise(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight as a new dense tensor of our shape, in ``dtype``, or in our own. See the function of that name."""
+        """The weight as a new dense tensor of the same shape, in ``dtype`` (default: its own dtype)."""
         out = self._packed.new_empty(self.shape, dtype=dtype or self.dtype)
         self._dequantise(self._packed, self._scales, out)
         return out
 
     def requires_grad_(self, requires_grad: bool = True) -> NF4Tensor:
-        """Refuses True, with a ValueError; ``nn.Parameter`` and ``nn.Module.requires_grad_`` call this, too."""
+        """Raises a ValueError for True. ``nn.Parameter`` and ``nn.Module.requires_grad_`` also call this."""
         self.requires_grad = requires_grad
         return self
 
@@ -92,7 +92,7 @@ class NF4Tensor(DequantisedTensor):
         return cls._of(inner["_packed"], inner["_scales"], shape=outer_size, **options)
 
     def _like(self, *inner: torch.Tensor, **changes: Any) -> NF4Tensor:
-        """Of the same shape, but for the number of rows, unless ``changes`` has another."""
+        """A wrapper of the same shape with the rows of ``inner``; ``changes`` may set another shape."""
         is_cut = inner[0].size(0) != self._packed.size(0)
         shape = (inner[0].size(0), *self.shape[1:]) if is_cut else tuple(self.shape)
         return type(self)._of(*inner, **{"shape": shape, **self._options, **changes})
@@ -140,7 +140,7 @@ def _zeros_like(weight: NF4Tensor, *, memory_format: object = None, **options: A
 def _new_zeros(
     weight: NF4Tensor, size: tuple[int, ...], *, dtype: torch.dtype | None = None, **options: Any
 ) -> torch.Tensor:
-    """Of our kind if the rows are alike, else dense. Empty ones are zeros, too: no bytes are without a meaning."""
+    """An NF4Tensor if rows have the same size, else dense. Empty tensors are zeros, too: all bytes are valid codes."""
     dtype, shape = dtype or weight.dtype, tuple(size)
     if not dtype.is_floating_point or len(shape) < 2 or math.prod(shape[1:]) != weight._row_numel:
         return weight._scales.new_zeros(shape, dtype=dtype, **options)
@@ -163,7 +163,7 @@ def _split(op: Callable[..., Any], weight: NF4Tensor, sizes: int | list[int], di
 
 
 def _view(weight: NF4Tensor, size: list[int]) -> NF4Tensor:
-    """Another shape on the same rows: runtimes flatten shards. Such a view can be read, but not cut."""
+    """Another shape on the same rows, since runtimes flatten shards. The view can be read, but not cut."""
     shape = torch.empty(weight.shape, device="meta").view(size).shape
     return weight._like(*weight._inner, shape=tuple(shape))
 

@@ -1,4 +1,4 @@
-"""``TwoTensor``: two tensors behind one, and the reference for authors of all-gather hooks.
+"""``TwoTensor``: one tensor made of two, and the reference for authors of all-gather hooks.
 
 It has the three parts that a sharded parameter's class needs: a wrapper that torch can take apart and put together
 (``WrapperTensor``), an answer to every op (``__torch_dispatch__``), and the hooks.
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class TwoTensor(WrapperTensor):
-    """``a`` and ``b``, of equal shape, strides, dtype and device, as one tensor of that shape. An op on it is that op
-    on ``a``s and on ``b``s; plain tensors meet both. So make all parameters of a model ``TwoTensor``s.
+    """``a`` and ``b``, of equal shape, strides, dtype and device, as one tensor of that shape. An op runs
+    once on all ``a``s and once on all ``b``s; plain tensors take part in both. So make all parameters ``TwoTensor``s.
 
     Raises:
         ValueError: ``a`` and ``b`` differ in shape, strides, dtype or device.
@@ -73,16 +73,16 @@ class TwoTensor(WrapperTensor):
     ) -> tuple[Tensors, None]:
         """What travels: plain contiguous tensors, and metadata for the other hook, which stays on this rank.
 
-        A hook that needs nothing but ``mesh`` has the short form ``fsdp_pre_all_gather(self, mesh)``. A cast here would
-        send fewer bytes than one in the other.
+        A hook that needs only ``mesh`` has the short form ``fsdp_pre_all_gather(self, mesh)``. A cast here would
+        send fewer bytes than a cast in the post-hook.
         """
         return (self.a, self.b), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[TwoTensor, Tensors] | None:
-        """The first call returns the unsharded parameter, and the tensors beside the outputs whose memory comes and
-        goes with it. Later calls bring it as ``out``, to be written in place, with all memory allocated again."""
+        """The first call returns the unsharded parameter, and the tensors besides the outputs that are freed with it.
+        Later calls pass the parameter as ``out``, with new memory, to be written in place."""
         a, b = all_gather_outputs
         if out is not None:
             assert isinstance(out, TwoTensor)
@@ -104,8 +104,8 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _paired(func: Any, a: Any, b: Any, inputs: dict[int, TwoTensor]) -> Any:
-    """The results of both runs as one. An inner tensor that was an input stands for that input: a write returns what
-    was written. ``inputs``: by the id of their ``a``."""
+    """Join the results of both runs. An inner tensor of an input gives that input back: a write returns the written
+    tensor. ``inputs``: by the id of their ``a``."""
     if isinstance(a, torch.Tensor):
         if id(a) in inputs:
             return inputs[id(a)]
@@ -122,13 +122,13 @@ def _paired(func: Any, a: Any, b: Any, inputs: dict[int, TwoTensor]) -> Any:
 def _refuse_what_cannot_be_two(func: Any, args: Any) -> None:
     if any(not isinstance(tensor, TwoTensor) for tensor in written_by(func, args, {})):
         raise TypeError(f"{func}: a plain tensor cannot hold the two results of a TwoTensor. Use .a or .b.")
-    if torch.Tag.inplace_view in func.tags:  # it would change a and b, and leave our own shape as it was
+    if torch.Tag.inplace_view in func.tags:  # it would change a and b, but not the shape of the wrapper
         raise NotImplementedError(f"{func} changes a tensor's shape in place, which a TwoTensor cannot follow.")
 
 
 def _run_by_position(func: Any, args: Any, kwargs: Any, count: int) -> Any:
-    """An optimizer's op on lists of ``count`` tensors, once for each position. Its lists mix ``TwoTensor``s with plain
-    tensors, step counts for example: those must be written once, not for ``a`` and again for ``b``."""
+    """Run an optimizer's op on lists of ``count`` tensors once per position. The lists mix ``TwoTensor``s and plain
+    tensors such as step counts. Plain tensors must be written once, not for ``a`` and again for ``b``."""
     results = []
     for position in range(count):
         one = [[arg[position]] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]

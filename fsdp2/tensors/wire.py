@@ -1,7 +1,7 @@
-"""A parameter that keeps one dtype in memory and travels in another: what all wire formats have in common.
+"""The base of all wire formats: a parameter has one dtype in memory and travels in another dtype.
 
 Rule: a wire format is not part of the value. Optimizer states and checkpoints are plain, and load anywhere. Only the
-operations by which runtimes place, cut, copy and move parameters keep the class; they are listed.
+listed operations, by which runtimes place, cut, copy and move parameters, keep the class.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from fsdp2.plan.trees import find_tensors
 from fsdp2.tensors.wrapper import ALIASES, WrapperTensor, as_strided, aten, each
 
-# Share the memory of their first argument: sharding and checkpoints cut and flatten.
+# Views on the memory of the first argument: sharding and checkpoints cut and flatten.
 _VIEWS = {
     **ALIASES,
     aten.as_strided.default: as_strided,
     **each(aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.view.default),
 }
-# Make new memory of the same kind: padding, deepcopy, Module.to, to_empty, pinning. ``zeros_like`` is not among them:
-# optimizers make their states by it.
+# New memory of the same class: padding, deepcopy, Module.to, to_empty, pinning. ``zeros_like`` is left out, because
+# optimizers make their plain states with it.
 _COPIES = each(
     aten._pin_memory.default,
     aten._to_copy.default,
@@ -37,7 +37,7 @@ W = TypeVar("W", bound="WireFormatTensor")
 
 
 class WireFormatTensor(WrapperTensor):
-    """A floating-point parameter with a format of its own on the wire. Subclass it, and define both all-gather hooks.
+    """A floating-point parameter with its own wire format. Subclass it, and define both all-gather hooks.
 
     It shares the memory of the plain tensor that it was made from. A subclass calls ``make`` in its ``__new__``;
     keyword arguments given to ``make`` become attributes, which travel through views, copies and ``torch.compile``.
@@ -64,7 +64,7 @@ class WireFormatTensor(WrapperTensor):
         """A wrapper on the memory of ``data``: plain, floating-point, of at least 16 bits and one dim.
 
         Raises:
-            TypeError: ``data`` is no plain tensor, or not of such a dtype.
+            TypeError: ``data`` is not a plain tensor, or has another dtype.
             ValueError: ``data`` has no dim to cut.
         """
         name = cls.__name__
@@ -98,19 +98,19 @@ class WireFormatTensor(WrapperTensor):
         return result
 
     def _like(self, *inner: torch.Tensor) -> torch.Tensor:
-        """Integers, as ``Tensor.to`` makes them, stay plain."""
+        """A wrapper like this one; integer tensors, as from ``Tensor.to``, stay plain."""
         return super()._like(*inner) if inner[0].is_floating_point() else inner[0]
 
     def _plain(self) -> torch.Tensor:
         return self._data
 
     def _before_write(self, func: Any) -> None:
-        """torch counts a write for the object that is written, such as a view, and for nobody in a list of DTensors."""
+        """Count the write: torch counts it only for the written object, such as a view, and never in a DTensor list."""
         torch.autograd.graph.increment_version([self._data, self._origin])
 
     @property
     def fsdp_keep_all_gather_inputs(self) -> bool:
-        """``quantise_once``, by the name that fsdp2 asks for. torch has no such thing."""
+        """``quantise_once``, under the name that fsdp2 reads. torch has no such option."""
         return self.quantise_once
 
     @property
@@ -122,10 +122,10 @@ class WireFormatTensor(WrapperTensor):
         return tuple(tensor._version for tensor in counted)
 
     def check_cut_along_rows(self, outer_size: torch.Size) -> None:
-        """Refuse a shard that is no slice of rows of a parameter of ``outer_size``.
+        """Refuse a shard that is not a slice of rows of a parameter of ``outer_size``.
 
         Raises:
-            ValueError: it was cut along another dim.
+            ValueError: the shard was cut along another dim.
         """
         if self.shape[1:] != outer_size[1:]:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The base of the tensor subclasses here: one tensor that is made of inner tensors.
 
-A class has a table of operations. Rule: an operation that is not in the table reads a plain tensor in the wrapper's
-place, and gives plain results. One that writes is announced to the wrapper, which counts or refuses it.
+A class has a table of operations. Rule: an operation that is not in the table reads a plain tensor instead of the
+wrapper, and returns plain results. Before a write, the wrapper is told; it counts or refuses the write.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WrapperTensor(torch.Tensor):
     _OPS: ClassVar[dict[Any, Callable[..., Any]]] = {}
     _option_names: tuple[str, ...] = ()
 
-    # As nn.Parameter does it. With torch's default for subclasses, every result would become a wrapper again.
+    # The same as in nn.Parameter. With torch's default for subclasses, every result would become a wrapper again.
     __torch_function__ = nn.Parameter.__torch_function__
 
     def __new__(cls: type[W], *inner: torch.Tensor, **options: Any) -> W:
@@ -65,15 +65,15 @@ class WrapperTensor(torch.Tensor):
         return {name: getattr(self, name) for name in self._option_names}
 
     def _like(self, *inner: torch.Tensor) -> torch.Tensor:
-        """Other inner tensors with the same options."""
+        """A wrapper of ``inner`` with the same options."""
         return type(self)._of(*inner, **self._options)
 
     def _plain(self) -> torch.Tensor:
-        """What operations read in the wrapper's place."""
+        """The tensor that operations read instead of the wrapper."""
         return self
 
     def _before_write(self, func: Any) -> None:
-        """``func`` is about to write what ``_plain`` returns; raises if it must not."""
+        """``func`` will write the result of ``_plain``. Raises to refuse the write."""
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         return list(self._INNER), self._options
@@ -100,7 +100,7 @@ class WrapperTensor(torch.Tensor):
         return map_tensors(lambda tensor: written.get(id(tensor), tensor), result)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch's cache of compiled graphs tells inputs apart by, besides their class."""
+        """The key, besides the class, by which torch's cache of compiled graphs distinguishes inputs."""
         inner = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in self._inner]
         return f"{self.shape} {self.stride()} {self.dtype} {self.device} {self.requires_grad} {self._options} {inner}"
 
@@ -134,7 +134,7 @@ class DequantisedTensor(WrapperTensor):
         return None
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
-        """Outputs are always copied from."""
+        """True: the post-hook always copies the outputs."""
         return True
 
 
@@ -150,7 +150,7 @@ def on_each(op: Callable[..., Any], tensor: WrapperTensor, *args: Any, **kwargs:
 
 
 def as_strided(tensor: WrapperTensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """Offsets count from the wrapper's start: it reports none wherever its inner tensors start."""
+    """Offsets count from the start of the wrapper, whose own offset is always 0, unlike those of inner tensors."""
     return on_each(lambda inner: inner.as_strided(size, stride, inner.storage_offset() + (storage_offset or 0)), tensor)
 
 
@@ -159,7 +159,7 @@ def each(*ops: Any) -> dict[Any, Callable[..., Any]]:
     return {op: partial(on_each, op) for op in ops}
 
 
-# The inner tensors themselves, hence with their counts of writes: .data, state_dict().
+# The same inner tensors, so also the same write counts: .data, state_dict().
 ALIASES: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (aten.alias.default, aten.detach.default, aten.lift_fresh.default), lambda tensor: tensor._like(*tensor._inner)
 )

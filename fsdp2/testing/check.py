@@ -1,7 +1,7 @@
 """``check_all_gather_extension``: what authors of tensor subclasses call in their own tests.
 
-Cases are shapes on numbers of ranks. Each does what a training step does to a sharded parameter, and the one with most
-ranks what optimizers and checkpoints do to shards. The first failure of a case ends it.
+Cases are shapes on numbers of ranks. Each case repeats what a training step does to a sharded parameter. The case with
+most ranks also repeats what optimizers and checkpoints do to shards. The first failure of a case ends the case.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ def check_all_gather_extension(
     trainable: bool = True,
     prepare: Callable[[list[torch.Tensor]], object] | None = None,
 ) -> None:
-    """Check that a tensor subclass with all-gather hooks does as ``fully_shard`` expects; no process group is needed.
+    """Check that a tensor subclass with all-gather hooks works with ``fully_shard``; no process group is needed.
 
-    Checked are the hooks and what they return; that the unsharded parameter is the same on all ranks, and however many
-    there are; that it can be released and filled again; its gradient; and that shards can be copied, cast, loaded,
+    It checks the hooks and their results; that the unsharded parameter is the same on all ranks, for any number of
+    ranks; that it can be released and filled again; its gradient; and that shards can be copied, cast, loaded,
     initialised on the meta device and stepped by optimizers::
 
         def test_my_tensor_can_be_sharded():
             check_all_gather_extension(MyTensor, value=lambda full: full.bfloat16().float())
 
     Args:
-        make: makes the tensor to be sharded of a plain tensor of random values. On the meta device, too.
-        shapes: of the plain tensors. Leave out of ``SHAPES`` what the class refuses.
+        make: makes the tensor to shard from a plain tensor of random values, also on the meta device.
+        shapes: shapes of the plain tensors. Leave out the ``SHAPES`` that the class refuses.
         world_sizes: how many ranks share a tensor. One rank is always tried.
-        dim: along which it is cut.
-        dtype: of the plain tensors.
-        mp_policy, device: as they would be given to ``fully_shard``; the device, of its mesh.
-        value: what the unsharded parameter of a plain tensor holds. Default: what it holds if there is one rank.
+        dim: the dimension to cut.
+        dtype: dtype of the plain tensors.
+        mp_policy, device: the policy for ``fully_shard``, and the device of its mesh.
+        value: the expected unsharded values for a plain tensor. Default: the values with one rank.
         tolerance: by how much values may differ from that, for formats whose rounding depends on the cut. Ranks must
             always agree exactly.
         trainable: False for frozen parameters: no gradients, no optimizers.
-        prepare: called with the shards of all ranks before every gather, for hooks that would else communicate.
+        prepare: called with the shards of all ranks before every gather, for hooks that otherwise communicate.
 
     Raises:
         ExtensionError: one line for each kind of failure: which checks, what was found, what was expected, and where.
@@ -104,7 +104,7 @@ def _check_make(case: Case, findings: Findings) -> None:
 def _check_size(
     case: Case, expected: Values | None, tolerance: float, is_handled: bool, findings: Findings
 ) -> Values | None:
-    """All checks of one case. Returns what other numbers of ranks are expected to make, once that is known."""
+    """All checks of one case. Returns the values expected for other numbers of ranks, once they are known."""
     worlds: list[World] = []
     gather: dict[str, Callable[[], object]] = {
         "cut": case.shards,
@@ -202,7 +202,7 @@ def _check_autograd(world: World) -> None:
 
 
 def _gradients(unsharded: nn.Parameter, between: Callable[[], None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of an input and of the unsharded parameter, with a call of ``between`` forward and backward."""
+    """Gradients of an input and of the unsharded parameter; ``between`` is called between forward and backward."""
     is_floating = unsharded.dtype.is_floating_point
     shape = (2, unsharded.size(1)) if unsharded.dim() == 2 else tuple(unsharded.shape)
     x = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
@@ -241,7 +241,7 @@ def _gradient_names(rank: Rank) -> tuple[str, ...]:
     return names if is_alike and names == _torch.inner_names(rank.shard) else ()
 
 
-# What else happens to shards: each must leave shards of the same class, that send what they should
+# Other operations on shards. Each must keep the class, and the shards must still send the right values
 
 
 def _handling(case: Case, expected: Values, rank: Rank) -> dict[str, Callable[[], None]]:
@@ -314,7 +314,7 @@ def _check_cast(case: Case) -> None:
 
 
 def _check_deepcopy(case: Case, expected: Values) -> None:
-    """As models are copied before they are sharded. A class may refuse to be copied; torch does so for subclasses made
+    """A model is copied before it is sharded. A class may refuse to be copied; torch does so for subclasses made
     by ``as_subclass``."""
     param = nn.Parameter(case.make(case.plain()), requires_grad=case.trainable)
     try:

@@ -1,6 +1,6 @@
-"""All ranks in one process: what stands in for mesh and DTensor, and the all-gather between the ranks.
+"""All ranks in one process: stand-ins for mesh and DTensor, and the all-gather between the ranks.
 
-``World`` does to memory what the runtime does; memory that is not promised to hold anything holds garbage.
+``World`` does to memory what the runtime does; memory without promised content holds garbage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 # What errors call the parameter; reports leave it out.
 PARAMETER = "tested"
 
-# As a float of any width a huge number or NaN, as an integer its largest byte: it does not pass for a value.
+# In any float dtype, a huge number or NaN; in integers, the largest byte. No check takes it for a real value.
 _GARBAGE = 0x7F
 
 
@@ -101,7 +101,7 @@ class Case:
 
 class StandInDTensor(WrapperTensor):
     """Holds a shard as a DTensor holds its local tensor: operations reach the shard from below autograd, where torch
-    does not always count writes. What they return is held likewise."""
+    does not always count writes. Their results are wrapped in the same way."""
 
     local: torch.Tensor
     _INNER = ("local",)
@@ -171,7 +171,7 @@ class Rank:
         return self._unsharded
 
     def send(self) -> tuple[torch.Tensor, ...]:
-        """The payload; the earlier one, if the class has it kept and no write of the shard was noticed."""
+        """The payload. The old payload if the class keeps it and no write of the shard was noticed."""
         stamp = [self._num_steps[0], *_torch.versions_of([self._param, *_torch.versioned(self.shard)])]
         if self._sent is None or not self.hooks.keeps_inputs or stamp != self._stamp:
             self._sent, self._metadata = self.hooks.call_pre()
@@ -223,7 +223,7 @@ class Rank:
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
             _fill_with_garbage(storage)
-        del kept  # it has kept the allocator from handing out the same block again
+        del kept  # until here, ``kept`` stopped the allocator from returning the same block
 
     def _output(self, layout: JoinedLayout, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(layout.padded_numel * dtype.itemsize, device=self.shard.device)
@@ -290,7 +290,7 @@ class World:
             rank.release()
 
     def _on(self, index: int, act: Callable[[], T]) -> T:
-        """``act``; what it raises says on which rank."""
+        """Call ``act``; add the rank to the error that it raises."""
         try:
             return act()
         except ExtensionError as error:

@@ -1,1 +1,1 @@
-"""For users, on top of the core. The core never imports them."""
+"""Tools for users, built on the core. The core never imports them."""

@@ -1,7 +1,7 @@
 """The norm of all gradients, and clipping by it, for parameters on any mix of meshes.
 
-Parameters that are cut over the same axes form a class, and gradients that lie behind each other in memory are one
-tensor: one norm per group of parameters, and one all-reduce per mesh axis. Axes that hold copies do not count twice.
+Parameters that are cut over the same axes form a class. Gradients that are adjacent in memory are joined into one
+tensor. So there is one norm per group of parameters, and one all-reduce per mesh axis. Copies do not count twice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.plan.mesh import mesh_device
 
-# Sums of squares in fp32 lose digits as they grow; longer pieces are cut.
+# A sum of squares in fp32 loses digits as it grows, so longer tensors are split.
 _MAX_NUMEL = 1 << 20
 
 
 class _Class(NamedTuple):
-    """Parameters that are cut over the same process ``groups``. ``device``: where these communicate. ``pieces``: their
-    gradients on this rank, in as few tensors as memory allows, by device and dtype."""
+    """Parameters that are cut over the same process ``groups``. ``device``: where the groups communicate. ``pieces``:
+    the gradients on this rank, by device and dtype, in as few tensors as their memory allows."""
 
     groups: tuple[dist.ProcessGroup, ...]
     device: torch.device
@@ -40,23 +40,23 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm, taken over all ranks, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, but the parameters may be DTensors on different meshes, next to plain
-    tensors, which count as equal on all ranks. All ranks call it with the same parameters in the same order; which of
-    them have gradients may differ.
+    It works like ``torch.nn.utils.clip_grad_norm_``, but parameters may be DTensors on different meshes, mixed with
+    plain tensors. A plain tensor counts as equal on all ranks. All ranks pass the same parameters in the same order;
+    each rank may have gradients of other parameters.
 
     Args:
-        parameters: what to clip the gradients of.
-        max_norm: the largest norm that is left alone.
+        parameters: the parameters whose gradients are clipped.
+        max_norm: the largest norm that is not changed.
         norm_type: any positive number, or ``float("inf")``.
-        error_if_nonfinite: raise, on all ranks alike, if the norm is not finite.
+        error_if_nonfinite: raise on all ranks if the norm is not finite.
         foreach: whether to use one launch for many tensors; ``None`` decides by device.
 
     Returns:
         The norm before clipping, a 0-dim fp32 tensor (fp64 for fp64 gradients), complete and equal on all ranks.
 
     Raises:
-        RuntimeError: the norm is not finite, if asked to check. Gradients are unchanged then.
-        ValueError: ``norm_type`` is not positive; a gradient is a sum that is still pending on some axis.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are unchanged then.
+        ValueError: ``norm_type`` is not positive; a gradient is a pending sum over some axis.
     """
     order = float(norm_type)
     if not order > 0:
@@ -73,7 +73,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of order {order} of all gradients is {total.item()}. Find the loss "
             "that is not finite, or pass error_if_nonfinite=False to scale the gradients by it anyway."
         )
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch: no division by zero, no branch on the value
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # like torch: no division by zero, no branch on the value
     pieces = [tensors for each in classes for tensors in each.pieces]
     for tensors in pieces:
         _torch.foreach_mul(tensors, factor.to(tensors[0].device))
@@ -81,10 +81,10 @@ def clip_grad_norm_(
 
 
 def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
-    """In an order that all ranks share: by how parameters are cut, whether or not they have a gradient here."""
+    """The classes of ``params``. All ranks get the same order, since parameters without a gradient count, too."""
     grads = _torch.grads_of(params)
     locals_ = _torch.locals_placed_like(params, grads)
-    # By their specs first: the parameters that fully_shard cuts alike share one.
+    # Group by spec first: parameters that fully_shard cuts in the same way share one spec.
     by_spec: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # a parameter, and the gradients of all
     for param, spec, grad, local in zip(params, _torch.specs_of(params), grads, locals_, strict=True):
         _, found = by_spec.setdefault(param.device if spec is None else id(spec), (param, []))
@@ -117,10 +117,10 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
 
 
 def joined_neighbours(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The elements of ``tensors``: those of one dtype that lie behind each other in one storage as one 1-D view."""
+    """The elements of ``tensors``. Adjacent tensors of one dtype in one storage become one 1-D view."""
     firsts: list[torch.Tensor] = []
     sizes: list[int] = []
-    end, left, dtype = 0, 0, None  # of the last one; how much of its storage follows
+    end, left, dtype = 0, 0, None  # of the last tensor; ``left``: bytes of its storage behind it
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
         start, nbytes = tensor.data_ptr(), tensor.nbytes
         if nbytes == 0:
@@ -140,7 +140,7 @@ def joined_neighbours(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _alike(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What one launch takes."""
+    """``tensors`` grouped by device and dtype: one launch takes one group."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -148,13 +148,13 @@ def _alike(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _joined(powers: torch.Tensor, order: float) -> torch.Tensor:
-    """Norms of infinite order are joined as they are, by the maximum; others as powers, by the sum."""
+    """Join norms of infinite order by the maximum. Join powers of other norms by the sum."""
     return powers.max() if math.isinf(order) else powers.sum()
 
 
 def _power_here(of: _Class, order: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of one class on this rank, to the power that sums; fp64. That of half precision gradients would overflow
-    in theirs."""
+    """The norm of one class on this rank, raised to the power ``order`` so that ranks can sum it; in fp64, since it
+    would overflow in half precision."""
     norms: list[torch.Tensor] = []
     for tensors in of.pieces:
         wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
@@ -168,7 +168,7 @@ def _power_here(of: _Class, order: float, foreach: bool | None) -> torch.Tensor:
 
 
 def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The powers of all classes over all their ranks: one all-reduce per process group, for all that it cuts."""
+    """The powers of all classes, summed over their ranks: one all-reduce per process group, for all its classes."""
     op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
     for group in dict.fromkeys(group for each in classes for group in each.groups):
         cut = [i for i, each in enumerate(classes) if group in each.groups]

@@ -1,15 +1,15 @@
 """Element-wise optimizers that step flat memory: a few long tensors instead of many small DTensors.
 
-During its step, the optimizer sees **runs** in the place of parameters. Between steps it is what it was: param groups,
+During its step, the optimizer sees **runs** instead of parameters. Between steps, it looks unchanged: param groups,
 states, hooks and state dicts are per parameter.
 
-A **segment** is the parameters of one param group whose shards lie in one flat buffer. A run is neighbours in a segment
-that have a gradient, whose gradients touch each other too or are small enough to be copied, and whose states are alike:
-one 1-D tensor, with one 1-D state per name, of which the states of its parameters are parts. Padding lies between runs,
-so nothing writes it (I8).
+A **segment** is the parameters of one param group whose shards lie in one flat buffer. A **run** is neighbours in a
+segment that have gradients and equal kinds of states; their gradients are adjacent, too, or small enough to be copied.
+A run is one 1-D tensor with one 1-D state per name; the states of its parameters are parts of the run's states. Padding
+lies between runs, so no step writes padding (I8).
 
-Rule: the parameters and their states are the truth (I13). Where they are not what the last step left, a segment is cut
-anew.
+Rule: the parameters and their states are the truth (I13). If they changed since the last step, the segment is cut into
+new runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp2.comm.memory import alias
 from fsdp2.group.shards import flat_buffers
 from fsdp2.plan.layout import contiguous_stride
 
-# Their update of an element depends on that element's values alone. What derives from them may do anything.
+# Their update of an element depends only on the values of this element. A subclass of them may do anything.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.ASGD,
     optim.Adadelta,
@@ -47,8 +47,8 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
 )
 
-# Gradients that do not touch each other are copied behind each other if they have no more together. A copy of 64 KiB
-# costs about as much as one more tensor in the step of an optimizer.
+# Gradients that are not adjacent are copied into one tensor up to this total size. A copy of 64 KiB costs about as much
+# as one more tensor in the step of an optimizer.
 COPY_MAX_NBYTES = 64 * 1024
 
 _O = TypeVar("_O", bound=optim.Optimizer)
@@ -58,23 +58,23 @@ _NOTHING: dict[str, Any] = {}
 
 
 def flatten_optimizer(optimizer: _O, *, is_elementwise: bool = False) -> _O:
-    """Have ``optimizer`` step parameters that are neighbours in memory, such as a ``fully_shard`` group, as one tensor.
+    """Make ``optimizer`` step neighbouring parameters in memory, such as a ``fully_shard`` group, as one tensor.
 
-    Values, ``state_dict``, ``param_groups``, hooks, schedulers and checkpoints are those of the optimizer as it was;
-    bit for bit, but for ``fused=True`` on the CPU, whose kernel rounds the last elements of a tensor differently.
-    Whatever is not in flat memory is stepped as before. Nothing is communicated.
+    Values, ``state_dict``, ``param_groups``, hooks, schedulers and checkpoints stay the same, bit for bit. Exception:
+    the kernel of ``fused=True`` on the CPU rounds the last elements of a tensor differently. Parameters outside flat
+    memory are stepped as before. Nothing is communicated.
 
     Args:
         optimizer: of ``torch.optim``: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, ASGD.
-            Before any learning rate scheduler is made for it.
-        is_elementwise: vouch that another optimizer updates each element by that element's value, gradient and states
-            alone, in a step that reads ``param_groups``, ``.grad`` and ``state``.
+            Call this function before you make a learning rate scheduler for it.
+        is_elementwise: pass True if another optimizer updates each element only from the value, gradient and states of
+            this element, in a step that reads ``param_groups``, ``.grad`` and ``state``.
 
     Returns:
-        ``optimizer``, the same object, of a class ``Flat...`` derived from the one it had.
+        ``optimizer``, the same object. Its new class ``Flat...`` derives from its old class.
 
     Raises:
-        TypeError: ``optimizer`` is none of torch's.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         ValueError: it is not known to be element-wise, is differentiable, or its ``step`` has been replaced.
     """
     if not isinstance(optimizer, optim.Optimizer):
@@ -124,7 +124,7 @@ class FlatOptimizer(optim.Optimizer):
 
     @_torch.hooked_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Returns what ``closure`` does, which is called first."""
+        """Call ``closure``, then update all parameters that have a gradient. Return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,12 +134,12 @@ class FlatOptimizer(optim.Optimizer):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also what ``load_state_dict`` ends with: the states that were replaced must not live on here."""
+        """Drop the layout, which holds old states. ``load_state_dict`` ends with this call, too."""
         self._layout = None
         super().__setstate__(state)
 
     def _step_flat(self) -> None:
-        layout, self._layout = self._layout, None  # after an exception, the states tell what was done
+        layout, self._layout = self._layout, None  # after an exception, a new layout
         if layout is None or not layout.is_that_of(self.param_groups):
             layout = Layout(self.param_groups)
         for segment in layout.segments:
@@ -149,14 +149,14 @@ class FlatOptimizer(optim.Optimizer):
             self._step_as_before()
         for segment in layout.segments:
             segment.hand_back(self.state)
-        if len(self.state) > num_known:  # new ones follow in the order of the param groups, as in torch
+        if len(self.state) > num_known:  # order new states by param groups, as torch does
             new = set(islice(self.state, num_known, None))
             self.state.update([(param, self.state.pop(param)) for param in layout.params if param in new])
         self._layout = layout
 
     @contextmanager
     def _runs_for_params(self, layout: Layout) -> Iterator[None]:
-        """Have the optimizer see runs in place of the parameters in them, next to the others of each param group."""
+        """Show the optimizer runs instead of their parameters, next to the other parameters of each param group."""
         groups, outer = self.param_groups, self.state
         lists = [group["params"] for group in groups]
         runs: list[list[torch.Tensor]] = [[] for _ in groups]
@@ -170,11 +170,11 @@ class FlatOptimizer(optim.Optimizer):
         self.param_groups, self.state = [], inner
         try:
             for group, flat, params in zip(groups, runs, alone, strict=True):
-                if flat and params:  # not in one launch: plain tensors and DTensors do not mix
+                if flat and params:  # two groups: one launch cannot mix plain tensors and DTensors
                     self.param_groups.append({**group, "params": params})
                 if flat or params:
                     group["params"] = flat or params
-                    self.param_groups.append(group)  # itself: an optimizer may keep values of its own in it
+                    self.param_groups.append(group)  # the same object: an optimizer may keep its own values in it
             yield
         finally:
             for group, params in zip(groups, lists, strict=True):
@@ -196,17 +196,17 @@ class Layout:
             found: dict[object, tuple[torch.Tensor, list[DTensor]]] = {}
             for param in filter(_is_flat, group["params"]):
                 flat = _flat_around(_torch.local_of(param), buffers)
-                key = (flat.dtype, flat.device, flat.data_ptr())  # empty shards have no address, and make one segment
+                key = (flat.dtype, flat.device, flat.data_ptr())  # empty shards have no address; they form one segment
                 found.setdefault(key, (flat, []))[1].append(param)
             self.segments += [Segment(index, flat, members) for flat, members in found.values()]
 
     def is_that_of(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether ``groups`` have the same parameters as before, and those lie where they did."""
+        """Whether ``groups`` have the same parameters as before, at the same addresses."""
         return _are_same(_layout_of(groups), self._found) and all(map(Segment.is_in_place, self.segments))
 
 
 def _layout_of(groups: Sequence[dict[str, Any]]) -> list[object]:
-    """The parameters, each group ahead of its own, and their local tensors."""
+    """Each group followed by its parameters, then the local tensors of all parameters."""
     found = list(chain.from_iterable((group, *group["params"]) for group in groups))
     return [*found, *_torch.locals_of([param for param in found if isinstance(param, DTensor)])]
 
@@ -217,8 +217,8 @@ def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
 
 
 class Segment:
-    """Parameters of one param group, by its index, whose shards lie in one buffer. They are stepped in ``runs``, or
-    ``apart``, by DTensor's own operations."""
+    """Parameters of one param group (``group`` is its index) whose shards lie in one buffer. They are stepped in
+    ``runs``, or ``apart`` by DTensor's own operations."""
 
     def __init__(self, group: int, flat: torch.Tensor, params: list[DTensor]) -> None:
         self.group = group
@@ -231,11 +231,11 @@ class Segment:
         self._seen: list[object] = []
 
     def is_in_place(self) -> bool:
-        """Whether its memory is still there: local tensors may be given other memory."""
+        """Whether the segment has the same memory: local tensors may have got other memory."""
         return self._locals[0].data_ptr() == self._starts[0]
 
     def take_gradients(self, state: State) -> None:
-        """Give the runs this step's gradients; cut anew if those, or the states, ask for it."""
+        """Give the runs the gradients of this step. Cut new runs if the gradients or the states require it."""
         tensors = _torch.grads_of(self._params)
         locals_ = _torch.locals_placed_like(self._params, tensors)
         grads = _described(tensors, locals_)
@@ -247,7 +247,7 @@ class Segment:
             run.take_gradient(locals_)
 
     def hand_back(self, state: State) -> None:
-        """After a step: bring what is new in the states of runs to ``state``."""
+        """After a step: copy new entries from the states of runs to ``state``."""
         new = [(param, entry) for run in self.runs for param, entry in run.hand_back()]
         for param, entry in new:
             state.setdefault(param, {}).update(entry)
@@ -255,7 +255,7 @@ class Segment:
             self._seen = self._now(state)
 
     def _now(self, state: State) -> list[object]:
-        """The states: values that are other objects in the next step are somebody else's."""
+        """All state entries and their values. If an object differs in the next step, other code has replaced it."""
         entries = [state.get(param, _NOTHING) for param in self._params]
         return [*entries, *(value for entry in entries for value in entry.values())]
 
@@ -277,13 +277,13 @@ class Segment:
             self.runs.append(Run(self._params[mine], entries[mine], mine, flat, all(touch[mine][1:])))
 
 
-# How a gradient lies: whether it touches that of the parameter before; its dtype, or None if it is not placed like the
-# parameter or not contiguous, so that DTensor's own operations have to deal with it.
+# Whether a gradient touches the gradient of the parameter before, and its dtype. The dtype is None if the gradient is
+# not contiguous or not placed like the parameter: DTensor's own operations then step the parameter.
 Grad = tuple[bool, torch.dtype | None]
 
 
 def _described(grads: Sequence[torch.Tensor | None], locals_: Sequence[torch.Tensor | None]) -> list[Grad | None]:
-    """``locals_``: the gradients' local tensors, None of those that are not placed like their parameter."""
+    """``locals_``: the local tensors of ``grads``; None for a gradient that is not placed like its parameter."""
     found: list[Grad | None] = []
     end = -1
     for grad, local in zip(grads, locals_, strict=True):
@@ -300,8 +300,8 @@ def _described(grads: Sequence[torch.Tensor | None], locals_: Sequence[torch.Ten
 def cut_runs(
     kinds: Sequence[object], follows: Sequence[bool], touch: Sequence[bool], nbytes: Sequence[int]
 ) -> list[slice]:
-    """Which neighbours are stepped as one. Each but the first ``follows`` the one before, and is of the same of
-    ``kinds``, not None. All gradients ``touch`` the one before, or they are copied and have few ``nbytes`` together."""
+    """Which neighbours are stepped as one. In a run, each parameter but the first ``follows`` the one before in memory
+    and has the same kind, not None. Gradients ``touch``, or are copied if their total ``nbytes`` are few."""
     found: list[slice] = []
     total, is_view = 0, True  # of the last run
     for i, kind in enumerate(kinds):
@@ -318,17 +318,17 @@ def cut_runs(
 
 
 class Run:
-    """Parameters that are stepped as one tensor ``flat``, 1-D. ``state``: what the optimizer keeps for it, by name."""
+    """Parameters that are stepped as one 1-D tensor ``flat``. ``state``: the optimizer's state of it, by name."""
 
     def __init__(
         self, params: Sequence[DTensor], entries: Sequence[dict[str, Any]], mine: slice, flat: torch.Tensor, touch: bool
     ) -> None:
-        """Take over ``entries``, one per parameter, all of one kind. ``mine``: the place of ``params`` in their
-        segment. ``touch``: whether their gradients do."""
+        """Take over ``entries``, one per parameter, all of one kind. ``mine``: the slice of ``params`` in their
+        segment. ``touch``: whether their gradients are adjacent."""
         self.flat = flat
         self.state: dict[str, Any] = {}
         self._params, self._mine, self._touch = params, mine, touch
-        # Values such as the number of steps: one per parameter, as state dicts have it, and one per run to step with.
+        # Values such as the number of steps: state dicts have one per parameter, the step uses one per run.
         self._copies: dict[str, torch.Tensor] = {}
         for name, first in entries[0].items():
             self.state[name] = first
@@ -345,17 +345,17 @@ class Run:
         self._versions = _torch.versions_of(self._copies.values())
 
     def is_current(self) -> bool:
-        """Whether nobody has written what each parameter has one of since the last step."""
+        """Whether the per-parameter copies are unwritten since the last step."""
         return _torch.versions_of(self._copies.values()) == self._versions
 
     def take_gradient(self, locals_: Sequence[torch.Tensor | None]) -> None:
-        """Of those of its segment; copied if they lie apart, or in two storages that touch by chance."""
+        """Take the gradients from ``locals_`` of the segment. Copy them if they are not adjacent in one storage."""
         mine: list[Any] = list(locals_[self._mine])
         flat = spanned(mine[0], self.flat.numel()) if self._touch else None
         self.flat.grad = torch.cat([local.view(-1) for local in mine]) if flat is None else flat
 
     def hand_back(self) -> Iterable[tuple[DTensor, dict[str, Any]]]:
-        """After a step: what is new in the states of the parameters. What existed before is written in place."""
+        """After a step: return new entries for the states of the parameters. Write older entries in place."""
         self.flat.grad = None
         new: dict[DTensor, dict[str, Any]] = {}
         for name, value in self.state.items():
@@ -368,7 +368,7 @@ class Run:
         return new.items()
 
     def _distribute(self, name: str, entries: Sequence[dict[str, Any]]) -> None:
-        """Set ``name`` in ``entries``, one per parameter, to its part of the run's value."""
+        """In each of ``entries``, one per parameter, set ``name`` to the parameter's part of the run's value."""
         value = self.state[name]
         parts: Sequence[Any] = [value] * len(entries)
         if isinstance(value, torch.Tensor) and value.shape == self.flat.shape:
@@ -390,12 +390,12 @@ class Run:
         return parts
 
 
-# Of parts of states, the memory that they were cut from, and where they start in it: joined again without a copy.
+# For each part of a state: the tensor that it was cut from, and its offset. So parts are joined without a copy.
 _whole_of: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakIdKeyDictionary()
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """``parts``, contiguous, as one 1-D tensor, if they lie behind each other in what they were cut from."""
+    """Contiguous ``parts`` as one 1-D tensor, or None if they are not adjacent parts of one tensor."""
     if len(parts) == 1:
         return parts[0].view(-1)
     first, start = _whole_of.get(parts[0], (None, 0))
@@ -409,7 +409,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def spanned(first: torch.Tensor, numel: int) -> torch.Tensor | None:
-    """The ``numel`` elements from the first one of ``first`` on; None where its storage ends before."""
+    """``numel`` elements, from the first element of ``first`` on; None if its storage is too short."""
     offset = int(first.storage_offset())
     if (offset + numel) * first.itemsize > first.untyped_storage().nbytes():
         return None
@@ -417,7 +417,7 @@ def spanned(first: torch.Tensor, numel: int) -> torch.Tensor | None:
 
 
 def _is_flat(param: torch.Tensor) -> bool:
-    """Whether ``param`` is a DTensor of which this rank has a plain tensor, its elements behind each other."""
+    """Whether ``param`` is a DTensor whose local tensor is plain, contiguous, and not on the meta device."""
     if not isinstance(param, DTensor):
         return False
     local = _torch.local_of(param)
@@ -425,7 +425,7 @@ def _is_flat(param: torch.Tensor) -> bool:
 
 
 def _flat_around(local: torch.Tensor, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The one of ``buffers`` that ``local`` lies in, or its own elements."""
+    """The buffer of ``buffers`` that contains ``local``; without one, ``local`` as 1-D."""
     start = local.data_ptr()
     for flat in buffers if local.numel() else ():
         is_alike = flat.dtype is local.dtype and flat.device == local.device
@@ -435,8 +435,8 @@ def _flat_around(local: torch.Tensor, buffers: Sequence[torch.Tensor]) -> torch.
 
 
 def _kind_of(grad: Grad, param: DTensor, entry: Mapping[str, Any]) -> tuple[object, ...] | None:
-    """What parameters of a run have in common: the gradient's dtype, and all of the state ``entry`` but values of
-    elements. None if DTensor's own operations have to step it."""
+    """What the parameters of a run have in common: the gradient's dtype, and the state ``entry`` without the values per
+    element. None if DTensor's own operations have to step ``param``."""
     _, dtype = grad
     if dtype is None:
         return None

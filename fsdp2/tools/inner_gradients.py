@@ -1,13 +1,13 @@
-"""Backwards that enter a unit elsewhere than at its outputs: a loss on an activation that somebody kept.
+"""Backwards that do not enter a unit at its outputs: for example, a loss on an activation that the user kept.
 
-A unit's parameters must be there before the first node runs that saved one. Such nodes are in the forward of a
-submodule that has parameters, so gradients of what those submodules return lead to the unit's backward, too.
+A unit's parameters must be gathered before the first node runs that saved a parameter. Such nodes belong to the forward
+of a submodule with parameters. So gradients of the outputs of these submodules start the unit's backward, too.
 
-Not seen are operations on a parameter outside of such a call: ``self.scale * x`` in the unit's own forward, or
-``F.linear(x, self.proj.weight)``. A loss on what they return, and on nothing behind it in the unit, raises when the
-unit is resharded (I16). Where it is not, gradients that arrive lead to the unit's reduction.
+Operations on a parameter outside such a submodule call are not seen: ``self.scale * x`` in the unit's own forward, or
+``F.linear(x, self.proj.weight)``. A loss only on their results raises if the unit is resharded (I16). If the unit is
+not resharded, the gradients that arrive start the unit's reduction.
 
-Compiled graphs are left alone: each is one node, with the unit's output among its results.
+Compiled graphs are left alone: each graph is one node, and the unit's output is among its results.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fsdp2.schedule.schedule import Phase
 
 
 def _install(unit: Unit, holders: list[nn.Module]) -> None:
-    """Watch what submodules of ``unit`` return that hold parameters. ``holders``: all modules with parameters."""
+    """Watch the outputs of the submodules of ``unit`` with parameters. ``holders``: all modules with parameters."""
     begin = torch.compiler.disable(lambda: (unit.root or unit.form_root()).pre_backward(unit))
 
     def on_gradient(_: torch.Tensor) -> None:
-        """Most often the unit's own output has come first. In its forward, the user takes gradients on the way."""
+        """Usually, backward began at the unit's output. In the unit's forward, the user computes gradients."""
         root = unit.root
         phase = Phase.IDLE if root is None else root.schedule.phases[unit.index]
         if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:
@@ -48,14 +48,14 @@ def _install(unit: Unit, holders: list[nn.Module]) -> None:
 
 
 class _OwnGradients:
-    """Has ``on_gradient`` called for the gradients of parameters that a unit's own ``modules`` hold."""
+    """Calls ``on_gradient`` for gradients of parameters that the unit's own ``modules`` hold directly."""
 
     def __init__(self, modules: tuple[nn.Module, ...], on_gradient: Callable[[torch.Tensor], None]) -> None:
         self._modules, self._on_gradient = modules, on_gradient
         self._handles: list[RemovableHandle] = []
 
     def __call__(self, group: ParamGroup) -> None:
-        alive = weakref.ref(self._on_gradient)  # autograd keeps hooks where the garbage collector does not look
+        alive = weakref.ref(self._on_gradient)  # autograd keeps hooks where the garbage collector cannot see them
 
         def tell(gradient: torch.Tensor) -> None:
             if (on_gradient := alive()) is not None:
@@ -74,8 +74,8 @@ class _OwnGradients:
 def _called(
     modules: tuple[nn.Module, ...], holders: Iterable[nn.Module], around: Mapping[nn.Module, nn.Module]
 ) -> list[nn.Module]:
-    """What computes with the parameters of ``holders``, below ``modules``: a list of parameters has no forward, so that
-    is a module ``around`` it."""
+    """The modules below ``modules`` that compute with the parameters of ``holders``. The module ``around`` it replaces
+    a holder without a forward, such as a list of parameters."""
     found: dict[nn.Module, None] = {}
     for holder in holders:
         module: nn.Module | None = holder
@@ -87,5 +87,5 @@ def _called(
 
 
 def register() -> None:
-    """Install this with every new unit."""
+    """Make every new unit call ``_install``."""
     register_installer(_install)

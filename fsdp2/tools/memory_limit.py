@@ -1,8 +1,8 @@
-"""Holds a root's passes under a limit on temporary memory: performs the schedule's actions when the ledger has room.
+"""Keeps the passes of a root under a limit on temporary memory: performs an action if the ledger has room for it.
 
-A prefetch that does not fit is left out; the unit is gathered when it is needed. What is needed makes room: reductions
-in flight land, then gathers that nobody waits for yet are dropped. If that is not enough, the pass raises. All of it
-follows from plans and from the order of events, never from an allocator, so all ranks do the same (I14).
+A prefetch that does not fit is skipped; the unit is gathered when it is needed. A needed gather makes room: reductions
+in flight land, then gathers that no unit waits for yet are dropped. If there is still no room, the pass raises. All
+decisions follow from plans and the order of events, never from an allocator, so all ranks decide the same (I14).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fsdp2.types import MemoryLimitError
 
 
 class MemoryLimit:
-    """A filter of the actions of ``root``: no more than ``limit`` bytes are held.
+    """Filters the actions of ``root`` so that at most ``limit`` bytes are held.
 
     Attributes:
-        programs: what to call for an action on a unit under the limit.
+        programs: for each action on a unit, the function that performs the action under the limit.
     """
 
     def __init__(self, limit: int, root: Root) -> None:
@@ -32,10 +32,10 @@ class MemoryLimit:
         self.programs: Programs = {each: partial(self._perform, *each) for each in root.executor.programs}
 
     def begin_forward(self) -> None:
-        """A pass begins: whatever was done by hand, or cut short by an exception, counts as it is now.
+        """A pass begins: set the ledger to the current states, which the user or an exception may have changed.
 
         Raises:
-            MemoryLimitError: some unit will not fit.
+            MemoryLimitError: a unit will not fit.
         """
         ledger = self._ledger = Ledger([unit_bytes(unit) for unit in self._units], self.limit)
         for index, unit in enumerate(self._units):
@@ -49,10 +49,10 @@ class MemoryLimit:
                 ledger.reshard(index, self._left(index, post_forward=GroupState.SHARDED_POST_FORWARD in states))
 
     def begin_backward(self, unit: int) -> None:
-        """The backward of ``unit`` begins: what its gradients take is held from here on.
+        """The backward of ``unit`` begins: from here on, count the memory of its gradients.
 
         Raises:
-            MemoryLimitError: it does not fit.
+            MemoryLimitError: the unit does not fit.
         """
         rules = self._units[unit].rules
         self._measure(unit)
@@ -94,7 +94,7 @@ class MemoryLimit:
             self._perform(Action.RESHARD, other)
 
     def _check(self, index: int) -> None:
-        """Refuse a unit that does not fit beside its root, in this forward and in a backward that may follow."""
+        """Refuse a unit that does not fit next to its root, in this forward or in a backward that may follow."""
         sizes, root = self._ledger.sizes[index], self._ledger.sizes[0]
         trains = torch.is_grad_enabled()
         own = sizes.alone if trains else sizes.gather
@@ -116,13 +116,13 @@ class MemoryLimit:
         )
 
     def _measure(self, index: int) -> None:
-        """Plans may have been compiled anew."""
+        """Update the sizes of a unit: its plans may be new."""
         before, self._ledger.sizes[index] = self._ledger.sizes[index], unit_bytes(self._units[index])
         if self._ledger.sizes[index] != before:
             self._check(index)
 
     def _left(self, index: int, *, post_forward: bool) -> int:
-        """What stays of a unit's parameters when it is resharded."""
+        """The bytes of a unit's parameters that stay after a reshard."""
         groups = self._units[index].groups
         kept = sum(group_bytes(group).unsharded for group in groups if group.keeps_storage)
         return kept + (sum(group_bytes(group).post_forward for group in groups) if post_forward else 0)
@@ -139,5 +139,5 @@ def _described(sizes: UnitBytes) -> str:
 
 
 def register() -> None:
-    """Have every root with a limit use this."""
+    """Make every root with a limit use ``MemoryLimit``."""
     register_memory_limit(MemoryLimit)

@@ -1,7 +1,7 @@
-"""What a sharded model takes on this rank beside its shards, in bytes from plans: ``print(fsdp2.memory_plan(model))``.
+"""The bytes that a sharded model takes on this rank besides its shards: ``print(fsdp2.memory_plan(model))``.
 
-Arithmetic on plans: nothing runs, nothing is allocated, and no allocator is asked. Sizes are the same on all ranks, and
-so is every decision that ``memory_limit`` takes by them. Not counted are shards and their gradients, activations, and
+The sizes come from plans only: nothing runs or is allocated, and no allocator is asked. All ranks compute the same
+sizes, so ``memory_limit`` decides the same on all ranks. Not counted: shards and their gradients, activations, and
 gradients that the user keeps unreduced.
 """
 
@@ -27,7 +27,7 @@ from fsdp2.schedule.schedule import Action, Actions, Schedule
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """One unit. ``shards``: bytes of its parameters' shards; their gradients take the same again, optimizers more."""
+    """One unit. ``shards``: bytes of the parameter shards. Gradients of shards take as much again, optimizers more."""
 
     name: str
     shards: int
@@ -36,13 +36,13 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a model takes on this rank beside activations, in bytes; ``str()`` shows it as a table.
+    """The bytes of a model on this rank, without activations; ``str()`` shows a table.
 
     Attributes:
-        units: in the order of the model's modules, the root first.
-        peak: the most that a step holds beside shards and their gradients, if the units run in the order of the last
-            forward, or of the modules. Gathers and reductions overlap with compute then.
-        at_least: the smallest limit for :meth:`FSDPModule.set_temporary_memory_limit`: nothing overlaps then.
+        units: the units in the order of the model's modules, the root first.
+        peak: the most that a step holds besides shards and their gradients, if gathers and reductions overlap with
+            compute. The units run in the order of the last forward; before a first forward, in the order of modules.
+        at_least: the smallest limit for :meth:`FSDPModule.set_temporary_memory_limit`; nothing overlaps then.
     """
 
     units: tuple[UnitMemory, ...]
@@ -62,8 +62,8 @@ class MemoryPlan:
 
 
 def memory_plan(module: nn.Module) -> MemoryPlan:
-    """What ``module``, the root of a sharded model, takes beside activations. What all-gather hooks send and make is
-    counted once a unit has been gathered.
+    """Compute the bytes of every unit on this rank, without activations. Payloads of all-gather hooks, and tensors that
+    the hooks make, count after the first gather. ``module`` is the root of a sharded model.
 
     Raises:
         ValueError: ``module`` is not sharded.
@@ -78,7 +78,7 @@ def _shards_nbytes(unit: Unit) -> int:
 
 
 def _peak(root: Root, *, overlaps: bool) -> int:
-    """The most that a step holds; without overlap, if nothing is prefetched and reductions land at once."""
+    """The most that a step holds. Not ``overlaps``: nothing is prefetched, and reductions land at once."""
     units = root.units
     rules = root.schedule.rules
     if not overlaps:
@@ -96,44 +96,53 @@ def _peak(root: Root, *, overlaps: bool) -> int:
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """What one unit takes, in bytes."""
+    """The memory of one unit, in bytes.
 
-    unsharded: int = 0  # parameters
-    arriving: int = 0  # what their gather takes beside them
-    post_forward: int = 0  # shards on the post-forward mesh
-    gradients: int = 0  # what autograd makes in its backward
-    copies: int = 0  # what a reduction makes of them: buckets, casts, and room to receive
-    sent: int = 0  # of gradients and copies, what is held while the reduction is in flight
+    Attributes:
+        unsharded: unsharded parameters.
+        arriving: memory that the gather takes besides the unsharded parameters.
+        post_forward: shards on the post-forward mesh.
+        gradients: gradients that autograd makes in the unit's backward.
+        copies: memory that the reduction of these gradients makes: buckets, casts, and room to receive.
+        sent: the part of gradients and copies that is held while the reduction is in flight.
+    """
+
+    unsharded: int = 0
+    arriving: int = 0
+    post_forward: int = 0
+    gradients: int = 0
+    copies: int = 0
+    sent: int = 0
 
     def __add__(self, other: UnitBytes) -> UnitBytes:
         return UnitBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def gather(self) -> int:
-        """The parameters while they are on their way."""
+        """What a gather takes: the unsharded parameters, and the memory besides them."""
         return self.unsharded + self.arriving
 
     def backward(self, *, reshards: bool) -> int:
-        """What backward adds to the unsharded parameters, up to the start of the reduction; ``reshards``: they are
-        freed before that makes its copies."""
+        """What backward adds to the unsharded parameters, up to the start of the reduction. ``reshards``: parameters
+        are freed before the reduction makes its copies."""
         return self.gradients + max(self.copies - (self.unsharded if reshards else 0), 0)
 
     @property
     def alone(self) -> int:
-        """What a step of this unit alone takes."""
+        """What a step takes if it has only this unit."""
         return max(self.gather, self.unsharded + self.backward(reshards=True))
 
 
 def group_bytes(group: ParamGroup) -> UnitBytes:
-    """What ``group`` takes beside its shards, in bytes that all ranks agree on; what hooks send is counted from the
-    first gather on."""
+    """What ``group`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks count after the first
+    gather."""
     trainable = [i for i, requires_grad in enumerate(group.requires_grad()) if requires_grad]
     plans, comm = group.gradients.plans(trainable)
     return _gather_bytes(group) + reduce_bytes(plans, comm)
 
 
 def unit_bytes(unit: Unit) -> UnitBytes:
-    """What the groups of ``unit`` take."""
+    """What all groups of ``unit`` take together."""
     return sum(map(group_bytes, unit.groups), UnitBytes())
 
 
@@ -153,8 +162,8 @@ def _gather_bytes(group: ParamGroup) -> UnitBytes:
 
 
 def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
-    """What reducing takes: buckets, casts, what the comm itself takes, and the sums, which are gradients only once they
-    have landed. Gradients that are sent as they are stay while the reduction is in flight."""
+    """What reductions take: buckets, casts, memory of the comm, and the sums until they land as gradients. Gradients
+    that are sent without a copy are held while the reduction is in flight."""
     gradients = copies = sent_as_they_are = packing = 0
     for plan in plans:
         param, reduce = plan.dtypes.param, plan.dtypes.reduce
@@ -183,15 +192,15 @@ def _post_forward_nbytes(step: GatherStep, num_ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """How room is made: ``landings`` of the oldest reductions, then gathers in flight of ``dropped`` units."""
+    """How to make room: land the oldest ``landings`` reductions, then drop the gathers of ``dropped`` units."""
 
     landings: int = 0
     dropped: tuple[int, ...] = ()
 
 
 class Ledger:
-    """Who holds how much, in bytes: ``held`` now, ``peak`` at most, under ``limit``. Each method is told what happens,
-    or asked before it does. ``sizes``: of each unit; replaced by the owner when plans are compiled anew."""
+    """Counts the bytes that each unit holds: ``held`` now, ``peak`` at most, under ``limit``. Events record what
+    happens; questions come first. ``sizes``: one per unit; the owner replaces them when plans are new."""
 
     def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
         self.sizes = list(sizes)
@@ -206,7 +215,7 @@ class Ledger:
 
     @property
     def num_reductions(self) -> int:
-        """How many reductions are in flight, as far as all ranks agree: some may have landed earlier on this one."""
+        """How many reductions count as in flight, the same on all ranks. Some may have landed already on this rank."""
         return len(self._reductions)
 
     # Questions
@@ -216,7 +225,7 @@ class Ledger:
         return 0 if unit in self._unsharded else self.sizes[unit].gather
 
     def to_run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> int:
-        """What the backward of ``unit`` adds: its parameters, if it ``gathers`` them, and then its gradients."""
+        """What the backward of ``unit`` adds: its parameters, if backward ``gathers`` them, and its gradients."""
         sizes = self.sizes[unit]
         params = sizes.unsharded if gathers or unit in self._unsharded else self._params[unit]
         at_most = max(self._params[unit] + self.to_unshard(unit) * gathers, params + sizes.backward(reshards=reshards))
@@ -226,20 +235,20 @@ class Ledger:
         return self.held + nbytes <= self.limit
 
     def stays(self, unit: int) -> dict[int, int]:
-        """Who holds how much that would not go for ``unit``."""
+        """The bytes by unit that cannot be freed to make room for ``unit``."""
         params = [0 if i in self._arriving and i != unit else n for i, n in enumerate(self._params)]
         held = [a + b for a, b in zip(params, self._backwards, strict=True)]
         return {i: n for i, n in enumerate(held) if n}
 
     def room_for(self, nbytes: int, unit: int) -> Room | None:
-        """What has to go so that ``unit`` can take ``nbytes`` more; None if all that can go is not enough."""
+        """What to free so that ``unit`` can take ``nbytes`` more; None if freeing everything possible is not enough."""
         missing = self.held + nbytes - self.limit
         landings = 0
         while missing > 0 and landings < len(self._reductions):
             missing -= self._reductions[landings]
             landings += 1
         dropped = []
-        for other in reversed(self._arriving):  # the latest was predicted to be needed last
+        for other in reversed(self._arriving):  # latest first: its unit is expected to be needed last
             if missing > 0 and other != unit:
                 missing -= self._params[other]
                 dropped.append(other)
@@ -259,7 +268,7 @@ class Ledger:
         self._set_params(unit, self.sizes[unit].unsharded)
 
     def reshard(self, unit: int, leaves: int = 0) -> None:
-        """``leaves``: bytes that stay."""
+        """``unit`` is resharded. ``leaves``: bytes that stay."""
         self._arriving.pop(unit, None)
         self._unsharded.discard(unit)
         self._set_params(unit, leaves)
@@ -271,11 +280,11 @@ class Ledger:
         self._set_backward(unit, self.sizes[unit].backward(reshards=reshards))
 
     def keep(self, unit: int) -> None:
-        """Its gradients stay with the user's consent, unreduced."""
+        """The gradients of ``unit`` stay unreduced, as the user asked: they no longer count."""
         self._set_backward(unit, 0)
 
     def reduce(self, unit: int, max_in_flight: int) -> None:
-        """Its reduction starts, behind the landing of those that are too many."""
+        """The reduction of ``unit`` starts. If too many are in flight, the oldest ones land first."""
         while len(self._reductions) >= max_in_flight:
             self.land(1)
         self._set_backward(unit, 0)
@@ -283,7 +292,7 @@ class Ledger:
         self._add(self.sizes[unit].sent)
 
     def land(self, count: int | None = None) -> None:
-        """The oldest ``count`` reductions land, or all."""
+        """The oldest ``count`` reductions land; None means all."""
         for _ in range(len(self._reductions) if count is None else count):
             self._add(-self._reductions.popleft())
 
@@ -318,8 +327,8 @@ class Ledger:
 def simulate(
     schedule: Schedule, order: Sequence[int], parents: Sequence[int | None], ledger: Ledger, *, overlaps: bool
 ) -> None:
-    """Run a forward and a backward over the units in ``order``, from the root on, each inside its parent's forward, and
-    have ``ledger`` count. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
+    """Simulate a forward and a backward over the units in ``order``, root first, each inside its parent's forward;
+    ``ledger`` counts. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
 
     def replay(actions: Actions) -> None:
         for action, unit in actions:
@@ -331,7 +340,7 @@ def simulate(
         replay(before if is_start else schedule.post_forward(unit))
     for unit, is_start in reversed(events):
         if is_start:
-            if unit != order[0]:  # the root's own backward ends with all of it
+            if unit != order[0]:  # the root's backward ends with the whole backward
                 replay(schedule.post_backward(unit))
             continue
         rules = schedule.rules[unit]

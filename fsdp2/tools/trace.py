@@ -15,7 +15,7 @@ from fsdp2.types import Observer
 
 @dataclass(frozen=True)
 class TraceEntry:
-    """``kind`` is ``event`` (a hook fired) or ``action`` (the runtime did something); ``nbytes`` is 0 where the action
+    """``kind`` is ``event`` (a hook fired) or ``action`` (the runtime did something). ``nbytes`` is 0 if the action
     has no size."""
 
     kind: str
@@ -29,7 +29,7 @@ class TraceEntry:
 
 
 class Trace(Observer):
-    """The entries recorded so far; ``str()`` lays them out with actions indented under their event."""
+    """The entries recorded so far. ``str()`` shows actions indented under their event."""
 
     def __init__(self) -> None:
         self.entries: list[TraceEntry] = []
@@ -45,7 +45,7 @@ class Trace(Observer):
         self.entries.clear()
 
     def actions(self) -> list[str]:
-        """The actions alone, as ``"unshard layers.0"``: what tests compare."""
+        """Only the actions, as ``"unshard layers.0"``. Tests compare these."""
         return [f"{entry.name} {entry.unit}" for entry in self.entries if entry.kind == "action"]
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Trace(Observer):
 
 @contextmanager
 def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
-    """Report what the runtime does with ``module`` and the sharded modules inside it to ``observer``, with names from
+    """Report to ``observer`` what the runtime does with ``module`` and the sharded modules inside it. Names start at
     the root.
 
     Raises:
