@@ -204,13 +204,17 @@ def _check(ctx: RankContext, seeds: range) -> None:
             raise AssertionError(f"seed {seed} on {ctx.world_size} ranks, {program}: {error}") from error
 
 
-@pytest.mark.parametrize("seeds", [range(12), *long(range(12, 24), *(range(i, i + 24) for i in range(24, 120, 24)))], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(12), *long(range(12, 24), *(range(i, i + 24) for i in range(24, 120, 24)))], ids=str
+)
 @distributed(2)
 def test_programs_on_two_ranks(ctx: RankContext, seeds: range) -> None:
     _check(ctx, seeds)
 
 
-@pytest.mark.parametrize("seeds", [range(5), *long(range(5, 10), *(range(i, i + 10) for i in range(10, 50, 10)))], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(5), *long(range(5, 10), *(range(i, i + 10) for i in range(10, 50, 10)))], ids=str
+)
 @distributed(4)
 def test_programs_on_four_ranks(ctx: RankContext, seeds: range) -> None:
     """Where a sum has more than two terms, and units rest on two of four ranks."""
