@@ -165,7 +165,7 @@ class Gather:
         self._works, self._has_arrived, self._is_in_flight = works, not works, True
 
     def _forget_memory(self) -> None:
-        """Free the memory at once. Nothing else uses it: the gather is not in flight, or ordered on the gather stream."""
+        """Free the memory now. Nothing else uses it: the gather is not in flight, or ordered on the gather stream."""
         for storage, _ in self._all_memory:
             storage.resize_(0)
 
