@@ -209,7 +209,8 @@ def _own_axis(ranks: list[int], description: str) -> Axis:
     return Axis(group, len(ranks), dist.get_rank(group))
 
 
-# I4: all ranks of a group decide alike whether it is made, by plain values: a mesh may be freed on one rank only.
+# I4: all ranks must make the same decision whether to create a group. So plain values are the key, not meshes: a mesh
+# may be freed on one rank only.
 _Key = tuple[tuple[int, ...], str]
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 

@@ -142,8 +142,8 @@ class GatherBucket:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """A group's all-gather. ``shard_numels``: length of the flat shard buffer of each dtype. ``shared_nbytes``: the
-    storage of all plain parameters. ``staging_nbytes``: what the buckets need while they travel."""
+    """A group's all-gather. ``shard_numels``: length of the flat shard buffer of each dtype. ``shared_nbytes``: size of
+    the storage of all plain parameters. ``staging_nbytes``: size of the buckets while they are in flight."""
 
     steps: tuple[GatherStep, ...]
     shard_numels: tuple[tuple[torch.dtype, int], ...]

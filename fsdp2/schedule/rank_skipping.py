@@ -152,7 +152,7 @@ class Backward:
 
     def finish(self, *, is_last: bool, ends_open: bool) -> Sequence[Event]:
         """The backward is over. Returns the remaining events of the forward that it has passed in part. ``is_last``: no
-        later backward passes through the other forwards. ``ends_open``: units whose end no hook has reported end now."""
+        later backward passes through the other forwards. ``ends_open``: units whose end no hook reported end now."""
         forwards, left = self._forwards, self._left
         skipped: Sequence[Event] = ()
         starts = [0, *accumulate(len(forward.events) for forward in forwards)]

@@ -69,7 +69,7 @@ class UnitRules:
     """What the user configured for one unit."""
 
     after_forward: AfterForward = AfterForward.RESHARD
-    keeps_alone: bool = False  # stay unsharded after a forward that is the whole pass: other modules of it run soon
+    keeps_alone: bool = False  # stay unsharded after a forward that is a whole pass: the unit's other modules run soon
     unshard_in_backward: bool = True
     reshard_after_backward: bool = True
     reduces: bool = True  # else gradients stay on this rank
@@ -110,7 +110,7 @@ class Schedule:
         self._owed: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule) -> None:
-        """Take over the settings of a schedule of other units. If one of those owes gradients, assume all of these do."""
+        """Take over the settings of a schedule of other units. If any of those owes gradients, assume that all do now."""
         self.is_last_backward = earlier.is_last_backward
         self.finalizes_by_hand = earlier.finalizes_by_hand
         self.awaits_finalization = earlier.awaits_finalization
@@ -177,8 +177,8 @@ class Schedule:
         return *self._reshard_after_backward(unit), self._reduce(unit, jointly=True)
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
-        """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no gradient,
-        or they took no part), and units in ``ended`` a second time."""
+        """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no
+        gradient, or they took no part), and units in ``ended`` a second time."""
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.phases))):
             if self.phases[unit] is not Phase.REDUCED or unit in ended:
@@ -265,7 +265,7 @@ class Schedule:
         return actions
 
     def _predicted_in_backward(self, unit: int) -> Sequence[int]:
-        """The unit that ended before the last recorded use of ``unit`` in a forward. Removes that use from the record."""
+        """The unit that ended before the last recorded use of ``unit`` in a forward. Removes that use."""
         uses = self._uses
         for position in reversed(range(len(uses))):
             if uses[position] == unit:
