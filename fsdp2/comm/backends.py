@@ -1,7 +1,7 @@
 """How the bytes travel: which calls of which backend carry an all-gather and a reduction.
 
 A comm sees flat tensors, never parameters. It also gives the facts that plans need: from which size on a tensor travels
-on its own, and which inputs a reduction takes. All ranks issue all calls in the same order.
+on its own, and whether the backend averages. All ranks issue all calls in the same order.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class PeerComm(AxisComm):
 
     gloo's own all-gather and reduce-scatter stage their data. Measured with 2 ranks and 48 MiB in four tensors: 15 ms
     for either direction here, 24 ms for its all-gather, 35 ms for its reduce-scatter.
-    Sums use a fixed rank order per rank, so a result does not depend on where an element lies.
+    Rank r adds the parts in the order r - 1, r - 2, ..., r + 1, r, so a result does not depend on where an element lies.
 
     Sends come first: a ``send`` whose receive is already known writes all its data on the calling thread, while gloo's
     own thread spins. With receives first, a step took 3 to 13% longer (2 ranks, widths 256 to 1024;
@@ -242,7 +242,7 @@ class LocalComm(AxisComm):
 
 
 def _copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Launch:
-    """A function that copies each of ``sources`` to its target, unless both are the same memory. Nothing to wait for."""
+    """A function that copies each of ``sources`` to its target, unless both share memory. Nothing to wait for."""
     pairs = zip(targets, sources, strict=True)
     copies = [(target, source) for target, source in pairs if target.data_ptr() != source.data_ptr()]
 

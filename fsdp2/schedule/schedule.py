@@ -110,7 +110,7 @@ class Schedule:
         self._owed: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule) -> None:
-        """Take over the settings of a schedule of other units. If any of those owes gradients, assume that all do now."""
+        """Take over the settings of a schedule of other units. If one of those owes gradients, assume all now do."""
         self.is_last_backward = earlier.is_last_backward
         self.finalizes_by_hand = earlier.finalizes_by_hand
         self.awaits_finalization = earlier.awaits_finalization
