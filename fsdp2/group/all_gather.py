@@ -218,8 +218,7 @@ class Gather:
 
     @contextmanager
     def _placed(self) -> Iterator[None]:
-        """Give empty storages memory for the time being: a tensor can only be made on memory that exists. Nothing is
-        written."""
+        """Give empty storages memory meanwhile: tensors can be made only on existing memory. Nothing is written."""
         empty = [(storage, nbytes) for storage, nbytes in self._all_memory if storage.nbytes() == 0]
         for storage, nbytes in empty:
             storage.resize_(nbytes)
@@ -278,8 +277,7 @@ class Gather:
 
 
 class LocalGather:
-    """The gather for world size 1 without a cast or a hook: the unsharded parameters are the shards. It needs no memory
-    and no copy."""
+    """World size 1 without a cast or a hook: the unsharded parameters are the shards. Needs no memory and no copy."""
 
     stage = None
 
@@ -303,9 +301,8 @@ class LocalGather:
 def piece_pairs(
     full: torch.Tensor, rows: torch.Tensor, layout: Layout
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Pairs of views of ``full`` ``[*layout.shape]`` and of ``rows`` ``[W, chunk_numel]`` for the same elements. The
-    piece of each rank is at the start of its row. Neighbouring ranks whose pieces have one shape share a view, and so
-    a copy.
+    """Pairs of views of ``full`` ``[*layout.shape]`` and of ``rows`` ``[W, chunk_numel]`` for the same elements. Each
+    rank's piece is at the start of its row. Neighbouring ranks with pieces of one shape share a view, and so a copy.
     """
     of_full, of_rows = [], []
     sizes = [stop - start for start, stop in map(layout.interval, range(layout.num_shards))]

@@ -189,8 +189,7 @@ class Hooks:
         return cut
 
     def _check_payload(self, tensors: tuple[object, ...]) -> None:
-        """Accept the first payload if it can be gathered. Refuse every later one: only a payload that differs gets
-        here."""
+        """Accept the first payload if it can be gathered. Refuse any later one: it differs from the first."""
         found = []
         for tensor in tensors:
             if type(tensor) is not torch.Tensor:

@@ -64,14 +64,12 @@ class ShardedParam:
     """A parameter under management.
 
     Attributes:
-        name: relative to the module given to ``fully_shard``.
-        full_name: relative to the root, once there is one.
+        name, full_name: relative to the module given to ``fully_shard``, and to the root, once there is one.
         sharded: bound between passes; what optimizers and state dicts see.
         unsharded: bound in forward and backward; created at first use, memory owned by the group.
         inner: storages and sizes of the inner tensors that a post-hook made; released with ``unsharded``.
         policy: the precision policy of this parameter alone.
-        grad_dtype: the ``grad_dtype`` that the user set on the original or the sharded parameter, if any; kept longer
-            than both.
+        grad_dtype: the ``grad_dtype`` that the user set on the original or sharded parameter, if any; outlives both.
         compute_dtypes: the dtypes for its gradients: ``dtypes``, unless hooks made the parameter in another dtype.
         num_steps: how often an optimizer has stepped the group; one list for the whole group.
         accumulated: gradients that were not communicated yet, in reduce dtype, if that differs from compute dtype.

@@ -51,8 +51,7 @@ class PostForwardShards:
         self.gather = Gather(plan, self._flats, full.gathered, rank, carrier, streams, hooks, calls_pre_hooks=False)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        # The sharded parameters stay bound where no DTensor describes the kept part: of a payload, or of a parameter
-        # that model axes have cut.
+        # Sharded parameters stay bound where no DTensor describes what is kept: with hooks, or on model axes.
         self.parameters = [param.sharded for param in params]
         for step in plan.steps:
             start, stop = step.layout.interval(rank)

@@ -209,8 +209,7 @@ def _own_axis(ranks: list[int], description: str) -> Axis:
     return Axis(group, len(ranks), dist.get_rank(group))
 
 
-# I4: all ranks must make the same decision whether to create a group. So plain values are the key, not meshes: a mesh
-# may be freed on one rank only.
+# I4: all ranks must decide alike whether to create a group. So keys are plain values: one rank alone may free a mesh.
 _Key = tuple[tuple[int, ...], str]
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 

@@ -228,7 +228,7 @@ def _compile_gather(
     dtypes = list(dict.fromkeys(_gathered_dtype(item) for item in inputs.values()))
 
     def place(index: int) -> tuple[bool, int, int, int]:
-        """Sort key: shards that share a bucket are neighbours in the flat buffer of their dtype."""
+        """Sort key: shards that share a bucket are neighbours in the flat buffer, whatever else has their dtype."""
         route = routes[index]
         return route is Route.DIRECT, dtypes.index(_gathered_dtype(inputs[index])), _ROUTES.index(route), index
 
