@@ -34,8 +34,8 @@ class GradDtype(NamedTuple):
 
 
 def own_grad_dtype(tensor: torch.Tensor) -> GradDtype | None:
-    """What the user set as ``grad_dtype`` of a leaf, if anything. Only torch 2.15 says whether it was set. Before, one
-    equal to the tensor's dtype counts as not set."""
+    """What the user set as ``grad_dtype`` of a leaf, if anything. Only torch 2.15 tells whether it was set. In earlier
+    versions, a ``grad_dtype`` equal to the tensor's dtype counts as not set."""
     if not hasattr(torch.Tensor, "grad_dtype"):
         return None
     found = tensor.grad_dtype
@@ -52,7 +52,7 @@ def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
             tensor.grad = grad if dtype is None else grad.to(dtype)
 
 
-# A number of its own for each backward that runs on this thread, nested ones included; -1 outside of any.
+# A different number for each backward that runs on this thread, nested ones included; -1 outside of a backward.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -67,10 +67,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 class GradientHook:
-    """``function``, to be called in backward with the gradients of many tensors, ahead of what computed these.
+    """Calls ``function`` in backward with the gradients of many tensors, before the nodes that computed these tensors.
 
     ``Tensor.register_hook`` makes a dict and a handle for each tensor, 20 thousand instructions more. Nodes of a graph
-    take the dict of any tensor, so that of ``owner`` serves all.
+    take the dict of any tensor, so the dict of ``owner`` serves all.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
@@ -82,13 +82,13 @@ class GradientHook:
     def add_to(self, tensor: torch.Tensor) -> None:
         """Call the function with the gradient of ``tensor``, which requires one."""
         node = tensor.grad_fn
-        if node is None or tensor.output_nr:  # the dict counts for a node's first output
+        if node is None or tensor.output_nr:  # the dict works only for a node's first output
             tensor.register_hook(self._function)
         else:
             node._register_hook_dict(self.owner)
 
 
-# To look up an attribute of a DTensor, torch asks for ``__torch_function__`` first: four fifths of the time.
+# At each attribute access on a DTensor, torch first looks up ``__torch_function__``: four fifths of the time.
 plain_access = torch._C.DisableTorchFunctionSubclass
 _get_grad = attrgetter("grad")
 _get_hooks, _get_version = attrgetter("_post_accumulate_grad_hooks"), attrgetter("_version")
@@ -113,7 +113,7 @@ def set_grads(
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each was written in place."""
+    """How often each tensor was written in place."""
     with plain_access():
         return list(map(_get_version, tensors))
 
@@ -158,7 +158,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 def all_gather(
     group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, on_stream: bool
 ) -> Callable[[], dist.Work | None]:
-    """What gathers each input into its output in one launch. ``on_stream`` uses the current stream of the call; NCCL
+    """A function that gathers each input into its output in one launch. ``on_stream``: on the call's stream; NCCL
     then returns no work. The public ``all_gather_into_tensor`` takes one tensor and costs 5 us more per call."""
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = not on_stream
@@ -171,7 +171,7 @@ def all_gather(
 def reduce_scatter(
     group: dist.ProcessGroup, op: Any, *, on_stream: bool
 ) -> Callable[[list[torch.Tensor], list[torch.Tensor]], dist.Work | None]:
-    """What reduce-scatters each input into its output in one launch; ``on_stream`` as for ``all_gather``."""
+    """A function that reduce-scatters each input into its output in one launch; ``on_stream`` as for ``all_gather``."""
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = not on_stream
@@ -203,7 +203,7 @@ def use_symmetric_memory(group: dist.ProcessGroup, backend: str) -> None:
 
 
 def allocate_symmetric(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Symmetric memory out of a pool, which spares most of its allocations and exchanges of addresses."""
+    """Symmetric memory from a pool, which saves most allocations and exchanges of addresses."""
     with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -348,7 +348,7 @@ pack_rows: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]]) -> None:
-    """Take ``functions`` off ``module``, where copying it has brought them without handles."""
+    """Remove the hooks ``functions`` from ``module``. A copied module has the hooks, but no handles for them."""
     of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
     for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
         hooks = getattr(module, f"_{name}")
@@ -377,7 +377,7 @@ def watch_calls(
             node = output.grad_fn
             if node is None or output.output_nr:
                 hook.add_to(output)
-            else:  # most: as add_to does, without a call more
+            else:  # the usual case: the same as add_to, without one more call
                 node._register_hook_dict(owner)
         return output
 
@@ -388,9 +388,9 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
 def hooked_step(step: _Step) -> _Step:
-    """``step`` with the optimizer's hooks and the profiler's label around it, as torch has it in each class."""
+    """``step`` with the optimizer's hooks and the profiler's label around it, as torch wraps it in each class."""
     hooked = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # type: ignore[attr-defined]  # or torch hooks it once more
+    hooked.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again
     return cast(_Step, hooked)
 
 
@@ -413,12 +413,12 @@ def parameters_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
 # Wrapper subclasses
 
 
-# Subclasses tell by ``__tensor_flatten__``; torch's test for that is private. Its type guard confuses mypy.
+# Wrapper subclasses define ``__tensor_flatten__``; torch's test for that is private. Its type guard confuses mypy.
 _is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
 def inner_names(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The attributes that hold the tensors a wrapper subclass is made of; none for other tensors."""
+    """The attributes that hold the inner tensors of a wrapper subclass; none for other tensors."""
     names = cast(Any, tensor).__tensor_flatten__()[0] if _is_wrapper(tensor) else ()
     return tuple(name for name in names if isinstance(getattr(tensor, name), torch.Tensor))  # DTensor lists its mesh
 
@@ -430,7 +430,7 @@ def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def versioned(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What carries a version that autograd compares: the tensor, and under a compiled block what it is made of."""
+    """The tensors whose versions autograd compares: ``tensor``, and its inner tensors, which compiled blocks save."""
     return [tensor, *(leaf for leaf in leaves(tensor) if leaf is not tensor)]
 
 

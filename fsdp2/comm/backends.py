@@ -1,7 +1,7 @@
 """How the bytes travel: which calls of which backend carry an all-gather and a reduction.
 
-A comm sees flat tensors, never parameters. It also says what the plans are compiled for: from which size on a tensor
-travels on its own, and whether the backend averages. All calls are issued in the same order on all ranks.
+A comm sees flat tensors, never parameters. It also gives the facts that plans need: from which size on a tensor travels
+on its own, and whether the backend averages. All ranks issue all calls in the same order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class GatherComm(Protocol):
     direct_min_nbytes: int
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
-        """What gathers each ``inputs[i]`` ``[n]`` of all ranks into ``outputs[i]`` ``[W * n]``, whenever it is called.
+        """A function that gathers each ``inputs[i]`` ``[n]`` of all ranks into ``outputs[i]`` ``[W * n]`` at each call.
 
-        An input may be this rank's slice of its output. The tensors stay bound; their memory may come and go.
+        An input may be this rank's slice of its output. The tensors stay bound; their memory may change between calls.
         """
 
     def gather_buffer_nbytes(self, nbytes: int) -> int:
@@ -47,8 +47,8 @@ class ReduceComm(Protocol):
     Attributes:
         direct_min_nbytes: as for a gather.
         reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
-        buckets_casts: whether gradients that must be cast share a bucket, since launches count; else each is freed when
-            it has been cast.
+        buckets_casts: whether gradients that must be cast share a bucket, to save launches; else each gradient is freed
+            after its cast.
     """
 
     direct_min_nbytes: int
@@ -59,8 +59,8 @@ class ReduceComm(Protocol):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
         """Sum, or average, ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in
-        ``outputs[i]`` ``[n]``. Where ``reduces_uneven``, an input may be shorter, and so is what the last ranks get.
-        May empty the list ``inputs`` once nothing reads them any more.
+        ``outputs[i]`` ``[n]``. If ``reduces_uneven``, an input may be shorter; then the last ranks get fewer elements.
+        May empty the list ``inputs`` once nothing reads the tensors any more.
         """
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
@@ -69,7 +69,7 @@ class ReduceComm(Protocol):
 
 
 class AxisComm(GatherComm, ReduceComm, Protocol):
-    """Both, as every backend has them."""
+    """Gathers and reductions; every backend has both."""
 
 
 class CollectiveComm(AxisComm):
@@ -99,17 +99,17 @@ class CollectiveComm(AxisComm):
         return self._issued((self._average if averages else self._sum)(outputs, inputs))
 
     def _issued(self, work: dist.Work | None) -> Sequence[Waitable]:
-        """On a stream, NCCL returns no work; where another backend does, that stream waits for it, and not the CPU."""
+        """On a stream, NCCL returns no work. If another backend returns one, the stream waits for it, not the CPU."""
         if work is None or not self._on_stream:
             return () if work is None else (work,)
         work.wait()
         return ()
 
 
-# Every comm has channels of its own: if the ranks' programs diverge, a message of one parameter group is never taken
-# for that of another. Every rank makes its comms on a process group in the same order; else see match_channels.
+# Every comm has its own channels: even if the ranks' programs diverge, no message of one parameter group is taken for a
+# message of another. Every rank makes its comms on a process group in the same order; else see match_channels.
 _FIRST_CHANNEL = 7101  # tags of messages: away from 0, which user code on the same group is likely to use
-_next_channel: dict[tuple[object, ...], int] = {}  # by name and ranks of the process group, whoever refers to it
+_next_channel: dict[tuple[object, ...], int] = {}  # by name and ranks of the process group
 
 
 def _new_channels(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -120,7 +120,7 @@ def _new_channels(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def match_channels(axis: Axis) -> None:
-    """Some ranks have made comms on ``axis`` that others have not: have those match that are made from now on."""
+    """Make comms that are created on ``axis`` from now on match, although the ranks created different ones before."""
     if axis.group is not None:
         mine = _next_channel.get(_identity(axis.group), _FIRST_CHANNEL)
         _next_channel[_identity(axis.group)] = max(exchange(axis, mine))
@@ -131,19 +131,19 @@ def _identity(group: dist.ProcessGroup) -> tuple[object, ...]:
 
 
 class PeerComm(AxisComm):
-    """gloo: every rank sends its part straight to every other, out of and into the tensors that compute uses.
+    """gloo: every rank sends its part directly to every other rank, from and to the tensors that compute uses.
 
     gloo's own all-gather and reduce-scatter stage their data. Measured with 2 ranks and 48 MiB in four tensors: 15 ms
     for either direction here, 24 ms for its all-gather, 35 ms for its reduce-scatter.
-    Sums run in rank order, starting behind this rank, so a result does not depend on where an element lies.
+    Rank r adds the parts in the order r - 1, r - 2, ..., r + 1, r: a result does not depend on where an element lies.
 
-    Sends come first: a ``send`` whose receive is known already writes all its data on the calling thread, and gloo's
-    own thread spins meanwhile. The other way round, a step took 3 to 13% longer (2 ranks, widths 256 to 1024;
+    Sends come first: a ``send`` whose receive is already known writes all its data on the calling thread, while gloo's
+    own thread spins. With receives first, a step took 3 to 13% longer (2 ranks, widths 256 to 1024;
     benchmarks/gloo_step.py).
     """
 
-    # Below this, a message costs more than the copy that spares it: with shards of 128 KiB a step took 87 ms direct and
-    # 70 ms in buckets; with shards of 2 MiB both take the same time, and direct spares the bucket's memory
+    # For smaller shards, a message costs more than the bucket's copy: with shards of 128 KiB a step took 87 ms direct
+    # and 70 ms in buckets. With shards of 2 MiB both take the same time, and direct saves the bucket's memory
     # (benchmarks/gloo_step.py --direct-min-nbytes).
     direct_min_nbytes = 512 * 1024
     reduces_uneven = True
@@ -152,7 +152,7 @@ class PeerComm(AxisComm):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._gather_tag, self._reduce_tag = _new_channels(group)
-        # Staggered, so that no rank is everybody's first target.
+        # Staggered, so that no rank is the first target of all others.
         self._targets = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._sources = [(self._rank - step) % self._size for step in range(1, self._size)]
 
@@ -203,7 +203,7 @@ class PeerComm(AxisComm):
 
 
 class _PeerSum:
-    """Messages in flight, and the sum to form when they have arrived."""
+    """Messages in flight, and the sum to compute when the messages have arrived."""
 
     def __init__(self, works: list[dist.Work], received: list[torch.Tensor], mine: torch.Tensor) -> None:
         self._works, self._received, self._mine = works, received, mine
@@ -224,7 +224,7 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
 
 
 class LocalComm(AxisComm):
-    """A shard axis of one rank: what it gathers and reduces is its own."""
+    """A shard axis of one rank: gathers and reductions are local copies."""
 
     direct_min_nbytes = 0
     reduces_uneven = True
@@ -241,7 +241,7 @@ class LocalComm(AxisComm):
 
 
 def _copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Launch:
-    """What copies each of ``sources`` to where it is not yet. Nothing is left to wait for."""
+    """A function that copies each of ``sources`` to its target, unless both share memory. Nothing to wait for."""
     pairs = zip(targets, sources, strict=True)
     copies = [(target, source) for target, source in pairs if target.data_ptr() != source.data_ptr()]
 
@@ -254,8 +254,8 @@ def _copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Launch:
 
 
 def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> AxisComm:
-    """The comm for ``axis``, chosen by the backend that serves ``device``. ``is_async``: on an accelerator, too, the
-    collectives run beside the stream that issues them."""
+    """The comm for ``axis``, chosen by the backend that serves ``device``. ``is_async``: the collectives run beside the
+    stream that issues them, on an accelerator, too."""
     if axis.group is None or axis.size == 1:
         return LocalComm()
     if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
@@ -271,7 +271,7 @@ def can_average(mesh: ParallelMesh) -> bool:
 
 
 def exchange(axis: Axis, value: object) -> list[Any]:
-    """The ``value`` of every rank on ``axis``, in rank order. Slow, and the CPU waits: for what is agreed on once."""
+    """The ``value`` of every rank on ``axis``, in rank order. Slow, and the CPU waits: only for one-time agreements."""
     if axis.group is None or axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size

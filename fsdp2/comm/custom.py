@@ -1,8 +1,8 @@
 """Communication by the interfaces ``AllGather`` and ``ReduceScatter``, the user's own or those shipped here.
 
-To parameter groups it is one more comm. It lays the tensors of a launch side by side in one buffer, which the interface
-allocates, and copies them to where they belong when the message has arrived. So plans and memory stay as they are,
-whoever carries the bytes; the copies are the price.
+Parameter groups use it like any other comm. It puts the tensors of a launch side by side in one buffer, which the
+interface allocates. When the message has arrived, it copies the data to the outputs. So plans and memory are the same
+for every interface, at the price of these copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp2.types import AllGather, Comm, ReduceScatter
 
 
 class _Message:
-    """A message in flight, and what is to be done when it has arrived: once, whoever waits first."""
+    """A message in flight, and what to do when it has arrived. The first ``wait`` does it; later ones do nothing."""
 
     def __init__(self, work: dist.Work | None, buffers: list[torch.Tensor], arrive: Callable[[], None]) -> None:
         self._work, self._buffers = work, buffers
@@ -43,13 +43,13 @@ class _Message:
             _in_flight.pop(place, None)
 
 
-# By the address of their memory. An ``allocate`` may return the same memory every time; on the CPU nothing else orders
-# the messages that lie in it.
+# Messages by the address of their memory. An ``allocate`` may return the same memory every time; on the CPU nothing
+# else orders the messages in that memory.
 _in_flight: dict[int, _Message] = {}
 
 
 def _is_async(device: torch.device) -> bool:
-    """Whether messages travel beside what issues them; on an accelerator they are ordered on the current stream."""
+    """Whether messages travel beside the thread that issues them. On an accelerator, the current stream orders them."""
     return not streams_for(device).runs_ahead
 
 
@@ -104,7 +104,7 @@ class CustomGather:
 class CustomReduce:
     """A ``ReduceScatter`` as the comm of ``axis``."""
 
-    direct_min_nbytes = 0  # what comes is copied into the buffer: a bucket would be one copy more
+    direct_min_nbytes = 0  # every gradient is copied into the buffer anyway: a bucket would add one more copy
     reduces_uneven = True
     buckets_casts = False
 
@@ -160,7 +160,7 @@ def _allocated(comm: Comm, numel: int, dtype: torch.dtype, device: torch.device)
             "contiguous tensor of the size, dtype and device asked for, for example a slice of a larger buffer."
         )
     if (earlier := _in_flight.get(_place(buffer))) is not None:
-        earlier.wait()  # its data is taken out before the next message is written
+        earlier.wait()  # copies its data out before the next message is written
     return buffer.view(-1)
 
 
@@ -168,7 +168,7 @@ def gather_comm(default: GatherComm, mesh: ParallelMesh, all_gather: AllGather |
     """The comm for gathers on ``mesh``: ``default``, unless there is an ``all_gather``, and something to move."""
     if all_gather is None or mesh.shard.size == 1:
         return default
-    # Plans stay as they were compiled for the default: by them the shards lie in their buffers.
+    # Plans stay as compiled for the default comm: they define where the shards lie in their buffers.
     return CustomGather(all_gather, mesh.shard, mesh.device, default.direct_min_nbytes)
 
 
@@ -181,7 +181,7 @@ def reduce_comm(
     return CustomReduce(reduce_scatter, axis, device)
 
 
-# What is shipped: the backend's own collectives, in memory that it moves fastest
+# The shipped interfaces: the backend's own collectives, in the memory that the backend moves fastest
 
 
 class CommMemory(Protocol):

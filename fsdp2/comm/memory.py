@@ -1,8 +1,8 @@
 """Memory that is released and allocated again under the same tensors.
 
-Autograd saves the unsharded parameters, and views of them, for backward. So a group's unsharded tensors keep one
-storage for life, and it is the storage's memory that comes and goes (I1). Memory belongs to the stream that it was
-allocated on; that stream gets it back when the last reader on another stream is done (I3).
+Autograd saves the unsharded parameters, and views of them, for backward. So a group's unsharded tensors always keep the
+same storage; only the storage's memory is freed and allocated again (I1). Memory belongs to the stream that it was
+allocated on; that stream gets the memory back when the last reader on another stream is done (I3).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def tensor_on(
 ) -> torch.Tensor:
     """A tensor with a version counter of its own on ``storage`` (a view would share its base's counter).
 
-    Collectives write through such tensors, between the moment autograd saves a parameter and the moment backward reads
-    it, without autograd taking that for an in-place modification (I2).
+    Collectives write through such tensors after autograd saves a parameter and before backward reads it. Autograd does
+    not count these writes as in-place modifications of the parameter (I2).
     """
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, offset_nbytes // dtype.itemsize, tuple(shape), tuple(stride))
@@ -49,7 +49,7 @@ def allocate(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
 
 def release(storages: Sequence[tuple[torch.UntypedStorage, int]], streams: Streams) -> None:
     """Empty ``storages``, given with their sizes in bytes; called on the compute stream. Their memory belongs to the
-    gather stream, so that one waits for the compute that has read them (I3)."""
+    gather stream, so the gather stream waits for the compute that has read them (I3)."""
     streams.gather_after_compute()
     for storage, _ in storages:
         storage.resize_(0)

@@ -1,8 +1,8 @@
 """Shards on the host: where a group's shards live, and the copies at the two ends of a plan.
 
-In front of a gather, the flat shard buffers are copied to the device (H2D); behind a reduction, the flat gradient
-buffer is copied to the host (D2H). Nothing between the two ends knows of it. The copies run on the stream that they are
-enqueued on, so host memory is the CPU's again only when the CPU has waited for them (I12); the callers see to that.
+Before a gather, the flat shard buffers are copied to the device (H2D); after a reduction, the flat gradient buffer is
+copied to the host (D2H). No code between the two ends knows of the copies. The copies run on the stream that enqueued
+them, so the CPU may use the host memory only after it has waited for them (I12); the callers do that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Home:
 
 
 def home_for(policy: OffloadPolicy, device: torch.device) -> Home:
-    """Where shards live that compute on ``device`` reads. Decided here only."""
+    """Where the shards live that compute on ``device`` reads. No other code decides this."""
     if not isinstance(policy, CPUOffloadPolicy):
         return Home(device)
     is_elsewhere = device.type != HOST.type
@@ -72,7 +72,7 @@ class FlatStage:
         self._copied = self._streams.record()
 
     def wait(self) -> None:
-        """Have the CPU wait until nothing reads the shards any more that was enqueued up to the last ``fetch``."""
+        """Make the CPU wait until the copies enqueued up to the last ``fetch`` no longer read the shards."""
         event, self._copied = self._copied, None
         self._streams.wait_on_cpu(event)
 

@@ -1,4 +1,4 @@
-"""One face for CUDA streams and for the CPU, where collectives run on threads of the process group.
+"""One interface for CUDA streams and for the CPU, where collectives run on threads of the process group.
 
 On an accelerator, gathers and reductions are enqueued on streams of their own, and "wait" makes the compute stream
 wait: the CPU never blocks, but for copies from and to the host (I12). On the CPU, a collective returns a ``Work``, and
@@ -83,14 +83,14 @@ class Streams:
         return True
 
     def gather_after_compute(self) -> None:
-        """Gather stream waits for compute: it has written the shards, or other things that hooks read, or has read what
-        is released."""
+        """Gather stream waits for compute: compute has written the shards, or other data that hooks read, or has read
+        the memory that is released."""
 
     def gather_after(self, event: torch.Event) -> None:
         """Gather stream waits for ``event``: it marks when the shards were written."""
 
     def reduce_after_compute(self) -> None:
-        """Reduce stream waits for compute: it has written gradients, and read what was freed of them since."""
+        """Reduce stream waits for compute: compute has written gradients, and read memory of gradients freed since."""
 
 
 class AcceleratorStreams(Streams):

@@ -27,7 +27,7 @@ FlatShards = dict[torch.dtype, torch.Tensor]
 
 
 def flat_shards(plan: GatherPlan, device: torch.device, *, pin_memory: bool = False) -> FlatShards:
-    """Zeroed flat shard buffers ``[numel]`` for ``plan``, one per dtype; padding stays zero for good."""
+    """Zeroed flat shard buffers ``[numel]`` for ``plan``, one per dtype. The padding always stays zero."""
     return {
         dtype: torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin_memory)
         for dtype, numel in plan.shard_numels
@@ -52,32 +52,32 @@ class GatherHooks(Protocol):
         """This rank's part of every tensor of ``Origin.HOOK`` in the order of their indices, without empty ones."""
 
     def arrive(self) -> None:
-        """Everything has been gathered; staging memory is gone afterwards."""
+        """Called when everything has been gathered. Staging memory is freed afterwards."""
 
 
 class GatheredMemory:
-    """The storages that one group gathers into, empty at first: one for all plain parameters, and one for each tensor
-    that hooks receive, since they expect it at the start of a storage."""
+    """The storages that one group gathers into, empty at first. All plain parameters share one. Each tensor that hooks
+    receive has its own, since hooks expect the tensor at the start of a storage."""
 
     def __init__(self, plan: GatherPlan, device: torch.device) -> None:
         self.shared = torch.UntypedStorage(0, device=device)
         self._own = {step.index: torch.UntypedStorage(0, device=device) for step in plan.hooked}
 
     def of(self, step: GatherStep) -> torch.UntypedStorage:
-        """Where ``step`` gathers into."""
+        """The storage that ``step`` gathers into."""
         return self._own.get(step.index, self.shared)
 
 
 class Gather:
     """A gather plan bound to a group's flat shards and to the memory that it gathers into.
 
-    Every tensor that a step touches is made here, once, on storages whose memory comes and goes. One gather is in
-    flight at a time: ``issue``, then ``wait`` or ``drop``. ``hooks.payloads`` is not called if ``calls_pre_hooks`` is
-    False: what they once sent is gathered again. ``stage`` copies ``flats`` to the device that gathers, if they are not
-    there.
+    Every tensor that a step touches is made here, once. The memory of its storage is allocated and freed many times.
+    One gather is in flight at a time: ``issue``, then ``wait`` or ``drop``. If ``calls_pre_hooks`` is False,
+    ``hooks.payloads`` is not called: the payloads of an earlier gather are gathered again. ``stage`` copies ``flats``
+    to the device that gathers, if ``flats`` are on another.
 
     Attributes:
-        outputs: by ``index`` of the steps, the tensor ``[*shape]`` that is gathered.
+        outputs: the gathered tensor ``[*shape]`` of each step, by the step's ``index``.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Gather:
         self._flats = flats if stage is None else stage.flats
         self._staging = torch.UntypedStorage(0, device=gathered.shared.device)
         self._plan_memory()
-        self._cast_targets: list[torch.Tensor] = []  # this rank's shards are copied into what it sends
+        self._cast_targets: list[torch.Tensor] = []  # parts of what this rank sends; its shards are copied there
         self._cast_sources: list[torch.Tensor] = []
-        self._unpacks: list[Callable[[], object]] = []  # from the buckets to where compute reads
+        self._unpacks: list[Callable[[], object]] = []  # copies from the buckets to where compute reads
         payload_targets: dict[int, torch.Tensor] = {}
         with self._placed():
             wires = [self._direct(step, payload_targets) for step in plan.on_route(Route.DIRECT)]
@@ -111,13 +111,13 @@ class Gather:
         self._payload_targets = [target for _, target in sorted(payload_targets.items()) if target.numel()]
         self.set_comm(comm)
         self._is_in_flight = False
-        self._has_arrived = True  # all that arrival takes has been done, or enqueued
+        self._has_arrived = True  # ``_arrive`` has run: its work is done, or enqueued
         self._works: Sequence[Waitable] = ()
         self._done: torch.Event | None = None
 
     def _plan_memory(self) -> None:
-        """When memory comes and goes. What tensors travel right into is needed at issue, the rest on arrival. Staging
-        memory, and what hooks consume, is freed on arrival; the rest with the group."""
+        """When memory is allocated and freed. Memory that the collective writes directly is needed at issue, the rest
+        on arrival. Staging memory, and what hooks consume, is freed on arrival; the rest with the group."""
         plan, gathered = self.plan, self.gathered
         sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
         sizes[gathered.shared] = plan.shared_nbytes
@@ -133,13 +133,13 @@ class Gather:
         self._lasting = [each for each in outputs if each[0] not in consumed]
 
     def set_comm(self, comm: GatherComm) -> None:
-        """From the next launch on, ``comm`` carries what is gathered; called on the gather stream."""
+        """Gather with ``comm`` from the next launch on. Called on the gather stream."""
         with self._placed():
             self._launch = comm.all_gather([output for output, _ in self._wires], [mine for _, mine in self._wires])
 
     def issue(self) -> None:
-        """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if tensors
-        travel right into it, else when the buckets have arrived. If that fails, no memory is left."""
+        """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if the
+        collective writes it directly, else when the buckets have arrived. If that fails, all memory is freed."""
         assert not self._is_in_flight
         with self._streams.on_gather():
             payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
@@ -155,7 +155,7 @@ class Gather:
                 self._forget_memory()
                 raise
             works = self._launch()
-            if not works:  # the rest is enqueued in order on the gather stream
+            if not works:  # the gather stream orders the arrival behind the collective
                 try:
                     self._arrive()
                 except BaseException:
@@ -165,12 +165,12 @@ class Gather:
         self._works, self._has_arrived, self._is_in_flight = works, not works, True
 
     def _forget_memory(self) -> None:
-        """Nobody else uses the memory of this gather: it is not in flight, or in order on the gather stream."""
+        """Free the memory now. Nothing else uses it: the gather is not in flight, or ordered on the gather stream."""
         for storage, _ in self._all_memory:
             storage.resize_(0)
 
     def wait(self) -> None:
-        """The current stream may use what is gathered.
+        """After this call, the current stream may use the gathered tensors.
 
         Raises:
             CommunicationError: the all-gather failed; ``drop`` it.
@@ -180,29 +180,29 @@ class Gather:
             self._wait_for_works()
             self._arrive()
         if self._done is not None:
-            self._streams.wait_here(self._done)  # compute waits for the gather stream: it reads what that one fills
+            self._streams.wait_here(self._done)  # compute waits for the gather stream: compute reads what that fills
         self._is_in_flight, self._has_arrived, self._done = False, True, None
 
     def drop(self) -> None:
-        """Nobody wants what is on its way: wait until no rank writes or reads the memory of this gather any more."""
+        """Give up the gather in flight: wait until no rank writes or reads the memory of this gather any more."""
         has_arrived, done = self._has_arrived, self._done
         self._is_in_flight, self._has_arrived, self._done = False, True, None
         if not has_arrived:
             self._wait_for_works()
             for storage in self._passing:
                 storage.resize_(0)
-        self._streams.wait_here(done)  # compute waits for the gather stream: it releases what that one fills
+        self._streams.wait_here(done)  # compute waits for the gather stream: compute releases what that fills
 
     def release(self, *, keeps_memory: bool = False) -> None:
-        """Free the unsharded tensors when the compute enqueued so far has read them, or have the next gather write them
-        then."""
+        """Free the unsharded tensors once the compute enqueued so far has read them. With ``keeps_memory``, free
+        nothing; the next gather waits for that compute before it writes the memory."""
         if keeps_memory:
             self._streams.gather_after_compute()
             return
         release(self._lasting if self._hooks is None else self._lasting + self._hooks.storages, self._streams)
 
     def _wait_for_works(self) -> None:
-        works, self._works = self._works, ()  # if one fails, none is waited for again
+        works, self._works = self._works, ()  # if one fails, no later call waits for them again
         wait_for(works)
 
     def _arrive(self) -> None:
@@ -218,7 +218,7 @@ class Gather:
 
     @contextmanager
     def _placed(self) -> Iterator[None]:
-        """Tensors can be made only inside a storage's memory: give empty ones memory meanwhile. Nothing is written."""
+        """Give empty storages memory meanwhile: tensors can be made only on existing memory. Nothing is written."""
         empty = [(storage, nbytes) for storage, nbytes in self._all_memory if storage.nbytes() == 0]
         for storage, nbytes in empty:
             storage.resize_(nbytes)
@@ -277,7 +277,7 @@ class Gather:
 
 
 class LocalGather:
-    """World size 1 without a cast or a hook: the unsharded parameters are the shards. No memory, no copy."""
+    """World size 1 without a cast or a hook: the unsharded parameters are the shards. Needs no memory and no copy."""
 
     stage = None
 
@@ -301,8 +301,8 @@ class LocalGather:
 def piece_pairs(
     full: torch.Tensor, rows: torch.Tensor, layout: Layout
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Views of ``full`` ``[*layout.shape]`` and of ``rows`` ``[W, chunk_numel]`` that hold the same elements: the piece
-    of each rank, at the start of its row. Neighbouring ranks with pieces of one shape share a view, and so a copy.
+    """Pairs of views of ``full`` ``[*layout.shape]`` and of ``rows`` ``[W, chunk_numel]`` for the same elements. Each
+    rank's piece is at the start of its row. Neighbouring ranks with pieces of one shape share a view, and so a copy.
     """
     of_full, of_rows = [], []
     sizes = [stop - start for start, stop in map(layout.interval, range(layout.num_shards))]
@@ -319,7 +319,7 @@ def piece_pairs(
 
 
 def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) -> list[Callable[[], object]]:
-    """Copies ``rows`` ``[W, row_numel]`` to where the bucket's tensors lie in their storages, in one launch."""
+    """What copies ``rows`` ``[W, row_numel]`` to the bucket's tensors in their storages, in one launch."""
     steps = [step for step in bucket.steps if step.layout.numel > 0]
     sizes = [step.layout.chunk_numel for step in steps]
 
@@ -330,12 +330,12 @@ def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory)
         return whole(step, (step.layout.num_shards, step.layout.chunk_numel))  # its padding included
 
     if rows.device.type != "cpu" and steps and all(step.route is Route.ROWS for step in steps):
-        # On CUDA, many copies of strided tensors are as many launches.
+        # On CUDA, a foreach copy of strided tensors takes one launch per tensor.
         return [partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=[rows_of(step) for step in steps])]
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for step, column in zip(steps, rows.split_with_sizes(sizes, dim=1), strict=True):
-        if step.route is Route.ROWS:  # without padding, which may be most of them
+        if step.route is Route.ROWS:  # copies no padding, which may be most of the rows
             target, (num_whole, rest) = rows_of(step), divmod(step.layout.numel, step.layout.chunk_numel)
             targets += [target[:num_whole], target[num_whole : num_whole + 1, :rest]]
             sources += [column[:num_whole], column[num_whole : num_whole + 1, :rest]]
@@ -349,7 +349,7 @@ def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory)
 
 
 def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:
-    """The shards of ``steps``, neighbours in one flat buffer as one slice."""
+    """The shards of ``steps`` as slices of the flat buffers; neighbours in one flat buffer share a slice."""
     runs: list[torch.Tensor] = []
     for source in dict.fromkeys(step.source for step in steps):
         same = [step for step in steps if step.source is source]

@@ -1,6 +1,6 @@
-"""The gradients of one group, from where autograd left them to ``.grad`` of the sharded parameters.
+"""The gradients of one group, on their way from the unsharded parameters to ``.grad`` of the sharded ones.
 
-They pass through up to four states: none; unreduced (a backward without communication left them on the unsharded
+Gradients pass through up to four states: none; unreduced (a backward without communication left them on the unsharded
 parameters); partial (reduced over the shard axis, not over the replicate axis); reduced (in ``.grad`` of the shards).
 """
 
@@ -39,7 +39,7 @@ _PLAIN = {torch.Tensor}
 
 
 class GradientState(Enum):
-    """Where a group's gradients are, the furthest behind of them."""
+    """The state of a group's gradients; of several states, the earliest."""
 
     NONE = "NONE"
     UNREDUCED = "UNREDUCED"
@@ -48,16 +48,16 @@ class GradientState(Enum):
 
 
 class Unused(Enum):
-    """What a reduction makes of parameters without a gradient on this rank."""
+    """How a reduction treats parameters without a gradient on this rank."""
 
-    LEAVE = "leave"  # if that is all of them, nothing is reduced
-    JOIN = "join"  # they contribute zeros to what other ranks may have
-    ZERO = "zero"  # their gradient is one of zeros
+    LEAVE = "leave"  # if no parameter has a gradient, nothing is reduced
+    JOIN = "join"  # they contribute zeros; other ranks may have gradients
+    ZERO = "zero"  # they get a gradient of zeros
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What the setters of ``FSDPModule`` configure for one group: its gradients, and what carries its bytes."""
+    """What the setters of ``FSDPModule`` configure for one group: its gradients and its communication."""
 
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
@@ -69,12 +69,12 @@ class GroupOptions:
 
     @property
     def bound(self) -> tuple[object, ...]:
-        """What is part of a bound reduction."""
+        """The options that are part of a bound reduction."""
         return (self.gradient_divide_factor, self.divides_behind_hook, self.all_reduce_hook)
 
 
 class Part(NamedTuple):
-    """What one step of a reduction reduces: the gradient of ``param``, or the inner tensor ``name`` of it."""
+    """What one step of a reduction reduces: the gradient of ``param``, or its inner tensor ``name``."""
 
     param: ShardedParam
     name: str
@@ -82,14 +82,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BoundReduce:
-    """Bound plans, and per step what they reduce.
+    """Bound plans, and what each of their steps reduces.
 
     Attributes:
-        params: of each step.
-        is_wrapped: some unsharded parameter is a tensor subclass, and so may be its gradient.
-        plain: the unsharded parameters, if autograd leaves them gradients that travel as they are; else empty.
+        params: the parameter of each step.
+        is_wrapped: some unsharded parameter is a tensor subclass, so its gradient may be one.
+        plain: the unsharded parameters, if their gradients can be reduced as autograd leaves them; else empty.
         used: a byte per parameter of the group, 1 if it is reduced.
-        as_gradients: from sharded parameters and shards to what becomes their ``.grad``.
+        as_gradients: makes the ``.grad`` tensors from sharded parameters and shards of gradients.
     """
 
     reduce: Reduce
@@ -101,7 +101,7 @@ class BoundReduce:
     as_gradients: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[DTensor]]
 
     def is_like(self, other: BoundReduce) -> bool:
-        """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured in between."""
+        """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured between them."""
         if self is other:
             return True
         plans = [
@@ -117,14 +117,14 @@ Stage = Callable[["Reduction"], Sequence[Waitable]]
 class Reduction:
     """One reduction of a group, from its launch until its gradients are in place.
 
-    What has been launched is followed by ``stages``, each when the collectives before it have arrived. On the CPU, they
-    run in ``finish`` and ``land``. On an accelerator, they are enqueued on the reduce stream: in ``start``, up to a
-    collective that runs beside that stream (an all-reduce over replicas), and the rest in ``land``.
+    After the launch come the ``stages``. Each stage runs when the collectives before it have arrived. On the CPU, the
+    stages run in ``finish`` and ``land``. On an accelerator, they are enqueued on the reduce stream: in ``start``, up
+    to a collective that runs beside that stream (an all-reduce over replicas), and the rest in ``land``.
 
     Attributes:
         sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
         present: per step of the plans, whether this rank had a gradient.
-        copies: of offloaded gradients, the copies on their way to the host.
+        copies: copies of offloaded gradients, in flight to the host.
     """
 
     def __init__(self, bound: BoundReduce, launched: Launched, present: list[bool], stages: Sequence[Stage]) -> None:
@@ -143,26 +143,26 @@ class Reduction:
         return self
 
     def finish(self) -> None:
-        """What the reduce-scatter reads may be freed: once."""
+        """Free what the reduce-scatter reads, once it has read it. Called once."""
         if self._works and not self._streams.runs_ahead:
             self._advance()
         event = self._read or self._done
-        self._streams.wait_here(event)  # compute waits for the reduce stream: it frees what that read
+        self._streams.wait_here(event)  # compute waits for the reduce stream: compute frees what that read
         self._inputs = None
 
     def land(self) -> None:
-        """Run the stages that are left; behind ``finish``."""
+        """Run the remaining stages. Called after ``finish``."""
         if self._stages:
             with self._streams.on_reduce():
                 while self._stages:
                     self._advance()
 
     def wait(self) -> None:
-        """The gradients of this reduction, and of those before it, are usable by the current stream; it has landed."""
-        self._streams.wait_here(self._done)  # compute waits for the reduce stream: the optimizer reads what it wrote
+        """Called after ``land``. Then the current stream may use the gradients of this and all earlier reductions."""
+        self._streams.wait_here(self._done)  # compute waits for the reduce stream: the optimizer reads the gradients
 
     def drop(self) -> None:
-        """Wait, but do not land."""
+        """Wait for what is in flight, but do not land it."""
         self._stages.clear()
         with self._streams.on_reduce():
             self._advance()
@@ -171,7 +171,7 @@ class Reduction:
 
     def _advance(self) -> None:
         """Wait for what is in flight, then run stages up to the next collective."""
-        works, self._works = self._works, ()  # if one fails, none is waited for again
+        works, self._works = self._works, ()  # if one fails, no later call waits for them again
         wait_for(works)  # on an accelerator, the reduce stream waits
         while self._stages and not self._works:
             self._works = self._stages.popleft()(self)
@@ -180,12 +180,12 @@ class Reduction:
 
 
 class GroupGradients:
-    """Takes gradients off the unsharded parameters, and lands what the reduction makes of them.
+    """Takes gradients off the unsharded parameters, and lands the reduced gradients on the sharded ones.
 
     Attributes:
         options: what the user has configured.
         used: a byte per parameter, 1 if it had a gradient on this rank in a reduction since the last ``settle``.
-        withheld: landed reductions, in part for parameters without a gradient on this rank: other ranks decide.
+        withheld: landed reductions with parameters that had no gradient on this rank: ``settle`` decides about those.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class GroupGradients:
         self.options = GroupOptions()
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._partial: Reduction | None = None  # summed over the shard axis only
-        self._to_host: list[Reduction] = []  # averaged, and on their way to the host
+        self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
         self.withheld: list[Reduction] = []
         self.used = self._unused = bytes(len(params))
 
@@ -224,12 +224,12 @@ class GroupGradients:
         self.options = options
 
     def set_comm(self, comm: ReduceComm) -> None:
-        """From the next reduction on, ``comm`` carries it."""
+        """Reduce with ``comm`` from the next reduction on."""
         self._comm = comm
         self.unbind()
 
     def discard_unreduced(self) -> None:
-        """Drop what is not in the shards' ``.grad`` yet."""
+        """Drop gradients that are not in the shards' ``.grad`` yet."""
         self._partial = None
         for param in self._params:
             param.accumulated = None
@@ -240,13 +240,13 @@ class GroupGradients:
         """Keep this backward's gradients on this rank, in reduce dtype."""
         for param in self._params:
             if param.compute_dtypes.param is param.compute_dtypes.reduce:
-                continue  # autograd itself accumulates, in that dtype
+                continue  # autograd itself accumulates in reduce dtype
             grad = param.take_unsharded_grad()
             if grad is not None:
                 param.accumulate(grad.to(param.compute_dtypes.reduce))
 
     def reduce(self, unused: Unused) -> Reduction | None:
-        """Start reducing what this and earlier backwards left; None if there is nothing to reduce."""
+        """Start reducing the gradients that this and earlier backwards left; None if there are none."""
         trainable = self._unsharded.trainable
         if not trainable:
             return None
@@ -269,15 +269,15 @@ class GroupGradients:
         return Reduction(bound, launched, present, stages).start()
 
     def reduce_partial(self) -> Reduction | None:
-        """Start summing over the replicate axis what backwards have summed over the shard axis only; None if there is
-        nothing, or if the user wants that to stay."""
+        """Start to sum partial gradients over the replicate axis, too; None if there are none, or if the user has
+        disabled the all-reduce."""
         if self._partial is None or not self.options.requires_all_reduce:
             return None
         earlier, self._partial = self._partial, None
         return self._start_landing(earlier)
 
     def finish_copies(self) -> None:
-        """Have the CPU wait for gradients that are on their way to the host, and hand them over."""
+        """Make the CPU wait for gradients in flight to the host, and hand them over."""
         reductions, self._to_host = self._to_host, []
         for reduction in reductions:
             for copies in reduction.copies:
@@ -285,12 +285,12 @@ class GroupGradients:
             self._hand_over(reduction)
 
     def drop_copies(self) -> None:
-        """Forget gradients that are on their way to the host."""
+        """Forget gradients in flight to the host."""
         self._to_host.clear()
 
     def settle(self, used_anywhere: bytes) -> None:
-        """The step is over. ``used_anywhere``: as ``used``, of all ranks. Hand over what was withheld of parameters
-        that some rank has used, and drop the rest."""
+        """The step is over. ``used_anywhere``: like ``used``, but for all ranks. Hand over the withheld gradients of
+        parameters that some rank has used, and drop the others."""
         withheld, self.withheld = self.withheld, []
         self.used = self._unused
         if withheld and used_anywhere:
@@ -302,13 +302,13 @@ class GroupGradients:
                     _deposit(reduction, late)
 
     def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:
-        """What reducing the parameters ``trainable`` (indices) would run, and what would carry it."""
+        """The plans and the comm that would reduce the parameters ``trainable`` (indices)."""
         inputs = [part.param.reduce_input for part in self._parts_of(trainable)]
         return compile_reduces(inputs, self._comm, self._mesh.data_parallel_size), self._comm
 
     @property
     def _averages(self) -> bool:
-        """Whether the collectives may take the mean. A user's own collective, or axis, is asked for sums."""
+        """Whether the collectives may take the mean. A user's own collective or axis must return sums."""
         options = self.options
         is_own = options.reduce_scatter is not None or options.reduce_axis is not None
         return not (is_own or options.divides_behind_hook) and can_average(self._mesh)
@@ -353,7 +353,7 @@ class GroupGradients:
     # From autograd to the reduction
 
     def _take_all(self, bound: BoundReduce) -> list[torch.Tensor | None]:
-        """The gradient that each step of ``bound`` reduces, off the unsharded parameters, or None."""
+        """Take gradients off the unsharded parameters. Returns one per step of ``bound``; None where one is missing."""
         if bound.plain and not any(map(_is_there, map(_accumulated_of, self._params))):
             grads = list(map(_grad_of, bound.plain))
             for param in bound.plain:
@@ -363,8 +363,8 @@ class GroupGradients:
         return [_inner_gradient(part, taken[part.param]) for part in bound.parts]
 
     def _completed(self, bound: BoundReduce, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """``grads`` as one gradient per step, of one dtype per plan. The layout of a reduction is the same on all
-        ranks, whatever autograd did on this one: a parameter without a gradient contributes zeros."""
+        """``grads`` with zeros for missing gradients, and one dtype per plan. So the layout of a reduction is the same
+        on all ranks, whatever autograd did on this rank."""
         plans = bound.reduce.plans
         if len(plans) == 1 and set(map(type, grads)) == _PLAIN and len(set(map(_dtype_of, grads))) == 1:
             return grads  # type: ignore[return-value]
@@ -372,7 +372,7 @@ class GroupGradients:
         for plan in plans:
             mine = grads[len(whole) : len(whole) + len(plan.steps)]
             dtypes = {grad.dtype for grad in mine if grad is not None}
-            dtype = dtypes.pop() if len(dtypes) == 1 else plan.dtypes.reduce  # some accumulated in that dtype
+            dtype = dtypes.pop() if len(dtypes) == 1 else plan.dtypes.reduce  # some were accumulated in reduce dtype
             for grad in mine:
                 param = bound.parts[len(whole)].param
                 if grad is None:
@@ -380,7 +380,7 @@ class GroupGradients:
                 elif type(grad) is not torch.Tensor:
                     _refuse_gradient(param, grad)
                 whole.append(grad.to(dtype))
-        grads.clear()  # each is freed when it has been sent
+        grads.clear()  # so each gradient is freed once it was sent
         return whole
 
     # From the reduction to the shards
@@ -389,35 +389,35 @@ class GroupGradients:
         return [_all_reduce, self._land] if self._mesh.replicate.size > 1 else [self._land]
 
     def _start_landing(self, summed: Reduction) -> Reduction:
-        """Land sums over the shard axis that no reduction adds to."""
+        """Land sums over the shard axis; no further reduction adds to them."""
         self._unsharded.streams.reduce_after_compute()
         launched = Launched(summed.sums, (), None, None)
         return Reduction(summed.bound, launched, summed.present, self._landing_stages()).start()
 
     def _keep_partial(self, reduction: Reduction) -> Sequence[Waitable]:
-        """The user wants the sums over the shard axis to stay."""
+        """Keep the sums over the shard axis: the user has disabled the all-reduce."""
         self._partial = reduction
         return ()
 
     def _land(self, reduction: Reduction) -> Sequence[Waitable]:
-        """Average, and hand over to the sharded parameters. If those live on the host, the CPU does so when it has
-        waited for the copies."""
+        """Average, and hand over to the sharded parameters. If those live on the host, start copies instead;
+        ``finish_copies`` waits for the copies and hands them over."""
         reduce = reduction.bound.reduce
         reduction.sums = reduce.complete(reduction.sums)
         if not self._home.is_staged:
             self._hand_over(reduction)
             return ()
         reduction.copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in reduction.sums]
-        reduction.sums = [copies.tensors for copies in reduction.copies]  # nothing keeps the memory on the device
+        reduction.sums = [copies.tensors for copies in reduction.copies]  # so the memory on the device is freed
         self._to_host.append(reduction)
         return ()
 
     def _hand_over(self, reduction: Reduction) -> None:
-        """Hand over what had a gradient on this rank; of the rest, other ranks may have had one."""
+        """Hand over the gradients that this rank had. Withhold the others: other ranks may have had them."""
         _deposit(reduction, reduction.present)
         used = reduction.bound.used
         if False not in reduction.present:
-            reduction.sums = []  # where there were gradients, they have been added
+            reduction.sums = []  # no longer needed; where ``.grad`` existed, the values were added to it
         else:
             self.withheld.append(reduction)
             used = self._flags(part.param for part in compress(reduction.bound.parts, reduction.present))
@@ -425,7 +425,7 @@ class GroupGradients:
 
 
 def _add_earlier(earlier: Reduction, reduction: Reduction) -> Sequence[Waitable]:
-    """Add what ``earlier`` has summed over the shard axis."""
+    """Add the sums of ``earlier`` over the shard axis."""
     reduction.bound.reduce.add(reduction.sums, earlier.sums)
     present = zip(reduction.present, earlier.present, strict=True)
     reduction.present = [now or before for now, before in present]
@@ -437,8 +437,8 @@ def _all_reduce(reduction: Reduction) -> Sequence[Waitable]:
 
 
 def _deposit(averaged: Reduction, present: list[bool]) -> None:
-    """Set or add to ``.grad`` of the sharded parameters of the ``present`` steps, and run the user's hooks on them, as
-    autograd would."""
+    """Set ``.grad`` of the sharded parameters of the ``present`` steps, or add to it. Then run the user's hooks on
+    these parameters, as autograd would."""
     bound = averaged.bound
     shards = bound.reduce.shards(averaged.sums)
     params: list[nn.Parameter]
@@ -476,7 +476,7 @@ def _add_gradients(
 
 
 def _rewrapped(landed: Iterable[tuple[Part, torch.Tensor]]) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """Parameters and their gradients' shards: inner tensors that belong together as one of the parameter's class."""
+    """Parameters and the shards of their gradients. Inner tensors of one parameter become one tensor of its class."""
     by_param: dict[ShardedParam, dict[str, torch.Tensor]] = {}
     for part, shard in landed:
         if part.name:  # subclasses compare storage offsets
@@ -490,7 +490,7 @@ def _rewrapped(landed: Iterable[tuple[Part, torch.Tensor]]) -> tuple[list[nn.Par
 
 
 def _inner_gradient(part: Part, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """What ``part`` is of ``grad``. A plain gradient counts for each inner tensor."""
+    """The inner tensor of ``grad`` that ``part`` names. A plain gradient counts for each inner tensor."""
     return grad if grad is None or part.name not in _torch.inner_names(grad) else getattr(grad, part.name)
 
 

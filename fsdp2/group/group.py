@@ -1,8 +1,8 @@
 """A parameter group: the parameters that are unsharded, resharded and reduced together.
 
-It owns what changes over a step: which form of its parameters is bound, what is in flight, and the gradients that are
-not reduced yet. It decides nothing about *when*; the schedule's actions are performed on it. Which action is possible
-when, ``schedule.states`` says: any other is refused, and nothing changes.
+The group owns what changes over a step: which form of its parameters is bound, what is in flight, and the gradients
+that are not reduced yet. It does not decide *when* something happens: the executor performs the schedule's actions on
+it. ``schedule.states`` defines which action is possible in which state. The group refuses any other action.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _alive: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
 
 def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
-    """For every slot that some group binds parameters in, that group and the parameter's position in it."""
+    """For every slot of a managed parameter, its group and the parameter's position in the group."""
     return {slot: (group, i) for group in _alive for i, param in enumerate(group.params) for slot in param.slots}
 
 
 class ParamGroup:
-    """Created by ``fully_shard`` from resolved records, which sharding cannot fail on.
+    """Created by ``fully_shard`` from resolved records. With these, sharding cannot fail.
 
     Attributes:
-        keeps_storage: resharding leaves the memory of the unsharded parameters where it is.
-        is_stale: users may have replaced parameters since they were looked at.
-        stamp: of the shards, when what is unsharded was gathered, as far as that was noted.
-        on_transition: told of each change of state, while somebody observes.
-        on_parameters: told when the unsharded parameters were made, or when others of them became trainable.
+        keeps_storage: resharding does not free the memory of the unsharded parameters.
+        is_stale: users may have replaced parameters since the last check.
+        stamp: write stamp of the shards, noted by ``note_writes`` for what was gathered; None if not noted.
+        on_transition: called at each change of state, if an observer is set.
+        on_parameters: called when the unsharded parameters were made, or when the set of trainable ones changed.
     """
 
     def __init__(self, records: Sequence[ParamRecord], mesh: ParallelMesh, home: Home) -> None:
@@ -75,14 +75,14 @@ class ParamGroup:
     # What the user configures
 
     def attach(self, name: str, story: Callable[[], str]) -> None:
-        """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` tells that
-        root's recent events."""
+        """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` returns the
+        recent events of that root."""
         self.name, self._story = name or "(root)", story
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
 
     def configure(self, **changes: object) -> None:
-        """Replace options. What is in flight arrives as it was sent."""
+        """Replace options. Collectives in flight keep the old options."""
         before, self.options = self.options, replace(self.options, **changes)  # type: ignore[arg-type]
         after, mesh = self.options, self.mesh
         self.gradients.configure(after)
@@ -94,7 +94,7 @@ class ParamGroup:
             self.gradients.set_comm(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
 
     def gather_on_compute_stream(self, enabled: bool) -> None:
-        """Whether to gather without a stream for gathers; on the CPU there is none anyway."""
+        """Whether to gather without a separate gather stream. The CPU never has one."""
         device = self.mesh.device
         streams = streams_for(device).gathering_on_compute if enabled else streams_for(device)
         if streams is not self.unsharded.streams:
@@ -104,7 +104,7 @@ class ParamGroup:
 
     @property
     def gathers_on_compute(self) -> bool:
-        """Whether it is the compute stream that reads the shards: there may be nothing to gather, too."""
+        """Whether the compute stream reads the shards: it gathers, or there is nothing to gather."""
         return self.mesh.shard.size == 1 or self.unsharded.streams is not streams_for(self.mesh.device)
 
     def set_up_like(self, other: ParamGroup) -> None:
@@ -115,7 +115,7 @@ class ParamGroup:
         self.gather_on_compute_stream(other.unsharded.streams is not streams_for(self.mesh.device))
 
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:
-        """``error`` of a collective of this group, with what led to it."""
+        """``error`` of a collective of this group, with the recent events."""
         rank = dist.get_rank()
         return CommunicationError(
             f"{what} of unit '{self.name}' failed on rank {rank}: {error}\nLast events there: {self._story()}."
@@ -124,8 +124,7 @@ class ParamGroup:
     # What users put in the place of shards
 
     def may_give_up(self, param: ShardedParam) -> bool:
-        """Whether nothing has happened to the group since it was made, so that ``param`` has the values that it was
-        sharded with."""
+        """Whether the group was not used since it was made, so that ``param`` still has its original values."""
         is_fresh = self.unsharded.gather is None and self.gradients.state is GradientState.NONE
         return is_fresh and self._is_intact() and not self.shards.are_written() and param in self.params
 
@@ -137,7 +136,7 @@ class ParamGroup:
         self._bindings.bind(self.shards.sharded)
 
     def settle(self) -> None:
-        """Bind the shards, and take over what the user has put in their place."""
+        """Bind the shards, and take over parameters that the user has put in their place."""
         self.reshard()
         if self.is_stale or not self._is_intact():
             self._refresh()
@@ -153,10 +152,10 @@ class ParamGroup:
 
     def _rebind(self, forms: Sequence[nn.Parameter]) -> None:
         if not self._bindings.rebind(forms):
-            self.is_stale = True  # the user has put something else there: it is taken over before the next gather
+            self.is_stale = True  # the user replaced a parameter; the next gather takes the new one over
 
     def _is_intact(self) -> bool:
-        """Whether nobody has replaced parameters, or what they are made of, since they were bound."""
+        """Whether nobody has replaced parameters, or their local tensors, since they were bound."""
         shards = self.shards
         has_moved = not all(map(is_, map(_torch.get_local, shards.sharded), shards.noted))  # by swap_tensors
         return not has_moved and self._bindings.are_intact()
@@ -168,7 +167,7 @@ class ParamGroup:
     # From form to form
 
     def unshard(self) -> None:
-        """Start gathering the unsharded parameters, unless they are there or on their way."""
+        """Start gathering the unsharded parameters, unless they are there or in flight."""
         before = self._transition(GroupEvent.UNSHARD)
         if self.state is before:
             return
@@ -177,7 +176,7 @@ class ParamGroup:
             if self.is_stale or (before is GroupState.SHARDED and not self._is_intact()):
                 self._refresh()
             requires_grad = self.requires_grad()
-            if not unsharded.parameters:  # never yet; or hooks failed, and may have been mended
+            if not unsharded.parameters:  # the first gather, or hooks failed before
                 unsharded.bind(requires_grad)
             elif unsharded.requires_grad != requires_grad:
                 unsharded.follow_requires_grad(requires_grad)
@@ -194,7 +193,7 @@ class ParamGroup:
             raise
 
     def wait(self) -> None:
-        """Bind the unsharded parameters; the current stream may read them."""
+        """Bind the unsharded parameters. After this call, the current stream may read them."""
         before = self._transition(GroupEvent.WAIT)
         if before is GroupState.UNSHARDED:
             return
@@ -216,12 +215,12 @@ class ParamGroup:
             unsharded.post_forward.release()
         if is_first:
             self._tell_parameters()
-        elif unsharded.versioned:  # they hold again what autograd has saved
+        elif unsharded.versioned:  # they hold the values again that autograd has saved
             _torch.set_versions(unsharded.versioned, unsharded.saved_versions)
         self._rebind(unsharded.parameters)
 
     def wait_if_unsharding(self) -> None:
-        """Wait for a gather that was started by hand, unless something else has waited for it, or undone it."""
+        """Wait for a gather that the user started, unless it was already waited for or undone."""
         if self.state is GroupState.UNSHARDING:
             self.wait()
 
@@ -242,11 +241,11 @@ class ParamGroup:
             self._release()
 
     def _release(self) -> None:
-        """Free the unsharded parameters when compute has read them; or keep their memory, to be written then.
+        """Free the unsharded parameters when compute has read them; or keep their memory for the next gather.
 
-        Freed memory is not readable (I16): autograd compares the version that a tensor had in forward with the one
-        that it has when backward reads it. While the memory is freed, the version is another. So a backward that comes
-        upon it unprepared raises; it would read address 0 on the CPU, and whatever lies there by now on an accelerator.
+        Nobody may read freed memory (I16). Autograd compares a tensor's version in forward with its version when
+        backward reads it. While the memory is freed, the tensor has another version. So a backward that reads the
+        tensor then raises. Otherwise it would read address 0 on the CPU, and arbitrary data on an accelerator.
         """
         unsharded = self.unsharded
         assert unsharded.gather is not None
@@ -255,7 +254,7 @@ class ParamGroup:
         unsharded.gather.release(keeps_memory=self.keeps_storage)
 
     def reshard_post_forward(self) -> None:
-        """Cut the unsharded parameters down to shards of the post-forward mesh, if this group has one."""
+        """Keep only shards on the post-forward mesh, if this group has one; else reshard."""
         if self.unsharded.post_forward_mesh is None:
             self.reshard()
             return
@@ -265,23 +264,24 @@ class ParamGroup:
             self._release()
 
     def lend(self) -> None:
-        """Leave the slots, in which shards are bound, to the caller until ``take_back``."""
+        """Leave the slots to the caller until ``take_back``. Shards are bound there now."""
         self.shards.check_ready()
         self._transition(GroupEvent.LEND)
 
     def take_back(self) -> None:
-        """Bind the shards, whatever is in the slots."""
+        """Bind the shards in all slots, whatever is bound there."""
         self._transition(GroupEvent.TAKE_BACK)
         self._bindings.bind(self.shards.sharded)
 
     def note_writes(self) -> None:
-        """What has been gathered up to here, or is kept on a smaller mesh, is outdated once the shards are written."""
+        """Note the shards' write stamp: gathered parameters, or shards on a smaller mesh, become outdated when the
+        shards are written after this call."""
         if self.state is not GroupState.SHARDED and self.stamp is None:
             self.stamp = self.shards.write_stamp()
 
     def reshard_if_outdated(self) -> None:
-        """Have parameters gathered again whose shards were written (by an optimizer), frozen or replaced since
-        ``note_writes``."""
+        """Reshard if shards were written (by an optimizer), frozen or replaced since ``note_writes``: so the next use
+        gathers the parameters again."""
         if self.state is GroupState.SHARDED or self.stamp is None:
             return
         has_changed = self.stamp != self.shards.write_stamp() or not self._is_intact()
@@ -289,7 +289,7 @@ class ParamGroup:
             self.reshard()
 
     def requires_grad(self) -> list[bool]:
-        """What the user has set on each sharded parameter."""
+        """``requires_grad`` of each sharded parameter, as the user has set it."""
         with _torch.plain_access():
             return list(map(_get_requires_grad, self.shards.sharded))
 
@@ -309,21 +309,21 @@ class ParamGroup:
                 f"unit '{self.name}': {event.value} while {before.value}. Last events: {self._story()}.\n{hint}"
             )
         if after is not before and self.on_transition is not None:
-            self.on_transition(before, after)  # should it raise, nothing has changed
+            self.on_transition(before, after)  # called first: if it raises, nothing has changed
         self.state = after
         return before
 
     # Gradients
 
     def keep_gradients(self) -> None:
-        """Keep what this backward left on this rank."""
+        """Keep this backward's gradients on this rank."""
         if self.unsharded.parameters:
             self.gradients.keep_unreduced()
 
 
 class Bindings:
     """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible.
-    Remembers which, and leaves alone what the user has put there since."""
+    It remembers the bound forms, and does not overwrite what the user has put into a slot since."""
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._plain: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
@@ -337,7 +337,7 @@ class Bindings:
         self._forms: Sequence[nn.Parameter] = ()
 
     def bind(self, forms: Sequence[nn.Parameter]) -> None:
-        """Bind ``forms[i]`` in the slots of parameter i, whatever is there."""
+        """Bind ``forms[i]`` in the slots of parameter i, whatever is bound there."""
         for parameters, name, index in self._plain:
             parameters[name] = forms[index]
         for module, name, index in self._custom:
@@ -345,7 +345,7 @@ class Bindings:
         self._forms = forms
 
     def rebind(self, forms: Sequence[nn.Parameter]) -> bool:
-        """Bind ``forms[i]`` where the form before is still bound. Returns whether that was everywhere."""
+        """Bind ``forms[i]`` in each slot that still holds the form bound before. Returns whether all slots did."""
         before, self._forms, is_intact = self._forms, forms, True
         for parameters, name, index in self._plain:
             if parameters.get(name) is before[index]:
@@ -360,7 +360,7 @@ class Bindings:
         return is_intact
 
     def are_intact(self) -> bool:
-        """Whether every slot still has what was bound last."""
+        """Whether every slot still holds the form that was bound last."""
         forms = self._forms
         for parameters, name, index in self._plain:
             if parameters.get(name) is not forms[index]:

@@ -1,10 +1,10 @@
-"""The parameters of one group whose tensors decide what travels, by the all-gather hooks in ``types``.
+"""The parameters of one group that have all-gather hooks (see ``types``): the hooks decide what travels.
 
-``Hooks`` binds the hooks of one shard: they are looked up, and their signature is inspected, once; every call is
-checked, and what is wrong is an ``ExtensionError`` that names parameter, class and hook. ``HookedParams`` are those of
-a group. At first use the ranks tell each other what their hooks returned, or that one failed, so that all of them know
-the sizes, or raise (I9). Afterwards no rank asks another. The runtime owns what the post-hooks list as inner tensors:
-their memory comes and goes with the group's unsharded storage.
+``Hooks`` binds the hooks of one shard. It looks the hooks up, and inspects their signature, once. It checks every call:
+an error is an ``ExtensionError`` that names parameter, class and hook. ``HookedParams`` holds the hooked parameters of
+a group. At first use the ranks exchange what their hooks returned, or that a hook failed. So all ranks know the sizes,
+or all ranks raise (I9). Later the ranks exchange nothing. The runtime owns the inner tensors that the post-hooks list:
+it allocates and frees their memory together with the group's unsharded storage.
 
 Source: the extension points of PyTorch's FSDP2 (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
 """
@@ -44,8 +44,8 @@ _Kind = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class HookContext:
-    """What the hooks of one parameter are called with, and the name that errors give it. ``is_staged``: the shard lives
-    on the host, and pre-hooks get a copy of it on ``device``."""
+    """The arguments for the hooks of one parameter. ``name``: how errors call the parameter. ``is_staged``: the shard
+    lives on the host, and pre-hooks get a copy of the shard on ``device``."""
 
     name: str
     mesh: DeviceMesh
@@ -64,7 +64,7 @@ def has_hooks(local: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is its memory and nothing else: it can lie in a flat buffer."""
+    """Whether ``tensor`` is an ordinary tensor without hooks, which can lie in a flat buffer."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and not has_hooks(tensor)
 
 
@@ -89,14 +89,14 @@ class Hooks:
         self.keeps_inputs = bool(getattr(local, _KEEP, False))
 
     def error(self, hook: str, problem: str) -> ExtensionError:
-        """An error that says where: ``problem`` continues the name of ``hook``."""
+        """An error that names parameter, class and ``hook``; ``problem`` is the rest of the sentence."""
         return ExtensionError(f"parameter '{self._context.name}': {self._class}.{hook} {problem.rstrip('.')}.")
 
     def call_pre(self) -> PreResult:
         """This rank's payload and its metadata.
 
         Raises:
-            ExtensionError: the hook raised or returned what cannot be gathered.
+            ExtensionError: the hook raised, or returned something that cannot be gathered.
         """
         try:
             result = self._pre()
@@ -116,7 +116,7 @@ class Hooks:
         return result
 
     def releases_outputs(self) -> bool:
-        """Whether the unsharded tensor does not alias the outputs. Asked after the first pre-hook, which may know.
+        """Whether the unsharded tensor does not alias the outputs. Called after the first pre-hook, which may decide.
 
         Raises:
             ExtensionError: the answer is no bool.
@@ -130,7 +130,7 @@ class Hooks:
         return answer
 
     def call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, out: torch.Tensor) -> None:
-        """Have ``out`` filled.
+        """Let the post-hook fill ``out``.
 
         Raises:
             ExtensionError: the hook raised, or returned a new object.
@@ -150,7 +150,7 @@ class Hooks:
         """The unsharded tensor of the outer size, and the tensors to free with it.
 
         Raises:
-            ExtensionError: the hook raised or returned what cannot be the parameter.
+            ExtensionError: the hook raised, or returned something that cannot be the parameter.
         """
         try:
             result = self._post(outputs, metadata, self._context.param_dtype)
@@ -167,7 +167,7 @@ class Hooks:
         return self._cut(tensor), list(inner)
 
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` without the rows that the hooks padded it by."""
+        """``tensor`` without the rows that the hooks added as padding."""
         size = self._context.outer_size
         if tensor.shape == size:
             return tensor
@@ -189,7 +189,7 @@ class Hooks:
         return cut
 
     def _check_payload(self, tensors: tuple[object, ...]) -> None:
-        """Accept the first payload if it can be gathered. Refuse it otherwise, and every later one: it differs."""
+        """Accept the first payload if it can be gathered. Refuse any later one: it differs from the first."""
         found = []
         for tensor in tensors:
             if type(tensor) is not torch.Tensor:
@@ -226,7 +226,7 @@ class Hooks:
 
     def _on_device(self, local: torch.Tensor) -> torch.Tensor:
         """A copy of the shard on the device that gathers, enqueued on the current stream."""
-        with torch.inference_mode(False):  # inside, subclasses are asked for another operation than _to_copy
+        with torch.inference_mode(False):  # in inference mode, to() calls another operation of subclasses than _to_copy
             moved = local.to(self._context.device, non_blocking=True, copy=True)
         if type(moved) is not type(local):
             raise TypeError(
@@ -262,9 +262,10 @@ class HookedParam:
     """One parameter with all-gather hooks.
 
     Attributes:
-        metadata: what the pre-hook returned with the payload that is gathered, or was last.
-        outputs, out: what is gathered, for the post-hook, and what that fills from the first gather on.
-        releases_outputs: whether the post-hook consumes them.
+        metadata: what the pre-hook returned with the payload that is, or was last, gathered.
+        outputs: the gathered tensors that the post-hook reads.
+        out: the tensor that the post-hook fills, from the first gather on.
+        releases_outputs: whether ``outputs`` may be freed after the post-hook.
     """
 
     def __init__(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> None:
@@ -293,8 +294,8 @@ class HookedParam:
         self._stamp: list[int] = []
 
     def prepare(self) -> tuple[torch.Tensor, ...]:
-        """The payload to send: made anew, unless it is kept and the shard was not written since."""
-        if self._first is not None:  # the one that the ranks agreed on
+        """The payload to send. The pre-hook makes it anew, unless the class keeps it and the shard was not written."""
+        if self._first is not None:  # the payload that the ranks agreed on
             payload, self._first = self._first, None
             return payload
         if not self.hooks.keeps_inputs:
@@ -302,20 +303,20 @@ class HookedParam:
             return payload
         stamp = self.param.write_stamp()
         if self._kept is None or stamp != self._stamp:
-            self._kept = None  # frees it before the next one is made
+            self._kept = None  # frees the old payload before the next one is made
             self._kept, self.metadata = self.hooks.call_pre()
             self._stamp = stamp
         return self._kept
 
     def report(self) -> Report:
-        """Make the first payload, and say what it consists of."""
+        """Make the first payload. Returns the shapes and dtypes of its tensors."""
         self._first = self.prepare()
         self.releases_outputs = self.hooks.releases_outputs()
         return Report(self.param.full_name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._first))
 
     def make_unsharded(self) -> None:
-        """Create the unsharded parameter, unless an earlier binding did, and have it filled once more as later calls
-        will: a hook that cannot do so is found out at first use."""
+        """Create the unsharded parameter, unless an earlier binding did. Then fill it once more with ``out``, as later
+        calls do: so a hook that cannot fill ``out`` fails at first use."""
         param, hooks = self.param, self.hooks
         if param.unsharded is None:
             versions = [output._version for output in self.outputs]
@@ -344,7 +345,7 @@ class HookedParam:
             raise hooks.error(_POST, problem)
 
     def _owned(self, inner: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-        """The storages of ``inner`` that come and go: not those of the outputs, which the group's plan sees to."""
+        """The storages of ``inner`` to free and allocate here. Those of the outputs belong to the group's plan."""
         ours = {output.untyped_storage().data_ptr() for output in self.outputs}
         shards = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(self._local)}
         owned: dict[int, tuple[torch.UntypedStorage, int]] = {}
@@ -374,7 +375,7 @@ class HookedParams:
         earlier: HookedParams | None,
     ) -> None:
         self._mesh = mesh
-        self._no_grad = torch.no_grad()  # entered often; never while it is
+        self._no_grad = torch.no_grad()  # one object, entered often and never nested
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[HookedParam] = []
@@ -392,14 +393,14 @@ class HookedParams:
 
         self._reports = _agree(mesh, bind, agreed)  # I9
         self._is_new = True
-        self._is_settled = self._reports is agreed  # the post-hooks worked everywhere
+        self._is_settled = self._reports is agreed  # the post-hooks have worked on all ranks
 
     def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
-        """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime`` of what the hooks say
-        they consume.
+        """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime``: of the tensors that may
+        be freed after the post-hook.
 
         Raises:
-            ExtensionError: the ranks' payloads do not fit together; on all ranks alike.
+            ExtensionError: the ranks' payloads do not fit together; all ranks raise.
         """
         inputs: dict[int, HookInput] = {}
         for i, hooked in enumerate(self._params):
@@ -414,7 +415,7 @@ class HookedParams:
         return inputs
 
     def _tensors_of(self, i: int, hooked: HookedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
-        """Name, dtype, and the shape on every rank, of what parameter ``i`` sends."""
+        """Name, dtype, and shape on every rank, of each tensor that parameter ``i`` sends."""
         by_rank = [reports[i].tensors for reports in self._reports]
         kinds = [tuple(dtype for _, dtype in report) for report in by_rank]
         if len(set(kinds)) > 1:
@@ -426,7 +427,7 @@ class HookedParams:
         return list(zip(names, kinds[0], shapes, strict=True))
 
     def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
-        """``outputs`` of the gather that ``inputs(first_key)`` was planned for."""
+        """Bind ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
         key = first_key
         for hooked, report in zip(self._params, self._reports[0], strict=True):
             hooked.outputs = tuple(outputs[key + k] for k in range(len(report.tensors)))
@@ -445,7 +446,7 @@ class HookedParams:
             return
         if self.storages:
             allocate(self.storages)
-        # I10: autograd has saved what is written here; it holds again what it held then.
+        # I10: autograd has saved the tensors written here. They get the same values again, so their versions stay.
         versions = [tensor._version for tensor in self._versioned]
         with self._no_grad:
             for hooked in self._params:
@@ -455,7 +456,7 @@ class HookedParams:
 
     def _arrive_first(self) -> None:
         def make() -> None:
-            with torch.inference_mode(False), torch.no_grad():  # these tensors outlive the pass that first needs them
+            with torch.inference_mode(False), torch.no_grad():  # these tensors live longer than the first pass
                 allocate([inner for hooked in self._params for inner in hooked.param.inner])
                 for hooked in self._params:
                     hooked.make_unsharded()
@@ -472,20 +473,20 @@ class HookedParams:
 
 
 def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: list[T] | None) -> list[T]:
-    """Run ``act`` on every rank. Returns what it returned on each rank of the shard axis; ``earlier`` itself, and no
-    rank asks another, if ``act`` returned the same as then.
+    """Run ``act`` on every rank. Returns its results, one per rank of the shard axis. If ``act`` returned the same as
+    in ``earlier``, returns ``earlier`` itself without communication.
 
     Raises:
-        ExtensionError: ``act`` raised one on some rank, or replicas returned different values; on all ranks alike.
+        ExtensionError: ``act`` raised on some rank, or replicas returned different values; all ranks raise.
     """
     mine: T | None = None
     failure: Exception | None = None
     try:
         mine = act()
-    except Exception as error:  # of whatever kind: the other ranks wait for us
+    except Exception as error:  # any exception: the other ranks wait for this rank
         failure = error
     if failure is not None and earlier is not None:
-        raise failure  # the other ranks may have nothing to ask
+        raise failure  # the other ranks may not communicate here
     if earlier is not None and mine == earlier[mesh.shard.rank]:
         return earlier
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -507,7 +508,7 @@ def _failure_text(failure: Exception) -> str:
 
 
 def _difference(first: list[list[Report]], other: list[list[Report]]) -> str:
-    """Which of two replicas' reports differ."""
+    """The error text for the first reports of two replicas that differ."""
     pairs = [pair for ours, theirs in zip(first, other, strict=True) for pair in zip(ours, theirs, strict=True)]
     mine, its = next(pair for pair in pairs if pair[0] != pair[1])
     return (

@@ -28,8 +28,8 @@ from fsdp2.plan.placements import ParamSpec, plain_spec
 from fsdp2.plan.plan import PlanInput
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 
-# Set on the original parameter once it has been sharded, to recognise a tie that crosses units, and on the sharded
-# one, to recognise an inner module that comes after an outer one.
+# Attribute of the original parameter, set when it is sharded: it shows a tie that crosses units. Also set on the
+# sharded parameter: it shows that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
 
 
@@ -42,11 +42,11 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """One parameter as resolved: nothing here is changed by sharding it. ``name`` is relative to the module given.
-    ``layout``: how what this rank has of it is cut; model axes may have cut it before. ``policy``: that of this
-    parameter alone. ``local``: the shard of a tensor subclass, cut already; None for those that lie in the flat buffer.
-    ``grad_dtype``: what the user set, if anything. ``is_cut``: ``param`` is the sharded parameter already, and
-    ``local`` its local tensor."""
+    """One parameter as resolved; sharding changes nothing here. ``name`` is relative to the module given. ``layout``:
+    how this rank's part of the parameter is cut; model axes may have cut the parameter before. ``policy``: of this
+    parameter alone. ``local``: the shard of a tensor subclass, already cut; None if the shard lies in the flat buffer.
+    ``grad_dtype``: what the user set, if anything. ``is_cut``: ``param`` is already the sharded parameter, and
+    ``local`` is its local tensor."""
 
     name: str
     param: nn.Parameter
@@ -64,15 +64,15 @@ class ShardedParam:
     """A parameter under management.
 
     Attributes:
-        name, full_name: from the module given to ``fully_shard``, and from the root, once there is one.
+        name, full_name: relative to the module given to ``fully_shard``, and to the root, once there is one.
         sharded: bound between passes; what optimizers and state dicts see.
         unsharded: bound in forward and backward; created at first use, memory owned by the group.
-        inner: memory and size of what a post-hook made of it; released with it.
+        inner: storages and sizes of the inner tensors that a post-hook made; released with ``unsharded``.
         policy: the precision policy of this parameter alone.
-        grad_dtype: what the user set as such on the parameter or on the sharded one, if anything; outlives both.
-        compute_dtypes: the dtypes that its gradients follow: ``dtypes``, unless hooks made it of another dtype.
-        num_steps: how often an optimizer has stepped the group; the group's.
-        accumulated: gradients in reduce dtype that were not communicated yet, where that differs from compute dtype.
+        grad_dtype: the ``grad_dtype`` that the user set on the original or sharded parameter, if any; outlives both.
+        compute_dtypes: the dtypes for its gradients: ``dtypes``, unless hooks made the parameter in another dtype.
+        num_steps: how often an optimizer has stepped the group; one list for the whole group.
+        accumulated: gradients that were not communicated yet, in reduce dtype, if that differs from compute dtype.
     """
 
     def __init__(self, record: ParamRecord, mesh: ParallelMesh) -> None:
@@ -87,7 +87,7 @@ class ShardedParam:
         self.mesh = mesh
         self.stride = contiguous_stride(record.layout.shape)
         self.sharded: nn.Parameter = record.param
-        # Somebody else may have it, too: a tie. What has been copied from a sharded parameter has no origin.
+        # Another unit may hold the original parameter, too: a tie. A copy of a sharded parameter has no original.
         self.origin: Callable[[], nn.Parameter | None] = (lambda: None) if record.is_cut else weakref.ref(record.param)
         self.unsharded: nn.Parameter | None = None
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
@@ -104,8 +104,9 @@ class ShardedParam:
         return PlanInput(self.name, self.layout, self.compute_dtypes)
 
     def gradient_parts(self) -> tuple[str, ...]:
-        """Names of the inner tensors that its gradient is reduced by: those of a wrapper subclass that is one tensor
-        per inner tensor, sharded and unsharded. Otherwise "", for the gradient itself."""
+        """Names of the inner tensors whose gradients are reduced one by one. That is so for a wrapper subclass that
+        has the same inner tensors sharded and unsharded, each of the outer shape and dtype. Otherwise "", for the
+        gradient itself."""
         unsharded, whole = self.unsharded_local, ("",)
         if unsharded is None or not self.is_wrapped:
             return whole
@@ -116,13 +117,13 @@ class ShardedParam:
 
     @property
     def unsharded_local(self) -> torch.Tensor | None:
-        """What this rank has of the unsharded parameter: all of it, but for what model axes have cut."""
+        """This rank's part of the unsharded parameter: the whole parameter, unless model axes have cut it."""
         whole = self.unsharded is None or self.spec.unsharded is None
         return self.unsharded if whole else _torch.local_of(self.unsharded)  # type: ignore[arg-type]
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether compute reads a tensor subclass, which hooks have made."""
+        """Whether compute reads a tensor subclass that hooks have made."""
         return type(self.unsharded_local) not in (nn.Parameter, torch.Tensor, type(None))
 
     @property
@@ -132,28 +133,28 @@ class ShardedParam:
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the unsharded ``full``, as a view."""
-        if not self.layout.shape:  # a scalar is whole on every rank
+        if not self.layout.shape:  # every rank holds the whole scalar
             return full
         start, stop = self.layout.interval(self.mesh.shard.rank)
         return full.narrow(self.layout.dim, start, stop - start)
 
     def sharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """``local`` as the DTensor parameter that this rank's shard is bound as."""
+        """The DTensor parameter for this rank's shard ``local``; modules bind it between passes."""
         param = nn.Parameter(self.spec.sharded.dtensor(local), requires_grad=requires_grad)
         self._keep_grad_dtype(param)
         return param
 
     def post_forward_parameter(self, local: torch.Tensor, mesh: ParallelMesh) -> nn.Parameter:
-        """``local`` as the DTensor parameter on the post-forward ``mesh``, which has no model axes."""
+        """The DTensor parameter for ``local`` on the post-forward ``mesh``, which has no model axes."""
         spec = plain_spec(self.layout.shape, self.layout.dim, mesh).sharded
         return nn.Parameter(spec.dtensor(local), requires_grad=self.sharded.requires_grad)
 
     def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
-        """``data`` of the unsharded shape as the parameter that compute reads."""
+        """The parameter that compute reads, made of ``data`` of the unsharded shape."""
         return nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
 
     def grad_dtype_of(self, bound: torch.Tensor) -> GradDtype | None:
-        """What was set on ``bound``, else on what it replaces: dtype conversions and loading make tensors without."""
+        """The ``grad_dtype`` of ``bound``, else of the parameter before: dtype conversions and loading lose it."""
         return _torch.own_grad_dtype(bound) or self.grad_dtype
 
     def _keep_grad_dtype(self, param: nn.Parameter) -> None:
@@ -161,9 +162,9 @@ class ShardedParam:
             _torch.set_grad_dtype(param, self.grad_dtype.dtype)
 
     def follow_compute_dtype(self) -> None:
-        """Gradients follow the dtype of the unsharded parameter, which hooks choose. With a ``grad_dtype`` of the
-        user's, autograd leaves them as they come where it would else round what the reduction takes: some operations
-        return wider gradients than their parameters."""
+        """Make gradients follow the dtype of the unsharded parameter, which hooks choose. If the user set a
+        ``grad_dtype``, autograd must not round gradients before the reduction: some operations return wider gradients
+        than their parameters. So autograd then leaves gradients in the dtype in which they come."""
         assert self.unsharded is not None
         if self.unsharded.dtype.is_floating_point:
             policy = replace(self.policy, param_dtype=self.unsharded.dtype)
@@ -172,10 +173,10 @@ class ShardedParam:
             _torch.set_grad_dtype(self.unsharded, None)
 
     def current(self) -> nn.Parameter:
-        """The parameter that is bound now; users may have replaced ours, in one slot or in all.
+        """The parameter that is bound now. Users may have replaced the sharded one, in one slot or in all.
 
         Raises:
-            TypeError: it is gone, or cannot take the place of ours.
+            TypeError: the parameter is gone, or cannot replace the sharded one.
         """
         found = [getattr(module, name, None) for module, name in self.slots]
         bound = next((each for each in found if each is not self.sharded), self.sharded)
@@ -215,7 +216,7 @@ class ShardedParam:
         )
 
     def adopt(self, param: nn.Parameter, dtypes: ParamDtypes) -> None:
-        """Manage ``param`` from now on, in all slots."""
+        """Manage ``param`` in all slots from now on."""
         is_alike = dtypes == self.dtypes and type(_torch.local_of(param)) is type(_torch.local_of(self.sharded))
         self.grad_dtype = self.grad_dtype_of(param)
         self._keep_grad_dtype(param)
@@ -226,7 +227,7 @@ class ShardedParam:
             self.forget_unsharded()
 
     def forget_unsharded(self) -> None:
-        """Its memory has moved, or its dtype has changed: it is made anew at the next use."""
+        """Forget the unsharded parameter: its memory or dtype has changed. The next use makes it anew."""
         grad = self.take_unsharded_grad()
         if grad is not None:
             self.accumulate(grad.to(self.compute_dtypes.reduce))
@@ -237,11 +238,11 @@ class ShardedParam:
 
     @property
     def unsharded_grad(self) -> torch.Tensor | None:
-        """What autograd has left."""
+        """The gradient that autograd has left on the unsharded parameter."""
         return None if self.unsharded is None else self.unsharded.grad
 
     def take_unsharded_grad(self) -> torch.Tensor | None:
-        """What this rank has of that, which is gone then."""
+        """Take ``unsharded_grad`` off the unsharded parameter. Returns this rank's part of it."""
         grad = self.unsharded_grad
         if grad is not None:
             assert self.unsharded is not None
@@ -251,14 +252,14 @@ class ShardedParam:
         return grad
 
     def accumulate(self, grad: torch.Tensor) -> None:
-        """Add ``grad`` to what was not communicated yet."""
+        """Add ``grad`` to the gradients that were not communicated yet."""
         if self.accumulated is None:
             self.accumulated = grad
         else:
             self.accumulated += grad
 
     def take_grad(self) -> torch.Tensor | None:
-        """All that was not communicated yet, which is gone then."""
+        """Take all gradients that were not communicated yet. Returns their sum."""
         grad = self.take_unsharded_grad()
         if self.accumulated is None:
             return grad
@@ -270,21 +271,21 @@ class ShardedParam:
     # Writes of the shard
 
     def write_stamp(self) -> list[int]:
-        """Differs from an earlier one if the shard was written meanwhile, or may have been, by an optimizer."""
+        """A stamp that changes when the shard is written, and with every optimizer step, which may write the shard."""
         return [self.num_steps[0], *_torch.versions_of(self.versioned())]
 
     def versioned(self) -> list[torch.Tensor]:
-        """What counts writes of the shard: operations write through the DTensor, ``to_local()``
-        writes its local tensor, and a wrapper subclass its inner ones; each has a version of its own."""
+        """The tensors whose versions count writes of the shard. Operations write the DTensor, users of ``to_local()``
+        its local tensor, and a wrapper subclass its inner tensors; each has its own version."""
         local = _torch.local_of(self.sharded)
         return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]
 
 
 def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int, device: torch.device) -> torch.Tensor:
-    """``rank``'s shard of the tensor subclass ``full``, in memory of its own on ``device`` (or still on meta).
+    """``rank``'s shard of the tensor subclass ``full``, in its own memory on ``device`` (or still on meta).
 
     Raises:
-        ExtensionError: an operation that cutting takes is missing, or returns another class.
+        ExtensionError: the class lacks an operation that cutting needs, or the operation returns another class.
     """
     cls = type(full).__name__
     if type(full).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
@@ -312,11 +313,11 @@ def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int
 
 
 def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:
-    """The shard ``local`` of a tensor subclass in pinned memory, if ``home`` asks for that. A plain tensor with hooks
-    of its own stays as it is, since a copy would lose them.
+    """The shard ``local`` of a tensor subclass in pinned memory, if ``home`` asks for that. A plain tensor with its own
+    hooks stays as it is, since a copy would lose the hooks.
 
     Raises:
-        ExtensionError: pinning takes an operation that is missing, or returns another class.
+        ExtensionError: the class lacks an operation that pinning needs, or the operation returns another class.
     """
     if not home.pin_memory or local.is_meta or type(local) in (torch.Tensor, nn.Parameter):
         return local

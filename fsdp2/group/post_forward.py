@@ -1,7 +1,7 @@
-"""Shards on the post-forward mesh: what is kept between forward and backward with ``reshard_after_forward=n``.
+"""Shards on the post-forward mesh: a group keeps them between forward and backward with ``reshard_after_forward=n``.
 
-The unsharded parameters are cut over a smaller group of ranks, so that the gather in backward crosses fewer links, at
-the price of a larger shard. Everything is bound once; memory comes with ``cut`` and goes with ``release``.
+The unsharded parameters are cut over a smaller group of ranks. So the gather in backward crosses fewer links, but each
+shard is larger. Everything is bound once; ``cut`` allocates the memory, and ``release`` frees it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class PostForwardShards:
     """One group's parameters on the post-forward mesh.
 
     Attributes:
-        gather: back into the group's unsharded storage.
-        parameters: per parameter of the group, the DTensor on the post-forward mesh that is bound meanwhile; the
-            sharded parameter, if all-gather hooks decide what is kept, or if it is a DTensor on model axes.
+        gather: the gather back into the group's unsharded storage.
+        parameters: per parameter of the group, what is bound between forward and backward: the DTensor on the
+            post-forward mesh, or the sharded parameter if it has all-gather hooks or is a DTensor on model axes.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PostForwardShards:
         self.gather = Gather(plan, self._flats, full.gathered, rank, carrier, streams, hooks, calls_pre_hooks=False)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        # Bound as they are where no DTensor describes what is kept: parts of payloads, or of what model axes have cut.
+        # Sharded parameters stay bound where no DTensor describes what is kept: with hooks, or on model axes.
         self.parameters = [param.sharded for param in params]
         for step in plan.steps:
             start, stop = step.layout.interval(rank)
@@ -65,25 +65,25 @@ class PostForwardShards:
         self.release()
 
     def set_comm(self, all_gather: AllGather | None) -> None:
-        """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
+        """Gather with ``all_gather`` from the next launch on; None means the backend's own."""
         self.gather.set_comm(gather_comm(self._comm, self._mesh, all_gather))
 
     def cut(self) -> None:
-        """Copy this rank's part out of the unsharded parameters, which are released behind it: gathers wait for that
-        (I3), so what is cut is there when it is sent."""
+        """Copy this rank's part out of the unsharded parameters. The caller then releases them, and gathers wait for
+        that release (I3), so the copies are complete before a gather sends them."""
         for dtype, flat in self._flats.items():
             flat.untyped_storage().resize_(self._nbytes[dtype])
         _torch.foreach_copy(self._targets, self._sources)
 
     def release(self) -> None:
-        """Free the shards; nothing happens if there are none."""
+        """Free the shards, if there are any."""
         for flat in self._flats.values():
             flat.untyped_storage().resize_(0)
 
 
 def _cut_input(step: GatherStep, num_shards: int) -> PlanInput:
-    """What ``step`` gathered, as something to cut over ``num_shards`` ranks. It has been cast already. What hooks sent
-    is cut wherever it falls: nobody but the hooks knows its shape."""
+    """The tensor that ``step`` gathered, to be cut over ``num_shards`` ranks; it is already cast. What hooks sent is
+    cut as a flat tensor: only the hooks know its shape."""
     layout = step.layout
     if step.origin is Origin.SHARD:
         cut = ShardLayout(layout.shape, layout.dim, num_shards)

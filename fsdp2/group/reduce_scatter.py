@@ -25,17 +25,17 @@ Sums = list[list[torch.Tensor]]  # per plan, the buffers that hold this rank's s
 
 @dataclass(frozen=True)
 class AllReduceHook:
-    """``run`` is the user's, called on ``stream``, or on that of reductions."""
+    """The user's hook ``run``, called on ``stream``, or on the reduce stream if that is None."""
 
     run: Callable[[torch.Tensor], object]
     stream: torch.Stream | None = None
 
 
 class Launched(NamedTuple):
-    """A reduce-scatter on its way.
+    """A reduce-scatter in flight.
 
-    ``sums`` receives this rank's part. ``works``: what the CPU has to wait for. ``inputs`` must live until ``read``
-    has happened on an accelerator; without an event, until the gradients have landed.
+    ``sums`` receives this rank's part. ``works``: what the CPU has to wait for. ``inputs`` must live until the event
+    ``read`` on an accelerator; without an event, until the gradients have landed.
     """
 
     sums: Sums
@@ -45,7 +45,7 @@ class Launched(NamedTuple):
 
 
 class Reduce:
-    """The reduce plans of a group, one per combination of dtypes. All of them travel in one launch."""
+    """The reduce plans of a group, one per combination of dtypes. One launch carries all of them."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class Reduce:
         self._mesh, self._comm, self.streams = mesh, comm, streams
         self._parts = [_Part(plan, mesh, is_hooked=hook is not None) for plan in plans]
         self._hook = hook
-        self._averages = any(plan.factors.averages for plan in plans)  # then all do
+        self._averages = any(plan.factors.averages for plan in plans)  # if one plan averages, all do
         self._lands_gradients = any(part.is_local for part in self._parts)
 
     def launch(self, grads: list[torch.Tensor]) -> Launched:
         """Start reducing ``grads``, one per step of the plans, in their unsharded shapes. Empties the list.
 
-        What must be copied or cast is copied on the current stream, and freed at once.
+        Gradients that need a copy or a cast are copied on the current stream, and freed at once.
         """
         streams = self.streams
         packed = [part.pack(grads) for part in self._parts]
@@ -74,10 +74,10 @@ class Reduce:
         sent: list[torch.Tensor] = []
         with streams.on_reduce():
             sums = [part.receive(mine, outputs, sent) for part, mine in zip(self._parts, packed, strict=True)]
-            held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` when it has read it
+            held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` once it was read
             del packed
             works = self._comm.reduce_scatter(outputs, sent, averages=self._averages) if outputs else ()
-            # Gradients that land as they are must live longer.
+            # Gradients that land without a copy must live longer.
             read = None if self._lands_gradients else streams.record()
         return Launched(sums, works, held, read)
 
@@ -123,7 +123,7 @@ class _Part:
     """One plan of a reduction: what it sends, and the flat buffer that receives.
 
     Attributes:
-        is_local: one rank, no cast and no hook: the gradients are their own reduction, without buffer or copy.
+        is_local: one rank, no cast and no hook: the gradients themselves are the sums, without buffer or copy.
         places: shape, stride and offset in the flat buffer of this rank's part of each gradient.
     """
 
@@ -132,7 +132,7 @@ class _Part:
         is_uncast = plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
         self.is_local = mesh.data_parallel_size == 1 and is_uncast and not is_hooked
         self._mesh = mesh
-        # A hook gets all sums in one buffer, and sees the gaps between its parts.
+        # A hook gets all sums in one buffer, and reads the gaps between the sums, too: the gaps must be zero.
         self._new_buffer = torch.zeros if is_hooked else torch.empty
         on_route = {route: [(i, s) for i, s in enumerate(plan.steps) if s.route is route] for route in Route}
         self._rows_numel = sum(step.layout.chunk_numel for _, step in on_route[Route.ROWS])
@@ -145,7 +145,7 @@ class _Part:
 
     def pack(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Take this plan's gradients off the front of ``grads``. Returns what each call of the comm sends: the
-        gradients themselves, or copies of them, on the current stream."""
+        gradients themselves, or copies made on the current stream."""
         mine = grads[: self.num_steps]
         del grads[: self.num_steps]
         if self.is_local:
@@ -161,7 +161,7 @@ class _Part:
             packed.append(pack_strided([(mine[i], layout) for i, layout in self._strided], dtype))
         direct = list(map(mine.__getitem__, self._direct))
         mine.clear()
-        while direct:  # a gradient that is cast is freed before the next one is cast
+        while direct:  # frees each gradient after its cast, before the next cast
             packed.append(direct.pop(0).reshape(-1).to(dtype))
         if plan.factors.before != 1.0:
             _torch.foreach_div(packed, plan.factors.before)

@@ -1,11 +1,11 @@
-"""The sharded form of one group's parameters: where the shards lie, and whether those that were bound still are.
+"""The sharded form of one group's parameters: where the shards lie, and whether the same shards are still bound.
 
-Plain shards lie behind each other in flat buffers, one per dtype, so that one launch reads or writes many. The shard of
-a tensor subclass is an object of its own, since nobody but the subclass knows where its values are. Users may replace
-shards, move, cast or materialise them: ``refresh`` takes over what is bound now.
+Plain shards lie one after another in flat buffers, one per dtype, so that one launch reads or writes many. The shard of
+a tensor subclass is a separate object, since only the subclass knows where its values are. Users may replace, move,
+cast or materialise shards: ``refresh`` takes over what is bound now.
 
-Optimizers write shards. With ``foreach=True`` they write lists of DTensors, and torch counts that in the version of
-neither the DTensors nor their local tensors. So a step of an optimizer is noted on the groups of its parameters.
+Optimizers write shards. With ``foreach=True`` they write lists of DTensors. Torch then counts the write neither in the
+version of the DTensors nor of their local tensors. So each optimizer step is noted on the groups of its parameters.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def flat_buffers() -> list[torch.Tensor]:
     return [flat for shards in _alive for flat in shards.flats.values()]
 
 
-_NUM_STEPS = "_fsdp2_num_steps"  # on a sharded parameter: how often an optimizer has stepped its group, in a list
+_NUM_STEPS = "_fsdp2_num_steps"  # attribute of sharded parameters: a list with the number of optimizer steps
 
 
 def count_steps(params: Sequence[nn.Parameter], count: list[int]) -> None:
-    """``count[0]`` goes up with every step of an optimizer over one of ``params``."""
+    """Add 1 to ``count[0]`` with every step of an optimizer that has one of ``params``."""
     _note_optimizer_steps()
     for param in params:
         setattr(param, _NUM_STEPS, count)
@@ -51,7 +51,7 @@ def count_steps(params: Sequence[nn.Parameter], count: list[int]) -> None:
 
 @cache
 def _note_optimizer_steps() -> None:
-    """From now on, for the whole process."""
+    """Count optimizer steps from now on, in the whole process."""
     register_optimizer_step_post_hook(_note_step)
 
 
@@ -66,8 +66,8 @@ class GroupShards:
 
     Attributes:
         flats: the flat buffers of the plain shards.
-        plain: indices of the parameters whose shards lie there.
-        sharded, noted: the parameters that are bound between passes, and what they are made of.
+        plain: indices of the parameters whose shards lie in ``flats``.
+        sharded, noted: the parameters that are bound between passes, and their local tensors.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class GroupShards:
         return _torch.versions_of(self._versioned) != self._placed_versions
 
     def plain_inputs(self) -> dict[int, GatherInput]:
-        """What a plan needs to know of the plain parameters."""
+        """The inputs of a plan for the plain parameters."""
         return {index: self._params[index].plan_input for index in self.plain}
 
     def refresh(self) -> bool:
-        """Take over parameters that the user replaced, moved, cast, materialised or gave hooks or another
-        ``grad_dtype`` since the last call. Returns whether there were any.
+        """Take over parameters that the user replaced, moved, cast or materialised since the last call, or that got
+        hooks or another ``grad_dtype``. Returns whether there were any.
 
         Raises:
             TypeError: a parameter is no DTensor any more, or has another shape.
-            ValueError: a parameter is not where shards live, or its ``grad_dtype`` leaves its reduction open.
+            ValueError: a parameter is on the wrong device, or its ``grad_dtype`` does not define the reduce dtype.
         """
         current = [param.current() for param in self._params]
         if all(map(self._is_in_place, range(len(current)), current)):
@@ -120,11 +120,11 @@ class GroupShards:
         return True
 
     def write_stamp(self) -> list[int]:
-        """Differs from an earlier one if a shard was written meanwhile, or may have been, by an optimizer."""
+        """A stamp that changes when a shard is written, and with every optimizer step, which may write shards."""
         return [self._num_steps[0], *_torch.versions_of(self._versioned)]
 
     def check_ready(self) -> None:
-        """Refuse to gather what has no values.
+        """Refuse to gather parameters without values.
 
         Raises:
             RuntimeError: a parameter is still on the meta device.
@@ -138,7 +138,7 @@ class GroupShards:
                 )
 
     def _place(self, shards: list[torch.Tensor]) -> None:
-        """Copy plain ``shards`` into new flat buffers; leave those of tensor subclasses as they are."""
+        """Copy plain ``shards`` into new flat buffers; leave shards of tensor subclasses as they are."""
         self.plain = [index for index, shard in enumerate(shards) if is_plain(shard)]
         plan = compile_gather(self.plain_inputs(), self._comm)
         all_meta = all(shard.is_meta for shard in shards)
@@ -148,7 +148,7 @@ class GroupShards:
         with torch.inference_mode(False), torch.no_grad():
             for step in plan.steps:
                 shape = self._params[step.index].shard_shape
-                if shards[step.index].is_meta:  # takes its place in the buffer when it has been materialised
+                if shards[step.index].is_meta:  # moves into the buffer when the user has materialised it
                     local = torch.empty(shape, dtype=step.source, device="meta")
                 else:
                     local = alias(self.flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
@@ -156,7 +156,7 @@ class GroupShards:
                 self._locals[step.index] = local
 
     def _replace(self, shards: list[torch.Tensor]) -> None:
-        """Have the sharded parameters, which stay, made of ``shards``."""
+        """Make ``shards`` the local tensors of the sharded parameters, which stay the same objects."""
         self._place(shards)
         for param, local in zip(self._params, self._locals, strict=True):
             _torch.set_local(param.sharded, local)
@@ -172,8 +172,8 @@ class GroupShards:
         self._placed_versions = _torch.versions_of(self._versioned)
 
     def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """``local`` to be placed anew. If it was given hooks where it lay in the flat buffer, the object stays, with
-        memory of its own.
+        """``local``, ready to be placed anew. If it got hooks while it lay in the flat buffer, the object stays, but
+        gets its own memory.
 
         Raises:
             ExtensionError: it cannot be pinned.

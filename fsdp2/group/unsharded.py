@@ -1,7 +1,7 @@
 """The unsharded form of one group's parameters: the gather that fills it, and what compute reads.
 
-At first use a plan is compiled and bound to memory; in every step the group replays it. Rule: what autograd has saved
-stays the same objects as long as they lie where they did (I1).
+At first use a plan is compiled and bound to memory; in every step the group replays the plan. Rule: the tensors that
+autograd has saved stay the same objects as long as their place in memory stays the same (I1).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class UnshardedParams:
     """The unsharded parameters of one group.
 
     Attributes:
-        comm, streams: the backend's own gathers, and the streams that the group works with.
-        carrier: what carries gathers: the user's own, or the backend's.
-        gather: of the shards, once it is bound.
-        post_forward: the shards on ``post_forward_mesh``, once it was used.
-        parameters: what compute reads; none before the first gather has arrived.
-        versioned, saved_versions: the tensors whose versions autograd compares, and those that it has saved.
-        requires_grad: of each parameter, what was last seen on the sharded one.
-        trainable: the positions of those that require gradients, once there are ``parameters``.
-        hooked: the parameters whose all-gather hooks decide what they send, if there are any.
-        post_forward_mesh: the smaller mesh between forward and backward, if there is one.
+        comm, streams: the backend's own gathers, and the streams that the group uses.
+        carrier: the comm that carries gathers: the user's own, or the backend's.
+        gather: the gather of the shards, once it is bound.
+        post_forward: the shards on ``post_forward_mesh``, once that was used.
+        parameters: what compute reads; empty before the first gather has arrived.
+        versioned, saved_versions: the tensors whose versions autograd compares, and the versions that it has saved.
+        requires_grad: per parameter, the flag last seen on the sharded parameter.
+        trainable: the positions of the parameters that require gradients, once there are ``parameters``.
+        hooked: the parameters with all-gather hooks, if there are any.
+        post_forward_mesh: the smaller mesh for shards between forward and backward, if there is one.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class UnshardedParams:
         self.requires_grad: list[bool] = []
         self._all_gather: AllGather | None = None
         self._memory: GatheredMemory | None = None
-        self._places: object = None  # of what lies in that memory
+        self._places: object = None  # where each tensor lies in ``_memory``
         self.hooked: HookedParams | None = None
         self.unbind()
 
     def unbind(self) -> None:
-        """Forget what was compiled: dtypes, layouts or streams have changed."""
+        """Forget the compiled plan: dtypes, layouts or streams have changed."""
         self.gather: Gather | LocalGather | None = None
         self.post_forward: PostForwardShards | None = None
         self.parameters: list[nn.Parameter] = []
@@ -68,11 +68,11 @@ class UnshardedParams:
     # What is asked for
 
     def use_post_forward_mesh(self, mesh: ParallelMesh | None) -> None:
-        """Between forward and backward, keep shards on ``mesh`` from now on, if asked to."""
+        """Keep shards on ``mesh`` between forward and backward from now on; None keeps none."""
         self.post_forward_mesh, self.post_forward = mesh, None
 
     def set_comm(self, all_gather: AllGather | None) -> None:
-        """From the next launch on, ``all_gather`` carries what is gathered; None is the backend's."""
+        """Gather with ``all_gather`` from the next launch on; None means the backend's own."""
         self._all_gather = all_gather
         self.carrier = gather_comm(self.comm, self._mesh, all_gather)
         with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather():
@@ -84,7 +84,7 @@ class UnshardedParams:
     def move_to(self, streams: Streams) -> None:
         """Gather on ``streams`` from now on. Nothing is unsharded, or in flight."""
         if self.gather is not None:
-            self.gather.release()  # what was kept, too: memory belongs to the stream it was allocated on
+            self.gather.release()  # kept memory, too: memory belongs to the stream that it was allocated on
         self.streams = streams
         self.comm = comm_for(self._mesh.shard, self._mesh.device, is_async=streams.gathers_are_async)
         self.carrier = gather_comm(self.comm, self._mesh, self._all_gather)
@@ -99,16 +99,16 @@ class UnshardedParams:
 
     @property
     def made_by_hooks_nbytes(self) -> int:
-        """Size of what post-hooks fill."""
+        """Bytes of the inner tensors that post-hooks fill."""
         return sum(nbytes for param in self._params for _, nbytes in param.inner)
 
     @property
     def nbytes(self) -> int:
-        """Size of the unsharded parameters with what hooks make of them; 0 as long as nobody has asked for them."""
+        """Bytes of the unsharded parameters, with the inner tensors that hooks make; 0 before the first use."""
         return self.made_by_hooks_nbytes + (self.gather.plan.unsharded_nbytes if self.gather is not None else 0)
 
     def plan(self) -> GatherPlan:
-        """What a gather runs. What hooks send is part of it from the first gather on."""
+        """The plan that a gather runs. It contains what hooks send from the first gather on."""
         return compile_gather(self._shards.plain_inputs(), self.comm) if self.gather is None else self.gather.plan
 
     # At first use
@@ -117,18 +117,18 @@ class UnshardedParams:
         """Compile and bind the gather. ``requires_grad``: of the sharded parameters.
 
         Raises:
-            ExtensionError: hooks are missing, or returned what cannot be gathered; on all ranks alike.
+            ExtensionError: hooks are missing, or returned something that cannot be gathered; all ranks raise.
             RuntimeError: a parameter is still on the meta device.
         """
         self._shards.check_ready()
-        # These tensors outlive the pass that first needs them.
+        # These tensors live longer than the first pass.
         with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather():
             inputs = self._shards.plain_inputs()
             first_key = len(self._params)
             hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
             self.hooked = HookedParams(hooked, self._mesh, self._home, self.hooked) if hooked else None
             if self.hooked is not None:
-                # What hooks consume goes on arrival, unless the post-forward mesh wants a part of it.
+                # What hooks consume is freed on arrival, unless the post-forward mesh needs a part of it.
                 consumed = Lifetime.ARRIVAL if self.post_forward_mesh is None else Lifetime.UNSHARDED
                 inputs |= self.hooked.inputs(first_key, consumed)
             gather = self._bound(compile_gather(inputs, self.comm))
@@ -148,8 +148,8 @@ class UnshardedParams:
         return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, streams, self.hooked, stage=stage)
 
     def _memory_for(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
-        """The memory to gather into, unless ``flats`` are read right away. Unsharded parameters stay the same objects
-        if they lie where they did: autograd may have saved them."""
+        """The memory to gather into. ``flats``: the buffers that compute reads directly, if any. If all places in
+        memory are as before, the unsharded parameters stay the same objects: autograd may have saved them."""
         steps = sorted(plan.steps, key=lambda step: step.index)
         places = [(step.index, step.offset_nbytes, step.layout.shape, step.dtype, step.lifetime) for step in steps]
         found = places, [flat.data_ptr() for flat in flats.values()]
@@ -161,7 +161,7 @@ class UnshardedParams:
         return self._memory
 
     def adopt(self) -> None:
-        """The first gather has arrived: what it filled becomes the parameters that compute reads."""
+        """The first gather has arrived: make its outputs the parameters that compute reads."""
         assert self.gather is not None
         with torch.inference_mode(False), torch.no_grad():
             for index in self._shards.plain:
@@ -176,7 +176,7 @@ class UnshardedParams:
             param.follow_compute_dtype()
 
     def follow_requires_grad(self, requires_grad: list[bool]) -> None:
-        """Follow what the user set on the sharded parameters."""
+        """Copy ``requires_grad`` of the sharded parameters, which the user sets, to the unsharded ones."""
         self.requires_grad = requires_grad
         for unsharded, is_trainable in zip(self.parameters, requires_grad, strict=True):
             unsharded.requires_grad_(is_trainable)
@@ -185,12 +185,12 @@ class UnshardedParams:
     # In every step
 
     def wait_for_reads(self) -> None:
-        """Have the CPU wait until no copy to the device reads the shards any more."""
+        """Make the CPU wait until no copy to the device reads the shards any more."""
         if self.gather is not None and self.gather.stage is not None:
             self.gather.stage.wait()
 
     def cut(self) -> Sequence[nn.Parameter]:
-        """Copy this rank's part on the post-forward mesh out. Returns what is bound meanwhile."""
+        """Copy out this rank's part on the post-forward mesh. Returns the parameters to bind until backward."""
         if self.post_forward is None:
             assert isinstance(self.gather, Gather)
             assert self.post_forward_mesh is not None

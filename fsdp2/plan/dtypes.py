@@ -63,7 +63,7 @@ def own_policy(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> 
 
 
 def check_grad_dtype(name: str, grad: GradDtype | None, policy: MixedPrecisionPolicy) -> None:
-    """Refuse a ``grad_dtype`` of None that leaves open what to reduce in: ranks have to agree before they compute."""
+    """Refuse a ``grad_dtype`` of None without a reduce dtype: ranks must agree on that dtype before they compute."""
     if grad == GradDtype(None) and policy.reduce_dtype is None:
         raise ValueError(
             f"parameter '{name}' has grad_dtype=None, so its gradient may come in any dtype, and nothing says in which "

@@ -18,9 +18,9 @@ ALIGNMENT_NBYTES = 128
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """A tensor of ``shape`` that ``num_shards`` ranks hold pieces of, behind each other along ``dim``.
+    """A tensor of ``shape``, cut along ``dim`` into consecutive pieces, one for each of ``num_shards`` ranks.
 
-    On the wire every piece takes ``chunk_numel`` elements, padded at its end. How long the pieces are, subclasses say.
+    In a message every piece takes ``chunk_numel`` elements, padded at its end. Subclasses define the piece lengths.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def is_contiguous(self) -> bool:
-        """Whether the pieces, behind each other with their padding, begin with the tensor itself."""
+        """Whether the padded pieces, one after another, start with the whole tensor in its memory order."""
 
     @abstractmethod
     def interval(self, rank: int) -> tuple[int, int]:

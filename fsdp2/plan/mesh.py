@@ -1,4 +1,4 @@
-"""Which ranks: the shard axis, the replicate axis, the model axes, and the smaller mesh to rest on between passes.
+"""Which ranks: the shard axis, the replicate axis, the model axes, and the smaller mesh between forward and backward.
 
 A mesh always has a shard and a replicate axis; an absent one has size 1.
 """
@@ -187,8 +187,8 @@ def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 
 def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
-    """Parameters rest on groups of ``shard_size`` neighbouring ranks of ``parallel``, replicated across the groups.
-    Collective at first use."""
+    """The mesh for shards between forward and backward: groups of ``shard_size`` neighbouring ranks of ``parallel``,
+    replicated across the groups. Collective at first use."""
     ranks = parallel.mesh.mesh.reshape(-1, shard_size)
     ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
     groups = [_own_group(line.tolist(), "fsdp2_post_forward") for line in (ranks[:, column], ranks[row, :])]
@@ -209,7 +209,7 @@ def _own_axis(ranks: list[int], description: str) -> Axis:
     return Axis(group, len(ranks), dist.get_rank(group))
 
 
-# I4: all ranks of a group decide alike whether it is made, by plain values: a mesh may be freed on one rank only.
+# I4: all ranks must decide alike whether to create a group. So keys are plain values: one rank alone may free a mesh.
 _Key = tuple[tuple[int, ...], str]
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 

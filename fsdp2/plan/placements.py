@@ -1,7 +1,7 @@
 """How a parameter lies on a mesh, sharded and unsharded: DTensor specs.
 
-A model axis (TP, EP) has cut the parameter before; data parallelism cuts what it left over. Where a model axis that
-cuts the same dim stands further right, DTensor calls that a strided shard.
+A model axis (TP, EP) has cut the parameter before; data parallelism cuts the local part again. If a model axis further
+right in the mesh cuts the same dim, DTensor calls the placement a strided shard.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ class GatherBucket:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """A group's all-gather. ``shard_numels``: length of the flat shard buffer of each dtype. ``shared_nbytes``: the
-    storage of all plain parameters. ``staging_nbytes``: what the buckets need while they travel."""
+    """A group's all-gather. ``shard_numels``: length of the flat shard buffer of each dtype. ``shared_nbytes``: size of
+    the storage of all plain parameters. ``staging_nbytes``: size of the buckets while they are in flight."""
 
     steps: tuple[GatherStep, ...]
     shard_numels: tuple[tuple[torch.dtype, int], ...]
@@ -213,8 +213,8 @@ def compile_gather(
 ) -> GatherPlan:
     """Place every shard in a flat buffer per dtype, and what is gathered in one storage.
 
-    ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: the plan whose gathered tensors were cut
-    into the shards gathered here, those that rest on the post-forward mesh. They go back to where they came from.
+    ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: for shards on the post-forward mesh, the
+    plan whose gathered tensors were cut into these shards. The shards are gathered back to their old places.
     """
     return _compile_gather(tuple(inputs.items()), comm.direct_min_nbytes, back_into)
 
@@ -228,7 +228,7 @@ def _compile_gather(
     dtypes = list(dict.fromkeys(_gathered_dtype(item) for item in inputs.values()))
 
     def place(index: int) -> tuple[bool, int, int, int]:
-        """Shards that share a bucket touch each other in the flat buffer, whatever other shards have its dtype."""
+        """Sort key: shards that share a bucket are neighbours in the flat buffer, whatever else has their dtype."""
         route = routes[index]
         return route is Route.DIRECT, dtypes.index(_gathered_dtype(inputs[index])), _ROUTES.index(route), index
 
@@ -255,8 +255,8 @@ def compile_reduces(
     averages: bool = False,
 ) -> tuple[ReducePlan, ...]:
     """A plan per combination of dtypes, for gradients that are summed over ``world_size`` ranks and divided by
-    ``factor``, ``behind_hook`` if asked to. If the collectives can take the mean (``averages``), and that is what is
-    asked for, they do. Steps carry the position in ``inputs`` as ``index``."""
+    ``factor``, after the user's hook if ``behind_hook``. If ``averages``, and the result is the mean, the collectives
+    take the mean. Steps carry the position in ``inputs`` as ``index``."""
     by_dtypes: dict[ParamDtypes, list[tuple[int, PlanInput]]] = {}
     for index, item in enumerate(inputs):
         by_dtypes.setdefault(item.dtypes, []).append((index, item))

@@ -1,7 +1,7 @@
-"""Performs the schedule's actions on the units of one root, and owns what is in flight of it.
+"""Performs the schedule's actions on the units of one root, and owns what is in flight under that root.
 
-That is its reductions, and gradients on their way to the host; gathers belong to their groups. Knows which units there
-are, not what made them run.
+The executor owns the reductions, and gradients in flight to the host; gathers belong to their groups. It knows the
+units, but not why they run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_GROUPS = {
 
 
 def _run(group: ParamGroup, step: Callable[[], None]) -> None:
-    """Run a step of a reduction of ``group``: if a collective has failed, the error says whose it was."""
+    """Run a step of a reduction of ``group``. If a collective has failed, the error names the group's unit."""
     try:
         step()
     except CommunicationError as error:
@@ -46,13 +46,13 @@ def _run_all(runs: Sequence[Callable[[], object]]) -> None:
 
 
 class Watches(Protocol):
-    """Who is told what happens to a unit."""
+    """Holds an observer that is told what happens to a unit."""
 
     observer: Observer
 
 
 class GroupedUnit(Protocol):
-    """A unit, as far as its groups are concerned. ``root.Unit`` is the only one."""
+    """What the executor needs of a unit. ``root.Unit`` is the only implementation."""
 
     @property
     def name(self) -> str: ...
@@ -65,16 +65,16 @@ class GroupedUnit(Protocol):
 
 
 class ActionFilter(Protocol):
-    """Decides, action by action, whether and when it is performed: what limits memory plugs in here.
+    """Decides for each action whether and when it is performed. The memory limit plugs in here.
 
     Attributes:
-        programs: what to call for an action on a unit, instead of what the executor would.
+        programs: what to call for an action on a unit, instead of the executor's own program.
     """
 
     programs: Programs
 
     def begin_forward(self) -> None:
-        """A forward begins that is a pass of its own."""
+        """A forward pass begins: its unit's forward is not inside another unit's."""
 
     def begin_backward(self, unit: int) -> None:
         """The backward of ``unit`` begins; its actions follow."""
@@ -84,9 +84,9 @@ class Executor:
     """The actions of one root.
 
     Attributes:
-        units: actions name them by their position.
+        units: actions name units by their position here.
         max_in_flight: how many reductions may be in flight, counting the one that starts. The user chooses between
-            memory and overlap: each holds the gradients that it reads.
+            memory and overlap: each reduction holds the gradients that it reads.
         programs: what to call for an action on a unit, if no filter is set.
     """
 
@@ -97,8 +97,8 @@ class Executor:
         self.programs: Programs = {}
         self.filter: ActionFilter | None = None
         self._pending: list[tuple[ParamGroup, Reduction]] = []  # oldest first
-        self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands behind the launch of the next one
-        self._last: Reduction | None = None  # that has landed, and that the current stream has not waited for
+        self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands after the launch of the next one
+        self._last: Reduction | None = None  # has landed, but the current stream has not waited for it
         self._offloaded: list[ParamGroup] = []
         self._has_reduced = False
 
@@ -154,34 +154,34 @@ class Executor:
 
     def _reduce(self, unit: GroupedUnit, group: ParamGroup, unused: Unused) -> None:
         if group.state is not GroupState.SHARDED:
-            group.note_writes()  # before it lands: hooks on the shards may run an optimizer then
+            group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
         self._add(group, group.reduce(Unused.ZERO if unit.rules.reduces_unused else unused))
 
     def reduce_partial(self, group: ParamGroup) -> None:
-        """Carry on what ``group`` has reduced over the shard axis only."""
+        """Reduce over the replicate axis what ``group`` has reduced over the shard axis only."""
         if group.mesh.replicate.size > 1:
             self._make_room(group)
             self._add(group, group.reduce_partial())
 
     def land(self) -> None:
         """Land everything."""
-        pending, self._pending = self._pending, []  # should landing raise, the rest is not landed later, by surprise
+        pending, self._pending = self._pending, []  # if landing raises, the others must not land later
         for group, reduction in pending:
             self._finish(group, reduction)
         self._land_finished()
         last, self._last = self._last, None
         if last is not None:
-            last.wait()  # it stands for all before it: they land in one order
+            last.wait()  # reductions land in order, so the last one stands for all
 
     def land_down_to(self, count: int) -> None:
-        """Land the oldest until no more than ``count`` are in flight."""
+        """Land the oldest reductions until no more than ``count`` are in flight."""
         while len(self._pending) > count:
             self._finish(*self._pending.pop(0))
         self._land_finished()
 
     def drop(self) -> None:
-        """Wait for what is in flight, and land nothing."""
+        """Wait for all reductions in flight, and land none."""
         pending, self._pending = self._pending, []
         if self._landing is not None:
             pending.insert(0, self._landing)
@@ -192,8 +192,8 @@ class Executor:
             group.gradients.drop_copies()
 
     def _make_room(self, group: ParamGroup) -> None:
-        """Finish the oldest until one more may start, and until none of ``group`` is in flight: its gradients land in
-        the order in which they were reduced."""
+        """Finish the oldest reductions until one more may start, and until none of ``group`` is in flight: gradients
+        of a group land in the order in which they were reduced."""
         pending = self._pending
         while pending and (len(pending) >= self.max_in_flight or any(other is group for other, _ in pending)):
             self._finish(*pending.pop(0))
@@ -201,7 +201,7 @@ class Executor:
             self._land_finished()
 
     def _add(self, group: ParamGroup, reduction: Reduction | None) -> None:
-        self._land_finished()  # its all-reduce over replicas has run beside the reduce-scatter that was just launched
+        self._land_finished()  # its all-reduce over replicas ran beside the reduce-scatter that was just launched
         if reduction is not None:
             self._pending.append((group, reduction))
             self._has_reduced = True
@@ -221,12 +221,12 @@ class Executor:
     # Between passes
 
     def finish_copies(self) -> None:
-        """Gradients that were offloaded are in the memory of the host."""
+        """Wait until offloaded gradients are in host memory, and hand them over."""
         self.wait_for_reads()
-        for group in reversed(self._offloaded):  # about the order in which backward ran
+        for group in reversed(self._offloaded):  # roughly the order of backward
             group.gradients.finish_copies()
 
     def wait_for_reads(self) -> None:
-        """Shards on the host are the CPU's again."""
+        """Wait until no copy reads shards on the host: then the CPU may write them."""
         for group in self._offloaded:
             group.unsharded.wait_for_reads()

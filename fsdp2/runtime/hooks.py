@@ -1,6 +1,6 @@
-"""nn.Module and autograd hooks turned into events. No decisions: what an event leads to is the schedule's business.
+"""Turns hooks of nn.Module and autograd into events. It decides nothing: the schedule decides what follows an event.
 
-Hooks are kept out of compiled graphs (``torch.compiler.disable``): a compiled block calls them between its graphs.
+Hooks stay out of compiled graphs (``torch.compiler.disable``): a compiled block calls them between its graphs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _installers: list[Callable[[Unit, list[nn.Module]], None]] = []
 
 
 def register_installer(install: Callable[[Unit, list[nn.Module]], None]) -> None:
-    """Have ``install`` called for each new unit, with the modules that hold its parameters: for hooks of other
-    subjects."""
+    """Call ``install`` for each new unit, with the modules that hold its parameters. So other parts of the package can
+    install hooks, too."""
     _installers.append(install)
 
 
 class _PostBackward(torch.autograd.Function):
-    """Identity on a unit's inputs. Its backward runs when all their gradients are known: the unit has then computed
-    the gradients of its parameters. An edge of its own, since the inputs may have other consumers."""
+    """Identity on a unit's inputs. Its backward runs when the gradients of all inputs are known. The unit has then
+    computed the gradients of its parameters. It is a separate node, since the inputs may have other consumers."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -52,8 +52,8 @@ class ModuleHooks:
     """The hooks of one unit, installed on its modules once, by ``fully_shard``.
 
     Attributes:
-        modules: where they are installed.
-        functions: what was registered there.
+        modules: the modules with these hooks.
+        functions: the functions that were registered on ``modules``.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -62,7 +62,7 @@ class ModuleHooks:
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
         self._runs_method = False  # a registered method of the unit is running
-        self._leads_to = Outcome.NOTHING  # this forward, as far as it has handed out anything
+        self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         pre_forward = torch.compiler.disable(self.pre_forward)
         post_forward = torch.compiler.disable(self.post_forward)
         self._pre_backward = _torch.GradientHook(torch.compiler.disable(self._on_output_gradient))
@@ -126,7 +126,7 @@ class ModuleHooks:
         return output
 
     def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method`` of ``module``, run like its forward; what it calls of the same unit belongs to it."""
+        """``method`` of ``module``, run like its forward. Calls inside it to the same unit belong to it."""
         pre_forward, post_forward = torch.compiler.disable(self.pre_forward), torch.compiler.disable(self.post_forward)
         resume, handed_out = torch.compiler.disable(self._resume), torch.compiler.disable(self._handed_out)
         forget_forward = torch.compiler.disable(self._forget_forward)
@@ -154,8 +154,8 @@ class ModuleHooks:
         return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
 
     def _begins_forward(self, root: Root, *, in_backward: bool) -> bool:
-        """Whether one of the unit's several modules is the first to run. Outside of its root's forward, or in a
-        backward, each is a forward of its own."""
+        """Whether the unit's forward begins now: one of its several modules is the first to run. Outside of the root's
+        forward, or in a backward, each module's call is a separate forward."""
         unit = self._unit
         if in_backward or root.schedule.forward_root is None:
             return True
@@ -176,11 +176,11 @@ class ModuleHooks:
         return unit.root is not None and unit.root.schedule.phases[unit.index] in (Phase.FORWARD, Phase.RECOMPUTE)
 
     def _runs_plainly(self) -> bool:
-        """Whether a forward of the unit, whose parameters are lent, is none of the runtime's. If it is part of a pass
-        around it, the table of states refuses it.
+        """Whether a forward of the unit, whose parameters are lent, runs without the runtime. If the forward is inside
+        another pass, the answer is no, and the state table refuses the forward later.
 
         Raises:
-            ScheduleError: it needs parameters that are not whole here, or records gradients.
+            ScheduleError: the forward needs parameters that are not whole here, or it records gradients.
         """
         unit = self._unit
         if unit.running is not Pass.IDLE:
@@ -200,7 +200,7 @@ class ModuleHooks:
         return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
 
     def _handed_out(self, output: Any) -> Any:
-        """``output`` for the unit's caller: its gradients lead to the unit's backward."""
+        """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward."""
         if torch.is_grad_enabled():
             for tensor in (output,) if type(output) is torch.Tensor else find_tensors(output, []):
                 if tensor.requires_grad:
@@ -211,7 +211,7 @@ class ModuleHooks:
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
     def _end_incomplete(self, root: Root, output: Any) -> Any:
-        """Units of several modules of which some did not run end with the root's forward."""
+        """End the forward of units with several modules if some of these modules did not run in the root's forward."""
         for unit in reversed(root.units):
             if unit.missing_modules and unit is not self._unit:
                 unit.missing_modules.clear()
@@ -228,8 +228,8 @@ class ModuleHooks:
         (unit.root or unit.form_root()).post_backward(unit)
 
     def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Tell when the gradients of all inputs are known. With one input, as most blocks have, a hook on a view does
-        that; it spares the Python of an ``autograd.Function``."""
+        """Mark the inputs, to learn when the gradients of all are known. Most blocks have one input. Then a hook on a
+        view is enough; it is cheaper than an ``autograd.Function`` in Python."""
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
             tensors = list(args) if args[0].requires_grad else []
         else:
@@ -247,15 +247,15 @@ class ModuleHooks:
         return map_tensors(lambda tensor: view if tensor is only else tensor, (args, kwargs))
 
 
-FORWARD_METHOD = "_fsdp2_forward_method"  # of what stands in for a registered method: the method itself
+FORWARD_METHOD = "_fsdp2_forward_method"  # attribute of the wrapper of a registered method: the method itself
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat the method ``method_name`` of ``module`` like its ``forward``: parameters are unsharded before it runs, and
-    what happens after forward happens after it.
+    the steps that follow a forward follow the method.
 
-    What the method calls of the same unit, ``forward`` included, belongs to it: the unit stays unsharded until the
-    outermost call returns. Nothing happens if ``module`` is not sharded, or if the method is registered already.
+    Calls inside the method to the same unit, ``forward`` included, belong to it: the unit stays unsharded until the
+    outermost call returns. Nothing happens if ``module`` is not sharded, or if the method is already registered.
 
     Raises:
         ValueError: ``module`` has no such method.
@@ -284,7 +284,7 @@ def _method_names(module: nn.Module) -> list[str]:
 
 
 def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> list[Callable[..., Any]]:
-    """State dicts see shards, or what ``unsharded`` has bound, and what was loaded is looked at before its next use."""
+    """State dicts see shards, or what ``unsharded`` has bound. Loaded parameters are checked before their next use."""
 
     def reshard(*_: Any, **__: Any) -> None:
         if any(group.state not in (GroupState.SHARDED, GroupState.LENT) for group in unit.groups):

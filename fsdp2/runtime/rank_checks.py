@@ -1,9 +1,9 @@
-"""What ranks have to know of each other: that their models are alike, which parameters were used, and who stalls.
+"""What ranks must know of each other: whether their models are alike, which parameters were used, and who stalls.
 
-``check_agreement`` compares the units of all ranks once, before the first collective that would hang if they differed:
-a hash per mesh in one small all-reduce, and the descriptions only if hashes differ (I4). ``UsedParams`` finds out at
-the end of a step which parameters had a gradient on some rank (I15). ``watch_for_stalls`` says what this rank did last
-when nothing goes on any more.
+``check_agreement`` compares the units of all ranks once, before the first collective that would hang if units differed.
+It sends a hash per mesh in one small all-reduce, and the descriptions only if hashes differ (I4). ``UsedParams`` finds
+out at the end of a step which parameters had a gradient on some rank (I15). ``watch_for_stalls`` reports the last
+events of this rank when nothing happens any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp2.types import ScheduleError
 _T = TypeVar("_T")
 
 _LOOKS_PER_TIMEOUT = 40
-_PATIENCE = 0.5  # of the timeout: what has hung may have been enqueued long before the last event
+_PATIENCE = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
 
 _log = logging.getLogger("fsdp2")
 
@@ -41,7 +41,7 @@ def check_agreement(root_class: str, units: Sequence[GroupedUnit]) -> None:
     """Compare ``units`` with those of the other ranks. Collective on the meshes of their groups.
 
     Raises:
-        ScheduleError: they differ; on all ranks alike. Names the ranks, the unit and the parameter.
+        ScheduleError: units differ; all ranks raise. Names the ranks, the unit and the parameter.
     """
     by_groups: dict[object, tuple[ParallelMesh, list[str]]] = {}
     for unit in units:
@@ -50,15 +50,15 @@ def check_agreement(root_class: str, units: Sequence[GroupedUnit]) -> None:
             by_groups.setdefault((mesh.shard.group, mesh.replicate.group), (mesh, []))[1].extend(
                 _described(unit, group)
             )
-    # In an order that ranks with other meshes share, whatever their units are: meshes may overlap.
+    # Meshes may overlap, so ranks with other meshes must use the same order, whatever their units are.
     for mesh, lines in sorted(by_groups.values(), key=_size):
         if not _is_agreed(mesh, "\n".join(lines)):
-            match_channels(mesh.shard)  # for the models that are built next
+            match_channels(mesh.shard)  # so that models built later work
             raise ScheduleError(_difference(root_class, mesh, lines))
 
 
 def compare(units: Sequence[GroupedUnit], found: _T) -> list[_T]:
-    """What the ranks of the largest mesh of ``units`` have ``found``, in rank order; one entry if that is the same.
+    """The values ``found`` on the ranks of the largest mesh of ``units``, in rank order; one entry if all are equal.
     ``found``: plain values."""
     meshes = [group.mesh for unit in units for group in unit.groups]
     mesh = max(meshes, key=lambda mesh: mesh.data_parallel_size)
@@ -68,8 +68,8 @@ def compare(units: Sequence[GroupedUnit], found: _T) -> list[_T]:
 
 
 def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
-    """Whether the least and the greatest hash of all ranks are one: each byte, and what it lacks to 255, reduced to
-    their least."""
+    """Whether the hash of ``text`` is the same on all ranks. One all-reduce takes the minimum of each byte b and of
+    255 - b; the hashes are equal if the minimum and the maximum of each byte are."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     bounds = torch.stack([digest, 255 - digest]).to(mesh.device)
     for axis in (mesh.shard, mesh.replicate):
@@ -120,25 +120,25 @@ def _size(described: tuple[ParallelMesh, list[str]]) -> tuple[int, int]:
 class UsedParams:
     """Which parameters of ``groups``, all groups of a root, had a gradient on some rank.
 
-    A parameter without a gradient on this rank contributes zeros to the reduction, and the sum may be a gradient all
-    the same. So at the end of a step the ranks of each mesh say which of their parameters had one, in one small
-    all-reduce, and gradients that were withheld until then are handed over or dropped. (I15)
+    A parameter without a gradient on this rank contributes zeros to the reduction, but the sum may still be a gradient.
+    So at the end of a step the ranks of each mesh exchange, in one small all-reduce, which of their parameters had a
+    gradient. Gradients that were withheld until then are handed over or dropped. (I15)
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         by_ranks: dict[object, list[ParamGroup]] = {}
         for group in groups:
             by_ranks.setdefault((group.mesh.shard.group, group.mesh.replicate.group), []).append(group)
-        # In an order that ranks with other meshes share: meshes may overlap.
+        # Meshes may overlap, so ranks with other meshes must use the same order.
         self._meshes = sorted((_OnMesh(same) for same in by_ranks.values()), key=lambda each: each.size)
 
     def settle(self) -> None:
-        """All gradients of a step have landed, but those that were withheld: do what the other ranks say."""
+        """All gradients of a step have landed, except the withheld ones: hand these over if another rank had one."""
         for each in self._meshes:
             each.settle()
 
     def forget(self) -> None:
-        """Drop what was withheld."""
+        """Drop withheld gradients."""
         for each in self._meshes:
             each.hand_over(b"")
 
@@ -165,11 +165,11 @@ class _OnMesh:
             start = stop
 
     def _anywhere(self) -> bytes:
-        """``used`` of all groups on all ranks, or-ed; empty if nobody here asks. Then the CPU does not wait for the
-        device.
+        """``used`` of all groups, or-ed over all ranks. Empty if this rank withholds no gradient: then the CPU does not
+        wait for the device.
 
-        Not to wait for the answer where nobody asks was tried: a step was no shorter (0.2 ms of 44 with 2 gloo ranks),
-        and processes crashed when torch's profiler, recording memory, stopped while the all-reduce still ran.
+        We tried not to wait for the all-reduce either in that case: a step was no shorter (0.2 ms of 44 with 2 gloo
+        ranks), and processes crashed when torch's profiler, recording memory, stopped while the all-reduce still ran.
         """
         mine, device = b"".join([gradients.used for gradients in self._groups]), self._mesh.device
         if mine != self._mine:
@@ -184,11 +184,11 @@ class _OnMesh:
 
 
 class Tells(Protocol):
-    """A root, as far as its last events are concerned."""
+    """What the stall watch needs of a root: its last events."""
 
     @property
     def last_event(self) -> object:
-        """An object of its own for each event; None before the first."""
+        """A different object for each event; None before the first."""
 
     def story(self) -> str:
         """The last events, oldest first."""
@@ -197,9 +197,9 @@ class Tells(Protocol):
 class StallWatch:
     """Watches all roots on one device, since their collectives queue behind each other.
 
-    On the CPU, a collective that times out raises where it is waited for. On an accelerator nothing of ours raises: the
-    CPU waits somewhere else, for the device, until the backend's own watchdog (NCCL's) ends the process. So a thread
-    looks now and then at the last event that the roots have noted.
+    On the CPU, a collective that times out raises where the runtime waits for it. On an accelerator, the runtime raises
+    nothing: the CPU waits for the device elsewhere, until the watchdog of the backend (NCCL) ends the process. So a
+    thread regularly looks at the last event that the roots have noted.
 
     Args:
         rank: this process, for the message.
@@ -221,7 +221,7 @@ class StallWatch:
             self._roots.add(root)
 
     def look(self, now: float) -> str | None:
-        """What is to be said at ``now`` (in seconds), once per stall."""
+        """The message to log at time ``now`` (in seconds), once per stall; else None."""
         with self._lock:
             roots = list(self._roots)
         seen = [root.last_event for root in roots]
@@ -250,8 +250,8 @@ _watches: dict[object, tuple[StallWatch, threading.Thread]] = {}
 
 
 def watch_for_stalls(root: Tells, streams: Streams, mesh: ParallelMesh) -> None:
-    """Have a thread of this process look at ``root`` from now on, if the CPU does not wait for collectives on ``mesh``.
-    It ends with the process, or with its roots."""
+    """Let a thread of this process watch ``root`` from now on, if the CPU does not wait for collectives on ``mesh``.
+    The thread ends with the process, or with its roots."""
     groups = [axis.group for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
     timeout = _torch.timeout_of(groups[0], mesh.device) if groups and streams.runs_ahead else None
     if timeout is None:

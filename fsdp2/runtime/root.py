@@ -1,10 +1,10 @@
-"""Who the units are, and the passes that they go through under one root.
+"""The units, and the passes that they go through under one root.
 
-``Unit`` is one ``fully_shard`` call. ``Root`` is what the units under one root share. Hooks report events to it; each
-event is one method: the schedule says which actions follow, the executor performs them. In between come the events of
-units that this rank skips and others may use (``schedule.rank_skipping``).
+``Unit`` is one ``fully_shard`` call. ``Root`` is what the units under one root share. Hooks report events to the root;
+each event is one method: the schedule says which actions follow, the executor performs them. The root also inserts
+events of units that this rank skips and other ranks may use (``schedule.rank_skipping``).
 
-The first unit whose forward runs becomes the root. If a module around it runs later, that one takes over.
+The first unit whose forward runs becomes the root. If a unit around it runs later, that unit becomes the root.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _MAX_NAMES = 4
 
 
 class UnitHooks(Protocol):
-    """What hooks of one unit call on those of another; see ``hooks``."""
+    """What the hooks of one unit call on the hooks of another; see ``hooks``."""
 
     def end_forward(self, output: Any) -> Any: ...
 
 
 class MakesFilter(Protocol):
-    """What makes the filter of actions that holds a root's passes under a limit on temporary memory."""
+    """Makes the action filter that keeps a root's passes under a limit on temporary memory."""
 
     def __call__(self, limit: int, root: Root) -> ActionFilter: ...
 
 
 class _Registered:
-    """What is plugged in from above.
+    """What higher layers plug in.
 
     Attributes:
-        tree_version: differs from an earlier one if some module tree may have gained units or parameters.
+        tree_version: changes when some module tree may have gained units or parameters.
     """
 
     limits_memory: MakesFilter | None = None
@@ -59,12 +59,12 @@ class _Registered:
 
 
 def register_memory_limit(make: MakesFilter) -> None:
-    """``make`` serves every root with a ``memory_limit``."""
+    """Use ``make`` for every root with a ``memory_limit``."""
     _Registered.limits_memory = make
 
 
 def note_tree_change() -> None:
-    """Some module tree may have gained units or parameters: roots look at theirs again before their next pass."""
+    """Some module tree may have gained units or parameters: each root checks its tree before its next pass."""
     _Registered.tree_version += 1
 
 
@@ -73,15 +73,15 @@ class Unit:
 
     Attributes:
         modules: the module given, or the modules given together.
-        root: what it works under; None before its first pass.
-        auto_reshard: whether the user left ``reshard_after_forward`` open, so that being the root decides.
-        max_reductions: how many reductions the user lets be in flight; the largest number of all units counts.
-        memory_limit: how many bytes of temporary memory the user allows, if it is the root.
+        root: the unit's root; None before its first pass.
+        auto_reshard: the user did not set ``reshard_after_forward``, so only a unit that is no root reshards.
+        max_reductions: how many reductions the user allows in flight; the largest number of all units counts.
+        memory_limit: how many bytes of temporary memory the user allows, if the unit is the root.
         missing_modules: of several modules, those whose forward has not run in this pass.
-        left_alone: where parameters stay plain, because the user asked for it or has been warned.
-        left_out: where tied parameters stay plain until a unit around this one takes them.
-        watches: who is told what happens to it, under whatever root.
-        lent: what ``fsdp2.unsharded`` has bound of its parameters.
+        left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
+        left_out: slots whose tied parameters stay plain until a unit around this one takes them.
+        watches: the watches that observe the unit, under any root.
+        lent: how much of its parameters ``fsdp2.unsharded`` has bound.
     """
 
     def __init__(
@@ -118,17 +118,17 @@ class Unit:
         note_tree_change()
 
     def form_root(self) -> Root:
-        """The root it works under; it becomes one of its own if it has none."""
+        """The unit's root. A unit without one becomes a root itself."""
         return self.root or Root(self)
 
     @property
     def running(self) -> Pass:
-        """Where the pass of its root stands."""
+        """Which pass its root is in."""
         return Pass.IDLE if self.root is None else self.root.schedule.running
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the root, as far as forwards have shown so far."""
+        """Whether the unit is the root, as far as known from the forwards so far."""
         return self.root is None or self.root.unit is self
 
     @property
@@ -137,12 +137,12 @@ class Unit:
         return self.root is not None and self.root.unit is self and self.root.schedule.finalizes_by_hand
 
     def reshard(self) -> None:
-        """The user asks for it."""
+        """Reshard because the user asks."""
         if self.root is not None:  # else nothing was ever unsharded
             self.root.perform(Action.RESHARD, self)
 
     def unshard(self) -> None:
-        """The user asks for it; returns before the data has arrived."""
+        """Start gathering because the user asks; returns before the data has arrived."""
         root = self.form_root()
         root.order_gathers()
         for group in self.groups:
@@ -152,8 +152,8 @@ class Unit:
             group.note_writes()
 
     def leave(self) -> None:
-        """Another root takes over, or none: the unit was taken out of the tree. A module does not run inside its own
-        child: if a forward of the present root is under way, it has raised."""
+        """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
+        inside its own child: if a forward of the present root still counts as running, that forward has raised."""
         if self.root is not None and self.root.schedule.forward_root is not None:
             self.root.abandon_forward()
         self.root = None
@@ -165,7 +165,7 @@ class Unit:
             group.attach(name, root.story)
 
     def tell(self, watches: list[Watch]) -> None:
-        """Tell ``watches`` what happens to it from now on. Groups carry no callback while nobody watches."""
+        """Tell ``watches`` what happens to the unit from now on. Groups have no callback while nothing watches."""
         self.watches = watches
         for group in self.groups:
             group.on_transition = self._tell_transition if watches else None
@@ -180,19 +180,19 @@ class Unit:
         self.update_rules()
 
     def update_rules(self) -> None:
-        """Carry rules and prefetch lists over to the schedule."""
+        """Copy rules and prefetch lists to the schedule."""
         if self.root is not None:
             self.root.update_rules(self)
 
     def mark_stale(self) -> None:
-        """Parameters may have been replaced: look at them again before their next use."""
+        """Parameters may have been replaced: check them before their next use."""
         for group in self.groups:
             group.is_stale = True
         note_tree_change()
 
 
 class Watch:
-    """Tells ``observer`` of the units inside ``module``, and of those that come there later, until ``end``."""
+    """Tells ``observer`` about the units inside ``module``, later ones included, until ``end``."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:
         self.observer = observer
@@ -225,8 +225,8 @@ def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
 
 
 def parents_of(units: Sequence[Unit]) -> list[int | None]:
-    """For each unit the innermost one around it, by their names; units[0] is the root, and each is followed by those
-    inside it."""
+    """For each unit, the index of the innermost unit around it, found by names. units[0] is the root; the units inside
+    a unit follow that unit."""
     parents: list[int | None] = [None]
     around = [0]
     for index, unit in enumerate(units[1:], 1):
@@ -238,12 +238,12 @@ def parents_of(units: Sequence[Unit]) -> list[int | None]:
 
 
 class Root:
-    """What the units under one root share: their passes, and the way back to rest after an exception.
+    """What the units under one root share: their passes, and the cleanup after an exception.
 
     Attributes:
         unit: the root itself.
-        units: all of them, each followed by those inside it.
-        is_reducing: ``finalize_backward`` has started to, and nobody has waited so far.
+        units: all units; the units inside a unit follow that unit.
+        is_reducing: ``finalize_backward`` has started to reduce, and nobody has waited for it yet.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -267,8 +267,8 @@ class Root:
     # The tree
 
     def _collect(self) -> None:
-        """Take in the units of the tree as it is now; between passes only. Their order is recorded anew if they are
-        others than before."""
+        """Take over the units of the present tree; between passes only. If the units have changed, their order is
+        recorded anew."""
         found = {unit: name for module in self.unit.modules for name, unit in units_under(module)}
         _check_tree(self.class_name, list(found.items()))
         before, self.units = self.units, list(found)
@@ -309,7 +309,7 @@ class Root:
         rules = unit.rules
         if all(group.mesh.data_parallel_size == 1 for group in unit.groups):
             rules = replace(rules, ranks_may_skip=False)
-        if unit.auto_reshard and unit is self.unit:  # it would be gathered again at once
+        if unit.auto_reshard and unit is self.unit:  # backward would gather the root again at once
             rules = replace(rules, after_forward=AfterForward.KEEP)
         return replace(
             rules,
@@ -321,7 +321,7 @@ class Root:
         return None if units is None else tuple(unit.index for unit in units if unit.root is self)
 
     def _is_in_tree(self, unit: Unit) -> bool:
-        """Whether the module is still where this root has seen it."""
+        """Whether the unit's module is still at its old place in the tree."""
         try:
             return self.unit.modules[0].get_submodule(unit.name) in unit.modules
         except AttributeError:
@@ -329,7 +329,7 @@ class Root:
 
     @property
     def class_name(self) -> str:
-        """The class of the root's module, as the user knows it."""
+        """The class name of the root's module."""
         return type(self.unit.modules[0]).__name__
 
     # What is noted
@@ -342,7 +342,7 @@ class Root:
 
     @property
     def last_event(self) -> object:
-        """An object of its own for each event; None before the first."""
+        """A different object for each event; None before the first."""
         return self._story[-1] if self._story else None
 
     def story(self) -> str:
@@ -352,11 +352,11 @@ class Root:
     # Forward
 
     def _recover(self, unit: Unit) -> None:
-        """``unit``'s forward begins, outside of backward. If that shows that the last pass raised, return to rest.
+        """``unit``'s forward begins, outside of backward. If this shows that the last pass raised, clean up after it.
 
         Raises:
-            ScheduleError: one of several modules of a unit runs, but no module around them ever has; or gradients that
-                ``finalize_backward`` has started to reduce are not waited for.
+            ScheduleError: one of several modules of a unit runs, but no module around them ever has; or nobody has
+                waited for the gradients that ``finalize_backward`` has started to reduce.
         """
         schedule = self.schedule
         if unit is self.unit and len(unit.modules) > 1:
@@ -400,21 +400,21 @@ class Root:
         if schedule.phases[index] is not Phase.BACKWARD:
             self._join_backward(self.skipping.backward.recompute(index))
         self._note("pre_forward", unit)
-        # Its own backward prefetches.
+        # This prefetches nothing; the unit's own backward does.
         self.executor.do(schedule.pre_forward(index, in_backward=True, grad_enabled=torch.is_grad_enabled()))
         return schedule.phases[index]
 
     def resume_forward(self, unit: Unit) -> Phase:
-        """``unit``'s forward goes on, in a further module or method; the user may have resharded meanwhile."""
+        """``unit``'s forward goes on in another of its modules or methods; the user may have resharded before."""
         self.executor.do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
         return self.schedule.phases[unit.index]
 
     def forget_forward(self, unit: Unit) -> None:
-        """``unit``'s forward has raised: the next one is not part of it."""
+        """``unit``'s forward has raised: the next call starts a new forward."""
         self.schedule.phases[unit.index] = Phase.IDLE
 
     def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
-        """``unit`` has computed, for the first time or again. ``leads_to``: what its output leads to."""
+        """``unit`` has computed, in a forward or a recomputation. ``leads_to``: what its output leads to."""
         schedule, index = self.schedule, unit.index
         is_root = schedule.forward_root == index
         if schedule.phases[index] is Phase.FORWARD:
@@ -429,7 +429,7 @@ class Root:
                 self._agree_on_order()
 
     def _begin_forward(self, unit: Unit) -> None:
-        """A forward of ``unit`` begins that is a pass of its own."""
+        """A forward pass begins with ``unit`` as its outermost unit."""
         if self._seen_version != _Registered.tree_version:
             self._collect()
         if not self._is_agreed:  # before ranks wait for each other
@@ -446,8 +446,8 @@ class Root:
         self.skipping.begin_forward(unit.index, grad_enabled=torch.is_grad_enabled())
 
     def _agree_on_order(self) -> None:
-        """A root's forward is over. If it was the first of its kind, or others were trained then, find out what the
-        other ranks have used."""
+        """A root's forward is over. If it was the first of its kind, or the set of trainable units has changed, find
+        out what the other ranks have used."""
         units = enumerate(self.units)
         trainable = {i for i, unit in units for group in unit.groups if group.unsharded.trainable}
         used = self.skipping.end_forward(trainable)
@@ -455,7 +455,7 @@ class Root:
             self.schedule.last_order = self.skipping.agree(compare(self.units, used), trainable)
 
     def _join_forward(self, events: Sequence[Event]) -> None:
-        """Gather what other ranks may use."""
+        """Gather units that this rank skips and other ranks may use."""
         for event in events:
             unit = self.units[event.unit]
             if not self._is_in_tree(unit):
@@ -473,7 +473,7 @@ class Root:
     # Backward
 
     def pre_backward(self, unit: Unit) -> None:
-        """A gradient has reached ``unit``: its output, or what something inside has returned."""
+        """A gradient has reached ``unit``: the gradient of its output, or of an output of something inside it."""
         schedule, index = self.schedule, unit.index
         if not schedule.in_backward:
             self._begin_backward()
@@ -488,8 +488,8 @@ class Root:
         """The gradients of ``unit``'s parameters are there."""
         schedule, index = self.schedule, unit.index
         if schedule.phases[index] is Phase.FORWARD:
-            return  # the unit's own forward takes gradients on the way
-        if not schedule.in_backward:  # of a loss that no output led to, and of parameters that were kept
+            return  # the unit's own forward computes gradients inside
+        if not schedule.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
         skipped = self.skipping.backward.end(index)
         if skipped:
@@ -514,7 +514,7 @@ class Root:
         self.executor.do(self.schedule.pre_backward(unit.index))
 
     def _join_backward(self, events: Sequence[Event]) -> None:
-        """Gather and reduce what other ranks may."""
+        """Gather and reduce units that this rank skips and other ranks may use."""
         for event in events:
             if event.begins:  # its backward ends
                 self.executor.do(self.schedule.post_backward(event.unit))
@@ -535,7 +535,7 @@ class Root:
             self._settle()
 
     def finalize_backward(self) -> None:
-        """Start reducing what backwards have left, as the user asks for."""
+        """Start reducing the gradients that backwards have left; the user asks for it."""
         self._note("finalize_backward()", self.unit)
         self.skipping.reset()
         self.executor.do(self.schedule.finalize())
@@ -545,7 +545,7 @@ class Root:
         self.is_reducing = True
 
     def land(self) -> None:
-        """The gradients that ``finalize_backward`` has started to reduce are there."""
+        """Land the gradients that ``finalize_backward`` has started to reduce."""
         self._land()
         self.is_reducing = False
         self._settle()
@@ -555,24 +555,24 @@ class Root:
         self.executor.finish_copies()
 
     def _settle(self) -> None:
-        """A step's gradients have landed: all ranks end with the same."""
+        """A step's gradients have landed: make all ranks agree on which parameters have a gradient."""
         if any(unit.rules.reduces for unit in self.units):
             self._used.settle()
 
     # Between passes
 
     def order_gathers(self) -> None:
-        """What is gathered from here on reads what the optimizer has written: the user may have said when that was."""
+        """Order later gathers behind the optimizer's writes; the user may have given an event that marks these."""
         streams, event = self.executor.streams, self.post_optim_event
         if event is None:
             streams.gather_after_compute()
             return
         streams.gather_after(event)
         if any(group.gathers_on_compute for unit in self.units for group in unit.groups):
-            streams.wait_here(event)  # compute waits for the optimizer: it reads the shards itself
+            streams.wait_here(event)  # compute waits for the optimizer: compute reads the shards itself
 
     def perform(self, action: Action, unit: Unit) -> None:
-        """The user asks for ``action``."""
+        """Perform ``action`` on ``unit`` because the user asks."""
         self._note(f"{action.value}()", unit)
         self.executor.do([(action, unit.index)])
         if action is Action.UNSHARD:
@@ -582,8 +582,8 @@ class Root:
             self.executor.wait_for_reads()
 
     def abandon_forward(self) -> None:
-        """Back to rest after an exception in forward: nothing in flight, shards bound. What earlier backwards have left
-        is as good as it was."""
+        """Clean up after an exception in forward: nothing in flight, shards bound. Gradients of earlier backwards stay
+        valid, and land."""
         try:
             if self.is_reducing:
                 self.land()
@@ -593,8 +593,8 @@ class Root:
             self._come_to_rest()
 
     def reset(self) -> None:
-        """Back to rest after any exception, with the gradients that have landed and no others: a backward has added to
-        some of them, and the user may have zeroed the gradients since."""
+        """Clean up after any exception. Only gradients that have landed stay: a backward has added to some of the
+        others, and the user may have zeroed the gradients since."""
         self.num_resets += 1
         self._come_to_rest()
         self._used.forget()
@@ -624,10 +624,10 @@ class Root:
 
 
 def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
-    """``units`` with their names, the root first, go under one root of class ``root_class``.
+    """Check that ``units`` with their names, the root first, can work under one root of class ``root_class``.
 
     Raises:
-        ScheduleError: one has settings that only a root may have, or parameters tied to another's.
+        ScheduleError: a unit has settings that only a root may have, or parameters tied to another unit's.
     """
     for unit, name in units[1:]:
         settings = (
@@ -651,8 +651,8 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
 
 
 def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:
-    """Warn of trainable plain parameters under ``roots`` that are in none of the ``known`` slots: nobody reduces their
-    gradients, so ranks come to differ. Returns where they are."""
+    """Warn of trainable plain parameters under ``roots`` that are in none of the ``known`` slots: nothing reduces their
+    gradients, so ranks diverge. Returns their slots."""
     found = {
         f"{prefix}.{name}" if prefix else name: slot
         for root in roots

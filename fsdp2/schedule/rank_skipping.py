@@ -1,4 +1,4 @@
-"""Which units this rank skips while other ranks may use them. It gathers and reduces them all the same.
+"""Which units this rank skips while other ranks may use them. This rank still gathers and reduces such units.
 
 A forward is a list of events: the forward of a unit begins, or ends. A backward reads that list from its end: where a
 forward ended, a backward begins. All ranks share one order of events. When an event happens here, events before it in
@@ -6,8 +6,8 @@ that order may not have happened: this rank skips their units. It performs those
 ranks start the same collectives in the same order, whatever their data decides (I4).
 
 The first order is that of registration. When the first forward of a root ends, the ranks compare what they used and
-agree on an order. In it, units that no rank has used keep their place of registration. A pass that takes another order,
-or uses a unit twice, is left alone: all ranks must do that alike.
+agree on an order. In that order, units that no rank has used keep their place of registration. If a pass takes another
+order, or uses a unit twice, nothing is inserted: then all ranks must run the same units.
 
 Pure: no tensor, no process group.
 """
@@ -19,7 +19,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
-MAX_FORWARDS = 256  # without a backward; of more, the oldest are forgotten
+MAX_FORWARDS = 256  # forwards without a backward; if there are more, the oldest are forgotten
 
 
 class Outcome(Enum):
@@ -39,8 +39,8 @@ class Event(NamedTuple):
 
 
 class Used(NamedTuple):
-    """What one rank did in a forward: the events of the units that it used, each once; whether they kept to the shared
-    order; and the units that a backward may reach."""
+    """What one rank did in a forward: the events of the units that it used, each once; whether the events followed the
+    shared order; and the units that a backward may reach."""
 
     events: tuple[Event, ...]
     is_following: bool
@@ -48,8 +48,8 @@ class Used(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What the ranks have agreed on: the events of a forward, and the units that a backward may reach. It holds while
-    the same units are trained."""
+    """What the ranks have agreed on: the events of a forward, and the units that a backward may reach. The order is
+    valid while the same units are trained."""
 
     events: Sequence[Event]
     differentiable: Collection[int]
@@ -61,9 +61,9 @@ class Forward:
 
     def __init__(self, units: SkippedUnits, key: tuple[int, bool], expected: Sequence[Event]) -> None:
         self.key, self.expected = key, expected  # key: the root, and whether gradients are recorded
-        self.events: list[Event] = []  # what has happened, skipped units included: a backward reads it
-        self.leads_to: dict[int, Outcome] = {}  # of units that were used
-        self.is_following = bool(expected)  # it has kept to the shared order
+        self.events: list[Event] = []  # what has happened, skipped units included; a backward reads this list
+        self.leads_to: dict[int, Outcome] = {}  # outcomes of the units that were used
+        self.is_following = bool(expected)  # this forward has followed the shared order
         self._begins, self._ends = units.begins, units.ends
         self._by_hand, self._alike = units.by_hand, units.alike
         self._position = 0
@@ -102,12 +102,12 @@ class Forward:
 
 
 class Backward:
-    """One backward through ``forwards``, the last one first. It may reach the units ``reachable``. At its end it takes
-    the forwards that it has come back through off the list."""
+    """One backward through ``forwards``, the last forward first. It may reach the units ``reachable``. At its end it
+    removes from the list the forwards that it has passed through."""
 
     def __init__(self, units: SkippedUnits, forwards: list[Forward], reachable: Collection[int]) -> None:
         self._forwards = forwards
-        self.ended: set[int] = set()  # units whose backward was ended here although nobody has reported its end
+        self.ended: set[int] = set()  # units whose backward was ended here although no hook has reported its end
         self._begins, self._ends = units.begins, units.ends
         self._reachable = reachable
         self._left = [event for forward in forwards for event in forward.events]
@@ -135,13 +135,13 @@ class Backward:
             skipped = self._pass_to(len(left) - left[::-1].index(event))
             left.pop()
             return skipped
-        elif self._is_following:  # it may have been passed already; units that ranks use alike change nothing
+        elif self._is_following:  # the event may be passed already; units that all ranks use or none change nothing
             self._is_following = event.begins or event.unit not in self._reachable
         return ()
 
     def recompute(self, unit: int) -> Sequence[Event]:
-        """``unit``'s forward is about to run again, and its backward follows. Returns the events before that, unless
-        another unit, which was used later, has to begin or end its backward first."""
+        """``unit``'s forward is about to run again, and its backward follows. Returns the events before its backward.
+        Returns none if a unit that was used later must begin or end its backward first."""
         for at in reversed(range(len(self._left) if self._is_following else 0)):
             event = self._left[at]
             if event is self._ends[unit]:
@@ -151,9 +151,8 @@ class Backward:
         return ()
 
     def finish(self, *, is_last: bool, ends_open: bool) -> Sequence[Event]:
-        """The backward is over. Returns what is left of the forward that it was in the middle of. ``is_last``: no
-        backward follows that comes back through the other forwards. ``ends_open``: units whose end nobody has reported
-        end now."""
+        """The backward is over. Returns the remaining events of the forward that it has passed in part. ``is_last``: no
+        later backward passes through the other forwards. ``ends_open``: units whose end no hook reported end now."""
         forwards, left = self._forwards, self._left
         skipped: Sequence[Event] = ()
         starts = [0, *accumulate(len(forward.events) for forward in forwards)]
@@ -170,7 +169,7 @@ class Backward:
         return skipped
 
     def _pass_to(self, at: int) -> list[Event]:
-        """Take what is left from ``at`` on. Autograd runs first what was computed last, so a unit that is open has all
+        """Take the remaining events from ``at`` on. Autograd runs first what was computed last, so an open unit has all
         its gradients. Only the roots stay open: further forwards may follow."""
         roots = {root for root, _ in (forward.key for forward in self._forwards)}
         passed = [event for event in self._left[at:] if not event.begins or event.unit not in roots]
@@ -194,31 +193,31 @@ class Backward:
 
 class SkippedUnits:
     """The units that this rank skips. ``forward`` and ``backward`` follow the passes that run, or ran last.
-    ``parents``: for each unit the innermost one around it."""
+    ``parents``: for each unit, the innermost unit around it."""
 
     def __init__(self, parents: Sequence[int | None]) -> None:
         # One object for each event that is used: the hot path compares identities.
         self.begins = [Event(unit, begins=True) for unit in range(len(parents))]
         self.ends = [Event(unit, begins=False) for unit in range(len(parents))]
-        self.by_hand: set[int] = set()  # that the user has unsharded, and decides about until they are used
-        self.alike: set[int] = set()  # that all ranks use or none
+        self.by_hand: set[int] = set()  # units that the user has unsharded; the user handles them until their next use
+        self.alike: set[int] = set()  # units that either all ranks use, or none
         self._parents = parents
         self._orders: dict[tuple[int, bool], _Order] = {}  # by the key of a forward
         self.reset()
 
     def reset(self) -> None:
-        """An exception has cut a pass short."""
+        """Forget the running passes: an exception has ended them."""
         self.forward = Forward(self, (0, False), ())
         self.backward = Backward(self, [], ())
-        self._forwards: list[Forward] = []  # that no backward has come back through
-        self._last_forwards: list[Forward] = []  # that the last backward began with
+        self._forwards: list[Forward] = []  # forwards that no backward has passed through
+        self._last_forwards: list[Forward] = []  # the value of ``_forwards`` when the last backward began
 
     def may_skip(self, unit: int, *, enabled: bool) -> None:
         """Whether ranks may skip ``unit`` while others use it."""
         (self.alike.discard if enabled else self.alike.add)(unit)
 
     def begin_forward(self, root: int, *, grad_enabled: bool) -> None:
-        """A forward of ``root`` begins that is a pass of its own."""
+        """A forward pass begins with ``root`` as its outermost unit."""
         key = (root, grad_enabled)
         expected: Sequence[Event] = ()
         if len(self.alike) < len(self._parents):
@@ -229,8 +228,8 @@ class SkippedUnits:
             del self._forwards[:-MAX_FORWARDS]
 
     def end_forward(self, trainable: Collection[int]) -> Used | None:
-        """The forward is over. Returns what ranks have to compare, or None if they have. ``trainable``: units with
-        parameters that are trained."""
+        """The forward is over. Returns what ranks have to compare, or None if they have compared already.
+        ``trainable``: units with parameters that are trained."""
         forward, order = self.forward, self._orders.get(self.forward.key)
         if not forward.expected or (order is not None and order.trainable == trainable):
             return None
@@ -246,13 +245,13 @@ class SkippedUnits:
         """``used``: what the ranks did in the forward that has just ended. Returns the order in which units are
         gathered."""
         used, key = list(used), self.forward.key
-        # Ranks that leave the shared order do so alike; the longest of theirs has the most units.
+        # Ranks that leave the shared order all take the same other order; the longest list has the most units.
         own_orders = [one.events for one in used if not one.is_following]
         order = max(own_orders, key=len) if own_orders else self.forward.expected
         events = [self._event(unit, begins) for unit, begins, _ in order]
         at = 0
         for event in self._registered(key[0]):
-            if event.begins and event not in events:  # behind its last sibling, or first in its parent
+            if event.begins and event not in events:  # insert behind its last sibling, or first in its parent
                 events[at:at] = [event, self.ends[event.unit]]
             if event in events:
                 at = events.index(event) + 1
@@ -275,7 +274,7 @@ class SkippedUnits:
 
     def begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
-        self._forwards = self._forwards or self._last_forwards  # once more through the same graph
+        self._forwards = self._forwards or self._last_forwards  # a second backward through the same graph
         self._last_forwards = list(self._forwards)
         orders = [self._orders.get(forward.key) for forward in self._forwards]
         reachable = {unit for order in orders if order is not None for unit in order.differentiable}

@@ -2,16 +2,16 @@
 
 Units are numbered. Each method of ``Schedule`` is an event; most return the actions to perform, in order. Rules:
 
-* A unit's parameters are there when its forward or backward starts. Beyond that, only the next unit is prefetched, or
-  the units that the user lists.
-* The order of a pass is recorded. A forward predicts the next unit from the forward before it, a backward from its own
-  forward in reverse. What was prefetched and not used is resharded at the end of the pass: a wrong prediction costs
-  memory, never correctness.
+* A unit's parameters are unsharded when its forward or backward starts. Only the next unit is prefetched, or the units
+  that the user lists.
+* The order of a pass is recorded. A forward predicts the next unit from the previous forward. A backward predicts it
+  from its own forward in reverse. Units that were prefetched and not used are resharded at the end of the pass: a wrong
+  prediction costs memory, never correctness.
 * A forward inside a backward (activation checkpointing) gathers what it needs and does nothing else.
 * Each unit's backward reduces its gradients.
 
-Pure: no tensor, no stream, no process group. Units that this rank skips are the business of ``rank_skipping``: their
-events come here like those of units that run.
+Pure: no tensor, no stream, no process group. ``rank_skipping`` handles units that this rank skips: the schedule gets
+their events like events of units that run.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Action(Enum):
 
     __hash__ = object.__hash__  # Enum's own is Python; actions are looked up in the hot path
 
-    UNSHARD = "unshard"  # start gathering, unless the parameters are there or on their way
+    UNSHARD = "unshard"  # start gathering, unless the parameters are there or in flight
     PREFETCH = "prefetch"  # the same, for a unit that is not needed yet
     WAIT = "wait"  # the parameters are usable when this returns
     RESHARD = "reshard"  # back to the shards
     RESHARD_POST_FORWARD = "reshard_post_forward"  # back to shards on the smaller mesh
     REDUCE = "reduce"  # start reducing the gradients that the backward left, if any
-    REDUCE_JOINTLY = "reduce_jointly"  # the same; if it left none here, zeros: it may have left some on other ranks
-    KEEP = "keep"  # keep them on this rank
+    REDUCE_JOINTLY = "reduce_jointly"  # the same, but zeros if there are none here: other ranks may have gradients
+    KEEP = "keep"  # keep the gradients on this rank
     LAND = "land"  # finish all reductions that have started
 
 
 class AfterForward(Enum):
-    """What becomes of a unit's parameters between its forward and its backward."""
+    """What happens to a unit's parameters between its forward and its backward."""
 
     KEEP = "keep"
     RESHARD = "reshard"
@@ -46,7 +46,7 @@ class AfterForward(Enum):
 
 
 class Pass(Enum):
-    """Where the whole model stands."""
+    """Which pass the whole model is in."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -55,7 +55,7 @@ class Pass(Enum):
 
 
 class Phase(Enum):
-    """Where one unit stands."""
+    """Which phase one unit is in."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -69,7 +69,7 @@ class UnitRules:
     """What the user configured for one unit."""
 
     after_forward: AfterForward = AfterForward.RESHARD
-    keeps_alone: bool = False  # unsharded after a forward that is the whole pass: other modules of the unit run soon
+    keeps_alone: bool = False  # stay unsharded after a forward that is a whole pass: the unit's other modules run soon
     unshard_in_backward: bool = True
     reshard_after_backward: bool = True
     reduces: bool = True  # else gradients stay on this rank
@@ -88,29 +88,29 @@ _AFTER_FORWARD = {
 
 
 class Schedule:
-    """The order of units, and where each of them stands. The owner may replace ``rules`` between passes, and
-    ``last_order`` if it knows what the next forward is likely to do."""
+    """The order of units, and the phase of each unit. The owner may replace ``rules`` between passes. It may replace
+    ``last_order`` if it can predict the order of the next forward."""
 
     def __init__(self, rules: Sequence[UnitRules]) -> None:
         self.rules = list(rules)
         # Built once: looking up members of an Enum is slow in Python 3.11.
         self._gather = [((Action.UNSHARD, unit), (Action.WAIT, unit)) for unit in range(len(self.rules))]
         self.phases = [Phase.IDLE] * len(self.rules)
-        self.forward_root: int | None = None  # the unit whose forward is the whole pass, while that runs
+        self.forward_root: int | None = None  # the unit whose forward is the whole pass, while the pass runs
         self.in_backward = False  # a backward has reached a unit and has not ended
-        self.last_order: Sequence[int] = ()  # in which units began in the last complete forward
-        self.is_last_backward = True  # the user: the next backward is the last of the step
-        self.finalizes_by_hand = False  # the user: ``finalize`` ends the step, not a backward
+        self.last_order: Sequence[int] = ()  # units in the order in which they began in the last complete forward
+        self.is_last_backward = True  # set by the user: the next backward is the last of the step
+        self.finalizes_by_hand = False  # set by the user: ``finalize`` ends the step, not a backward
         self.awaits_finalization = False  # a backward has ended, and ``finalize`` was not called since
-        self._order: list[int] = []  # in which units have begun in the running forward
-        self._cursor = 0  # where it stands in last_order
-        self._prefetched: set[int] = set()  # in the running pass, and not used so far
+        self._order: list[int] = []  # units in the order in which they began in the running forward
+        self._cursor = 0  # position of the running forward in last_order
+        self._prefetched: set[int] = set()  # units prefetched in the running pass and not used so far
         self._records_uses = False
-        self._uses: list[int] = []  # in which units have ended in forwards that no backward has come back through
+        self._uses: list[int] = []  # units in the order in which their forwards ended; no backward has reached these
         self._owed: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule) -> None:
-        """Go on with the settings of a schedule of other units; what those owe, all of these may owe."""
+        """Take over the settings of a schedule of other units. If one of those owes gradients, assume all now do."""
         self.is_last_backward = earlier.is_last_backward
         self.finalizes_by_hand = earlier.finalizes_by_hand
         self.awaits_finalization = earlier.awaits_finalization
@@ -118,7 +118,7 @@ class Schedule:
 
     @property
     def running(self) -> Pass:
-        """Where the whole model stands."""
+        """Which pass the whole model is in."""
         if self.in_backward:
             return Pass.RECOMPUTE if Phase.RECOMPUTE in self.phases else Pass.BACKWARD
         return Pass.IDLE if self.forward_root is None else Pass.FORWARD
@@ -128,7 +128,7 @@ class Schedule:
         if self.in_backward and not in_backward:  # the last backward raised
             self.reset()
         gather = self._gather[unit]
-        if self.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: its own backward owns it
+        if self.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: it stays in its own backward
             return gather
         if in_backward:
             self.phases[unit] = Phase.RECOMPUTE
@@ -162,7 +162,7 @@ class Schedule:
         return *actions, *((Action.RESHARD, other) for other in self._take_unused())
 
     def pre_backward(self, unit: int) -> Actions:
-        """The gradient of an output of ``unit`` is there."""
+        """The gradient of an output of ``unit`` has been computed."""
         self.in_backward = True
         if self.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
             return ()
@@ -172,13 +172,13 @@ class Schedule:
         return *gather, *self._prefetch_in_backward(unit)
 
     def post_backward(self, unit: int) -> Actions:
-        """The gradients of ``unit``'s parameters are there."""
+        """The gradients of ``unit``'s parameters have been computed."""
         self.phases[unit] = Phase.REDUCED
         return *self._reshard_after_backward(unit), self._reduce(unit, jointly=True)
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
-        """The backward is over. Units that had no ``post_backward`` (their inputs needed no gradient, or they took no
-        part) have it now; those in ``ended`` a second time."""
+        """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no
+        gradient, or they took no part), and units in ``ended`` a second time."""
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.phases))):
             if self.phases[unit] is not Phase.REDUCED or unit in ended:
@@ -194,7 +194,7 @@ class Schedule:
         return actions
 
     def finalize(self) -> Actions:
-        """The user says that no backward follows: reduce what the backwards have kept. Landing is left to the user."""
+        """The user says that no backward follows: reduce what the backwards have kept. The user starts the landing."""
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.phases))):
             actions += self._reshard_after_backward(unit)
@@ -205,7 +205,7 @@ class Schedule:
         return actions
 
     def reset(self) -> None:
-        """An exception has cut the pass short: forget it. The order of the last complete forward stays."""
+        """An exception has ended the pass: forget the pass. The order of the last complete forward stays."""
         if self.in_backward:
             self.awaits_finalization = False
         self._come_to_rest()
@@ -232,7 +232,7 @@ class Schedule:
         return Action.KEEP, unit
 
     def _take_unused(self) -> Sequence[int]:
-        """The units that this pass has prefetched and not used. The next one begins without any."""
+        """Return the units that this pass has prefetched and not used, and forget them."""
         unused, self._prefetched = self._prefetched, set()
         return sorted(unused)
 
@@ -245,7 +245,7 @@ class Schedule:
         return [(Action.PREFETCH, target) for target in targets]
 
     def _predicted_in_forward(self, unit: int) -> Sequence[int]:
-        """What followed this use of ``unit`` in the last forward; nothing once the order has left it."""
+        """The unit after this use of ``unit`` in the last forward; none if this forward took another order."""
         order, cursor = self.last_order, self._cursor
         if cursor >= len(order) or order[cursor] != unit:
             if unit not in order[cursor:]:
@@ -265,7 +265,7 @@ class Schedule:
         return actions
 
     def _predicted_in_backward(self, unit: int) -> Sequence[int]:
-        """What ended before the last use of ``unit`` in a forward; that use is taken off the record."""
+        """The unit that ended before the last recorded use of ``unit`` in a forward. Removes that use."""
         uses = self._uses
         for position in reversed(range(len(uses))):
             if uses[position] == unit:

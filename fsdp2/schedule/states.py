@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class GroupState(Enum):
-    """Which form of the parameters is bound to the modules, and whether another is on its way."""
+    """Which form of the parameters is bound to the modules, and whether a gather is in flight."""
 
     __hash__ = object.__hash__  # Enum's own is Python; transitions are looked up in the hot path
 
@@ -25,7 +25,7 @@ class Lent(Enum):
     """How much of a unit's parameters ``fsdp2.unsharded`` has bound."""
 
     NOTHING = "nothing"
-    PART = "part"  # or all of them, but on another rank
+    PART = "part"  # a part, or all parameters, but on another rank
     ALL = "all"
 
 
@@ -43,7 +43,7 @@ class GroupEvent(Enum):
 
 
 _S, _E = GroupState, GroupEvent
-# (state, event) -> state. Where the state stays, nothing is done.
+# (state, event) -> state. If the state stays the same, the group does nothing.
 TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
     (_S.SHARDED, _E.UNSHARD): _S.UNSHARDING,
     (_S.SHARDED, _E.RESHARD): _S.SHARDED,
