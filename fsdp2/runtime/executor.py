@@ -170,9 +170,7 @@ class Executor:
         for group, reduction in pending:
             self._finish(group, reduction)
         self._land_finished()
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()  # reductions land in order, so the last one stands for all
+        self._wait_for_last()
 
     def land_down_to(self, count: int) -> None:
         """Land the oldest reductions until no more than ``count`` are in flight."""
@@ -185,9 +183,10 @@ class Executor:
         pending, self._pending = self._pending, []
         if self._landing is not None:
             pending.insert(0, self._landing)
-        self._landing = self._last = None
+            self._landing = None
         for _, reduction in pending:
             reduction.drop()
+        self._wait_for_last()
         for group in self._offloaded:
             group.gradients.drop_copies()
 
@@ -217,6 +216,12 @@ class Executor:
         (group, reduction), self._landing = self._landing, None
         _run(group, reduction.land)
         self._last = reduction
+
+    def _wait_for_last(self) -> None:
+        """Make the current stream wait for all that has landed: reductions land in order."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
 
     # Between passes
 
