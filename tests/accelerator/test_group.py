@@ -148,6 +148,7 @@ def test_input_that_is_freed_too_early_travels_as_nan(ctx: RankContext) -> None:
     assert output.isnan().all()
 
 
+@pytest.mark.long
 @on_device(2)
 def test_ranks_that_choose_differently_do_not_wait_for_each_other_for_good(ctx: RankContext) -> None:
     device.schedule(seed=ctx.rank)

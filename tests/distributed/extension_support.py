@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tests.harness.extension_reference import (
     sharded_parameters,
 )
 from tests.harness.extensions import wrap
+from tests.harness.training import OnShards
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 EVEN, UNEVEN = 8, 5  # with 5 rows, 2 and 4 ranks have uneven shards
@@ -90,12 +92,16 @@ def step(model: nn.Module, ctx: RankContext, index: int = 0) -> None:
     loss_of(batch(ctx.rank, index))(model).backward()
 
 
-def adam(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:
+def dtensor_adam(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3, **kwargs)
 
 
-def sgd(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **kwargs)
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return OnShards(parameters, dtensor_adam)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return OnShards(parameters, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
 
 
 class Twins:

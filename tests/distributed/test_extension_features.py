@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard
-from tests.distributed.extension_support import MIXED, UNEVEN, Net, Twins, adam, batch
+from tests.distributed.extension_support import MIXED, UNEVEN, Net, Twins, batch, dtensor_adam
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import (
     KeptAliasing,
@@ -190,7 +190,7 @@ def test_unshard_and_reshard_by_hand(ctx: RankContext, name: str) -> None:
 def test_what_was_unsharded_by_hand_is_gathered_again_after_a_step(
     ctx: RankContext, name: str, optimizer: dict[str, bool]
 ) -> None:
-    twins = _twins(ctx, name, optimizer=lambda parameters: adam(parameters, **optimizer))
+    twins = _twins(ctx, name, optimizer=lambda parameters: dtensor_adam(parameters, **optimizer))
     for _ in range(3):
         twins.backward()
         for unit in (*twins.model.blocks, twins.model):

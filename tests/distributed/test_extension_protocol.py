@@ -16,8 +16,8 @@ from tests.distributed.extension_support import (
     MIXED,
     UNEVEN,
     Twins,
-    adam,
     built,
+    dtensor_adam,
     linear,
     sharded,
     step,
@@ -148,7 +148,7 @@ def test_instances_can_be_given_hooks_before_the_first_forward(ctx: RankContext,
             local.fsdp_pre_all_gather = types.MethodType(pre, local)
             local.fsdp_post_all_gather = types.MethodType(_post, local)
     twins.model, twins.parameters = model, dict(model.named_parameters())
-    twins.optimizer = adam(model.parameters())
+    twins.optimizer = dtensor_adam(model.parameters())
     twins.train(3)
     state, expected = twins.optimizer.state_dict()["state"], twins.reference.optimizer.state_dict()["state"]
     tolerance = {"rtol": 0.0, "atol": 0.0} if twins.exact else ON_LONGER_AXES

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
 from fsdp2.tensors import NF4Tensor
-from tests.distributed.extension_support import UNEVEN, Twins, adam, batch, built, loss_of, sgd, sharded
+from tests.distributed.extension_support import UNEVEN, Twins, batch, built, dtensor_adam, loss_of, sgd, sharded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import ON_LONGER_AXES, plain
 from tests.harness.extensions import Aliasing, Halved, KeptAliasing, KeptHalved, Ragged, Scaled, wrap
@@ -69,7 +69,7 @@ def test_resumed_training_goes_on_as_by_hand(ctx: RankContext, name: str, assign
         loss_of(batch(ctx.rank, 0))(other)  # what it has gathered is outdated then
     other.load_state_dict(saved[0], assign=assign)
     twins.model, twins.parameters = other, dict(other.named_parameters())
-    twins.optimizer = adam(other.parameters())
+    twins.optimizer = dtensor_adam(other.parameters())
     twins.optimizer.load_state_dict(saved[1])
     twins.check()
     twins.train(2)
@@ -100,7 +100,7 @@ def _states(model: Any, optimizer: Any) -> dict[str, Any]:
 def _save(ctx: RankContext, name: str, path: Path) -> dict[str, Tensor]:
     """Train two steps on data that is the same on all ranks, so that the number of ranks does not matter; save."""
     model = sharded(built(SOME[name], UNEVEN), ctx.mesh_1d())
-    optimizer = adam(model.parameters())
+    optimizer = dtensor_adam(model.parameters())
     for index in range(2):
         loss_of(batch(0, index))(model).backward()
         optimizer.step()
@@ -111,7 +111,7 @@ def _save(ctx: RankContext, name: str, path: Path) -> dict[str, Tensor]:
 
 def _load(ctx: RankContext, name: str, path: Path) -> dict[str, Tensor]:
     model = sharded(built(SOME[name], UNEVEN), ctx.mesh_1d())
-    optimizer = adam(model.parameters())
+    optimizer = dtensor_adam(model.parameters())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -179,7 +179,7 @@ def test_meta_model_is_materialised_and_trains(ctx: RankContext, name: str) -> N
         for key, parameter in model.named_parameters():
             plain(parameter).copy_(twins.reference.shards[key])
     twins.model, twins.parameters = model, dict(model.named_parameters())
-    twins.optimizer = adam(model.parameters())
+    twins.optimizer = dtensor_adam(model.parameters())
     twins.train(3)
 
 
@@ -232,7 +232,7 @@ def test_shard_of_another_class_assigned_before_the_first_use(ctx: RankContext) 
         plain_again.unshard()
     assert torch.equal(plain_again.entry.weight, built(None, UNEVEN).entry.weight)
     twins.model, twins.parameters = model, dict(model.named_parameters())
-    twins.optimizer = adam(model.parameters())
+    twins.optimizer = dtensor_adam(model.parameters())
     twins.train(2)
 
 

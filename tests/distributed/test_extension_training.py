@@ -23,6 +23,7 @@ from tests.distributed.extension_support import (
     adam,
     batch,
     built,
+    dtensor_adam,
     loss_of,
     sgd,
     sharded,
@@ -62,7 +63,8 @@ POLICIES = {"full": None, "mixed": MIXED, "reduced": MixedPrecisionPolicy(reduce
 @pytest.mark.parametrize("name", list(CLASSES))
 @distributed(2)
 def test_uneven_shards_train_with_adam_as_by_hand(ctx: RankContext, name: str, policy: str) -> None:
-    Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, policy=POLICIES[policy]).train(3)
+    policies = POLICIES[policy]
+    Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, policy=policies, optimizer=dtensor_adam).train(3)
 
 
 @on_four_ranks

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.docs.launch import torchrun
 from tests.docs.markdown import ROOT, read
 
@@ -14,6 +16,7 @@ PAGE = ROOT / "docs" / "quickstart.md"
 (CHANGES,) = [block.text for block in read(PAGE).blocks if block.language == "diff"]
 
 
+@pytest.mark.long
 def test_the_script_runs_on_two_ranks_and_prints_what_the_page_says(tmp_path: Path) -> None:
     script = tmp_path / "quickstart.py"
     script.write_text(SCRIPT)

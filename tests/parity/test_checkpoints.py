@@ -18,7 +18,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import shared_pool
 from tests.harness.runtimes import subject
 from tests.harness.selection import long
-from tests.harness.training import adamw
+from tests.harness.training import dtensor_adamw
 from tests.parity.setups import SETUPS, evaluate, setups, train_steps, whole
 
 
@@ -37,7 +37,7 @@ class Saved:
 def _trained(ctx: RankContext, setup: str) -> tuple[Any, Any]:
     """All ranks see the same data, so that any number of them computes the same."""
     model = SETUPS[setup].sharded(subject(), ctx)
-    optimizer = adamw(model.parameters())
+    optimizer = dtensor_adamw(model.parameters())
     train_steps(ctx, model, optimizer, range(2), alike=True)
     evaluate(ctx, model)  # leaves the root unsharded
     return model, optimizer
@@ -53,7 +53,7 @@ def _save(ctx: RankContext, setup: str, path: Path) -> Saved:
 def _load(ctx: RankContext, setup: str, path: Path) -> Saved:
     """Into a model of other values, which has gathered them for a forward already."""
     model = SETUPS[setup].sharded(subject(), ctx, seed=1)
-    optimizer = adamw(model.parameters())
+    optimizer = dtensor_adamw(model.parameters())
     train_steps(ctx, model, optimizer, [7])
     evaluate(ctx, model)
     model.reshard()
@@ -139,7 +139,7 @@ def test_shards_of_each_rank_are_saved_and_loaded_by_torch_save(ctx: RankContext
     file = tmp_path / f"rank{ctx.rank}.pt"
     torch.save(saved, file)
     other = SETUPS[setup].sharded(subject(), ctx, seed=1)
-    other_optimizer = adamw(other.parameters())
+    other_optimizer = dtensor_adamw(other.parameters())
     loaded = torch.load(file, weights_only=False)
     other.load_state_dict(loaded["model"])
     other_optimizer.load_state_dict(loaded["optimizer"])

@@ -27,7 +27,7 @@ from tests.harness.selection import long
 from tests.harness.training import (
     Case,
     Step,
-    adamw,
+    dtensor_adamw,
     frozen_by_turns,
     one_backward,
     sgd,
@@ -249,7 +249,7 @@ def _trained(ctx: RankContext, shard: Callable[..., Any], seed: int, num_steps: 
     torch.manual_seed(seed)
     model = Transformer()
     shard(subject(), model, ctx.mesh_1d())
-    optimizer = adamw(model.parameters())
+    optimizer = dtensor_adamw(model.parameters())
     _continue(ctx, model, optimizer, range(num_steps))
     return model, optimizer
 

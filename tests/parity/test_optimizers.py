@@ -15,7 +15,7 @@ from tests.harness.messages import error_of
 from tests.harness.models import MLP, Uneven
 from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
 from tests.harness.selection import long
-from tests.harness.training import Case, Step, Tolerance, adamw, one_backward
+from tests.harness.training import Case, Step, Tolerance, dtensor_adamw, one_backward
 from tests.parity.setups import SETUPS, Setup, hybrid_mesh, setups, train_steps, whole
 
 # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
@@ -83,7 +83,7 @@ def test_optimizer_that_has_no_rule_for_dtensors_is_refused_as_under_torch(ctx: 
 @distributed(2)
 def test_learning_rate_schedule(ctx: RankContext) -> None:
     def scheduled(parameters: Any) -> Optimizer:
-        optimizer = adamw(parameters)
+        optimizer = dtensor_adamw(parameters)
         warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2)
         decay = lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
         schedule = lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[2])
@@ -99,7 +99,7 @@ def test_parameter_groups_with_options_of_their_own(ctx: RankContext) -> None:
         parameters = list(parameters)
         plain = [p for p in parameters if p.ndim < 2]
         decayed = [p for p in parameters if p.ndim >= 2]
-        return adamw([{"params": decayed}, {"params": plain, "weight_decay": 0.0, "lr": 0.1}])
+        return dtensor_adamw([{"params": decayed}, {"params": plain, "weight_decay": 0.0, "lr": 0.1}])
 
     compare(Case(MLP, optimizer=two_groups), ctx.mesh_1d())
 
@@ -109,7 +109,7 @@ def test_parameter_groups_with_options_of_their_own(ctx: RankContext) -> None:
 
 def _step_in_backward(model: Any) -> dict[Any, Optimizer]:
     """One optimizer per parameter, which steps as soon as its gradient is there and drops it."""
-    optimizers = {parameter: adamw([parameter]) for parameter in model.parameters()}
+    optimizers = {parameter: dtensor_adamw([parameter]) for parameter in model.parameters()}
 
     def step(parameter: Any) -> None:
         optimizers[parameter].step()
@@ -134,7 +134,7 @@ def _trained_in_backward(setup: Setup, runtime: Runtime, ctx: RankContext, keep:
 def _trained_as_usual(setup: Setup, ctx: RankContext) -> Any:
     model = setup.sharded(subject(), ctx)
     parameters = list(model.parameters())
-    losses = train_steps(ctx, model, adamw(parameters), range(3))
+    losses = train_steps(ctx, model, dtensor_adamw(parameters), range(3))
     return whole([losses, parameters])
 
 

@@ -25,7 +25,7 @@ from tests.harness.compare import compare, compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven, freeze
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, adamw, one_backward, sgd, shard_units_and_root
+from tests.harness.training import Case, Step, dtensor_adamw, dtensor_sgd, one_backward, sgd, shard_units_and_root
 from tests.parity.setups import recorded
 
 MODELS = [MLP, Uneven, functools.partial(Transformer, tied=True), SharedModules, Buffers]
@@ -218,7 +218,7 @@ def test_model_to_dtype_between_steps(ctx: RankContext) -> None:
     compare(Case(MLP, step=step), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("optimizer", [dtensor_adamw, dtensor_sgd])
 @distributed(2)
 def test_optimizer_state_dict_is_that_of_torch_and_resumes(ctx: RankContext, optimizer) -> None:
     records = []
@@ -245,13 +245,13 @@ def test_distributed_checkpoint_travels_between_the_runtimes(
 ) -> None:
     saver, loader = (oracle(), subject()) if saver_is_torch else (subject(), oracle())
     model = _sharded(saver, Transformer, ctx)
-    optimizer = adamw(model.parameters())
+    optimizer = dtensor_adamw(model.parameters())
     _train(ctx, saver, model, optimizer, range(2))
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=tmp_path / "checkpoint")
 
     other = _sharded(loader, Transformer, ctx, seed=1)
-    other_optimizer = adamw(other.parameters())
+    other_optimizer = dtensor_adamw(other.parameters())
     loaded = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
     dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
     set_state_dict(other, other_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])

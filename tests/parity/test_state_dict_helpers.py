@@ -31,7 +31,7 @@ from tests.harness.messages import error_of
 from tests.harness.models import MLP, Buffers, Transformer, freeze
 from tests.harness.runtimes import Runtime, oracle, subject
 from tests.harness.selection import long
-from tests.harness.training import adamw
+from tests.harness.training import dtensor_adamw
 from tests.parity.setups import SETUPS, Setup, evaluate, hybrid_mesh, recorded, setups, train_steps
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -63,7 +63,7 @@ here = pytest.mark.parametrize("setup", ["uneven", "hsdp", *long("tied", "buffer
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
-    return adamw([{"params": matrices}, {"params": rest, "weight_decay": 0.0}])
+    return dtensor_adamw([{"params": matrices}, {"params": rest, "weight_decay": 0.0}])
 
 
 # All ranks draw the same data, so that they agree on buffers and ignored parameters, too.

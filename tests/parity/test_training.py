@@ -12,10 +12,10 @@ from tests.harness.comms import direct_from
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
-from tests.harness.training import Case, Step, adamw, sgd
+from tests.harness.training import Case, Step, dtensor_adamw, dtensor_sgd
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("optimizer", [dtensor_adamw, dtensor_sgd])
 @distributed(2, 4)
 def test_mlp_trains_in_fp32(ctx: RankContext, optimizer) -> None:
     compare(Case(MLP, optimizer=optimizer), ctx.mesh_1d())

@@ -171,7 +171,11 @@ example: not the machine and torch of the committed results; ratios are compared
 class TestRun:
     @pytest.mark.parametrize(
         ("arguments", "variable", "written"),
-        [([], None, "committed"), (["--", "--case", "7"], None, None), ([], "elsewhere", "elsewhere")],
+        [
+            ([], None, "committed"),
+            (["--", "--case", "7"], None, None),
+            pytest.param([], "elsewhere", "elsewhere", marks=pytest.mark.long),
+        ],
     )
     def test_it_writes_the_committed_results_where_no_argument_and_no_folder_is_given(
         self,
