@@ -17,6 +17,7 @@ from tests.distributed.extension_support import (
     Twins,
     adam,
     built,
+    dtensor_adam,
     linear,
     sharded,
     step,
@@ -220,6 +221,6 @@ def test_kept_payload_is_made_anew_after_a_write(ctx: RankContext, write: str) -
 @distributed(2)
 def test_kept_payload_follows_every_kind_of_optimizer(ctx: RankContext, make: Any, options: dict[str, bool]) -> None:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return adam(parameters, **options)
+        return dtensor_adam(parameters, **options)
 
     Twins(make, ctx.mesh_1d(), ctx.rank, optimizer=optimizer).train(3)

@@ -59,7 +59,7 @@ def test_state_dict_holds_the_masters_in_their_class(ctx: RankContext, name: str
 @some
 @distributed(2, 4)
 def test_resumed_training_goes_on_as_by_hand(ctx: RankContext, name: str, assign: bool) -> None:
-    twins = _twins(ctx, SOME[name])
+    twins = _twins(ctx, SOME[name], optimizer=dtensor_adam)
     twins.train(2)
     saved = copy.deepcopy([twins.model.state_dict(), twins.optimizer.state_dict()])
     other = sharded(built(SOME[name], UNEVEN), ctx.mesh_1d())
