@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 SCRIPTS ?=
+# Two processes, each with its own ranks: one computes while the other waits for messages.
+PYTEST := $(BIN)/pytest -n 2 --timeout 300
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all lint bench bench-check gpu docs clean
@@ -16,10 +18,10 @@ train: .venv/.installed ## train the example language model on 2 ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 docs/examples/train_lm.py $(ARGS)
 
 test: .venv/.installed ## run the tests, but for the long ones
-	$(BIN)/pytest --timeout 300 $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: .venv/.installed ## run all tests; only the long ones with ARGS="-m long"
-	$(BIN)/pytest --timeout 300 -m "" $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
 
 lint: .venv/.installed ## check style, formatting and types
 	$(BIN)/ruff check
@@ -38,7 +40,7 @@ gpu: ## all that one GPU can say, in 8 minutes: with PYTHON as it is, without .v
 
 docs: .venv/.installed ## write the reference from the docstrings; check that examples run and links resolve
 	$(BIN)/python docs/reference/generate.py
-	$(BIN)/pytest --timeout 300 -m "" tests/docs $(ARGS)
+	$(PYTEST) -m "" tests/docs $(ARGS)
 
 clean: ## remove .venv, caches and results of runs
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist runs

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.harness.pool import close_shared_pools
 from tests.harness.selection import mark_long_cases, pool_of
 
+_ACCELERATOR = Path(__file__).parent / "accelerator"
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_long_cases(items)
-    items.sort(key=pool_of)
+    # The accelerator last: it is compiled meanwhile.
+    items.sort(key=lambda item: (pool_of(item), _ACCELERATOR in item.path.parents))
 
 
 @pytest.hookimpl(trylast=True)

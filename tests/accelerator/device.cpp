@@ -377,6 +377,14 @@ class SimAllocator final : public c10::Allocator {
     if (found != blocks_.end() && found->second->stream != stream) found->second->also_on.insert(stream);
   }
 
+  // With nothing in any queue: nothing is left of what ran before.
+  void spoil_all_free() {
+    std::lock_guard<std::mutex> lock(device().mutex);
+    take_back_recorded();
+    for (auto& each : freed_) spoil(each.second);
+    for (auto& each : free_) spoil(each.second);
+  }
+
  private:
   std::unordered_map<void*, Block*> blocks_;
   std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free_;
@@ -418,6 +426,10 @@ class SimAllocator final : public c10::Allocator {
 
   void make_free(Block* block) { freed_[block->stream].push_back(block); }
 
+  static void spoil(const std::vector<Block*>& blocks) {
+    for (Block* block : blocks) std::memset(block->address, 0xFF, block->nbytes);
+  }
+
   // Whoever gets memory on the current stream may write it from here on.
   void spoil_freed() {
     auto freed = std::exchange(freed_[current_stream], {});
@@ -425,9 +437,7 @@ class SimAllocator final : public c10::Allocator {
     for (Block* block : freed) free_[{block->stream, block->nbytes}].push_back(block);
     Item item;
     item.kind = "free";
-    item.run = [freed = std::move(freed)] {
-      for (Block* block : freed) std::memset(block->address, 0xFF, block->nbytes);
-    };
+    item.run = [freed = std::move(freed)] { spoil(freed); };
     device().push(current_stream, std::move(item));
   }
 };
@@ -904,6 +914,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& stream : device().streams) stream.priority.reset();
   });
   m.def("drain", [] { device().run_until(nullptr); });
+  m.def("spoil_all_free", [] { allocator().spoil_all_free(); });
   m.def("drop_all", [] { device().drop_all(); }, py::call_guard<py::gil_scoped_release>());
   m.def("host_view", [](const Tensor& tensor) { return on_host(tensor); });
   m.def("send", [](int64_t stream, std::string kind, py::object message) {

@@ -129,7 +129,8 @@ def test_compiled_with_every_option(ctx: RankContext, variant: str) -> None:
         _assert_compiled_like_eager(ctx, make, _compile_method, **kwargs)
 
 
-@pytest.mark.parametrize("variant", ["rest on a smaller mesh", *long("hsdp", "one rank")])
+@pytest.mark.parametrize("variant", ["rest on a smaller mesh", "hsdp", "one rank"])
+@pytest.mark.long
 @distributed(4)
 def test_compiled_on_every_mesh(ctx: RankContext, variant: str) -> None:
     kwargs: dict[str, Any] = {

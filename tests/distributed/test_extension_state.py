@@ -131,7 +131,7 @@ def _continue(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return {**found, **{f"{key} after": _full(value) for key, value in model.state_dict().items()}}
 
 
-@pytest.mark.parametrize(("savers", "loaders"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("savers", "loaders"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.long)])
 @some
 def test_checkpoint_is_loaded_on_another_number_of_ranks(name: str, savers: int, loaders: int, tmp_path: Path) -> None:
     saved = shared_pool(savers).run(_save, name=name, path=tmp_path)

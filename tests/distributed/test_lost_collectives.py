@@ -91,6 +91,7 @@ def test_reduction_that_is_lost_names_the_unit_and_its_last_events(ctx: RankCont
     model.reset_iter_state()
 
 
+@pytest.mark.long
 def test_every_rank_names_the_unit_and_its_last_events() -> None:
     """In the error after the timeout, and before it in what is said of a stall."""
     pool = WorkerPool(2)  # of its own: what is lost does not come back

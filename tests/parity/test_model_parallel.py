@@ -267,6 +267,7 @@ def test_full_mesh_with_named_axes_on_eight_ranks(
     _full_mesh_trains(ctx, sizes, dims)
 
 
+@pytest.mark.long
 @beyond_torch("hangs: not all ranks of the world make the smaller mesh alike")
 @distributed(8)
 def test_part_of_the_world_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
