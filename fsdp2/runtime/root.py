@@ -446,8 +446,8 @@ class Root:
         self.skipping.begin_forward(unit.index, grad_enabled=torch.is_grad_enabled())
 
     def _agree_on_order(self) -> None:
-        """A root's forward is over. If it was the first of its kind, or the set of trainable units has changed, find
-        out what the other ranks have used."""
+        """A root's forward is over. If it was the first of its kind with these trainable units, find out what the other
+        ranks have used."""
         units = enumerate(self.units)
         trainable = {i for i, unit in units for group in unit.groups if group.unsharded.trainable}
         used = self.skipping.end_forward(trainable)

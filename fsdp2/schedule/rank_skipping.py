@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 MAX_FORWARDS = 256  # forwards without a backward; if there are more, the oldest are forgotten
+MAX_ORDERS = 64  # that ranks have agreed on
 
 
 class Outcome(Enum):
@@ -48,12 +49,10 @@ class Used(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What the ranks have agreed on: the events of a forward, and the units that a backward may reach. The order is
-    valid while the same units are trained."""
+    """What the ranks have agreed on: the events of a forward, and the units that a backward may reach."""
 
     events: Sequence[Event]
     differentiable: Collection[int]
-    trainable: Collection[int]
 
 
 class Forward:
@@ -202,7 +201,9 @@ class SkippedUnits:
         self.by_hand: set[int] = set()  # units that the user has unsharded; the user handles them until their next use
         self.alike: set[int] = set()  # units that either all ranks use, or none
         self._parents = parents
-        self._orders: dict[tuple[int, bool], _Order] = {}  # by the key of a forward
+        self._orders: dict[tuple[int, bool], _Order] = {}  # by the key of a forward: the order that was used last
+        # All that ranks have agreed on: units that are frozen by turns are compared once each way.
+        self._agreed: dict[tuple[tuple[int, bool], frozenset[int]], _Order] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -229,9 +230,13 @@ class SkippedUnits:
 
     def end_forward(self, trainable: Collection[int]) -> Used | None:
         """The forward is over. Returns what ranks have to compare, or None if they have compared already.
-        ``trainable``: units with parameters that are trained."""
-        forward, order = self.forward, self._orders.get(self.forward.key)
-        if not forward.expected or (order is not None and order.trainable == trainable):
+        ``trainable``: units with parameters that are trained; the same on all ranks."""
+        forward = self.forward
+        if not forward.expected:
+            return None
+        agreed = self._agreed.get((forward.key, frozenset(trainable)))
+        if agreed is not None:
+            self._orders[forward.key] = agreed
             return None
         events = dict.fromkeys(event for event in forward.events if event.is_used)
         differentiable = sorted(
@@ -258,7 +263,9 @@ class SkippedUnits:
         seen = {event.unit for one in used for event in one.events}
         differentiable = {unit for one in used for unit in one.differentiable}
         differentiable.update(unit for unit in trainable if unit not in seen)
-        self._orders[key] = _Order(events, differentiable, trainable)
+        self._orders[key] = self._agreed[key, frozenset(trainable)] = _Order(events, differentiable)
+        if len(self._agreed) > MAX_ORDERS:
+            del self._agreed[next(iter(self._agreed))]  # the oldest: the same one on all ranks
         return [unit for unit, begins, _ in events if begins and (unit in seen or unit not in self.alike)]
 
     def _registered(self, root: int) -> list[Event]:

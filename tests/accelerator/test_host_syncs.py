@@ -41,11 +41,7 @@ def syncs_of_a_step(ctx: RankContext, name: str) -> dict[str, int]:
 
 
 _UNUSED = "a rank that withholds gradients reads the other ranks' answer (tolist)"
-_FROZEN = "what ranks have used is compared anew whenever other units train than in the last forward"
-_KNOWN = {
-    "frozen by turns": _FROZEN,
-    "partly used": _UNUSED,
-}
+_KNOWN = {"partly used": _UNUSED}
 
 
 @pytest.mark.parametrize("name", names(2, known=_KNOWN))

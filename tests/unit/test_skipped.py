@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
+from fsdp2.schedule import rank_skipping
 from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits, nested
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 
@@ -217,6 +218,37 @@ def test_unit_whose_end_nobody_reports_is_reduced_before_the_next_one_begins() -
     ranks[0].backward(unreported=(3,))
     ranks[1].backward()
     assert ranks[0].log == ranks[1].log
+
+
+def _step_with_frozen(ranks: Sequence[Rank], frozen: Collection[int]) -> tuple[bool, str]:
+    """Whether ranks compare, and the collectives of a step."""
+    for rank in ranks:
+        rank.frozen = frozen
+        rank.log.clear()
+    used = [rank.forward([0, 1, 2, 3, 4]) for rank in ranks]
+    for rank in ranks:
+        if used[0] is not None:
+            rank.agree(used)
+        rank.backward(unreached=frozen)
+    assert ranks[0].log == ranks[1].log
+    return used[0] is not None, ", ".join(ranks[0].log)
+
+
+def test_ranks_compare_once_for_each_choice_of_frozen_units() -> None:
+    """Units that are frozen by turns cost no message in a steady step."""
+    ranks = ranks_of()
+    choices = [(1, 2), (3, 4), ()]
+    first, second, third = ([_step_with_frozen(ranks, frozen) for frozen in choices] for _ in range(3))
+    assert [compares for compares, _ in first] == [True] * 3
+    assert [compares for compares, _ in second] == [False] * 3
+    assert second == third
+
+
+def test_ranks_forget_the_oldest_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_skipping, "MAX_ORDERS", 2)
+    ranks = ranks_of()
+    compares = [_step_with_frozen(ranks, (unit,))[0] for unit in (1, 2, 1, 3, 1, 3)]
+    assert compares == [True, True, False, True, True, False]
 
 
 def test_unit_used_again_is_left_to_the_program() -> None:
