@@ -7,7 +7,8 @@ touches a private name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -145,6 +146,18 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return group._get_backend(device).name()
     except RuntimeError:
         return group.name()
+
+
+@contextmanager
+def groups_made_from_nothing() -> Iterator[None]:
+    """New groups get communicators of their own. If ``init_process_group`` was given a ``device_id``, torch would split
+    them off the world's communicator, and that takes all ranks of the world."""
+    world = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        world.bound_device_id = device  # type: ignore[union-attr]
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -106,6 +106,21 @@ class CollectiveComm(AxisComm):
         return ()
 
 
+class OneByOneComm(CollectiveComm):
+    """gloo on an accelerator, one call per tensor. gloo's calls for many tensors take one dtype, on the CPU, only."""
+
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+        pairs = zip(outputs, inputs, strict=True)
+        launches = [super(OneByOneComm, self).all_gather([output], [mine]) for output, mine in pairs]
+        return lambda: [work for launch in launches for work in launch()]
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
+    ) -> Sequence[Waitable]:
+        reduce, pairs = super().reduce_scatter, zip(outputs, inputs, strict=True)
+        return [work for output, mine in pairs for work in reduce([output], [mine], averages=averages)]
+
+
 # Every comm has its own channels: even if the ranks' programs diverge, no message of one parameter group is taken for a
 # message of another. Every rank makes its comms on a process group in the same order; else see match_channels.
 _FIRST_CHANNEL = 7101  # tags of messages: away from 0, which user code on the same group is likely to use
@@ -258,9 +273,11 @@ def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> Axi
     stream that issues them, on an accelerator, too."""
     if axis.group is None or axis.size == 1:
         return LocalComm()
-    if _torch.backend_name(axis.group, device) == "gloo" and device.type == "cpu":
+    is_gloo = _torch.backend_name(axis.group, device) == "gloo"
+    if is_gloo and device.type == "cpu":
         return PeerComm(axis.group)
-    return CollectiveComm(axis.group, on_stream=streams_for(device).runs_ahead and not is_async)
+    kind = OneByOneComm if is_gloo else CollectiveComm
+    return kind(axis.group, on_stream=streams_for(device).runs_ahead and not is_async)
 
 
 def can_average(mesh: ParallelMesh) -> bool:

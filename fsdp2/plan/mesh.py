@@ -220,5 +220,6 @@ def _own_group(ranks: list[int], description: str) -> dist.ProcessGroup:
     made = _own_groups.setdefault(dist.group.WORLD, {})
     key = (tuple(ranks), description)
     if key not in made:
-        made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+        with _torch.groups_made_from_nothing():
+            made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
     return made[key]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from fsdp2.comm.backends import PeerComm, comm_for
+from fsdp2.comm.backends import OneByOneComm, PeerComm, comm_for
 from fsdp2.plan.mesh import Axis
 from tests.harness.distributed import RankContext, distributed
 
@@ -45,6 +46,23 @@ def test_tensors_of_any_sizes_and_dtypes_are_gathered_in_one_launch(ctx: RankCon
         for output, tensors in zip(outputs, parts, strict=True):
             assert torch.equal(output.view(torch.uint8), torch.cat(tensors).view(torch.uint8))
         outputs[0].zero_()
+
+
+@pytest.mark.parametrize("on_stream", [False, True])
+@distributed(2)
+def test_one_call_per_tensor_moves_several_dtypes(ctx: RankContext, on_stream: bool) -> None:
+    """gloo's calls for many tensors give garbage here."""
+    comm = OneByOneComm(ctx.mesh_1d().get_group(), on_stream=on_stream)
+    dtypes = (torch.float32, torch.bfloat16)
+    outputs = [torch.empty(6, dtype=dtype) for dtype in dtypes]
+    parts = [torch.full((3,), 1.0 + ctx.rank, dtype=dtype) for dtype in dtypes]
+    for work in comm.all_gather(outputs, parts)():
+        work.wait()
+    assert [output.tolist() for output in outputs] == [[1.0] * 3 + [2.0] * 3] * 2
+    sums = [torch.empty(3, dtype=dtype) for dtype in dtypes]
+    for work in comm.reduce_scatter(sums, outputs):
+        work.wait()
+    assert [each.tolist() for each in sums] == [[2.0 + 2 * ctx.rank] * 3] * 2
 
 
 @distributed(2, 4)

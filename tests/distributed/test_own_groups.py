@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2.plan.mesh import parallel_mesh, post_forward_mesh, replicated
+from fsdp2.plan.mesh import parallel_mesh, post_forward_mesh, replicated, separate_axis
 from tests.distributed.support import same_on_all_ranks, sharded, step
-from tests.harness.distributed import RankContext
+from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
 
 WORLD_SIZE = 4
@@ -71,3 +72,30 @@ def _num_calls(ctx: RankContext, make: str) -> list[int]:
 def test_ranks_make_groups_alike_whatever_one_of_them_has_freed(make: Any) -> None:
     first, second = same_on_all_ranks(_num_calls, WORLD_SIZE, make=make.__name__)
     assert second == 0, f"{first} calls for the first, {second} for the second"
+
+
+@distributed(4)
+def test_ranks_of_a_part_make_their_groups_alone_though_the_world_has_a_device(ctx: RankContext) -> None:
+    """With ``init_process_group(device_id=...)``, torch splits new groups off the world's communicator, which takes all
+    ranks of the world. A pipeline stage is not all ranks."""
+    world: Any = dist.group.WORLD
+    seen: list[object] = []
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        seen.append(world.bound_device_id)
+        if len(seen) == 3:
+            raise RuntimeError("no group")
+        return made(*args, **kwargs)
+
+    made, device = dist.new_group, torch.device("cpu", 0)
+    mesh = ctx.mesh(pp=2, dp=2)["dp"]
+    world.bound_device_id = device
+    try:
+        with mock.patch.object(dist, "new_group", new_group):
+            separate_axis(parallel_mesh(mesh).shard)
+            post_forward_mesh(parallel_mesh(mesh), 1)
+    except RuntimeError:
+        pass
+    finally:
+        after, world.bound_device_id = world.bound_device_id, None
+    assert (seen, after) == ([None] * 3, device)

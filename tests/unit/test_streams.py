@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from fsdp2.comm.backends import CollectiveComm
+from fsdp2 import _torch
+from fsdp2.comm import backends
+from fsdp2.comm.backends import CollectiveComm, OneByOneComm, PeerComm, comm_for
 from fsdp2.comm.memory import allocate, release
 from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
+from fsdp2.plan.mesh import Axis
 
 
 class RecordingStreams(Streams):
@@ -226,6 +230,20 @@ def test_collectives_beside_a_stream_are_waited_for_where_their_data_is_needed()
     assert list(comm.all_gather([torch.zeros(2)], [torch.zeros(2)])()) == [work]
     assert list(comm.reduce_scatter([torch.zeros(2)], [torch.zeros(2)])) == [work]
     assert (group.asked, work.num_waits) == ([True, True], 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [("gloo", "cpu", PeerComm), ("gloo", "cuda", OneByOneComm), ("nccl", "cuda", CollectiveComm)],
+)
+def test_comm_follows_from_backend_and_device(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: str, expected: type
+) -> None:
+    monkeypatch.setattr(backends, "streams_for", lambda device: Streams())
+    monkeypatch.setattr(_torch, "backend_name", lambda group, device: backend)
+    group = mock.Mock(group_name="group", **{"rank.return_value": 0, "size.return_value": 2})
+    monkeypatch.setattr(backends.dist, "get_process_group_ranks", lambda group: [0, 1])
+    assert type(comm_for(Axis(group, 2, 0), torch.device(device))) is expected
 
 
 def test_all_models_on_a_device_share_its_streams() -> None:
