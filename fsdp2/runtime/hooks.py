@@ -62,6 +62,7 @@ class ModuleHooks:
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
         self._runs_method = False  # a registered method of the unit is running
+        self._is_resumed = False  # that method has called the unit again, as generate() calls forward()
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         pre_forward = torch.compiler.disable(self.pre_forward)
         post_forward = torch.compiler.disable(self.post_forward)
@@ -131,6 +132,7 @@ class ModuleHooks:
         resume, handed_out = torch.compiler.disable(self._resume), torch.compiler.disable(self._handed_out)
         forget_forward = torch.compiler.disable(self._forget_forward)
         is_running, runs_plainly = torch.compiler.disable(self._is_running), torch.compiler.disable(self._runs_plainly)
+        reshard_between_passes = torch.compiler.disable(self._reshard_between_passes)
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +142,7 @@ class ModuleHooks:
                 args, kwargs = resume(args, kwargs)
                 return handed_out(method(*args, **kwargs))
             args, kwargs = pre_forward(module, args, kwargs)
-            self._runs_method = True
+            self._runs_method, self._is_resumed = True, False
             try:
                 output = method(*args, **kwargs)
             except BaseException:
@@ -148,7 +150,10 @@ class ModuleHooks:
                 raise
             finally:
                 self._runs_method = False
-            return post_forward(module, args, output)
+            output = post_forward(module, args, output)
+            if self._is_resumed:
+                reshard_between_passes()
+            return output
 
         setattr(run, FORWARD_METHOD, method)
         return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
@@ -194,7 +199,14 @@ class ModuleHooks:
             )
         raise ScheduleError(f"forward of '{unit.name}' inside fsdp2.unsharded(...): {problem}")
 
+    def _reshard_between_passes(self) -> None:
+        """As in torch, the root is resharded after a method like ``generate``: who lists parameters finds shards."""
+        unit = self._unit
+        if unit.root is not None and unit.root.schedule.forward_root is None:
+            unit.reshard()
+
     def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._is_resumed = True
         if self._unit.root is not None:
             self._unit.root.resume_forward(self._unit)
         return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)

@@ -255,3 +255,51 @@ def test_head_called_without_grad_between_steps(ctx: RankContext) -> None:
         return [evaluated, *_chunk_by_chunk(step, model)]
 
     compare(Case(_Chunked, _shard_norm_and_head, step), ctx.mesh_1d())
+
+
+class _Generator(ParityModel):
+    """Generates by calling itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((DIM,), 0.5))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"y": x * self.scale}
+
+    def generate(self, x: Tensor) -> dict[str, Tensor]:
+        for _ in range(2):
+            x = self(x)["y"]
+        return {"y": x}
+
+    def units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+
+@pytest.mark.parametrize("grad_enabled", [False, True])
+@pytest.mark.parametrize("reshard", [None, False])
+@distributed(2)
+def test_parameters_are_shards_after_a_method_that_calls_forward(
+    ctx: RankContext, reshard: bool | None, grad_enabled: bool
+) -> None:
+    """An optimizer that is built then trains; with whole parameters it would train nothing, and say nothing."""
+
+    def shard(runtime: Runtime, model: Any, mesh: DeviceMesh) -> None:
+        shard_units_and_root(runtime, model, mesh, reshard_after_forward=reshard)
+        runtime.register_fsdp_forward_method(model, "generate")
+
+    def step(step: Step, model: _Generator) -> list[Tensor]:
+        batch = step.batch(model)
+        with torch.set_grad_enabled(grad_enabled):
+            generated = model.generate(*batch)["y"]
+        step.note("kinds", [type(parameter).__name__ for parameter in model.parameters()])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model.loss(model.generate(*batch) if grad_enabled else model(*batch), batch)
+        loss.backward()
+        optimizer.step()
+        return [generated, loss]
+
+    compare(Case(_Generator, shard=shard, step=step, unsharded=None), ctx.mesh_1d())
