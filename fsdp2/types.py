@@ -85,7 +85,9 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if not self.shard_names and not self.replicate_names:
-            raise ValueError("DataParallelMeshDims: give the name of at least one axis, as shard or as replicate.")
+            raise ValueError(
+                "DataParallelMeshDims: shard and replicate name no axis. Pass the name of at least one axis."
+            )
 
     @property
     def shard_names(self) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ def _raising_on_all_ranks(meshes: Iterable[ParallelMesh]) -> Iterator[None]:
         raise
     problem = _problem(meshes, None)
     if problem is not None:
-        raise RuntimeError(f"unsharded(rank0_only=True): nothing is written, since the block raised {problem}")
+        raise RuntimeError(f"unsharded(rank0_only=True): no shard was written, because the block raised {problem}")
 
 
 def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
@@ -147,7 +147,10 @@ def _params_under(module: nn.Module) -> dict[ParamGroup, list[ShardedParam]]:
         )
     for group in found:
         if group.state is GroupState.LENT:
-            raise ScheduleError(f"unsharded: parameters of unit '{group.name}' are lent to another unsharded(...).")
+            raise ScheduleError(
+                f"unsharded: another unsharded(...) block already holds parameters of unit '{group.name}'. Leave that "
+                "block first."
+            )
     return found
 
 
@@ -157,8 +160,8 @@ def _check_idle(module: nn.Module) -> None:
         found = Pass.BACKWARD if _torch.in_backward() else running.pop()
         name = type(module).__name__.removeprefix("FSDP")
         raise ScheduleError(
-            f"unsharded: a {found.value} of {name} is running. Call it between passes; after an exception, call "
-            "reset_iter_state() first."
+            f"unsharded: a {found.value} of {name} is running. Call unsharded when no forward or backward runs. After "
+            "an exception, call reset_iter_state() first."
         )
 
 
@@ -193,8 +196,8 @@ def _gathered_subclass(param: ShardedParam) -> torch.Tensor:
     """The values of a parameter whose shard is a tensor subclass. DTensor gathers them."""
     if param.spec.unsharded is not None:
         raise ValueError(
-            f"unsharded: parameter '{param.full_name}' is a {type(_torch.local_of(param.sharded)).__name__} that model "
-            "axes have cut as well. Read it with full_tensor()."
+            f"unsharded: parameter '{param.full_name}' is a {type(_torch.local_of(param.sharded)).__name__} that is "
+            "also sharded over model axes. Read this parameter with full_tensor()."
         )
     return param.sharded.full_tensor()  # type: ignore[attr-defined]
 
@@ -210,7 +213,7 @@ def _value(param: ShardedParam) -> torch.Tensor:
         shape = f" of shape {tuple(local.shape)}" if isinstance(local, torch.Tensor) else ""
         raise ValueError(
             f"unsharded: parameter '{param.full_name}' was replaced by a {type(bound).__name__}{shape}, expected a "
-            f"parameter of shape {param.layout.shape}. Nothing is written; change shapes before fully_shard."
+            f"parameter of shape {param.layout.shape}. No shard was written. Change shapes before fully_shard."
         )
     return local.detach()
 

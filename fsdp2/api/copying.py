@@ -38,8 +38,8 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
     if id(unit) not in memo:
         if unit.running is not Pass.IDLE or _torch.in_backward():
             raise ScheduleError(
-                f"deepcopy of '{unit.name}': a pass is running. Copy between passes; after an exception, call "
-                "reset_iter_state() first."
+                f"deepcopy of unit '{unit.name}': a forward or backward is running. Call deepcopy when no forward or "
+                "backward runs. After an exception, call reset_iter_state() first."
             )
         for group in unit.groups:
             group.settle()

@@ -127,13 +127,13 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
         if unit_of(item) is not None:
             name = type(item).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"fully_shard: this {name} was given to fully_shard before. Call it once per module, "
+                f"fully_shard: this {name} was given to fully_shard before. Call fully_shard once per module, "
                 "on inner modules first."
             )
         if isinstance(item, (nn.ModuleList, nn.ModuleDict)) and type(item).forward is nn.Module.forward:
             raise ValueError(
                 f"fully_shard: {type(item).__name__} has no forward, so its parameters would never be unsharded. "
-                "Call fully_shard on each module in it, or pass list(...) of them as one unit."
+                "Call fully_shard on each inner module, or pass a list of the inner modules to make one unit."
             )
     return roots
 
@@ -163,7 +163,7 @@ def _checked_dims(dims: object) -> DataParallelMeshDims | None:
     if not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
         raise TypeError(
             f"fully_shard: dp_mesh_dims must be an fsdp2.DataParallelMeshDims, not {described(dims)}. "
-            'Write DataParallelMeshDims(shard="dp"), with the names of the mesh\'s data-parallel axes.'
+            'Pass DataParallelMeshDims(shard="dp"), with the names of the data-parallel axes of the mesh.'
         )
     return DataParallelMeshDims(dims.shard, dims.replicate)
 

@@ -51,8 +51,8 @@ class GradientReductionHandle:
             return
         if self._root.num_resets != self._num_resets:
             raise ScheduleError(
-                f"wait() on the gradients of {self._root.unit.name}: the model was reset since finalize_backward, "
-                "and they are lost. Run the iteration again."
+                f"GradientReductionHandle.wait(): the gradients of unit '{self._root.unit.name}' are lost, because the "
+                "model was reset after finalize_backward. Run the iteration again."
             )
         self._root.land()
         self._root = None
@@ -110,7 +110,7 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}. "
-                "A smaller world size can be given to fully_shard only."
+                "Pass a number of ranks to fully_shard instead."
             )
         for unit in self._units(recurse):
             unit.auto_reshard = False
@@ -187,7 +187,7 @@ class FSDPModule:
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of :meth:`set_gradient_divide_factor`."""
         warnings.warn(
-            "set_reduce_scatter_divide_factor is deprecated, use set_gradient_divide_factor",
+            "set_reduce_scatter_divide_factor is deprecated. Call set_gradient_divide_factor instead.",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -221,11 +221,11 @@ class FSDPModule:
         caller = "set_all_reduce_hook"
         cut = self._cut_groups(caller)
         if hook is not None and not callable(hook):
-            raise TypeError(f"{caller}: expected a function of a tensor, or None, got a {type(hook).__name__}.")
+            raise TypeError(f"{caller}: hook must be a function of a tensor, or None, not a {type(hook).__name__}.")
         if stream is not None and any(group.mesh.replicate.group is not None for group in cut):
             raise ValueError(
-                f"{caller}: this unit's mesh has a replicate axis (HSDP). Its all-reduce has a stream already, and the "
-                "hook runs on it. Leave stream out."
+                f"{caller}: the mesh of unit '{self._unit().name}' has a replicate axis (HSDP). With HSDP, the hook "
+                "runs on the stream of the all-reduce. Do not pass stream."
             )
         for group in self._groups(False):
             on = stream if group in cut else None
@@ -248,8 +248,8 @@ class FSDPModule:
         if schedule.awaits_finalization or root.is_reducing or _torch.in_backward():
             found = "a backward is running" if _torch.in_backward() else "a backward waits to be finalized"
             raise ScheduleError(
-                f"set_manual_backward_finalization({enabled}): {found}. Call it before backward, or after "
-                "finalize_backward() or reset_iter_state()."
+                f"set_manual_backward_finalization({enabled}): {found}. Call set_manual_backward_finalization before "
+                "backward, or after finalize_backward() or reset_iter_state()."
             )
         schedule.finalizes_by_hand = enabled
 
@@ -273,11 +273,14 @@ class FSDPModule:
         root = self._root("finalize_backward").form_root()
         problem = None
         if not root.schedule.finalizes_by_hand:
-            problem = "backward is finalized when it ends. Call set_manual_backward_finalization(True) before it"
+            problem = (
+                "manual finalization is off, so each backward is finalized at its end. "
+                "Call set_manual_backward_finalization(True) before backward"
+            )
         elif _torch.in_backward():
-            problem = "a backward is running. Call it when backward() has returned"
+            problem = "a backward is running. Call finalize_backward after backward() has returned"
         elif root.is_reducing:
-            problem = "the handle of the last call was not waited for. Call its wait() first"
+            problem = "the handle of the last call is still pending. Call wait() on that handle first"
         if problem is not None:
             raise ScheduleError(f"finalize_backward on {type(self).__name__}: {problem}.")
         root.finalize_backward()
@@ -305,9 +308,8 @@ class FSDPModule:
             root.reset()
         elif root.schedule.in_backward:
             raise ScheduleError(
-                "reset_iter_state(keep_unreduced=True): an exception in backward has left parts of its own on "
-                "gradients that were not reduced yet. Call reset_iter_state() and zero_grad(), and repeat all "
-                "micro-batches."
+                "reset_iter_state(keep_unreduced=True): an exception in backward has left incomplete sums in unreduced "
+                "gradients. Call reset_iter_state() and zero_grad(). Then repeat all micro-batches."
             )
         else:
             root.abandon_forward()
@@ -399,12 +401,12 @@ class FSDPModule:
         caller = "set_symm_mem_for_comm"
         self._check_no_other_comm(caller, SymmetricMemory)
         if backend != "NCCL":
-            raise ValueError(f"{caller}: backend={backend!r}, expected 'NCCL', the only one that is supported.")
+            raise ValueError(f"{caller}: backend={backend!r}, expected 'NCCL'. No other backend is supported.")
         device = self._unit().mesh.device
         if device.type != "cuda":
             raise ValueError(
-                f"{caller}: the mesh is on {device.type} devices, and only CUDA has symmetric memory here. Leave the "
-                "call out on other devices."
+                f"{caller}: the mesh of unit '{self._unit().name}' is on {device.type}, expected cuda. Only CUDA has "
+                f"symmetric memory here. Do not call {caller} on other devices."
             )
         for group in self._groups(False):
             shard = group.mesh.shard.group
@@ -446,7 +448,8 @@ class FSDPModule:
         unit = self._unit()
         if not unit.is_root:
             raise ScheduleError(
-                f"{caller} on '{unit.name}', which is no root. Call it on the {unit.form_root().class_name} around it."
+                f"{caller}: unit '{unit.name}' is not the root. "
+                f"Call {caller} on the root, the {unit.form_root().class_name} around this unit."
             )
         return unit
 
@@ -455,8 +458,8 @@ class FSDPModule:
         cut = [group for group in self._groups(False) if any(param.layout.shape for param in group.params)]
         if len(cut) > 1:
             raise ValueError(
-                f"{caller}: this unit has {len(cut)} parameter groups, on meshes of their own, and one comm would "
-                "have to serve them all. Call fully_shard on the modules of each mesh separately."
+                f"{caller}: unit '{self._unit().name}' has {len(cut)} parameter groups on different meshes, expected "
+                "one group. Call fully_shard separately on the modules of each mesh."
             )
         return cut
 
@@ -472,9 +475,10 @@ class FSDPModule:
         for comm in (comm for each in options for comm in (each.all_gather, each.reduce_scatter)):
             if comm is not None and not isinstance(getattr(comm, "memory", None), memory):
                 raise ValueError(
-                    f"{caller}: this unit communicates by a {type(comm).__name__} already, which allocates its own "
-                    "memory. Choose one of set_custom_all_gather and set_custom_reduce_scatter, "
-                    "set_allocate_memory_from_process_group_for_comm, and set_symm_mem_for_comm."
+                    f"{caller}: unit '{self._unit().name}' already communicates by a {type(comm).__name__}, which "
+                    "allocates its own memory. For each unit, call only one of: set_custom_all_gather and "
+                    "set_custom_reduce_scatter; set_allocate_memory_from_process_group_for_comm; "
+                    "set_symm_mem_for_comm."
                 )
 
 

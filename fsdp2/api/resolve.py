@@ -155,7 +155,7 @@ def _asked_placement(
     if read.device != parallel.device:
         raise ValueError(
             f"fully_shard: shard_placement_fn returned a mesh on {read.device} for parameter '{item.name}', but the "
-            f"mesh given to fully_shard is on {parallel.device}. All parameters live on one device."
+            f"mesh given to fully_shard is on {parallel.device}. Return a mesh on {parallel.device}."
         )
     return placement, read
 
@@ -186,33 +186,35 @@ def _check_param(item: Found, device: torch.device) -> None:
     name, param = item.name, item.param
     if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # hooks: see _subclass_shard
         raise ExtensionError(
-            f"fully_shard: parameter '{name}' is a {type(param).__name__}, and sharding would lose that class: compute "
-            "would read an nn.Parameter. Replace it by nn.Parameter(...) of its values, or of a tensor subclass with "
-            "all-gather hooks; or list it in ignored_params."
+            f"fully_shard: parameter '{name}' is a {type(param).__name__}. Sharding would lose this class: compute "
+            "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values or of a tensor "
+            "subclass with all-gather hooks, or list the parameter in ignored_params."
         )
     sharded_as = getattr(param, SHARDED_AS, None)
     if isinstance(param, DTensor) and sharded_as is not None:
         raise ValueError(
-            f"fully_shard: parameter '{name}' was sharded before, by a call on a module around this one. "
-            "Call fully_shard on inner modules first; to add modules later, give it the new ones only, or list this "
+            f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this module. "
+            "Call fully_shard on inner modules first. To add modules later, pass only the new modules, or list this "
             "parameter in ignored_params."
         )
     if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a DTensor on a mesh of {param.device_mesh.device_type}, but the mesh "
-            f"given to fully_shard is on {device.type}. Both have to be parts of one mesh."
+            f"given to fully_shard is on {device.type}. Use parts of one mesh for both."
         )
     if sharded_as is not None and item.owner is None:
         raise ValueError(
-            f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that was sharded before, and the tie "
-            "would be lost. It moves to this unit only with tied_weights=MOVE, and before anything has run or was "
-            "written or replaced. Or call fully_shard([a, b]) on the modules that share it, as one unit."
+            f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that is already sharded. This call "
+            "would break the tie. The parameter moves to the new unit only with tied_weights=MOVE, and only if the old "
+            "unit has not run and none of its parameters was written or replaced. Otherwise, call fully_shard([a, b]) "
+            "on the modules that share the parameter, to make one unit."
         )
     layout = "nested" if param.is_nested else "quantized" if param.is_quantized else str(param.layout)
     if layout != str(torch.strided):
         raise ValueError(
-            f"fully_shard: parameter '{name}' is a {layout} tensor, which has no dense values to cut into shards. Make "
-            "it a dense tensor, or a tensor subclass with all-gather hooks; or list it in ignored_params."
+            f"fully_shard: parameter '{name}' is a {layout} tensor. Only dense values can be cut into shards. Make "
+            "the parameter a dense tensor or a tensor subclass with all-gather hooks, or list the parameter in "
+            "ignored_params."
         )
 
 
@@ -222,8 +224,8 @@ def _subclass_shard(
     if not isinstance(param, DTensor) and has_hooks(param) and not has_hooks(full):
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__} with all-gather hooks, but its data is a "
-            f"{type(full).__name__} without, and it is the data that is sharded: the hooks would be ignored. Make them "
-            "methods of the tensor that nn.Parameter wraps."
+            f"{type(full).__name__} without hooks. fully_shard shards the data and would ignore the hooks. Define the "
+            "hooks on the tensor that nn.Parameter wraps."
         )
     if is_plain(full):
         return None
@@ -260,8 +262,8 @@ def check_reshard_after_forward(value: object, parallel: ParallelMesh) -> None:
         )
     if value == 1:
         warnings.warn(
-            "reshard_after_forward=1 means one rank per shard: parameters stay unsharded. Pass False to say so, or "
-            "True to reshard over all ranks.",
+            "reshard_after_forward=1 means one rank per shard, so parameters stay unsharded after forward. Pass False "
+            "to keep parameters unsharded, or True to reshard parameters over all ranks.",
             stacklevel=3,
         )
 
@@ -284,7 +286,7 @@ def _post_forward_mesh(value: bool | int | None, mesh: ParallelMesh) -> Parallel
     if mesh.shard.size % value != 0:
         raise ValueError(
             f"fully_shard: reshard_after_forward={value} does not divide the {mesh.shard.size} ranks of a mesh that "
-            "shard_placement_fn returned. Pass a divisor of both, or a bool."
+            "shard_placement_fn returned. Pass a number that divides the ranks of every shard axis, or a bool."
         )
     return post_forward_mesh(mesh, value)
 

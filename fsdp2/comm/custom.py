@@ -157,7 +157,7 @@ def _allocated(comm: Comm, numel: int, dtype: torch.dtype, device: torch.device)
         raise ValueError(
             f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}, device='{device}') returned a tensor of shape "
             f"{tuple(buffer.shape)}, {buffer.dtype}, on {buffer.device}, with strides {buffer.stride()}. Return a "
-            "contiguous tensor of the size, dtype and device asked for, for example a slice of a larger buffer."
+            "contiguous tensor of the requested size, dtype and device, for example a slice of a larger buffer."
         )
     if (earlier := _in_flight.get(_place(buffer))) is not None:
         earlier.wait()  # copies its data out before the next message is written

@@ -496,7 +496,8 @@ def _inner_gradient(part: Part, grad: torch.Tensor | None) -> torch.Tensor | Non
 
 def _refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
     raise ExtensionError(
-        f"parameter '{param.full_name}': its gradient is a {type(grad).__name__}, expected a plain tensor. A gradient "
-        "may be of a subclass only if the unsharded parameter is a wrapper of the same class, whose inner tensors all "
-        "have its shape and dtype. Let the subclass compute plain gradients, or take its activations apart."
+        f"parameter '{param.full_name}': the gradient is a {type(grad).__name__}, expected a plain tensor. A gradient "
+        "may be a subclass only if the unsharded parameter is a wrapper of the same class, and all inner tensors have "
+        "the shape and dtype of the parameter. Let the subclass compute plain gradients, or use the inner tensors of "
+        "its activations."
     )

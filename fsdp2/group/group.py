@@ -118,7 +118,9 @@ class ParamGroup:
         """``error`` of a collective of this group, with the recent events."""
         rank = dist.get_rank()
         return CommunicationError(
-            f"{what} of unit '{self.name}' failed on rank {rank}: {error}\nLast events there: {self._story()}."
+            f"{what} of unit '{self.name}' failed on rank {rank}: {error}\n"
+            f"Last events on rank {rank}: {self._story()}.\n"
+            "Compare the last events of all ranks: the ranks diverged at the first difference."
         )
 
     # What users put in the place of shards
@@ -301,12 +303,12 @@ class ParamGroup:
         before = self.state
         after = TRANSITIONS.get((before, event))
         if after is None:
-            hint = "A module that ran outside the forward of its root is the usual cause; "
-            hint += "see docs/guide/wrapping.md#roots."
+            hint = "Usual cause: a module ran outside the forward of its root. See docs/guide/wrapping.md#roots."
             if before is GroupState.LENT:
-                hint = "Its parameters are lent to fsdp2.unsharded(...): leave that block first."
+                hint = "An fsdp2.unsharded(...) block holds the parameters of this unit. Leave that block first."
             raise ScheduleError(
-                f"unit '{self.name}': {event.value} while {before.value}. Last events: {self._story()}.\n{hint}"
+                f"unit '{self.name}' cannot {event.value} in state {before.value}. "
+                f"Last events: {self._story()}.\n{hint}"
             )
         if after is not before and self.on_transition is not None:
             self.on_transition(before, after)  # called first: if it raises, nothing has changed

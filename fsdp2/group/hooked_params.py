@@ -80,8 +80,11 @@ class Hooks:
         self._class = type(local).__name__
         for name, other in ((_PRE, _POST), (_POST, _PRE)):
             if not callable(getattr(local, name, None)):
-                found = f"it defines {other} only" if hasattr(local, other) else "sharding would lose what it adds"
-                raise self.error(name, f"is not defined: {found}. Define both hooks, or list it in ignored_params")
+                only, lost = f"the class defines only {other}", "sharding would lose what the class adds"
+                found = only if hasattr(local, other) else lost
+                raise self.error(
+                    name, f"is not defined: {found}. Define both hooks, or list the parameter in ignored_params"
+                )
         self._pre: Callable[[], object] = self._bind_pre(getattr(local, _PRE))
         self._post = getattr(local, _POST)
         self._expected: list[_Kind] | None = None
@@ -106,7 +109,7 @@ class Hooks:
             raise self.error(_PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
         tensors = result[0]
         if type(tensors) is not tuple:
-            raise self.error(_PRE, f"returned {_described(tensors)} with its metadata, expected a tuple of tensors")
+            raise self.error(_PRE, f"returned {_described(tensors)} as the tensors, expected a tuple of tensors")
         if self._expected is None or len(tensors) != len(self._expected):
             self._check_payload(tensors)
         for tensor, (shape, dtype) in zip(tensors, self._expected or (), strict=True):
@@ -142,8 +145,8 @@ class Hooks:
         if result is not None and result is not out and not (isinstance(result, tuple) and result and result[0] is out):
             raise self.error(
                 _POST,
-                f"returned {_described(result)} although out was given, expected None: fill out in place, "
-                "because autograd has saved it",
+                f"returned {_described(result)} although out was given, expected None. Fill out in place, because "
+                "autograd has saved out",
             )
 
     def first_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -176,15 +179,15 @@ class Hooks:
         if not (is_flat or has_rows) or not tensor.is_contiguous():
             raise self.error(
                 _POST,
-                f"returned {_described(tensor)} with strides {tensor.stride()}, expected contiguous "
-                f"{tuple(size)}, or more rows",
+                f"returned {_described(tensor)} with strides {tensor.stride()}, expected a contiguous tensor of shape "
+                f"{tuple(size)}, or with more rows",
             )
         cut = torch.as_strided(tensor, size, self._context.outer_stride, tensor.storage_offset())
         if type(cut) is not type(tensor):
             raise self.error(
                 _POST,
-                f"returned a {type(tensor).__name__} of shape {tuple(tensor.shape)}, which becomes a "
-                f"{type(cut).__name__} when it is cut to {tuple(size)}: let as_strided keep the class",
+                f"returned a {type(tensor).__name__} of shape {tuple(tensor.shape)}, but cutting to {tuple(size)} made "
+                f"a {type(cut).__name__} of that tensor. Let as_strided keep the class",
             )
         return cut
 
@@ -198,13 +201,13 @@ class Hooks:
                 raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._context.device}")
             if not tensor.is_contiguous():
                 problem = f"returned {_described(tensor)} with strides {tensor.stride()}"
-                raise self.error(_PRE, f"{problem}, expected contiguous tensors: call .contiguous()")
+                raise self.error(_PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
             found.append((tensor.shape, tensor.dtype))
         if self._expected is not None:
             raise self.error(
                 _PRE,
-                f"returned {_payload(found)}, but {_payload(self._expected)} when its group was first gathered: "
-                "shapes and dtypes must stay, because the plan is made once",
+                f"returned {_payload(found)}, expected {_payload(self._expected)} as in the first gather of the group. "
+                "Return the same shapes and dtypes each time, because the plan is made once",
             )
         self._expected = found
 
@@ -230,7 +233,7 @@ class Hooks:
             moved = local.to(self._context.device, non_blocking=True, copy=True)
         if type(moved) is not type(local):
             raise TypeError(
-                f"to() made {_described(moved)} of the offloaded shard, expected a {self._class}: let "
+                f"to() made {_described(moved)} of the offloaded shard, expected a {self._class}. Let "
                 "__torch_dispatch__ keep the class for _to_copy"
             )
         return moved
@@ -322,26 +325,30 @@ class HookedParam:
             versions = [output._version for output in self.outputs]
             tensor, inner = hooks.first_post(self.outputs, self.metadata)
             if versions != [output._version for output in self.outputs]:
-                problem = "wrote all_gather_outputs: they are read again, so make a tensor of its own"
+                problem = "wrote into all_gather_outputs, but the outputs are read again. Make a new tensor instead"
                 raise hooks.error(_POST, problem)
             if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
-                raise hooks.error(_POST, f"made a tensor of {tensor.dtype} of a trainable parameter")
+                problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
+                raise hooks.error(_POST, problem)
             try:
                 param.unsharded = param.unsharded_parameter(tensor)
             except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
-                problem = f"made a {type(tensor).__name__} that cannot be a parameter: {error}"
+                problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
                 raise hooks.error(_POST, problem) from error
             param.inner = self._owned(inner)
             gathered = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
             if self.releases_outputs and not gathered.isdisjoint(_memory_of(param.unsharded)):
-                problem = "made a tensor on the memory of all_gather_outputs, which the class says may be freed"
+                problem = (
+                    f"made a tensor on the memory of all_gather_outputs, but {_RELEASE} returned True, so this memory "
+                    f"may be freed. Copy the outputs, or return False from {_RELEASE}"
+                )
                 raise hooks.error(_POST, problem)
         assert param.unsharded_local is not None
         self.out = param.unsharded_local
         before = _memory_of(self.out)
         hooks.call_post(self.outputs, self.metadata, self.out)
         if _memory_of(self.out) != before:
-            problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
+            problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
             raise hooks.error(_POST, problem)
 
     def _owned(self, inner: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
@@ -355,7 +362,8 @@ class HookedParam:
             if pointer in ours or storage.nbytes() == 0:
                 continue
             if pointer in shards:
-                raise self.hooks.error(_POST, "lists memory of the shard itself to be freed: make a tensor of its own")
+                problem = "listed memory of the shard among the tensors to free. List a tensor with its own memory"
+                raise self.hooks.error(_POST, problem)
             owned[pointer] = (storage, storage.nbytes())
         return list(owned.values())
 
@@ -409,7 +417,7 @@ class HookedParams:
                 try:
                     layout = join(shapes, hooked.param.layout.dim)
                 except ValueError as error:
-                    problem = f"returned tensors that do not fit together on the ranks: {error}"
+                    problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
                     raise hooked.hooks.error(_PRE, problem) from None
                 inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, consumed)
         return inputs
@@ -421,7 +429,7 @@ class HookedParams:
         if len(set(kinds)) > 1:
             other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
             problem = f"returned tensors of {kinds[0]} on the first rank, but of {kinds[other]} on rank {other}"
-            raise hooked.hooks.error(_PRE, f"{problem} of the shard axis: all must send the same")
+            raise hooked.hooks.error(_PRE, f"{problem} of the shard axis. Return the same dtypes on all ranks")
         shapes = [[report[k][0] for report in by_rank] for k in range(len(kinds[0]))]
         names = [f"{hooked.param.name}[{k}]" for k in range(len(kinds[0]))]
         return list(zip(names, kinds[0], shapes, strict=True))
@@ -512,8 +520,8 @@ def _difference(first: list[list[Report]], other: list[list[Report]]) -> str:
     pairs = [pair for ours, theirs in zip(first, other, strict=True) for pair in zip(ours, theirs, strict=True)]
     mine, its = next(pair for pair in pairs if pair[0] != pair[1])
     return (
-        f"parameter '{mine.name}': the pre-hook returned {mine} on one replica and {its} on another, expected the "
-        "same: replicas hold the same shards."
+        f"parameter '{mine.name}': {_PRE} returned {mine} on one replica and {its} on another replica. Replicas "
+        "hold the same shards. Return the same shapes and dtypes on all replicas."
     )
 
 

@@ -199,20 +199,20 @@ class ShardedParam:
         text = f"parameter '{self.full_name}': "
         if bound is None:
             return text + (
-                "it was removed after fully_shard. Put it back; to leave it out, freeze it with requires_grad_(False), "
-                "or change the module before fully_shard."
+                "the parameter was removed after fully_shard. Put the parameter back. To train without this parameter, "
+                "call requires_grad_(False) on it, or remove it before fully_shard."
             )
         spec = self.spec.sharded
         text += f"expected a parameter that is a {_described_dtensor(spec.shape, spec.placements, spec.mesh)}, found "
         text += f"{_described(bound)}. "
         if isinstance(bound, torch.Tensor) and not isinstance(bound, nn.Parameter):
             return text + (
-                "Parametrize modules before fully_shard; assign nn.Parameters only, and give none else to "
-                "torch.func.functional_call, sharded like those that were there."
+                "Parametrize modules before fully_shard. Assign only nn.Parameters that are sharded like the old "
+                "parameters, and pass only such parameters to torch.func.functional_call."
             )
         return text + (
-            f"Assign nn.Parameter(distribute_tensor(value, mesh, {spec.placements})) instead, with that mesh; a state "
-            "dict that is loaded with assign=True must hold such DTensors."
+            f"Assign nn.Parameter(distribute_tensor(value, mesh, {spec.placements})) with that mesh. A state dict for "
+            "load_state_dict(assign=True) must hold such DTensors."
         )
 
     def adopt(self, param: nn.Parameter, dtypes: ParamDtypes) -> None:
@@ -290,8 +290,8 @@ def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int
     cls = type(full).__name__
     if type(full).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         raise ExtensionError(
-            f"parameter '{name}' is a {cls} without __torch_dispatch__. A DTensor keeps no such class: sharding would "
-            "lose it and ignore its hooks. Make it a wrapper subclass, or the parameter a plain tensor."
+            f"parameter '{name}' is a {cls} without __torch_dispatch__. A DTensor would lose this class and ignore its "
+            f"hooks. Make {cls} a wrapper subclass, or make the parameter a plain tensor."
         )
     options: dict[str, Any] = {} if full.device == device or full.is_meta else {"device": device}
     try:
@@ -302,12 +302,12 @@ def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int
     except Exception as error:
         raise ExtensionError(
             f"parameter '{name}': cutting a {cls} into shards raised {type(error).__name__}: {error}\n"
-            "Let its __torch_dispatch__ support new_zeros, split and copy_."
+            f"Let {cls}.__torch_dispatch__ support new_zeros, split and copy_."
         ) from error
     if type(local) is not type(full) or local.shape != layout.shard_shape(rank):
         raise ExtensionError(
             f"parameter '{name}': new_zeros{layout.shard_shape(rank)} of a {cls} returned a {type(local).__name__} of "
-            f"shape {tuple(local.shape)}; sharding would lose the class. Let its __torch_dispatch__ keep it."
+            f"shape {tuple(local.shape)}. Sharding would lose the class. Let {cls}.__torch_dispatch__ keep the class."
         )
     return local
 
@@ -322,7 +322,8 @@ def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:
     if not home.pin_memory or local.is_meta or type(local) in (torch.Tensor, nn.Parameter):
         return local
     cls = type(local).__name__
-    advice = "Let its __torch_dispatch__ support is_pinned and _pin_memory, or pass CPUOffloadPolicy(pin_memory=False)."
+    advice = f"Let {cls}.__torch_dispatch__ support is_pinned and _pin_memory, or pass "
+    advice += "CPUOffloadPolicy(pin_memory=False)."
     try:
         copy = local.pin_memory()
     except Exception as error:
@@ -344,8 +345,8 @@ def check_device(name: str, found: torch.device, home: Home) -> None:
     if home.is_staged:
         raise ValueError(
             f"parameter '{name}' is on {found}, but its shards are offloaded to the host. "
-            "Materialise the model with model.to_empty(device='cpu'), move it with model.to('cpu'), or load a state "
-            "dict from the CPU."
+            "Materialise the model with model.to_empty(device='cpu'), move the model with model.to('cpu'), or load a "
+            "state dict from the CPU."
         )
     raise ValueError(
         f"parameter '{name}' is on {found}, but its mesh is on {home.device}. "
@@ -356,7 +357,7 @@ def check_device(name: str, found: torch.device, home: Home) -> None:
 def _described(found: object) -> str:
     if not isinstance(found, torch.Tensor):
         return f"a {type(found).__name__}"
-    shape, kind = tuple(found.shape), "" if isinstance(found, nn.Parameter) else " that is no parameter"
+    shape, kind = tuple(found.shape), "" if isinstance(found, nn.Parameter) else " that is not an nn.Parameter"
     if not isinstance(found, DTensor):
         return f"a plain {type(found).__name__} of shape {shape}{kind}"
     local = tuple(_torch.local_of(found).shape)

@@ -133,8 +133,8 @@ class GroupShards:
             if _torch.local_of(param.sharded).is_meta:
                 raise RuntimeError(
                     f"parameter '{param.full_name}' is still on the meta device. "
-                    "Materialise the model before its first forward: model.to_empty(device=...), then initialise the "
-                    "values, for example with reset_parameters() of each module."
+                    "Before the first forward, call model.to_empty(device=...). Then initialise the values, for "
+                    "example with reset_parameters() of each module."
                 )
 
     def _place(self, shards: list[torch.Tensor]) -> None:
@@ -190,8 +190,8 @@ class GroupShards:
             if index not in self.plain and is_plain(_torch.local_of(bound)):
                 warnings.warn(
                     f"parameter '{self._params[index].full_name}' was a {type(self._locals[index]).__name__} with "
-                    "all-gather hooks and has been replaced by a plain tensor: it travels as it is from now on. If "
-                    "that is not meant, keep the class, or set hooks of one local tensor again.",
+                    "all-gather hooks. A plain tensor has replaced the parameter, and is now gathered without hooks. "
+                    "To keep the hooks, assign a tensor of that class, or set the hooks on the new local tensor.",
                     stacklevel=2,
                 )
 

@@ -51,13 +51,13 @@ def own_policy(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> 
     if policy.param_dtype_override_fn is None:
         return policy
     found = policy.param_dtype_override_fn(param)
-    expected = f"expected {param.dtype} to keep its dtype, or {policy.param_dtype} or None for the policy's"
+    expected = f"expected {param.dtype} (to keep the dtype), or {policy.param_dtype} or None (for the policy's dtype)"
     if found is not None and not isinstance(found, torch.dtype):
         raise TypeError(f"fully_shard: param_dtype_override_fn returned {found!r} for parameter '{name}', {expected}.")
     if found not in (None, param.dtype, policy.param_dtype):
         raise ValueError(
             f"fully_shard: param_dtype_override_fn returned {found} for parameter '{name}', {expected}. "
-            "For a third dtype, call fully_shard on the module that holds it with a policy of its own."
+            "For another dtype, call fully_shard on the module that holds the parameter, with a separate policy."
         )
     return replace(policy, param_dtype=found or policy.param_dtype, param_dtype_override_fn=None)
 
@@ -66,8 +66,8 @@ def check_grad_dtype(name: str, grad: GradDtype | None, policy: MixedPrecisionPo
     """Refuse a ``grad_dtype`` of None without a reduce dtype: ranks must agree on that dtype before they compute."""
     if grad == GradDtype(None) and policy.reduce_dtype is None:
         raise ValueError(
-            f"parameter '{name}' has grad_dtype=None, so its gradient may come in any dtype, and nothing says in which "
-            "one it is reduced. Set reduce_dtype in its MixedPrecisionPolicy, or set grad_dtype to a dtype."
+            f"parameter '{name}' has grad_dtype=None, so its gradient may have any dtype, and the dtype of the "
+            "reduction is unknown. Set reduce_dtype in the MixedPrecisionPolicy, or set grad_dtype to a dtype."
         )
 
 

@@ -167,14 +167,17 @@ def _checked_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[str, .
     if names is None:
         raise ValueError(
             "fully_shard: dp_mesh_dims names axes of the mesh, but this mesh has no names. "
-            "Build it with init_device_mesh(..., mesh_dim_names=(...))."
+            "Build the mesh with init_device_mesh(..., mesh_dim_names=(...))."
         )
     asked = (*dims.shard_names, *dims.replicate_names)
     for name in asked:
         if name not in names:
-            raise ValueError(f"fully_shard: dp_mesh_dims names the axis '{name}', but the mesh has the axes {names}.")
+            raise ValueError(
+                f"fully_shard: dp_mesh_dims names the axis '{name}', but the mesh has the axes {names}. Pass names of "
+                "these axes."
+            )
     if len(set(asked)) < len(asked):
-        raise ValueError(f"fully_shard: dp_mesh_dims names an axis twice: {dims}. An axis shards or replicates.")
+        raise ValueError(f"fully_shard: dp_mesh_dims names an axis twice: {dims}. Name each axis once.")
     return names
 
 

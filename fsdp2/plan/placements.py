@@ -76,8 +76,8 @@ def param_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh)
     if isinstance(param, DTensor):
         if any(placement.is_partial() for placement in param.placements):
             raise ValueError(
-                f"fully_shard: parameter '{name}' is placed {param.placements}: sums that are still pending cannot be "
-                "sharded. Redistribute it to Replicate() or Shard(dim) first."
+                f"fully_shard: parameter '{name}' has placements {param.placements}. A sum that is still pending "
+                "cannot be sharded. Redistribute the parameter to Replicate() or Shard(dim) first."
             )
         if parallel.spmd is None:
             return _on_model_mesh(name, param, dim, parallel)
@@ -85,7 +85,7 @@ def param_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh)
     if parallel.spmd is not None:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a plain {type(param).__name__}, but with dp_mesh_dims every parameter "
-            "has to be a DTensor on the full mesh. Call torch.distributed.tensor.distribute_module(module, mesh) first."
+            "must be a DTensor on the full mesh. Call torch.distributed.tensor.distribute_module(module, mesh) first."
         )
     return plain_spec(param.shape, dim, parallel)
 
@@ -102,9 +102,9 @@ def _on_model_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) 
         mesh = _torch.concatenated_mesh([parallel.mesh, model])
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"fully_shard: parameter '{name}' is a DTensor on the mesh {model}, which cannot be joined with the mesh "
-            f"{parallel.mesh} given to fully_shard: {error}. Both have to be parts of one mesh with names, without a "
-            'common axis: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then mesh["dp"] and mesh["tp"].'
+            f"fully_shard: parameter '{name}' is a DTensor on the mesh {model}. This mesh cannot be joined with the "
+            f"mesh {parallel.mesh} given to fully_shard: {error}. Use parts of one mesh with names, without a common "
+            'axis: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then mesh["dp"] and mesh["tp"].'
         ) from error
     roles = (*parallel.roles, *[AxisRole.MODEL] * model.ndim)
     placements = _placements(roles, mesh.shape, param.placements, dim)
@@ -116,14 +116,15 @@ def _on_full_mesh(name: str, param: DTensor, dim: int, spmd: SpmdMesh) -> ParamS
     if param.device_mesh != spmd.mesh:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a DTensor on {param.device_mesh}, but the mesh given with "
-            f"dp_mesh_dims is {spmd.mesh}. Distribute the module over the mesh that is given to fully_shard."
+            f"dp_mesh_dims is {spmd.mesh}. Distribute the module over the mesh given to fully_shard."
         )
     data_parallel = tuple(axis for axis, role in enumerate(spmd.roles) if role is not AxisRole.MODEL)
     for axis in data_parallel:
         if not param.placements[axis].is_replicate():
             raise ValueError(
                 f"fully_shard: parameter '{name}' is placed {param.placements[axis]} on the data-parallel axis "
-                f"'{(spmd.mesh.mesh_dim_names or ())[axis]}', expected Replicate(): the sharding there is done here."
+                f"'{(spmd.mesh.mesh_dim_names or ())[axis]}', expected Replicate(). fully_shard itself shards over "
+                "this axis. Redistribute the parameter to Replicate() on this axis first."
             )
     shape, stride = tuple(param.shape), contiguous_stride(param.shape)
     on_model_axes = [param.placements[axis] for axis, role in enumerate(spmd.roles) if role is AxisRole.MODEL]

@@ -192,12 +192,10 @@ class ModuleHooks:
             return False
         if unit.lent is Lent.ALL and not torch.is_grad_enabled():
             return True
-        problem = "not all of its parameters are whole on this rank. Leave that block first."
+        problem = "some parameters of the unit are not whole on this rank. Leave the block first."
         if unit.lent is Lent.ALL:
-            problem = (
-                "gradients would be lost with the whole parameters. Use torch.no_grad(), or leave that block first."
-            )
-        raise ScheduleError(f"forward of '{unit.name}' inside fsdp2.unsharded(...): {problem}")
+            problem = "the gradients of whole parameters would be lost. Use torch.no_grad(), or leave the block first."
+        raise ScheduleError(f"forward of unit '{unit.name}' inside fsdp2.unsharded(...): {problem}")
 
     def _reshard_between_passes(self) -> None:
         """As in torch, the root is resharded after a method like ``generate``: who lists parameters finds shards."""

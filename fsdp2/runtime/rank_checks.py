@@ -100,10 +100,10 @@ def _difference(root_class: str, mesh: ParallelMesh, lines: list[str]) -> str:
     said = [f"  {_named(ranks[line])}: {line}" for line, _ in Counter(differing).most_common()]
     return "\n".join(
         [
-            f"{root_class} is not the same on all ranks: they would hang, or add the wrong gradients. The first "
+            f"{root_class} is not the same on all ranks. The ranks would hang, or add wrong gradients. First "
             "difference:",
             *said,
-            "Build the model alike on all ranks, with the same calls of fully_shard and the same requires_grad.",
+            "Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.",
         ]
     )
 
@@ -231,10 +231,13 @@ class StallWatch:
         if self._has_told or waited_s < _PATIENCE * self._timeout_s or self._is_idle():
             return None
         self._has_told = True
-        stories = "\n".join(f"Last events there: {root.story()}." for root in roots if root.last_event is not None)
+        rank = self._rank
+        told = [root.story() for root in roots if root.last_event is not None]
+        stories = "".join(f"Last events on rank {rank}: {story}.\n" for story in told)
         return (
-            f"rank {self._rank}: nothing has happened for {waited_s:.0f} s, and a collective waits for other ranks; "
-            f"the backend's timeout is {self._timeout_s:.0f} s.\n{stories}"
+            f"rank {rank}: no progress for {waited_s:.0f} s. A collective waits for other ranks. The timeout of the "
+            f"backend is {self._timeout_s:.0f} s.\n{stories}"
+            "Compare the last events of all ranks: the ranks diverged at the first difference."
         )
 
     def run(self) -> None:

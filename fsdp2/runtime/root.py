@@ -362,13 +362,13 @@ class Root:
         if unit is self.unit and len(unit.modules) > 1:
             names = ", ".join(type(module).__name__ for module in unit.modules)
             raise ScheduleError(
-                f"fully_shard([{names}]) has no root: several modules were sharded as one unit, and one of them ran on "
-                "its own. Call fully_shard on the module that contains them, too, and run that first."
+                f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
+                "Call fully_shard also on the module that contains these modules, and run that module first."
             )
         if self.is_reducing and schedule.forward_root is None:
             raise ScheduleError(
-                f"forward of {unit.name}: the handle of finalize_backward(async_op=True) was not waited for. Call its "
-                "wait() first."
+                f"forward of unit '{unit.name}': the handle of finalize_backward(async_op=True) is still pending. Call "
+                "wait() on that handle first."
             )
         if schedule.in_backward:
             self.reset()
@@ -637,16 +637,16 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
         for is_set, method, default in settings:
             if is_set:
                 raise ScheduleError(
-                    f"{method} was called on '{name}', which is no root: {root_class} runs around it. Call it on the "
-                    f"root instead, after {method}({default}) on '{name}'."
+                    f"{method} was called on unit '{name}', but the root is {root_class}. "
+                    f"Call {method}({default}) on '{name}'. Then call {method} on the root."
                 )
     for unit, name in units:
         for slot in unit.left_out:
             where = f"a {type(slot.module).__name__} in unit '{name or '(root)'}'"
             raise ScheduleError(
-                f"parameter '{slot.name}' of {where} is tied to one of another unit, and fully_shard was not called on "
-                "a module that contains both. Call it on the outermost module, too, or list the parameter in "
-                "ignored_params."
+                f"parameter '{slot.name}' of {where} is tied to a parameter of another unit, but fully_shard was not "
+                "called on a module that contains both. Call fully_shard on the outermost module, too, or list the "
+                "parameter in ignored_params."
             )
 
 
@@ -668,9 +668,9 @@ def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> l
         if len(found) > _MAX_NAMES:
             names += f" and {len(found) - _MAX_NAMES} more"
         warnings.warn(
-            f"parameters were added to a sharded module after fully_shard: {names}. They are not sharded, and nobody "
-            "reduces their gradients, so ranks come to differ. Call fully_shard on the new modules, and build the "
-            "optimizer after that; or freeze them with requires_grad_(False).",
+            f"parameters were added to a sharded module after fully_shard: {names}. These parameters are not sharded, "
+            "and their gradients are not reduced, so the ranks will differ. Call fully_shard on the new modules, then "
+            "build the optimizer. Or freeze these parameters with requires_grad_(False).",
             stacklevel=2,
         )
     return list(found.values())

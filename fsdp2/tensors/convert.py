@@ -58,15 +58,19 @@ def wrap_parameters(
 
 def _made(name: str, param: nn.Parameter, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
     if hasattr(param, SHARDED_AS):
-        raise ValueError(f"wrap_parameters: parameter '{name}' is sharded already. Wrap parameters before fully_shard.")
+        raise ValueError(
+            f"wrap_parameters: parameter '{name}' is already sharded. Call wrap_parameters before fully_shard."
+        )
     local = local_part(param)
     tensor = make(local)
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"wrap_parameters: make returned a {type(tensor).__name__} for parameter '{name}'.")
+        raise TypeError(
+            f"wrap_parameters: make returned a {type(tensor).__name__} for parameter '{name}', expected a tensor."
+        )
     if tensor.shape != local.shape:
         raise ValueError(
             f"wrap_parameters: make returned a tensor of shape {tuple(tensor.shape)} for parameter '{name}' of shape "
-            f"{tuple(local.shape)}. Sharding and state dicts need the same shape."
+            f"{tuple(local.shape)}. Return the same shape, because sharding and state dicts need this shape."
         )
     if isinstance(param, DTensor):
         (tensor,) = _torch.dtensors_like([param], [tensor])

@@ -71,8 +71,8 @@ class Float8AllGatherTensor(WireFormatTensor):
         made = cls.make(data, scaling=scaling, quantise_once=quantise_once)
         if scaling is Float8Scaling.PER_ROW and data.dim() < 2:
             raise ValueError(
-                f"{cls.__name__}: rows of a tensor of shape {tuple(data.shape)} are single elements, and a scale for "
-                "each takes more than it saves. Use Float8Scaling.PER_TENSOR, or leave it plain."
+                f"{cls.__name__}: rows of a tensor of shape {tuple(data.shape)} are single elements, so a scale per "
+                "row costs more bytes than float8 saves. Use Float8Scaling.PER_TENSOR, or leave the tensor plain."
             )
         return made
 
@@ -146,7 +146,8 @@ class Float8Tensor(WrapperTensor):
 
     def _before_write(self, func: Any) -> None:
         raise RuntimeError(
-            f"{func}: a Float8Tensor is read-only. Write the sharded parameter, and it is gathered again."
+            f"{func}: a Float8Tensor is read-only. "
+            "Write the sharded parameter instead. The next gather reads the new values."
         )
 
     def __repr__(self) -> str:  # type: ignore[override]  # no values: their memory may be freed

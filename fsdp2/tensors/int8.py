@@ -47,8 +47,8 @@ class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
         made = cls.make(data, block_size=block_size, quantise_once=quantise_once)
         if data.dim() < 2:
             raise ValueError(
-                f"{cls.__name__}: blocks run along rows, and rows of a tensor of shape {tuple(data.shape)} are single "
-                "elements. Leave it plain."
+                f"{cls.__name__}: blocks run along rows, but rows of a tensor of shape {tuple(data.shape)} are single "
+                "elements. Leave the tensor plain."
             )
         return made
 

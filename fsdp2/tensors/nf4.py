@@ -49,11 +49,14 @@ class NF4Tensor(DequantisedTensor):
         row_numel = math.prod(weight.shape[1:])
         if weight.dim() < 2 or row_numel == 0:
             raise ValueError(
-                f"NF4Tensor.quantise: expected rows to cut into blocks, found shape {tuple(weight.shape)}. "
-                "Leave biases and norms as they are."
+                f"NF4Tensor.quantise: expected at least two dims and rows that are not empty, found shape "
+                f"{tuple(weight.shape)}. Do not quantise biases and norms."
             )
         if block_size < 2 or block_size % 2:
-            raise ValueError(f"NF4Tensor.quantise: block_size is {block_size}; a byte holds two codes: make it even.")
+            raise ValueError(
+                f"NF4Tensor.quantise: block_size is {block_size}, expected an even number of at least 2, because a "
+                "byte holds two codes."
+            )
         packed, scales = quantise(weight.detach().reshape(weight.size(0), row_numel), block_size)
         form = {"dtype": weight.dtype, "_block_size": block_size, "_row_numel": row_numel}
         return cls(packed, scales, shape=weight.shape, **form)
@@ -78,8 +81,8 @@ class NF4Tensor(DequantisedTensor):
     def requires_grad(self, requires_grad: bool) -> None:
         if requires_grad:
             raise ValueError(
-                f"{_described(self)}: requires_grad=True, but 4-bit codes cannot follow a gradient. "
-                "Bind it as nn.Parameter(weight, requires_grad=False), and train an adapter beside it."
+                f"{_described(self)}: requires_grad=True, but 4-bit codes cannot be trained. "
+                "Use nn.Parameter(weight, requires_grad=False), and train an adapter instead."
             )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -102,8 +105,8 @@ class NF4Tensor(DequantisedTensor):
 
     def _before_write(self, func: Any) -> None:
         raise TypeError(
-            f"{func} would write an NF4Tensor, which is frozen: an optimizer must not get it. "
-            "Pass those parameters only that require gradients, or dequantise() first."
+            f"{func} would write an NF4Tensor, which is frozen. "
+            "Pass only parameters that require gradients to the optimizer, or call dequantise() first."
         )
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
@@ -172,8 +175,8 @@ def _as_strided(weight: NF4Tensor, size: Any, stride: Any, storage_offset: int |
     if tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not storage_offset:
         return weight._like(*weight._inner)
     raise ValueError(
-        f"{_described(weight)}: as_strided to shape {tuple(size)}, strides {tuple(stride)}, offset {storage_offset}, "
-        "but packed weights do not lie in memory one by one. Cut along dim 0, or dequantise() first."
+        f"{_described(weight)}: as_strided to shape {tuple(size)}, strides {tuple(stride)}, offset {storage_offset} "
+        "is not possible, because the weights are packed. Cut along dim 0, or call dequantise() first."
     )
 
 
@@ -215,12 +218,12 @@ def _check_cut(weight: NF4Tensor, dim: int) -> None:
     if dim % weight.dim() != 0:
         raise ValueError(
             f"{_described(weight)}: cut along dim {dim}, but blocks of {weight._block_size} weights lie within the "
-            "rows of dim 0, so only cuts along dim 0 are exact. Shard it by Shard(0), or dequantise() first."
+            "rows of dim 0, so only cuts along dim 0 are exact. Use Shard(0), or call dequantise() first."
         )
     if math.prod(weight.shape[1:]) != weight._row_numel:
         raise ValueError(
-            f"{_described(weight)}: cut along dim 0, but this is a view of rows of {weight._row_numel} weights, which "
-            "are no longer dim 0. Cut the tensor that it is a view of."
+            f"{_described(weight)}: cut along dim 0, but dim 0 of this view no longer holds the rows of "
+            f"{weight._row_numel} weights. Cut the tensor before the view."
         )
 
 

@@ -65,7 +65,7 @@ def quantise(weight: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch
         packed[piece] = (codes[:, ::2] << 4) | codes[:, 1::2]
         scales[piece] = scale.squeeze(-1)
     if not scales.is_meta and not scales.isfinite().all():
-        raise ValueError("NF4: the weight has entries that are infinite or not a number; its scales would be, too.")
+        raise ValueError("NF4: the weight has infinite or NaN entries, expected entries that are finite in float32.")
     return packed, scales
 
 

@@ -35,7 +35,8 @@ class TwoTensor(WrapperTensor):
     def __new__(cls, a: torch.Tensor, b: torch.Tensor) -> TwoTensor:
         if _facts(a) != _facts(b):
             raise ValueError(
-                f"TwoTensor: a has {_facts(a)}, but b has {_facts(b)} (shape, strides, dtype, device); they must agree."
+                f"TwoTensor: a has {_facts(a)}, but b has {_facts(b)} (shape, strides, dtype, device). "
+                "Pass tensors that agree in all four."
             )
         return cls._of(a, b)
 
@@ -115,7 +116,7 @@ def _paired(func: Any, a: Any, b: Any, inputs: dict[int, TwoTensor]) -> Any:
     if isinstance(a, bool):
         return a and b
     if a != b:
-        raise ValueError(f"{func} of a TwoTensor is {a} for a and {b} for b: it has no one value. Use .a or .b.")
+        raise ValueError(f"{func} of a TwoTensor is {a} for a and {b} for b, expected one result. Use .a or .b.")
     return a
 
 
@@ -123,7 +124,9 @@ def _refuse_what_cannot_be_two(func: Any, args: Any) -> None:
     if any(not isinstance(tensor, TwoTensor) for tensor in written_by(func, args, {})):
         raise TypeError(f"{func}: a plain tensor cannot hold the two results of a TwoTensor. Use .a or .b.")
     if torch.Tag.inplace_view in func.tags:  # it would change a and b, but not the shape of the wrapper
-        raise NotImplementedError(f"{func} changes a tensor's shape in place, which a TwoTensor cannot follow.")
+        raise NotImplementedError(
+            f"{func} changes a tensor's shape in place. A TwoTensor does not support this. Use the out-of-place op."
+        )
 
 
 def _run_by_position(func: Any, args: Any, kwargs: Any, count: int) -> Any:

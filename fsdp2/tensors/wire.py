@@ -78,7 +78,7 @@ class WireFormatTensor(WrapperTensor):
                 f"{name}: expected master values of a floating-point dtype of at least 16 bits, found {data.dtype}."
             )
         if data.dim() == 0:
-            raise ValueError(f"{name}: a scalar has no dim to cut over ranks. Give it shape (1,), or leave it plain.")
+            raise ValueError(f"{name}: a scalar has no dim to shard. Reshape the scalar to (1,), or do not wrap it.")
         return cls._of(data.detach(), **options)
 
     @classmethod
@@ -129,8 +129,8 @@ class WireFormatTensor(WrapperTensor):
         """
         if self.shape[1:] != outer_size[1:]:
             raise ValueError(
-                f"{type(self).__name__} travels in whole rows, but a parameter of shape {tuple(outer_size)} was cut "
-                f"into shards of shape {tuple(self.shape)}. Cut it along dim 0."
+                f"{type(self).__name__} is gathered in whole rows, but a parameter of shape {tuple(outer_size)} was "
+                f"cut into shards of shape {tuple(self.shape)}. Shard the parameter along dim 0."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -77,7 +77,7 @@ def check_all_gather_extension(
     for shape in shapes:
         if not -len(shape) <= dim < len(shape):
             raise ValueError(
-                f"check_all_gather_extension: shape {shape} has no dim {dim} to cut; leave it out of shapes."
+                f"check_all_gather_extension: shape {shape} has no dim {dim} to cut. Leave this shape out of shapes."
             )
     findings = Findings()
     for shape in shapes:
@@ -97,7 +97,7 @@ def _check_make(case: Case, findings: Findings) -> None:
         found = f" of shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else ""
         raise ExtensionError(f"make returned a {type(made).__name__}{found}, expected a tensor of shape {case.shape}.")
     if is_plain(made):
-        raise ExtensionError("make returned a plain tensor without hooks, expected a tensor subclass with them.")
+        raise ExtensionError("make returned a plain tensor without hooks, expected a tensor subclass with hooks.")
     nn.Parameter(made, requires_grad=case.trainable)  # raises if detach() loses the class
 
 
@@ -140,21 +140,22 @@ def _check_release(world: World) -> None:
     before = _values(world)
     for rank in world.ranks:
         rank.drop_outputs()
-    problem = "the unsharded parameter changes when the outputs are freed, which the class says they may be"
-    remedy = "Copy from them, or return False from fsdp_should_release_all_gather_outputs_after_post_all_gather."
+    problem = "the unsharded parameter changes when the outputs are freed, but the class says that they may be freed"
+    remedy = "Copy the outputs, or return False from fsdp_should_release_all_gather_outputs_after_post_all_gather."
     check_equal(_values(world), before, problem, remedy)
 
 
 def _check_values(world: World, expected: Values | None, tolerance: float) -> None:
     first, *others = [values_of(rank.unsharded) for rank in world.ranks]
     for index, other in enumerate(others, start=1):
-        problem = f"the unsharded parameter on rank {index} is not that of rank 0"
-        check_equal(other, first, problem, "Make it of the outputs, and of metadata that is the same on all ranks.")
+        problem = f"the unsharded parameter on rank {index} differs from the unsharded parameter on rank 0"
+        remedy = "Make the parameter only from the outputs, and from metadata that is the same on all ranks."
+        check_equal(other, first, problem, remedy)
     if expected is not None:
         problem = "the unsharded parameter does not have the expected values"
         remedy = (
-            "The outputs are the ranks' payloads one after the other: let what is sent not depend on where the tensor "
-            "was cut, or allow for a tolerance."
+            "The outputs are the payloads of all ranks in rank order. Send payloads that do not depend on the cut, or "
+            "pass a tolerance."
         )
         check_equal(first, expected, problem, remedy, tolerance)
 
@@ -166,9 +167,9 @@ def _check_memory(rank: Rank) -> None:
         storage = leaf.untyped_storage()
         if leaf.numel() > 1 and not rank.frees(storage):
             problem = (
-                f"made an unsharded parameter with {storage.nbytes()} bytes that are neither an output nor among the "
-                "tensors listed to be freed: they would stay allocated when it is resharded. Return them as the second "
-                "value"
+                f"made an unsharded parameter with {storage.nbytes()} bytes that belong neither to an output nor to a "
+                "tensor listed to be freed. This memory would stay allocated after a reshard. Return the tensor in the "
+                "second value"
             )
             raise rank.hooks.error("fsdp_post_all_gather", problem)
 
@@ -178,8 +179,8 @@ def _check_refill(world: World) -> None:
     world.release()
     world.gather()
     for rank, values in zip(world.ranks, before, strict=True):
-        problem = "out is not filled with what the first call made of the same shards"
-        remedy = "Its memory and that of the outputs is new whenever out is given: write all of it, from the outputs."
+        problem = "out differs from the result of the first call for the same shards"
+        remedy = "Whenever out is given, out and the outputs have new memory. Write all of out, from the outputs."
         check_equal(values_of(rank.unsharded), values, problem, remedy)
 
 
@@ -196,7 +197,7 @@ def _check_autograd(world: World) -> None:
     for found, expected in zip(disturbed, undisturbed, strict=True):
         if found is not None and expected is not None:
             problem = "backward after a reshard and an unshard gives other gradients"
-            check_equal(values_of(found), values_of(expected), problem, "Write out in place, through its own tensors.")
+            check_equal(values_of(found), values_of(expected), problem, "Write into the tensors of out, in place.")
     if unsharded.requires_grad:
         _check_gradient(world.ranks[0], disturbed[1])
 
@@ -218,7 +219,7 @@ def _gradients(unsharded: nn.Parameter, between: Callable[[], None]) -> tuple[to
 def _check_gradient(rank: Rank, grad: torch.Tensor | None) -> None:
     unsharded, cls = rank.unsharded, type(rank.unsharded).__name__
     if grad is None:
-        raise ExtensionError(f"the unsharded {cls} got no gradient. Let operations on it be differentiable.")
+        raise ExtensionError(f"the unsharded {cls} got no gradient. Make operations on this class differentiable.")
     if grad.shape != unsharded.shape or grad.dtype is not unsharded.dtype:
         raise ExtensionError(
             f"the gradient of the unsharded {cls} has shape {tuple(grad.shape)} and {grad.dtype}, expected "
@@ -227,9 +228,9 @@ def _check_gradient(rank: Rank, grad: torch.Tensor | None) -> None:
     parts = [getattr(grad, name, grad) for name in _gradient_names(rank)] or [grad]
     if type(grad) is not torch.Tensor and any(type(part) is not torch.Tensor for part in parts):
         raise ExtensionError(
-            f"the gradient of the unsharded {cls} is a {type(grad).__name__}, expected a plain tensor. It may be of a "
-            "subclass only if shard and unsharded parameter are wrappers with the same inner tensors, each of the "
-            "parameter's shape and dtype."
+            f"the gradient of the unsharded {cls} is a {type(grad).__name__}, expected a plain tensor. A gradient may "
+            "be of a subclass only if shard and unsharded parameter are wrappers with the same inner tensors, each of "
+            "the parameter's shape and dtype."
         )
 
 
@@ -277,7 +278,7 @@ def _check_kept(found: torch.Tensor, like: torch.Tensor, operation: str) -> None
     if type(found) is not type(like) or found.shape != like.shape:
         raise ExtensionError(
             f"{operation} of a {type(like).__name__} of shape {tuple(like.shape)} gives a {type(found).__name__} of "
-            f"shape {tuple(found.shape)}: its hooks would be lost. Let the operation keep the class."
+            f"shape {tuple(found.shape)}. The hooks would be lost. Let the operation keep the class."
         )
 
 
@@ -296,8 +297,8 @@ def _rebuilt(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _check_sends(case: Case, shards: Sequence[torch.Tensor], expected: Values) -> None:
-    problem = "what is gathered of the copies is not what was gathered before"
-    remedy = "Let it copy the inner tensors and everything else that the hooks read."
+    problem = "a gather of the copies gives other values than a gather of the originals"
+    remedy = "Let the operation copy the inner tensors and everything else that the hooks read."
     check_equal(_gathered(case, shards), expected, problem, remedy)
 
 
@@ -324,7 +325,7 @@ def _check_deepcopy(case: Case, expected: Values) -> None:
     _check_kept(copied, param, "copy.deepcopy")
     with torch.no_grad():
         param.detach().copy_(case.make(case.plain(seed=1)))
-    problem = "a deep copy never equalled the tensor it was made of, or changed with it"
+    problem = "a deep copy differs from the original tensor, or changes when the original changes"
     check_equal(_gathered(case, case.shards(copied)), expected, problem, "Let clone copy the inner tensors.")
 
 
@@ -332,7 +333,9 @@ def _check_meta(case: Case, expected: Values) -> None:
     """A model is built on the meta device, sharded, given memory, and loaded."""
     made = case.make(case.plain().to("meta"))
     if not made.is_meta:
-        raise ExtensionError(f"make of a tensor on the meta device gives one on {made.device}. Let it stay there.")
+        raise ExtensionError(
+            f"make of a tensor on the meta device gives a tensor on {made.device}. Let make keep the device."
+        )
     device = case.device
     found = []
     with torch.no_grad():
@@ -340,7 +343,7 @@ def _check_meta(case: Case, expected: Values) -> None:
             empty = torch.empty_like(param, device=device)
             _check_kept(local_of(empty), local_of(source), "empty_like on the meta device")
             if empty.device != device:
-                raise ExtensionError(f"empty_like(device={device}) of a meta tensor gives one on {empty.device}.")
+                raise ExtensionError(f"empty_like(device={device}) of a meta tensor gives a tensor on {empty.device}.")
             found.append(local_of(empty.copy_(source)))
     _check_sends(case, found, expected)
 
@@ -356,8 +359,8 @@ def _check_load(case: Case, expected: Values) -> None:
     found, loaded = _gathered_after(case, load), _gathered(case, case.shards(seed=1))
     if are_equal(loaded, expected):
         raise ExtensionError("tensors of other values give the same unsharded parameter. Send the shard's values.")
-    problem = "what is gathered after copy_ is not what was copied in"
-    check_equal(found, loaded, problem, "Let copy_ copy all that the hooks read, and hooks keep nothing.")
+    problem = "a gather after copy_ does not give the copied values"
+    check_equal(found, loaded, problem, "Let copy_ copy all that the hooks read. Keep no state in the hooks.")
 
 
 def _check_optimizer(
@@ -375,8 +378,8 @@ def _check_optimizer(
 
     if are_equal(_gathered_after(case, step), expected):
         raise ExtensionError(
-            "the step did not change what is gathered. Let in-place operations write the inner tensors, also on lists, "
-            "and hooks keep nothing."
+            "the step did not change the gathered values. Let in-place operations write the inner tensors, also in "
+            "operations on lists. Keep no state in the hooks."
         )
 
 

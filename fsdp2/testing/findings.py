@@ -61,7 +61,7 @@ def values_of(tensor: torch.Tensor) -> Values:
                 tensor = tensor.detach() * 1
             except Exception as error:
                 found = f"{type(tensor).__name__} * 1 raised {type(error).__name__}: {error}"
-                raise ExtensionError(f"{found}. Let the unsharded parameter be read by operations.") from error
+                raise ExtensionError(f"{found}. Let operations read the unsharded parameter.") from error
         plain = [leaf.detach().as_subclass(torch.Tensor) for leaf in _torch.leaves(tensor)]
         return [leaf.to(torch.complex128 if leaf.is_complex() else torch.float64, copy=True) for leaf in plain]
 

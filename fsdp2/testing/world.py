@@ -80,9 +80,9 @@ class Case:
         for param, shard in zip(params, shards, strict=True):
             if type(local_of(param)) is not type(shard):
                 raise ExtensionError(
-                    f"detach of a DTensor makes a {type(local_of(param)).__name__} of a {type(shard).__name__}, so its "
-                    "hooks would be lost. Make it a wrapper subclass, whose __torch_dispatch__ keeps the class; "
-                    "as_subclass is not enough."
+                    f"detach of a DTensor makes a {type(local_of(param)).__name__} of a {type(shard).__name__}. The "
+                    f"hooks would be lost. Make {type(shard).__name__} a wrapper subclass whose __torch_dispatch__ "
+                    "keeps the class. as_subclass is not enough."
                 )
         return params
 
@@ -126,8 +126,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 class _Mesh(SimpleNamespace):
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"the ranks of this check share one process, and their mesh has no '{name}'. A hook that communicates must "
-            "be able to do without: have prepare(shards) hand to every shard what the ranks would agree on"
+            f"the ranks of this check share one process, and their mesh has no '{name}'. For a hook that communicates, "
+            "pass prepare(shards), which gives every shard the values that the ranks would agree on"
         )
 
 
@@ -199,7 +199,7 @@ class Rank:
         versions, before = _torch.versions_of(versioned), _memory_of(self.unsharded)
         self.hooks.call_post(self._outputs, self._metadata, self.unsharded)
         if _memory_of(self.unsharded) != before:
-            problem = "put other memory under out: write the tensors that it has, because autograd has saved them"
+            problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
             raise self.hooks.error("fsdp_post_all_gather", problem)
         _torch.set_versions(tuple(versioned), tuple(versions))
 
@@ -233,15 +233,16 @@ class Rank:
     def _make_unsharded(self) -> None:
         tensor, listed = self.hooks.first_post(self._outputs, self._metadata)
         if self._param.requires_grad and not tensor.dtype.is_floating_point:
-            raise self.hooks.error("fsdp_post_all_gather", f"made a tensor of {tensor.dtype} of a trainable parameter")
+            problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
+            raise self.hooks.error("fsdp_post_all_gather", problem)
         try:
             self._unsharded = nn.Parameter(tensor, requires_grad=self._param.requires_grad)
         except RuntimeError as error:  # it wants detach() to keep the class
-            problem = f"made a {type(tensor).__name__} that cannot be a parameter: {error}"
+            problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
             raise self.hooks.error("fsdp_post_all_gather", problem) from error
         for storage in (leaf.untyped_storage() for inner in listed for leaf in _torch.leaves(inner)):
             if storage.nbytes() and storage.data_ptr() in _memory_of(self.shard):
-                problem = "lists memory of the shard itself to be freed: make a tensor of its own"
+                problem = "listed memory of the shard among the tensors to free. List a tensor with its own memory"
                 raise self.hooks.error("fsdp_post_all_gather", problem)
             if storage.nbytes() and not self.frees(storage):
                 self._storages.append((storage, storage.nbytes()))
@@ -295,7 +296,7 @@ class World:
             return act()
         except ExtensionError as error:
             shape = tuple(self.ranks[index].shard.shape)
-            where = f" It did so on rank {index}, whose shard has shape {shape}." if len(self.ranks) > 1 else ""
+            where = f" This happened on rank {index}, whose shard has shape {shape}." if len(self.ranks) > 1 else ""
             raise ExtensionError(f"{error}{where}") from error
 
     def _joined(self) -> list[JoinedLayout]:
@@ -303,11 +304,11 @@ class World:
         kinds = [tuple(tensor.dtype for tensor in payload) for payload in self._sent]
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
-                problem = f"{kinds[0]} on rank 0, but of {kind} on rank {rank}: all must send the same"
+                problem = f"{kinds[0]} on rank 0, but of {kind} on rank {rank}. Return the same dtypes on all ranks"
                 raise hooks.error("fsdp_pre_all_gather", f"returned tensors of {problem}")
         dim = self._case.layout.dim
         try:
             return [join([tuple(tensor.shape) for tensor in same], dim) for same in zip(*self._sent, strict=True)]
         except ValueError as error:
-            problem = f"returned tensors that do not fit together on the ranks: {error}"
+            problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
             raise hooks.error("fsdp_pre_all_gather", problem) from None

@@ -71,7 +71,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of all gradients is {total.item()}. Find the loss "
-            "that is not finite, or pass error_if_nonfinite=False to scale the gradients by it anyway."
+            "that is not finite, or pass error_if_nonfinite=False to scale the gradients anyway."
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # like torch: no division by zero, no branch on the value
     pieces = [tensors for each in classes for tensors in each.pieces]
@@ -110,8 +110,8 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
         return grad
     if any(placement.is_partial() for placement in grad.placements):
         raise ValueError(
-            f"clip_grad_norm_: a gradient of shape {tuple(grad.shape)} is placed {grad.placements}: its sum is still "
-            "pending. Clip after backward has reduced it."
+            f"clip_grad_norm_: a gradient of shape {tuple(grad.shape)} has placements {grad.placements}, so its sum is "
+            "still pending. Clip after backward has reduced the gradient."
         )
     return _torch.local_of(grad)
 

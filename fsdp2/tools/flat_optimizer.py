@@ -80,7 +80,7 @@ def flatten_optimizer(optimizer: _O, *, is_elementwise: bool = False) -> _O:
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(
             f"flatten_optimizer: got a {type(optimizer).__name__}, expected a torch.optim.Optimizer. "
-            "Pass the optimizer that it wraps, if it wraps one."
+            "If the object wraps an optimizer, pass that optimizer."
         )
     if isinstance(optimizer, FlatOptimizer):
         return optimizer
@@ -94,19 +94,19 @@ def _check(optimizer: optim.Optimizer, is_elementwise: bool) -> None:
     if type(optimizer) not in ELEMENTWISE and not is_elementwise:
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         raise ValueError(
-            f"flatten_optimizer: {name} is not known to be element-wise; these are: {known}. If its update of an "
-            "element depends on that element's value, gradient and states alone, pass is_elementwise=True. If it "
-            "depends on the shape of a parameter, or on norms, use the optimizer as it is."
+            f"flatten_optimizer: {name} is not known to be element-wise. Known optimizers: {known}. If {name} updates "
+            "each element only from the value, gradient and states of this element, pass is_elementwise=True. If the "
+            f"update depends on norms or on the shape of a parameter, do not flatten {name}."
         )
     if optimizer.defaults.get("differentiable") or any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
-            f"flatten_optimizer: this {name} has differentiable=True, and its states are written in place. "
-            "Use the optimizer as it is."
+            f"flatten_optimizer: this {name} has differentiable=True, but the flat step writes states in place. "
+            f"Do not flatten this {name}."
         )
     if "step" in vars(optimizer):
         raise ValueError(
-            f"flatten_optimizer: the step of this {name} has been replaced, as learning rate schedulers do, and would "
-            "bypass the flat one. Call flatten_optimizer first, then make the scheduler."
+            f"flatten_optimizer: the step of this {name} was replaced, for example by a learning rate scheduler, and "
+            "would bypass the flat step. Call flatten_optimizer first, then make the scheduler."
         )
 
 

@@ -101,8 +101,8 @@ class MemoryLimit:
         beside = 0 if index == 0 else root.unsharded + (root.backward(reshards=True) if trains else 0)
         if own + beside > self.limit:
             raise MemoryLimitError(
-                f"set_temporary_memory_limit({self.limit}): unit '{self._units[index].name}' takes {own} bytes on its "
-                f"own, {_described(sizes)}" + (f", beside {beside} bytes of the root" if beside else "") + ". "
+                f"set_temporary_memory_limit({self.limit}): unit '{self._units[index].name}' needs {own} bytes "
+                f"({_described(sizes)})" + (f", and the root needs {beside} bytes" if beside else "") + ". "
                 f"Set a limit of at least {own + beside} bytes, or call fully_shard on smaller modules."
             )
 
@@ -111,8 +111,8 @@ class MemoryLimit:
         held = ", ".join(f"'{self._units[other].name}' {held}" for other, held in stays.items())
         return MemoryLimitError(
             f"set_temporary_memory_limit({self.limit}): unit '{self._units[index].name}' needs {nbytes} bytes more, "
-            f"and what stays takes {sum(stays.values())}: {held or 'nothing'}. Set a limit of at least "
-            f"{sum(stays.values()) + nbytes} bytes; units that are kept unsharded could be resharded after forward."
+            f"but {sum(stays.values())} bytes cannot be freed: {held or 'nothing'}. Set a limit of at least "
+            f"{sum(stays.values()) + nbytes} bytes, or reshard units after forward."
         )
 
     def _measure(self, index: int) -> None:
@@ -135,7 +135,7 @@ def _described(sizes: UnitBytes) -> str:
         "gradients": sizes.gradients,
         "copies to reduce": sizes.copies,
     }
-    return "of " + ", ".join(f"{name} {nbytes}" for name, nbytes in named.items() if nbytes)
+    return ", ".join(f"{name} {nbytes}" for name, nbytes in named.items() if nbytes)
 
 
 def register() -> None:

@@ -40,12 +40,12 @@ def test_models_of_other_shapes_are_refused() -> None:
     assert_expected_inline(
         same_on_all_ranks(_refused, change=_wider),
         """\
-ScheduleError: FSDPStack is not the same on all ranks: they would hang, or add the wrong gradients.
-The first difference:
+ScheduleError: FSDPStack is not the same on all ranks. The ranks would hang, or add wrong gradients.
+First difference:
   rank 0: parameter 'blocks.1.linear.bias' of unit 'blocks.1': torch.float32 (32,) trainable, dim 0
 cut in 2, gathered in torch.float32, reduced in torch.float32
   rank 1: unit 'blocks.2', after forward: reshard
-Build the model alike on all ranks, with the same calls of fully_shard and the same requires_grad.""",
+Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.""",
     )
 
 
@@ -53,13 +53,13 @@ def test_models_of_which_other_parameters_are_trained_are_refused() -> None:
     assert_expected_inline(
         same_on_all_ranks(_refused, change=_frozen),
         """\
-ScheduleError: FSDPStack is not the same on all ranks: they would hang, or add the wrong gradients.
-The first difference:
+ScheduleError: FSDPStack is not the same on all ranks. The ranks would hang, or add wrong gradients.
+First difference:
   rank 0: parameter 'blocks.0.linear.bias' of unit 'blocks.0': torch.float32 (32,) trainable, dim 0
 cut in 2, gathered in torch.float32, reduced in torch.float32
   rank 1: parameter 'blocks.0.linear.bias' of unit 'blocks.0': torch.float32 (32,) frozen, dim 0 cut
 in 2, gathered in torch.float32, reduced in torch.float32
-Build the model alike on all ranks, with the same calls of fully_shard and the same requires_grad.""",
+Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.""",
     )
 
 
@@ -67,11 +67,11 @@ def test_models_of_other_lengths_are_refused() -> None:
     assert_expected_inline(
         same_on_all_ranks(_refused, change=_longer),
         """\
-ScheduleError: FSDPStack is not the same on all ranks: they would hang, or add the wrong gradients.
-The first difference:
+ScheduleError: FSDPStack is not the same on all ranks. The ranks would hang, or add wrong gradients.
+First difference:
   rank 0: nothing more
   rank 1: unit 'blocks.3', after forward: reshard
-Build the model alike on all ranks, with the same calls of fully_shard and the same requires_grad.""",
+Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.""",
     )
 
 
@@ -87,13 +87,13 @@ def test_a_difference_on_one_replica_is_known_to_all() -> None:
     assert_expected_inline(
         same_on_all_ranks(_on_a_replica, world_size=4),
         """\
-ScheduleError: FSDPStack is not the same on all ranks: they would hang, or add the wrong gradients.
-The first difference:
+ScheduleError: FSDPStack is not the same on all ranks. The ranks would hang, or add wrong gradients.
+First difference:
   ranks 0, 1, 3: parameter 'blocks.0.linear.bias' of unit '(root)': torch.float32 (32,) trainable,
 dim 0 cut in 2, gathered in torch.float32, reduced in torch.float32
   rank 2: parameter 'blocks.0.linear.bias' of unit '(root)': torch.float32 (32,) frozen, dim 0 cut
 in 2, gathered in torch.float32, reduced in torch.float32
-Build the model alike on all ranks, with the same calls of fully_shard and the same requires_grad.""",
+Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.""",
     )
 
 

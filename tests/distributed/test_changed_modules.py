@@ -175,9 +175,9 @@ def test_plain_parameters_added_without_fully_shard_are_warned_of_once() -> None
         """\
 parameters were added to a sharded module after fully_shard: 'blocks.0.linear.adapter.down.weight',
 'blocks.0.linear.adapter.up.weight', 'blocks.1.linear.adapter.down.weight',
-'blocks.1.linear.adapter.up.weight' and 4 more. They are not sharded, and nobody reduces their
-gradients, so ranks come to differ. Call fully_shard on the new modules, and build the optimizer
-after that; or freeze them with requires_grad_(False).""",
+'blocks.1.linear.adapter.up.weight' and 4 more. These parameters are not sharded, and their
+gradients are not reduced, so the ranks will differ. Call fully_shard on the new modules, then build
+the optimizer. Or freeze these parameters with requires_grad_(False).""",
     )
 
 

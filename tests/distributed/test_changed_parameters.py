@@ -164,8 +164,8 @@ def test_parameter_replaced_by_a_gathered_one_after_a_step() -> None:
         """\
 TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
 with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
-Parameter of shape (32,). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
-instead, with that mesh; a state dict that is loaded with assign=True must hold such DTensors.""",
+Parameter of shape (32,). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),))) with
+that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
     )
 
 
@@ -176,8 +176,8 @@ def test_parameter_replaced_by_a_replicated_one() -> None:
 TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
 with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
 shape (32,) with placements (Replicate(),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
-shard of shape (32,) here. Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
-instead, with that mesh; a state dict that is loaded with assign=True must hold such DTensors.""",
+shard of shape (32,) here. Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),))) with
+that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
     )
 
 
@@ -187,8 +187,9 @@ def test_removed_parameter() -> None:
     assert_expected_inline(
         error,
         """\
-TypeError: parameter 'blocks.1.linear.bias': it was removed after fully_shard. Put it back; to leave
-it out, freeze it with requires_grad_(False), or change the module before fully_shard.""",
+TypeError: parameter 'blocks.1.linear.bias': the parameter was removed after fully_shard. Put the
+parameter back. To train without this parameter, call requires_grad_(False) on it, or remove it
+before fully_shard.""",
     )
 
 
@@ -200,9 +201,9 @@ def test_parametrized_parameter() -> None:
 TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
 with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
 shape (32,) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
-shard of shape (16,) here, that is no parameter. Parametrize modules before fully_shard; assign
-nn.Parameters only, and give none else to torch.func.functional_call, sharded like those that were
-there.""",
+shard of shape (16,) here, that is not an nn.Parameter. Parametrize modules before fully_shard.
+Assign only nn.Parameters that are sharded like the old parameters, and pass only such parameters to
+torch.func.functional_call.""",
     )
 
 
@@ -222,8 +223,9 @@ def test_functional_call_with_plain_tensors() -> None:
         """\
 TypeError: parameter 'entry.weight': expected a parameter that is a DTensor of shape (32, 32) with
 placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain Tensor of
-shape (32, 32) that is no parameter. Parametrize modules before fully_shard; assign nn.Parameters
-only, and give none else to torch.func.functional_call, sharded like those that were there.""",
+shape (32, 32) that is not an nn.Parameter. Parametrize modules before fully_shard. Assign only
+nn.Parameters that are sharded like the old parameters, and pass only such parameters to
+torch.func.functional_call.""",
     )
 
 

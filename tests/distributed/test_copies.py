@@ -195,9 +195,9 @@ def test_copy_in_the_middle_of_a_pass_is_refused() -> None:
     assert_expected_inline(
         same_on_all_ranks(_refused),
         """\
-ScheduleError: deepcopy of '(root)': a pass is running. Copy between passes; after an exception,
-call reset_iter_state() first.
-ScheduleError: unit '(root)': reshard while LENT. """,
+ScheduleError: deepcopy of unit '(root)': a forward or backward is running. Call deepcopy when no
+forward or backward runs. After an exception, call reset_iter_state() first.
+ScheduleError: unit '(root)' cannot reshard in state LENT. """,
     )
 
 

@@ -275,8 +275,8 @@ def test_unit_of_several_groups_takes_no_comm_and_no_hook() -> None:
     assert_expected_inline(
         errors[0],
         """\
-ValueError: set_custom_all_gather: this unit has 2 parameter groups, on meshes of their own, and one
-comm would have to serve them all. Call fully_shard on the modules of each mesh separately.""",
+ValueError: set_custom_all_gather: unit 'FSDPStack' has 2 parameter groups on different meshes,
+expected one group. Call fully_shard separately on the modules of each mesh.""",
     )
 
 
@@ -298,8 +298,7 @@ __call__(), got None.""",
 def test_hook_that_cannot_be_called() -> None:
     assert_expected_inline(
         _error("set_all_reduce_hook", "sum"),
-        """\
-TypeError: set_all_reduce_hook: expected a function of a tensor, or None, got a str.""",
+        """TypeError: set_all_reduce_hook: hook must be a function of a tensor, or None, not a str.""",
     )
 
 
@@ -311,8 +310,8 @@ def test_hook_with_a_stream_on_hsdp() -> None:
     assert_expected_inline(
         same_on_all_ranks(_stream_on_hsdp),
         """\
-ValueError: set_all_reduce_hook: this unit's mesh has a replicate axis (HSDP). Its all-reduce has a
-stream already, and the hook runs on it. Leave stream out.""",
+ValueError: set_all_reduce_hook: the mesh of unit 'FSDPStack' has a replicate axis (HSDP). With
+HSDP, the hook runs on the stream of the all-reduce. Do not pass stream.""",
     )
 
 
@@ -321,18 +320,18 @@ def test_memory_of_the_process_group_beside_custom_comms() -> None:
     assert_expected_inline(
         _error(setter, True, prepare="custom all-gather"),
         """\
-ValueError: set_allocate_memory_from_process_group_for_comm: this unit communicates by a
-CountingAllGather already, which allocates its own memory. Choose one of set_custom_all_gather and
-set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm, and
-set_symm_mem_for_comm.""",
+ValueError: set_allocate_memory_from_process_group_for_comm: unit 'FSDPStack' already communicates
+by a CountingAllGather, which allocates its own memory. For each unit, call only one of:
+set_custom_all_gather and set_custom_reduce_scatter;
+set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm.""",
     )
     assert_expected_inline(
         _error(setter, False, prepare="custom reduce-scatter"),
         """\
-ValueError: set_allocate_memory_from_process_group_for_comm: this unit communicates by a
-CountingReduceScatter already, which allocates its own memory. Choose one of set_custom_all_gather
-and set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm, and
-set_symm_mem_for_comm.""",
+ValueError: set_allocate_memory_from_process_group_for_comm: unit 'FSDPStack' already communicates
+by a CountingReduceScatter, which allocates its own memory. For each unit, call only one of:
+set_custom_all_gather and set_custom_reduce_scatter;
+set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm.""",
     )
 
 
@@ -340,16 +339,16 @@ def test_symmetric_memory_beside_others() -> None:
     assert_expected_inline(
         _error("set_symm_mem_for_comm", prepare="custom all-gather"),
         """\
-ValueError: set_symm_mem_for_comm: this unit communicates by a CountingAllGather already, which
-allocates its own memory. Choose one of set_custom_all_gather and set_custom_reduce_scatter,
-set_allocate_memory_from_process_group_for_comm, and set_symm_mem_for_comm.""",
+ValueError: set_symm_mem_for_comm: unit 'FSDPStack' already communicates by a CountingAllGather,
+which allocates its own memory. For each unit, call only one of: set_custom_all_gather and
+set_custom_reduce_scatter; set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm.""",
     )
     assert_expected_inline(
         _error("set_symm_mem_for_comm", prepare="process group"),
         """\
-ValueError: set_symm_mem_for_comm: this unit communicates by a BackendAllGather already, which
-allocates its own memory. Choose one of set_custom_all_gather and set_custom_reduce_scatter,
-set_allocate_memory_from_process_group_for_comm, and set_symm_mem_for_comm.""",
+ValueError: set_symm_mem_for_comm: unit 'FSDPStack' already communicates by a BackendAllGather,
+which allocates its own memory. For each unit, call only one of: set_custom_all_gather and
+set_custom_reduce_scatter; set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm.""",
     )
 
 
@@ -357,13 +356,13 @@ def test_symmetric_memory_on_the_cpu_or_by_another_backend() -> None:
     assert_expected_inline(
         _error("set_symm_mem_for_comm"),
         """\
-ValueError: set_symm_mem_for_comm: the mesh is on cpu devices, and only CUDA has symmetric memory
-here. Leave the call out on other devices.""",
+ValueError: set_symm_mem_for_comm: the mesh of unit 'FSDPStack' is on cpu, expected cuda. Only CUDA
+has symmetric memory here. Do not call set_symm_mem_for_comm on other devices.""",
     )
     assert_expected_inline(
         _error("set_symm_mem_for_comm", "NVSHMEM"),
         """\
-ValueError: set_symm_mem_for_comm: backend='NVSHMEM', expected 'NCCL', the only one that is
+ValueError: set_symm_mem_for_comm: backend='NVSHMEM', expected 'NCCL'. No other backend is
 supported.""",
     )
 
@@ -388,6 +387,6 @@ def test_allocate_that_returns_another_tensor() -> None:
         same_on_all_ranks(_too_small),
         """\
 ValueError: _TooSmall.allocate((2112,), dtype=torch.float32, device='cpu') returned a tensor of
-shape (7,), torch.float64, on cpu, with strides (1,). Return a contiguous tensor of the size, dtype
-and device asked for, for example a slice of a larger buffer.""",
+shape (7,), torch.float64, on cpu, with strides (1,). Return a contiguous tensor of the requested
+size, dtype and device, for example a slice of a larger buffer.""",
     )

@@ -71,7 +71,8 @@ def test_class_that_is_lost_when_it_is_cut() -> None:
         same_on_all_ranks(_refused_by_fully_shard, cls=LosesItsClass),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': new_zeros(16, 32) of a LosesItsClass returned a
-Tensor of shape (16, 32); sharding would lose the class. Let its __torch_dispatch__ keep it.""",
+Tensor of shape (16, 32). Sharding would lose the class. Let LosesItsClass.__torch_dispatch__ keep
+the class.""",
     )
 
 
@@ -81,7 +82,7 @@ def test_class_that_cannot_be_cut() -> None:
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': cutting a CannotBeCut into shards raised
 NotImplementedError: this class has no split
-Let its __torch_dispatch__ support new_zeros, split and copy_.""",
+Let CannotBeCut.__torch_dispatch__ support new_zeros, split and copy_.""",
     )
 
 
@@ -90,8 +91,8 @@ def test_hooks_of_a_parameter_class() -> None:
         same_on_all_ranks(_refused_by_fully_shard, cls=HookedParameter),
         """\
 ExtensionError: fully_shard: parameter 'blocks.1.linear.weight' is a HookedParameter with all-gather
-hooks, but its data is a Tensor without, and it is the data that is sharded: the hooks would be
-ignored. Make them methods of the tensor that nn.Parameter wraps.""",
+hooks, but its data is a Tensor without hooks. fully_shard shards the data and would ignore the
+hooks. Define the hooks on the tensor that nn.Parameter wraps.""",
     )
 
 
@@ -113,7 +114,7 @@ def test_subclass_without_hooks() -> None:
         same_on_all_ranks(_without_hooks),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': WithoutHooks.fsdp_pre_all_gather is not defined:
-sharding would lose what it adds. Define both hooks, or list it in ignored_params.""",
+sharding would lose what the class adds. Define both hooks, or list the parameter in ignored_params.""",
     )
 
 
@@ -132,8 +133,8 @@ def test_class_that_dtensors_do_not_keep() -> None:
         same_on_all_ranks(_refused_by_fully_shard, cls=PythonOnly),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight' is a PythonOnly without __torch_dispatch__. A
-DTensor keeps no such class: sharding would lose it and ignore its hooks. Make it a wrapper
-subclass, or the parameter a plain tensor.""",
+DTensor would lose this class and ignore its hooks. Make PythonOnly a wrapper subclass, or make the
+parameter a plain tensor.""",
     )
 
 
@@ -168,8 +169,8 @@ def test_post_hook_that_writes_its_outputs() -> None:
     assert_expected_inline(
         error_on_all(LATER_POST, _decodes_in_place),
         """\
-ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather wrote
-all_gather_outputs: they are read again, so make a tensor of its own.""",
+ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather wrote into
+all_gather_outputs, but the outputs are read again. Make a new tensor instead.""",
     )
 
 
@@ -189,5 +190,8 @@ def test_tensor_on_outputs_that_are_released() -> None:
         same_on_all_ranks(_released_and_aliased),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': AliasesWhatItReleases.fsdp_post_all_gather made
-a tensor on the memory of all_gather_outputs, which the class says may be freed.""",
+a tensor on the memory of all_gather_outputs, but
+fsdp_should_release_all_gather_outputs_after_post_all_gather returned True, so this memory may be
+freed. Copy the outputs, or return False from
+fsdp_should_release_all_gather_outputs_after_post_all_gather.""",
     )

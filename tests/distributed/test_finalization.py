@@ -201,12 +201,12 @@ def test_finalization_is_for_roots_that_asked_for_it() -> None:
     assert_expected_inline(
         same_on_all_ranks(_errors_about_roots),
         """\
-ScheduleError: set_manual_backward_finalization on 'blocks.0', which is no root. Call it on the
-FSDPStack around it.
-ScheduleError: finalize_backward on 'blocks.0', which is no root. Call it on the FSDPStack around
-it.
-ScheduleError: finalize_backward on FSDPStack: backward is finalized when it ends. Call
-set_manual_backward_finalization(True) before it.""",
+ScheduleError: set_manual_backward_finalization: unit 'blocks.0' is not the root. Call
+set_manual_backward_finalization on the root, the FSDPStack around this unit.
+ScheduleError: finalize_backward: unit 'blocks.0' is not the root. Call finalize_backward on the
+root, the FSDPStack around this unit.
+ScheduleError: finalize_backward on FSDPStack: manual finalization is off, so each backward is
+finalized at its end. Call set_manual_backward_finalization(True) before backward.""",
     )
 
 
@@ -226,9 +226,9 @@ def test_finalization_of_a_unit_that_turns_out_to_be_no_root() -> None:
     assert_expected_inline(
         same_on_all_ranks(_inner_unit_that_asked_first),
         """\
-ScheduleError: set_manual_backward_finalization was called on 'blocks.0', which is no root:
-FSDPStack runs around it. Call it on the root instead, after set_manual_backward_finalization(False)
-on 'blocks.0'.""",
+ScheduleError: set_manual_backward_finalization was called on unit 'blocks.0', but the root is
+FSDPStack. Call set_manual_backward_finalization(False) on 'blocks.0'. Then call
+set_manual_backward_finalization on the root.""",
     )
 
 
@@ -256,16 +256,18 @@ def test_finalization_at_the_wrong_time() -> None:
     assert_expected_inline(
         same_on_all_ranks(_errors_about_time),
         """\
-ScheduleError: finalize_backward on FSDPStack: a backward is running. Call it when backward() has
-returned.
-ScheduleError: set_manual_backward_finalization(False): a backward is running. Call it before
-backward, or after finalize_backward() or reset_iter_state().
-ScheduleError: set_manual_backward_finalization(False): a backward waits to be finalized. Call it
-before backward, or after finalize_backward() or reset_iter_state().
-ScheduleError: finalize_backward on FSDPStack: the handle of the last call was not waited for. Call
-its wait() first.
-ScheduleError: forward of (root): the handle of finalize_backward(async_op=True) was not waited for.
-Call its wait() first.""",
+ScheduleError: finalize_backward on FSDPStack: a backward is running. Call finalize_backward after
+backward() has returned.
+ScheduleError: set_manual_backward_finalization(False): a backward is running. Call
+set_manual_backward_finalization before backward, or after finalize_backward() or
+reset_iter_state().
+ScheduleError: set_manual_backward_finalization(False): a backward waits to be finalized. Call
+set_manual_backward_finalization before backward, or after finalize_backward() or
+reset_iter_state().
+ScheduleError: finalize_backward on FSDPStack: the handle of the last call is still pending. Call
+wait() on that handle first.
+ScheduleError: forward of unit '(root)': the handle of finalize_backward(async_op=True) is still
+pending. Call wait() on that handle first.""",
     )
 
 
@@ -287,8 +289,8 @@ def test_handle_of_a_model_that_was_reset() -> None:
     assert_expected_inline(
         same_on_all_ranks(_reset),
         """\
-ScheduleError: wait() on the gradients of (root): the model was reset since finalize_backward, and
-they are lost. Run the iteration again.""",
+ScheduleError: GradientReductionHandle.wait(): the gradients of unit '(root)' are lost, because the
+model was reset after finalize_backward. Run the iteration again.""",
     )
 
 

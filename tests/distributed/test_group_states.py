@@ -162,10 +162,9 @@ def test_text_of_an_illegal_event() -> None:
     assert_expected_inline(
         same_on_all_ranks(_story, world_size=4),
         """\
-unit 'blocks.1': wait while SHARDED. Last events: post_forward blocks.1, pre_forward blocks.2,
-post_forward blocks.2, post_forward (root), pre_backward (root), pre_backward blocks.2,
+unit 'blocks.1' cannot wait in state SHARDED. Last events: post_forward blocks.1, pre_forward
+blocks.2, post_forward blocks.2, post_forward (root), pre_backward (root), pre_backward blocks.2,
 post_backward blocks.2, pre_backward blocks.1, post_backward blocks.1, pre_backward blocks.0,
 post_backward blocks.0, end_backward (root).
-A module that ran outside the forward of its root is the usual cause; see
-docs/guide/wrapping.md#roots.""",
+Usual cause: a module ran outside the forward of its root. See docs/guide/wrapping.md#roots.""",
     )

@@ -172,9 +172,9 @@ def test_unit_that_does_not_fit_is_refused_at_its_first_use_and_the_smallest_lim
     assert_expected_inline(
         "\n".join(same_on_all_ranks(_smallest_limit)),
         """\
-MemoryLimitError: set_temporary_memory_limit(31679): unit 'blocks.0' takes 10560 bytes on its own,
-of unsharded parameters 4224, staging 4224, gradients 4224, copies to reduce 6336, beside 21120
-bytes of the root. Set a limit of at least 31680 bytes, or call fully_shard on smaller modules.""",
+MemoryLimitError: set_temporary_memory_limit(31679): unit 'blocks.0' needs 10560 bytes (unsharded
+parameters 4224, staging 4224, gradients 4224, copies to reduce 6336), and the root needs 21120
+bytes. Set a limit of at least 31680 bytes, or call fully_shard on smaller modules.""",
     )
 
 
@@ -182,9 +182,9 @@ def test_kept_units_that_do_not_fit_together_are_refused() -> None:
     assert_expected_inline(
         "\n".join(same_on_all_ranks(_smallest_limit, reshard_after_forward=False)),
         """\
-MemoryLimitError: set_temporary_memory_limit(40127): unit 'blocks.2' needs 6336 bytes more, and what
-stays takes 33792: '(root)' 21120, 'blocks.0' 4224, 'blocks.1' 4224, 'blocks.2' 4224. Set a limit of
-at least 40128 bytes; units that are kept unsharded could be resharded after forward.""",
+MemoryLimitError: set_temporary_memory_limit(40127): unit 'blocks.2' needs 6336 bytes more, but
+33792 bytes cannot be freed: '(root)' 21120, 'blocks.0' 4224, 'blocks.1' 4224, 'blocks.2' 4224. Set
+a limit of at least 40128 bytes, or reshard units after forward.""",
     )
 
 
@@ -225,10 +225,11 @@ def test_what_is_no_limit_is_refused() -> None:
 ValueError: set_temporary_memory_limit: expected at least 1 byte, got 0.
 TypeError: set_temporary_memory_limit: expected an int or None, got a bool.
 TypeError: set_temporary_memory_limit: expected an int or None, got a float.
-ScheduleError: set_temporary_memory_limit was called on 'blocks.0', which is no root: FSDPStack runs
-around it. Call it on the root instead, after set_temporary_memory_limit(None) on 'blocks.0'.
-ScheduleError: set_temporary_memory_limit on 'blocks.0', which is no root. Call it on the FSDPStack
-around it.
+ScheduleError: set_temporary_memory_limit was called on unit 'blocks.0', but the root is FSDPStack.
+Call set_temporary_memory_limit(None) on 'blocks.0'. Then call set_temporary_memory_limit on the
+root.
+ScheduleError: set_temporary_memory_limit: unit 'blocks.0' is not the root. Call
+set_temporary_memory_limit on the root, the FSDPStack around this unit.
 ValueError: fsdp2.memory_plan: this Linear was not given to fully_shard. Pass the root of the
 sharded model.""",
     )

@@ -103,15 +103,17 @@ def test_unnamed_mesh() -> None:
     assert_expected_inline(
         refusal(_unnamed_mesh),
         """\
-ValueError: fully_shard: dp_mesh_dims names axes of the mesh, but this mesh has no names. Build it
-with init_device_mesh(..., mesh_dim_names=(...)).""",
+ValueError: fully_shard: dp_mesh_dims names axes of the mesh, but this mesh has no names. Build the
+mesh with init_device_mesh(..., mesh_dim_names=(...)).""",
     )
 
 
 def test_unknown_axis() -> None:
     assert_expected_inline(
         refusal(_unknown_axis),
-        """ValueError: fully_shard: dp_mesh_dims names the axis 'data', but the mesh has the axes ('dp',).""",
+        """\
+ValueError: fully_shard: dp_mesh_dims names the axis 'data', but the mesh has the axes ('dp',). Pass
+names of these axes.""",
     )
 
 
@@ -120,7 +122,7 @@ def test_axis_named_twice() -> None:
         refusal(_axis_named_twice),
         """\
 ValueError: fully_shard: dp_mesh_dims names an axis twice: DataParallelMeshDims(shard='dp',
-replicate='dp'). An axis shards or replicates.""",
+replicate='dp'). Name each axis once.""",
     )
 
 
@@ -128,8 +130,8 @@ def test_dims_as_text() -> None:
     assert_expected_inline(
         refusal(_dims_as_text),
         """\
-TypeError: fully_shard: dp_mesh_dims must be an fsdp2.DataParallelMeshDims, not builtins.str. Write
-DataParallelMeshDims(shard="dp"), with the names of the mesh's data-parallel axes.""",
+TypeError: fully_shard: dp_mesh_dims must be an fsdp2.DataParallelMeshDims, not builtins.str. Pass
+DataParallelMeshDims(shard="dp"), with the names of the data-parallel axes of the mesh.""",
     )
 
 
@@ -138,7 +140,7 @@ def test_plain_on_full_mesh() -> None:
         refusal(_plain_on_full_mesh),
         """\
 ValueError: fully_shard: parameter 'entry.weight' is a plain Parameter, but with dp_mesh_dims every
-parameter has to be a DTensor on the full mesh. Call
+parameter must be a DTensor on the full mesh. Call
 torch.distributed.tensor.distribute_module(module, mesh) first.""",
     )
 
@@ -148,7 +150,8 @@ def test_sharded_by_the_user() -> None:
         refusal(_sharded_by_the_user),
         """\
 ValueError: fully_shard: parameter 'exit.weight' is placed S(0) on the data-parallel axis 'dp',
-expected Replicate(): the sharding there is done here.""",
+expected Replicate(). fully_shard itself shards over this axis. Redistribute the parameter to
+Replicate() on this axis first.""",
     )
 
 
@@ -158,7 +161,7 @@ def test_other_mesh() -> None:
         """\
 ValueError: fully_shard: parameter 'entry.weight' is a DTensor on DeviceMesh((other=2), 'cpu',
 stride=(1,)), but the mesh given with dp_mesh_dims is DeviceMesh((dp=2), 'cpu', stride=(1,)).
-Distribute the module over the mesh that is given to fully_shard.""",
+Distribute the module over the mesh given to fully_shard.""",
     )
 
 
@@ -166,8 +169,8 @@ def test_pending_sum() -> None:
     assert_expected_inline(
         refusal(_pending_sum),
         """\
-ValueError: fully_shard: parameter 'exit.weight' is placed (Partial(sum),): sums that are still
-pending cannot be sharded. Redistribute it to Replicate() or Shard(dim) first.""",
+ValueError: fully_shard: parameter 'exit.weight' has placements (Partial(sum),). A sum that is still
+pending cannot be sharded. Redistribute the parameter to Replicate() or Shard(dim) first.""",
     )
 
 
@@ -176,10 +179,10 @@ def test_model_mesh_without_names() -> None:
         refusal(_model_mesh_without_names),
         """\
 ValueError: fully_shard: parameter 'exit.weight' is a DTensor on the mesh DeviceMesh((2,), 'cpu',
-stride=(1,)), which cannot be joined with the mesh DeviceMesh((dp=1), 'cpu', stride=((),)) given to
-fully_shard: Invariant encountered: value was None when it should not be. Both have to be parts of
-one mesh with names, without a common axis: mesh = init_device_mesh(..., mesh_dim_names=("dp",
-"tp")), then mesh["dp"] and mesh["tp"].""",
+stride=(1,)). This mesh cannot be joined with the mesh DeviceMesh((dp=1), 'cpu', stride=((),)) given
+to fully_shard: Invariant encountered: value was None when it should not be. Use parts of one mesh
+with names, without a common axis: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then
+mesh["dp"] and mesh["tp"].""",
     )
 
 
@@ -188,11 +191,10 @@ def test_same_axis() -> None:
         refusal(_same_axis),
         """\
 ValueError: fully_shard: parameter 'exit.weight' is a DTensor on the mesh DeviceMesh((dp=2), 'cpu',
-stride=(1,)), which cannot be joined with the mesh DeviceMesh((dp=2), 'cpu', stride=(1,)) given to
-fully_shard: Cannot concatenate overlapping meshes: [DeviceMesh((dp=2), 'cpu', stride=(1,)),
-DeviceMesh((dp=2), 'cpu', stride=(1,))]. Both have to be parts of one mesh with names, without a
-common axis: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then mesh["dp"] and
-mesh["tp"].""",
+stride=(1,)). This mesh cannot be joined with the mesh DeviceMesh((dp=2), 'cpu', stride=(1,)) given
+to fully_shard: Cannot concatenate overlapping meshes: [DeviceMesh((dp=2), 'cpu', stride=(1,)),
+DeviceMesh((dp=2), 'cpu', stride=(1,))]. Use parts of one mesh with names, without a common axis:
+mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then mesh["dp"] and mesh["tp"].""",
     )
 
 

@@ -39,9 +39,9 @@ def test_forward_on_the_meta_device() -> None:
     assert_expected_inline(
         same_on_all_ranks(_meta),
         """\
-RuntimeError: parameter 'entry.weight' is still on the meta device. Materialise the model before its
-first forward: model.to_empty(device=...), then initialise the values, for example with
-reset_parameters() of each module.""",
+RuntimeError: parameter 'entry.weight' is still on the meta device. Before the first forward, call
+model.to_empty(device=...). Then initialise the values, for example with reset_parameters() of each
+module.""",
     )
 
 
@@ -68,7 +68,7 @@ def test_parameter_replaced_by_a_plain_one() -> None:
 TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DTensor of shape (32,
 32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
 Parameter of shape (32, 32). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
-instead, with that mesh; a state dict that is loaded with assign=True must hold such DTensors.""",
+with that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
     )
 
 
@@ -80,7 +80,7 @@ TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DT
 32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
 shape (4, 32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
 shard of shape (2, 32) here. Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
-instead, with that mesh; a state dict that is loaded with assign=True must hold such DTensors.""",
+with that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
     )
 
 
@@ -112,7 +112,7 @@ def test_plain_tensor_of_a_state_dict_assigned_to_a_parameter() -> None:
 TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DTensor of shape (32,
 32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
 Parameter of shape (32, 32). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
-instead, with that mesh; a state dict that is loaded with assign=True must hold such DTensors.""",
+with that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
     )
 
 
@@ -160,8 +160,8 @@ def test_set_reshard_after_forward_to_a_number_of_ranks() -> None:
     assert_expected_inline(
         same_on_all_ranks(_set_reshard_after_forward),
         """\
-ValueError: set_reshard_after_forward: expected a bool, got 2. A smaller world size can be given to
-fully_shard only.""",
+ValueError: set_reshard_after_forward: expected a bool, got 2. Pass a number of ranks to fully_shard
+instead.""",
     )
 
 
@@ -195,9 +195,9 @@ def test_one_of_several_modules_of_a_unit_run_without_a_root() -> None:
     assert_expected_inline(
         same_on_all_ranks(_one_of_several_alone),
         """\
-ScheduleError: fully_shard([FSDPBlock, FSDPBlock, FSDPBlock]) has no root: several modules were
-sharded as one unit, and one of them ran on its own. Call fully_shard on the module that contains
-them, too, and run that first.""",
+ScheduleError: fully_shard([FSDPBlock, FSDPBlock, FSDPBlock]) made one unit without a root, and one
+of these modules ran alone. Call fully_shard also on the module that contains these modules, and run
+that module first.""",
     )
 
 
@@ -245,7 +245,7 @@ def test_inner_module_after_the_outer_one() -> None:
     assert_expected_inline(
         same_on_all_ranks(_inner_module_after_the_outer_one),
         """\
-ValueError: fully_shard: parameter 'linear.weight' was sharded before, by a call on a module around
-this one. Call fully_shard on inner modules first; to add modules later, give it the new ones only,
-or list this parameter in ignored_params.""",
+ValueError: fully_shard: parameter 'linear.weight' is already sharded, by a call on a module around
+this module. Call fully_shard on inner modules first. To add modules later, pass only the new
+modules, or list this parameter in ignored_params.""",
     )

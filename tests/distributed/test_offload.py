@@ -272,6 +272,6 @@ def test_subclass_that_is_lost_on_its_way_to_the_device_is_refused() -> None:
         same_on_all_ranks(_use_unmovable),
         """\
 ExtensionError: parameter 'weight': _Unmovable.fsdp_pre_all_gather raised TypeError: to() made a
-Tensor of shape (2, 4) of the offloaded shard, expected a _Unmovable: let __torch_dispatch__ keep
+Tensor of shape (2, 4) of the offloaded shard, expected a _Unmovable. Let __torch_dispatch__ keep
 the class for _to_copy.""",
     )

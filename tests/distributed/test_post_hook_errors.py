@@ -33,8 +33,8 @@ def test_missing_post_hook() -> None:
     assert_expected_inline(
         error_on_all(POST, None),
         """\
-ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather is not defined: it
-defines fsdp_pre_all_gather only. Define both hooks, or list it in ignored_params.""",
+ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather is not defined: the
+class defines only fsdp_pre_all_gather. Define both hooks, or list the parameter in ignored_params.""",
     )
 
 
@@ -101,7 +101,8 @@ def test_post_hook_that_returns_too_few_rows() -> None:
         error_on_all(POST, _makes_one_row),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a Tensor of
-shape (1, 32) with strides (32, 1), expected contiguous (32, 32), or more rows.""",
+shape (1, 32) with strides (32, 1), expected a contiguous tensor of shape (32, 32), or with more
+rows.""",
     )
 
 
@@ -115,7 +116,7 @@ def test_post_hook_that_returns_a_new_object_for_out() -> None:
         error_on_all(POST, _makes_a_new_one),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a tuple of
-2 although out was given, expected None: fill out in place, because autograd has saved it.""",
+2 although out was given, expected None. Fill out in place, because autograd has saved out.""",
     )
 
 
@@ -124,7 +125,7 @@ def test_post_hook_that_returns_a_new_object_for_out_in_a_later_step() -> None:
         error_on_all(LATER_POST, _makes_a_new_one, after=1),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a tuple of
-2 although out was given, expected None: fill out in place, because autograd has saved it.""",
+2 although out was given, expected None. Fill out in place, because autograd has saved out.""",
     )
 
 
@@ -143,7 +144,7 @@ def test_post_hook_that_puts_other_memory_under_out() -> None:
         error_on_all(POST, _puts_other_memory_under_out),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather put other memory
-under out: write the tensors that it has, because autograd has saved them.""",
+under out. Write into the memory of out, because autograd has saved out.""",
     )
 
 
@@ -156,8 +157,8 @@ def test_shard_listed_to_be_freed() -> None:
     assert_expected_inline(
         error_on_all(POST, _frees_the_shard),
         """\
-ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather lists memory of the
-shard itself to be freed: make a tensor of its own.""",
+ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather listed memory of the
+shard among the tensors to free. List a tensor with its own memory.""",
     )
 
 
@@ -171,7 +172,7 @@ def test_integers_of_a_trainable_parameter() -> None:
         error_on_all(POST, _makes_integers),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather made a tensor of
-torch.int32 of a trainable parameter.""",
+torch.int32 for a trainable parameter, expected a floating-point dtype.""",
     )
 
 
@@ -228,8 +229,8 @@ def test_gradient_that_nothing_says_how_to_reduce() -> None:
     assert_expected_inline(
         same_on_all_ranks(_gradient_refused),
         """\
-ExtensionError: parameter 'blocks.2.linear.weight': its gradient is a Spreading, expected a plain
-tensor. A gradient may be of a subclass only if the unsharded parameter is a wrapper of the same
-class, whose inner tensors all have its shape and dtype. Let the subclass compute plain gradients,
-or take its activations apart.""",
+ExtensionError: parameter 'blocks.2.linear.weight': the gradient is a Spreading, expected a plain
+tensor. A gradient may be a subclass only if the unsharded parameter is a wrapper of the same class,
+and all inner tensors have the shape and dtype of the parameter. Let the subclass compute plain
+gradients, or use the inner tensors of its activations.""",
     )

@@ -25,7 +25,7 @@ def test_payload_in_a_list() -> None:
         error_on_all(PRE, _returns_a_list),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned a list of 1
-with its metadata, expected a tuple of tensors.""",
+as the tensors, expected a tuple of tensors.""",
     )
 
 
@@ -90,7 +90,7 @@ def test_payload_that_is_not_contiguous() -> None:
         error_on_all(PRE, _returns_every_other_column),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned a Tensor of
-shape (16, 16) with strides (32, 2), expected contiguous tensors: call .contiguous().""",
+shape (16, 16) with strides (32, 2), expected contiguous tensors. Call .contiguous().""",
     )
 
 
@@ -135,7 +135,7 @@ def test_more_tensors_on_one_rank() -> None:
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned tensors of
 (torch.float32,) on the first rank, but of (torch.float32, torch.float32) on rank 1 of the shard
-axis: all must send the same.""",
+axis. Return the same dtypes on all ranks.""",
     )
 
 
@@ -148,8 +148,8 @@ def test_another_dtype_on_one_rank() -> None:
         error_on_all(PRE, _returns_halves, on_rank=2, world_size=4),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned tensors of
-(torch.float32,) on the first rank, but of (torch.float16,) on rank 2 of the shard axis: all must
-send the same.""",
+(torch.float32,) on the first rank, but of (torch.float16,) on rank 2 of the shard axis. Return the
+same dtypes on all ranks.""",
     )
 
 
@@ -162,7 +162,8 @@ def test_shape_on_one_rank_that_does_not_fit() -> None:
         error_on_all(PRE, _returns_fewer_columns, on_rank=2, world_size=4),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned tensors that
-do not fit together on the ranks: shapes [(8, 31), (8, 32)] differ in more than dim 0.""",
+cannot be joined over the ranks: shapes [(8, 31), (8, 32)] differ in more than dim 0. Return equal
+other dims.""",
     )
 
 
@@ -170,8 +171,9 @@ def test_other_payload_on_one_replica() -> None:
     assert_expected_inline(
         error_on_all(PRE, _returns_halves, on_rank=3, world_size=4, replicas=2),
         """\
-ExtensionError: parameter 'blocks.1.linear.weight': the pre-hook returned torch.float32 (16, 32) on
-one replica and torch.float16 (16, 32) on another, expected the same: replicas hold the same shards.""",
+ExtensionError: parameter 'blocks.1.linear.weight': fsdp_pre_all_gather returned torch.float32 (16,
+32) on one replica and torch.float16 (16, 32) on another replica. Replicas hold the same shards.
+Return the same shapes and dtypes on all replicas.""",
     )
 
 
@@ -193,8 +195,8 @@ def test_missing_pre_hook() -> None:
     assert_expected_inline(
         error_on_all(PRE, None),
         """\
-ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather is not defined: it
-defines fsdp_post_all_gather only. Define both hooks, or list it in ignored_params.""",
+ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather is not defined: the
+class defines only fsdp_post_all_gather. Define both hooks, or list the parameter in ignored_params.""",
     )
 
 
@@ -203,6 +205,6 @@ def test_payload_that_changes_in_a_later_step() -> None:
         error_on_all(LATER_PRE, _returns_fewer_columns, after=2),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned (float32
-(16, 31)), but (float32 (16, 32)) when its group was first gathered: shapes and dtypes must stay,
-because the plan is made once.""",
+(16, 31)), expected (float32 (16, 32)) as in the first gather of the group. Return the same shapes
+and dtypes each time, because the plan is made once.""",
     )

@@ -306,9 +306,9 @@ def test_class_of_parameter_that_would_be_lost() -> None:
     assert_expected_inline(
         refusal("parameter class"),
         """\
-ExtensionError: fully_shard: parameter 'blocks.1.linear.weight' is a _Marked, and sharding would
-lose that class: compute would read an nn.Parameter. Replace it by nn.Parameter(...) of its values,
-or of a tensor subclass with all-gather hooks; or list it in ignored_params.""",
+ExtensionError: fully_shard: parameter 'blocks.1.linear.weight' is a _Marked. Sharding would lose
+this class: compute would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its
+values or of a tensor subclass with all-gather hooks, or list the parameter in ignored_params.""",
     )
 
 
@@ -317,8 +317,8 @@ def test_tensor_class_that_would_be_lost() -> None:
         refusal("tensor class"),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight' is a _Logging without __torch_dispatch__. A
-DTensor keeps no such class: sharding would lose it and ignore its hooks. Make it a wrapper
-subclass, or the parameter a plain tensor.""",
+DTensor would lose this class and ignore its hooks. Make _Logging a wrapper subclass, or make the
+parameter a plain tensor.""",
     )
 
 
@@ -326,9 +326,9 @@ def test_sparse_parameter() -> None:
     assert_expected_inline(
         refusal("sparse"),
         """\
-ValueError: fully_shard: parameter 'blocks.1.linear.weight' is a torch.sparse_coo tensor, which has
-no dense values to cut into shards. Make it a dense tensor, or a tensor subclass with all-gather
-hooks; or list it in ignored_params.""",
+ValueError: fully_shard: parameter 'blocks.1.linear.weight' is a torch.sparse_coo tensor. Only dense
+values can be cut into shards. Make the parameter a dense tensor or a tensor subclass with
+all-gather hooks, or list the parameter in ignored_params.""",
     )
 
 
@@ -341,11 +341,11 @@ def test_dtensor_parameter() -> None:
         refusal("DTensor"),
         """\
 ValueError: fully_shard: parameter 'exit.weight' is a DTensor on the mesh DeviceMesh((shard=2),
-'cpu', stride=(1,)), which cannot be joined with the mesh DeviceMesh((shard=2), 'cpu', stride=(1,))
-given to fully_shard: Cannot concatenate overlapping meshes: [DeviceMesh((shard=2), 'cpu',
-stride=(1,)), DeviceMesh((shard=2), 'cpu', stride=(1,))]. Both have to be parts of one mesh with
-names, without a common axis: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then
-mesh["dp"] and mesh["tp"].""",
+'cpu', stride=(1,)). This mesh cannot be joined with the mesh DeviceMesh((shard=2), 'cpu',
+stride=(1,)) given to fully_shard: Cannot concatenate overlapping meshes: [DeviceMesh((shard=2),
+'cpu', stride=(1,)), DeviceMesh((shard=2), 'cpu', stride=(1,))]. Use parts of one mesh with names,
+without a common axis: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), then mesh["dp"]
+and mesh["tp"].""",
     )
 
 
@@ -363,7 +363,7 @@ def test_override_returns_no_dtype() -> None:
         refusal("override returns no dtype"),
         """\
 TypeError: fully_shard: param_dtype_override_fn returned 'float32' for parameter 'entry.weight',
-expected torch.float32 to keep its dtype, or torch.bfloat16 or None for the policy's.""",
+expected torch.float32 (to keep the dtype), or torch.bfloat16 or None (for the policy's dtype).""",
     )
 
 
@@ -372,8 +372,9 @@ def test_override_to_a_third_dtype() -> None:
         refusal("override to a third dtype"),
         """\
 ValueError: fully_shard: param_dtype_override_fn returned torch.float16 for parameter
-'entry.weight', expected torch.float32 to keep its dtype, or torch.bfloat16 or None for the
-policy's. For a third dtype, call fully_shard on the module that holds it with a policy of its own.""",
+'entry.weight', expected torch.float32 (to keep the dtype), or torch.bfloat16 or None (for the
+policy's dtype). For another dtype, call fully_shard on the module that holds the parameter, with a
+separate policy.""",
     )
 
 
@@ -381,8 +382,8 @@ def test_grad_dtype_that_leaves_the_reduction_open() -> None:
     assert_expected_inline(
         refusal("open grad_dtype"),
         """\
-ValueError: parameter 'blocks.1.linear.weight' has grad_dtype=None, so its gradient may come in any
-dtype, and nothing says in which one it is reduced. Set reduce_dtype in its MixedPrecisionPolicy, or
+ValueError: parameter 'blocks.1.linear.weight' has grad_dtype=None, so its gradient may have any
+dtype, and the dtype of the reduction is unknown. Set reduce_dtype in the MixedPrecisionPolicy, or
 set grad_dtype to a dtype.""",
     )
 
@@ -391,8 +392,8 @@ def test_same_module_twice() -> None:
     assert_expected_inline(
         refusal("again"),
         """\
-ValueError: fully_shard: this Stack was given to fully_shard before. Call it once per module, on
-inner modules first.""",
+ValueError: fully_shard: this Stack was given to fully_shard before. Call fully_shard once per
+module, on inner modules first.""",
     )
 
 
@@ -400,10 +401,11 @@ def test_tie_across_units() -> None:
     assert_expected_inline(
         refusal("tied across units"),
         """\
-ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that was
-sharded before, and the tie would be lost. It moves to this unit only with tied_weights=MOVE, and
-before anything has run or was written or replaced. Or call fully_shard([a, b]) on the modules that
-share it, as one unit.""",
+ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that is
+already sharded. This call would break the tie. The parameter moves to the new unit only with
+tied_weights=MOVE, and only if the old unit has not run and none of its parameters was written or
+replaced. Otherwise, call fully_shard([a, b]) on the modules that share the parameter, to make one
+unit.""",
     )
 
 
@@ -412,7 +414,7 @@ def test_container_without_forward() -> None:
         refusal("ModuleList"),
         """\
 ValueError: fully_shard: ModuleList has no forward, so its parameters would never be unsharded. Call
-fully_shard on each module in it, or pass list(...) of them as one unit.""",
+fully_shard on each inner module, or pass a list of the inner modules to make one unit.""",
     )
 
 

@@ -88,13 +88,14 @@ def test_what_nobody_can_take_is_refused() -> None:
     assert_expected_inline(
         same_on_all_ranks(_refusals),
         """\
-ScheduleError: parameter 'weight' of a Linear in unit '(root)' is tied to one of another unit, and
-fully_shard was not called on a module that contains both. Call it on the outermost module, too, or
-list the parameter in ignored_params.
-ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that was
-sharded before, and the tie would be lost. It moves to this unit only with tied_weights=MOVE, and
-before anything has run or was written or replaced. Or call fully_shard([a, b]) on the modules that
-share it, as one unit.
+ScheduleError: parameter 'weight' of a Linear in unit '(root)' is tied to a parameter of another
+unit, but fully_shard was not called on a module that contains both. Call fully_shard on the
+outermost module, too, or list the parameter in ignored_params.
+ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that is
+already sharded. This call would break the tie. The parameter moves to the new unit only with
+tied_weights=MOVE, and only if the old unit has not run and none of its parameters was written or
+replaced. Otherwise, call fully_shard([a, b]) on the modules that share the parameter, to make one
+unit.
 TypeError: fully_shard: tied_weights must be an fsdp2.TiedWeights, not builtins.str.""",
     )
 

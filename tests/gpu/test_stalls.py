@@ -39,5 +39,5 @@ def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankCont
     finally:
         logging.getLogger("fsdp2").removeHandler(heard)
     assert len(heard.messages) == 1
-    assert f"timeout is {TIMEOUT_S} s" in heard.messages[0]
-    assert f"Last events there: {root.story()}." in heard.messages[0]
+    assert f"The timeout of the backend is {TIMEOUT_S} s." in heard.messages[0]
+    assert f"Last events on rank {ctx.rank}: {root.story()}." in heard.messages[0]

@@ -159,7 +159,7 @@ def test_nonfinite_norm_is_refused_on_all_ranks() -> None:
         same_on_all_ranks(_nonfinite),
         """\
 RuntimeError: clip_grad_norm_: the norm of order 2.0 of all gradients is inf. Find the loss that is
-not finite, or pass error_if_nonfinite=False to scale the gradients by it anyway.""",
+not finite, or pass error_if_nonfinite=False to scale the gradients anyway.""",
     )
 
 
@@ -174,8 +174,8 @@ def test_pending_sum_is_refused() -> None:
     assert_expected_inline(
         same_on_all_ranks(_pending),
         """\
-ValueError: clip_grad_norm_: a gradient of shape (4,) is placed (Partial(sum),): its sum is still
-pending. Clip after backward has reduced it.""",
+ValueError: clip_grad_norm_: a gradient of shape (4,) has placements (Partial(sum),), so its sum is
+still pending. Clip after backward has reduced the gradient.""",
     )
 
 

@@ -64,7 +64,9 @@ def test_class_that_keeps_the_protocol_passes(make: Callable[[Tensor], Tensor], 
 def test_shape_without_the_dim_to_cut_is_refused() -> None:
     assert_expected_inline(
         errors_of_check(Wrapper, shapes=[(5, 3), (7,)], dim=1),
-        """ValueError: check_all_gather_extension: shape (7,) has no dim 1 to cut; leave it out of shapes.""",
+        """\
+ValueError: check_all_gather_extension: shape (7,) has no dim 1 to cut. Leave this shape out of
+shapes.""",
     )
 
 
@@ -73,7 +75,7 @@ def test_plain_tensor_is_reported() -> None:
         errors_of_check(lambda full: full),
         """\
 ExtensionError: check_all_gather_extension: Tensor fails 1 check.
-- make: make returned a plain tensor without hooks, expected a tensor subclass with them. (First
+- make: make returned a plain tensor without hooks, expected a tensor subclass with hooks. (First
 seen with shape (5, 3).)""",
     )
 
@@ -113,9 +115,9 @@ def test_new_zeros_that_loses_the_class_is_reported() -> None:
         errors_of_check(CannotBeCut),
         """\
 ExtensionError: check_all_gather_extension: CannotBeCut fails 1 check.
-- cut: new_zeros(5, 3) of a CannotBeCut returned a Tensor of shape (5, 3); sharding would lose the
-class. Let its __torch_dispatch__ keep it. (First seen with shape (5, 3) on 1 rank, and 1 other
-case.)""",
+- cut: new_zeros(5, 3) of a CannotBeCut returned a Tensor of shape (5, 3). Sharding would lose the
+class. Let CannotBeCut.__torch_dispatch__ keep the class. (First seen with shape (5, 3) on 1 rank,
+and 1 other case.)""",
     )
 
 
@@ -137,9 +139,9 @@ def test_class_that_dtensors_lose_is_reported() -> None:
         errors_of_check(lambda full: full.as_subclass(Subclass)),
         """\
 ExtensionError: check_all_gather_extension: Subclass fails 1 check.
-- cut: parameter 'tested' is a Subclass without __torch_dispatch__. A DTensor keeps no such class:
-sharding would lose it and ignore its hooks. Make it a wrapper subclass, or the parameter a plain
-tensor. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
+- cut: parameter 'tested' is a Subclass without __torch_dispatch__. A DTensor would lose this class
+and ignore its hooks. Make Subclass a wrapper subclass, or make the parameter a plain tensor. (First
+seen with shape (5, 3) on 1 rank, and 1 other case.)""",
     )
 
 
@@ -148,9 +150,9 @@ def test_failures_of_several_shapes_are_one_line() -> None:
         errors_of_check(Leaks, shapes=[(5, 3), (2, 2)], world_sizes=(1, 2, 4)),
         """\
 ExtensionError: check_all_gather_extension: Leaks fails 1 check.
-- memory: Leaks.fsdp_post_all_gather made an unsharded parameter with 60 bytes that are neither an
-output nor among the tensors listed to be freed: they would stay allocated when it is resharded.
-Return them as the second value. (First seen with shape (5, 3) on 1 rank, and 5 other cases.)""",
+- memory: Leaks.fsdp_post_all_gather made an unsharded parameter with 60 bytes that belong neither
+to an output nor to a tensor listed to be freed. This memory would stay allocated after a reshard.
+Return the tensor in the second value. (First seen with shape (5, 3) on 1 rank, and 5 other cases.)""",
     )
 
 
@@ -162,7 +164,7 @@ def test_failures_of_several_kinds_are_a_line_each() -> None:
         errors_of_check(Twice),
         """\
 ExtensionError: check_all_gather_extension: Twice fails 2 checks.
-- clone: clone of a Twice of shape (3, 3) gives a Tensor of shape (3, 3): its hooks would be lost.
+- clone: clone of a Twice of shape (3, 3) gives a Tensor of shape (3, 3). The hooks would be lost.
 Let the operation keep the class. (First seen with shape (5, 3) on 2 ranks.)
 - meta: raised RuntimeError: Tensor.item() cannot be called on meta tensors. (First seen with shape
 (5, 3) on 2 ranks.)""",

@@ -21,9 +21,9 @@ def test_missing_hook_is_reported() -> None:
         errors_of_check(HasNoPostHook),
         """\
 ExtensionError: check_all_gather_extension: HasNoPostHook fails 1 check.
-- hooks: HasNoPostHook.fsdp_post_all_gather is not defined: it defines fsdp_pre_all_gather only.
-Define both hooks, or list it in ignored_params. (First seen with shape (5, 3) on 1 rank, and 1
-other case.)""",
+- hooks: HasNoPostHook.fsdp_post_all_gather is not defined: the class defines only
+fsdp_pre_all_gather. Define both hooks, or list the parameter in ignored_params. (First seen with
+shape (5, 3) on 1 rank, and 1 other case.)""",
     )
 
 
@@ -53,8 +53,8 @@ def test_payload_that_is_no_tuple_is_reported() -> None:
         errors_of_check(ReturnsAList),
         """\
 ExtensionError: check_all_gather_extension: ReturnsAList fails 1 check.
-- payload: ReturnsAList.fsdp_pre_all_gather returned a list of 1 with its metadata, expected a tuple
-of tensors. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
+- payload: ReturnsAList.fsdp_pre_all_gather returned a list of 1 as the tensors, expected a tuple of
+tensors. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
     )
 
 
@@ -68,9 +68,9 @@ def test_payloads_that_do_not_fit_together_are_reported() -> None:
         errors_of_check(SendsWhatRanksCannotJoin),
         """\
 ExtensionError: check_all_gather_extension: SendsWhatRanksCannotJoin fails 1 check.
-- payload: SendsWhatRanksCannotJoin.fsdp_pre_all_gather returned tensors that do not fit together on
-the ranks: shapes [(2, 2), (3, 3)] differ in more than dim 0. (First seen with shape (5, 3) on 2
-ranks.)""",
+- payload: SendsWhatRanksCannotJoin.fsdp_pre_all_gather returned tensors that cannot be joined over
+the ranks: shapes [(2, 2), (3, 3)] differ in more than dim 0. Return equal other dims. (First seen
+with shape (5, 3) on 2 ranks.)""",
     )
 
 
@@ -85,8 +85,8 @@ def test_payloads_of_different_dtypes_are_reported() -> None:
         """\
 ExtensionError: check_all_gather_extension: SendsAnotherDtypeFromTheSecondRank fails 1 check.
 - payload: SendsAnotherDtypeFromTheSecondRank.fsdp_pre_all_gather returned tensors of
-(torch.float32,) on rank 0, but of (torch.float64,) on rank 1: all must send the same. (First seen
-with shape (5, 3) on 2 ranks.)""",
+(torch.float32,) on rank 0, but of (torch.float64,) on rank 1. Return the same dtypes on all ranks.
+(First seen with shape (5, 3) on 2 ranks.)""",
     )
 
 
@@ -102,9 +102,9 @@ def test_hook_that_communicates_is_told_to_prepare() -> None:
         """\
 ExtensionError: check_all_gather_extension: Communicates fails 1 check.
 - payload: Communicates.fsdp_pre_all_gather raised AttributeError: the ranks of this check share one
-process, and their mesh has no 'get_group'. A hook that communicates must be able to do without:
-have prepare(shards) hand to every shard what the ranks would agree on. (First seen with shape (5,
-3) on 1 rank, and 1 other case.)""",
+process, and their mesh has no 'get_group'. For a hook that communicates, pass prepare(shards),
+which gives every shard the values that the ranks would agree on. (First seen with shape (5, 3) on 1
+rank, and 1 other case.)""",
     )
 
 
@@ -135,8 +135,8 @@ def test_too_few_rows_are_reported() -> None:
         """\
 ExtensionError: check_all_gather_extension: DropsARow fails 1 check.
 - unsharded: DropsARow.fsdp_post_all_gather returned a Tensor of shape (4, 3) with strides (3, 1),
-expected contiguous (5, 3), or more rows. (First seen with shape (5, 3) on 1 rank, and 1 other
-case.)""",
+expected a contiguous tensor of shape (5, 3), or with more rows. (First seen with shape (5, 3) on 1
+rank, and 1 other case.)""",
     )
 
 
@@ -151,8 +151,8 @@ def test_shard_listed_to_be_freed_is_reported() -> None:
         errors_of_check(FreesTheShard),
         """\
 ExtensionError: check_all_gather_extension: FreesTheShard fails 1 check.
-- unsharded: FreesTheShard.fsdp_post_all_gather lists memory of the shard itself to be freed: make a
-tensor of its own. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
+- unsharded: FreesTheShard.fsdp_post_all_gather listed memory of the shard among the tensors to
+free. List a tensor with its own memory. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
     )
 
 
@@ -166,10 +166,10 @@ def test_outputs_that_are_released_and_needed_are_reported() -> None:
         errors_of_check(ReleasesWhatItNeeds, world_sizes=(1,)),
         """\
 ExtensionError: check_all_gather_extension: ReleasesWhatItNeeds fails 1 check.
-- release: the unsharded parameter changes when the outputs are freed, which the class says they may
-be: 15 of 15 values differ, the first one at (0, 0): found 3.39615e+38, expected 1.541. Copy from
-them, or return False from fsdp_should_release_all_gather_outputs_after_post_all_gather. (First seen
-with shape (5, 3) on 1 rank.)""",
+- release: the unsharded parameter changes when the outputs are freed, but the class says that they
+may be freed: 15 of 15 values differ, the first one at (0, 0): found 3.39615e+38, expected 1.541.
+Copy the outputs, or return False from fsdp_should_release_all_gather_outputs_after_post_all_gather.
+(First seen with shape (5, 3) on 1 rank.)""",
     )
 
 
@@ -184,9 +184,9 @@ def test_values_that_depend_on_the_number_of_ranks_are_reported() -> None:
         """\
 ExtensionError: check_all_gather_extension: DependsOnTheNumberOfRanks fails 1 check.
 - values: the unsharded parameter does not have the expected values: 15 of 15 values differ, the
-first one at (0, 0): found 3.08199, expected 1.541. The outputs are the ranks' payloads one after
-the other: let what is sent not depend on where the tensor was cut, or allow for a tolerance. (First
-seen with shape (5, 3) on 2 ranks.)""",
+first one at (0, 0): found 3.08199, expected 1.541. The outputs are the payloads of all ranks in
+rank order. Send payloads that do not depend on the cut, or pass a tolerance. (First seen with shape
+(5, 3) on 2 ranks.)""",
     )
 
 
@@ -200,9 +200,10 @@ def test_values_that_differ_on_the_ranks_are_reported() -> None:
         errors_of_check(DependsOnTheRank),
         """\
 ExtensionError: check_all_gather_extension: DependsOnTheRank fails 1 check.
-- values: the unsharded parameter on rank 1 is not that of rank 0: 15 of 15 values differ, the first
-one at (0, 0): found 0.770498, expected 1.541. Make it of the outputs, and of metadata that is the
-same on all ranks. (First seen with shape (5, 3) on 2 ranks.)""",
+- values: the unsharded parameter on rank 1 differs from the unsharded parameter on rank 0: 15 of 15
+values differ, the first one at (0, 0): found 0.770498, expected 1.541. Make the parameter only from
+the outputs, and from metadata that is the same on all ranks. (First seen with shape (5, 3) on 2
+ranks.)""",
     )
 
 
@@ -212,9 +213,9 @@ def test_values_other_than_the_expected_ones_are_reported() -> None:
         """\
 ExtensionError: check_all_gather_extension: Wrapper fails 1 check.
 - values: the unsharded parameter does not have the expected values: 15 of 15 values differ, the
-first one at (0, 0): found 1.541, expected 2.541. The outputs are the ranks' payloads one after the
-other: let what is sent not depend on where the tensor was cut, or allow for a tolerance. (First
-seen with shape (5, 3) on 1 rank, and 1 other case.)""",
+first one at (0, 0): found 1.541, expected 2.541. The outputs are the payloads of all ranks in rank
+order. Send payloads that do not depend on the cut, or pass a tolerance. (First seen with shape (5,
+3) on 1 rank, and 1 other case.)""",
     )
 
 
@@ -223,9 +224,9 @@ def test_memory_that_nobody_frees_is_reported() -> None:
         errors_of_check(Leaks),
         """\
 ExtensionError: check_all_gather_extension: Leaks fails 1 check.
-- memory: Leaks.fsdp_post_all_gather made an unsharded parameter with 60 bytes that are neither an
-output nor among the tensors listed to be freed: they would stay allocated when it is resharded.
-Return them as the second value. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
+- memory: Leaks.fsdp_post_all_gather made an unsharded parameter with 60 bytes that belong neither
+to an output nor to a tensor listed to be freed. This memory would stay allocated after a reshard.
+Return the tensor in the second value. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
     )
 
 
@@ -239,10 +240,10 @@ def test_out_that_is_not_filled_is_reported() -> None:
         errors_of_check(IgnoresOut),
         """\
 ExtensionError: check_all_gather_extension: IgnoresOut fails 1 check.
-- refill: out is not filled with what the first call made of the same shards: 15 of 15 values
-differ, the first one at (0, 0): found 3.39615e+38, expected 1.541. Its memory and that of the
-outputs is new whenever out is given: write all of it, from the outputs. (First seen with shape (5,
-3) on 1 rank, and 1 other case.)""",
+- refill: out differs from the result of the first call for the same shards: 15 of 15 values differ,
+the first one at (0, 0): found 3.39615e+38, expected 1.541. Whenever out is given, out and the
+outputs have new memory. Write all of out, from the outputs. (First seen with shape (5, 3) on 1
+rank, and 1 other case.)""",
     )
 
 
@@ -257,7 +258,7 @@ def test_new_object_in_place_of_out_is_reported() -> None:
         """\
 ExtensionError: check_all_gather_extension: ReturnsAnother fails 1 check.
 - unsharded: ReturnsAnother.fsdp_post_all_gather returned a tuple of 2 although out was given,
-expected None: fill out in place, because autograd has saved it. (First seen with shape (5, 3) on 1
+expected None. Fill out in place, because autograd has saved out. (First seen with shape (5, 3) on 1
 rank, and 1 other case.)""",
     )
 
@@ -275,9 +276,9 @@ def test_other_memory_under_out_is_reported() -> None:
         errors_of_check(PutsOtherMemoryUnderOut),
         """\
 ExtensionError: check_all_gather_extension: PutsOtherMemoryUnderOut fails 1 check.
-- unsharded: PutsOtherMemoryUnderOut.fsdp_post_all_gather put other memory under out: write the
-tensors that it has, because autograd has saved them. (First seen with shape (5, 3) on 1 rank, and 1
-other case.)""",
+- unsharded: PutsOtherMemoryUnderOut.fsdp_post_all_gather put other memory under out. Write into the
+memory of out, because autograd has saved out. (First seen with shape (5, 3) on 1 rank, and 1 other
+case.)""",
     )
 
 
@@ -312,9 +313,10 @@ def test_gradient_of_a_class_that_cannot_be_reduced_is_reported() -> None:
         errors_of_check(SpreadsToItsGradient),
         """\
 ExtensionError: check_all_gather_extension: SpreadsToItsGradient fails 1 check.
-- autograd: the gradient of the unsharded Spreading is a Spreading, expected a plain tensor. It may
-be of a subclass only if shard and unsharded parameter are wrappers with the same inner tensors,
-each of the parameter's shape and dtype. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
+- autograd: the gradient of the unsharded Spreading is a Spreading, expected a plain tensor. A
+gradient may be of a subclass only if shard and unsharded parameter are wrappers with the same inner
+tensors, each of the parameter's shape and dtype. (First seen with shape (5, 3) on 1 rank, and 1
+other case.)""",
     )
 
 
@@ -329,8 +331,8 @@ def test_hook_that_fails_on_empty_shards_is_reported() -> None:
         """\
 ExtensionError: check_all_gather_extension: FailsOnEmptyShards fails 1 check.
 - payload: FailsOnEmptyShards.fsdp_pre_all_gather raised RuntimeError: amax(): Expected reduction
-dim to be specified for input.numel() == 0. Specify the reduction dim with the 'dim' argument. It
-did so on rank 1, whose shard has shape (0, 3). (First seen with shape (1, 3) on 2 ranks.)""",
+dim to be specified for input.numel() == 0. Specify the reduction dim with the 'dim' argument. This
+happened on rank 1, whose shard has shape (0, 3). (First seen with shape (1, 3) on 2 ranks.)""",
     )
 
 
@@ -347,9 +349,9 @@ def test_payload_that_changes_its_shape_is_reported() -> None:
         errors_of_check(ChangesItsPayload),
         """\
 ExtensionError: check_all_gather_extension: ChangesItsPayload fails 1 check.
-- refill: ChangesItsPayload.fsdp_pre_all_gather returned (float32 (10, 3)), but (float32 (5, 3))
-when its group was first gathered: shapes and dtypes must stay, because the plan is made once.
-(First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
+- refill: ChangesItsPayload.fsdp_pre_all_gather returned (float32 (10, 3)), expected (float32 (5,
+3)) as in the first gather of the group. Return the same shapes and dtypes each time, because the
+plan is made once. (First seen with shape (5, 3) on 1 rank, and 1 other case.)""",
     )
 
 

@@ -18,7 +18,7 @@ def test_clone_that_loses_the_class_is_reported() -> None:
         errors_of_check(LosesItsClassOnClone),
         """\
 ExtensionError: check_all_gather_extension: LosesItsClassOnClone fails 1 check.
-- clone: clone of a LosesItsClassOnClone of shape (3, 3) gives a Tensor of shape (3, 3): its hooks
+- clone: clone of a LosesItsClassOnClone of shape (3, 3) gives a Tensor of shape (3, 3). The hooks
 would be lost. Let the operation keep the class. (First seen with shape (5, 3) on 2 ranks.)""",
     )
 
@@ -33,10 +33,10 @@ def test_empty_like_that_loses_the_class_is_reported() -> None:
         """\
 ExtensionError: check_all_gather_extension: LosesItsClassOnEmptyLike fails 2 checks.
 - empty_like: empty_like of a LosesItsClassOnEmptyLike of shape (3, 3) gives a Tensor of shape (3,
-3): its hooks would be lost. Let the operation keep the class. (First seen with shape (5, 3) on 2
+3). The hooks would be lost. Let the operation keep the class. (First seen with shape (5, 3) on 2
 ranks.)
 - meta: empty_like on the meta device of a LosesItsClassOnEmptyLike of shape (3, 3) gives a Tensor
-of shape (3, 3): its hooks would be lost. Let the operation keep the class. (First seen with shape
+of shape (3, 3). The hooks would be lost. Let the operation keep the class. (First seen with shape
 (5, 3) on 2 ranks.)""",
     )
 
@@ -50,7 +50,7 @@ def test_cast_that_loses_the_class_is_reported() -> None:
         errors_of_check(LosesItsClassOnTo),
         """\
 ExtensionError: check_all_gather_extension: LosesItsClassOnTo fails 1 check.
-- to: to(torch.bfloat16) of a LosesItsClassOnTo of shape (3, 3) gives a Tensor of shape (3, 3): its
+- to: to(torch.bfloat16) of a LosesItsClassOnTo of shape (3, 3) gives a Tensor of shape (3, 3). The
 hooks would be lost. Let the operation keep the class. (First seen with shape (5, 3) on 2 ranks.)""",
     )
 
@@ -65,9 +65,9 @@ def test_deep_copy_of_the_same_memory_is_reported() -> None:
         errors_of_check(ClonesNothing),
         """\
 ExtensionError: check_all_gather_extension: ClonesNothing fails 1 check.
-- deepcopy: a deep copy never equalled the tensor it was made of, or changed with it: 15 of 15
-values differ, the first one at (0, 0): found 0.661352, expected 1.541. Let clone copy the inner
-tensors. (First seen with shape (5, 3) on 2 ranks.)""",
+- deepcopy: a deep copy differs from the original tensor, or changes when the original changes: 15
+of 15 values differ, the first one at (0, 0): found 0.661352, expected 1.541. Let clone copy the
+inner tensors. (First seen with shape (5, 3) on 2 ranks.)""",
     )
 
 
@@ -85,9 +85,9 @@ def test_flatten_that_loses_an_attribute_is_reported() -> None:
         errors_of_check(ForgetsItsFactor),
         """\
 ExtensionError: check_all_gather_extension: ForgetsItsFactor fails 1 check.
-- flatten: what is gathered of the copies is not what was gathered before: 15 of 15 values differ,
-the first one at (0, 0): found 2.31149, expected 1.541. Let it copy the inner tensors and everything
-else that the hooks read. (First seen with shape (5, 3) on 2 ranks.)""",
+- flatten: a gather of the copies gives other values than a gather of the originals: 15 of 15 values
+differ, the first one at (0, 0): found 2.31149, expected 1.541. Let the operation copy the inner
+tensors and everything else that the hooks read. (First seen with shape (5, 3) on 2 ranks.)""",
     )
 
 
@@ -114,12 +114,12 @@ def test_payload_that_outlives_a_write_is_reported() -> None:
         errors_of_check(SendsWhatItSentFirst),
         """\
 ExtensionError: check_all_gather_extension: SendsWhatItSentFirst fails 5 checks.
-- load: what is gathered after copy_ is not what was copied in: 15 of 15 values differ, the first
-one at (0, 0): found 1.541, expected 0.661352. Let copy_ copy all that the hooks read, and hooks
-keep nothing. (First seen with shape (5, 3) on 2 ranks.)
+- load: a gather after copy_ does not give the copied values: 15 of 15 values differ, the first one
+at (0, 0): found 1.541, expected 0.661352. Let copy_ copy all that the hooks read. Keep no state in
+the hooks. (First seen with shape (5, 3) on 2 ranks.)
 - SGD(foreach=True), SGD(foreach=False), AdamW(foreach=True), AdamW(foreach=False): the step did not
-change what is gathered. Let in-place operations write the inner tensors, also on lists, and hooks
-keep nothing. (First seen with shape (5, 3) on 2 ranks.)""",
+change the gathered values. Let in-place operations write the inner tensors, also in operations on
+lists. Keep no state in the hooks. (First seen with shape (5, 3) on 2 ranks.)""",
     )
 
 
@@ -136,9 +136,9 @@ def test_step_that_writes_a_copy_is_reported() -> None:
         errors_of_check(IsNotWrittenOnLists),
         """\
 ExtensionError: check_all_gather_extension: IsNotWrittenOnLists fails 2 checks.
-- SGD(foreach=True), AdamW(foreach=True): the step did not change what is gathered. Let in-place
-operations write the inner tensors, also on lists, and hooks keep nothing. (First seen with shape
-(5, 3) on 2 ranks.)""",
+- SGD(foreach=True), AdamW(foreach=True): the step did not change the gathered values. Let in-place
+operations write the inner tensors, also in operations on lists. Keep no state in the hooks. (First
+seen with shape (5, 3) on 2 ranks.)""",
     )
 
 

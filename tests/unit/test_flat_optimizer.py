@@ -22,10 +22,10 @@ def test_an_optimizer_that_may_not_be_elementwise_is_refused() -> None:
     assert_expected_inline(
         error_of(lambda: fsdp2.flatten_optimizer(optim.LBFGS(_params()))),
         """\
-ValueError: flatten_optimizer: LBFGS is not known to be element-wise; these are: ASGD, Adadelta,
-Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD. If its update of an element depends
-on that element's value, gradient and states alone, pass is_elementwise=True. If it depends on the
-shape of a parameter, or on norms, use the optimizer as it is.""",
+ValueError: flatten_optimizer: LBFGS is not known to be element-wise. Known optimizers: ASGD,
+Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD. If LBFGS updates each
+element only from the value, gradient and states of this element, pass is_elementwise=True. If the
+update depends on norms or on the shape of a parameter, do not flatten LBFGS.""",
     )
 
 
@@ -45,8 +45,8 @@ def test_a_scheduler_made_before_is_refused() -> None:
     assert_expected_inline(
         error_of(lambda: fsdp2.flatten_optimizer(optimizer)),
         """\
-ValueError: flatten_optimizer: the step of this SGD has been replaced, as learning rate schedulers
-do, and would bypass the flat one. Call flatten_optimizer first, then make the scheduler.""",
+ValueError: flatten_optimizer: the step of this SGD was replaced, for example by a learning rate
+scheduler, and would bypass the flat step. Call flatten_optimizer first, then make the scheduler.""",
     )
     assert type(optimizer) is optim.SGD
     assert scheduler.optimizer is optimizer
@@ -57,8 +57,8 @@ def test_a_differentiable_optimizer_is_refused() -> None:
     assert_expected_inline(
         error_of(lambda: fsdp2.flatten_optimizer(optimizer)),
         """\
-ValueError: flatten_optimizer: this SGD has differentiable=True, and its states are written in
-place. Use the optimizer as it is.""",
+ValueError: flatten_optimizer: this SGD has differentiable=True, but the flat step writes states in
+place. Do not flatten this SGD.""",
     )
 
 
@@ -67,8 +67,8 @@ def test_anything_but_an_optimizer_is_refused() -> None:
     assert_expected_inline(
         error_of(lambda: fsdp2.flatten_optimizer(value)),
         """\
-TypeError: flatten_optimizer: got a Linear, expected a torch.optim.Optimizer. Pass the optimizer
-that it wraps, if it wraps one.""",
+TypeError: flatten_optimizer: got a Linear, expected a torch.optim.Optimizer. If the object wraps an
+optimizer, pass that optimizer.""",
     )
 
 

@@ -357,11 +357,11 @@ def test_what_cannot_be_is_refused() -> None:
     assert_expected_inline(
         "\n".join(refusals),
         """\
-ValueError: Float8AllGatherTensor: rows of a tensor of shape (4,) are single elements, and a scale
-for each takes more than it saves. Use Float8Scaling.PER_TENSOR, or leave it plain.
+ValueError: Float8AllGatherTensor: rows of a tensor of shape (4,) are single elements, so a scale
+per row costs more bytes than float8 saves. Use Float8Scaling.PER_TENSOR, or leave the tensor plain.
 TypeError: Float8AllGatherTensor: scaling must be a Float8Scaling, found 'per row'.
-RuntimeError: aten.add_.Tensor: a Float8Tensor is read-only. Write the sharded parameter, and it is
-gathered again.
-RuntimeError: aten.add.out: a Float8Tensor is read-only. Write the sharded parameter, and it is
-gathered again.""",
+RuntimeError: aten.add_.Tensor: a Float8Tensor is read-only. Write the sharded parameter instead.
+The next gather reads the new values.
+RuntimeError: aten.add.out: a Float8Tensor is read-only. Write the sharded parameter instead. The
+next gather reads the new values.""",
     )

@@ -145,7 +145,7 @@ def test_what_has_no_blocks_is_refused() -> None:
     assert_expected_inline(
         "\n".join([refused(data=torch.ones(4)), refused(data=torch.ones(4, 4), block_size=0)]),
         """\
-ValueError: Int8AllGatherTensor: blocks run along rows, and rows of a tensor of shape (4,) are
-single elements. Leave it plain.
+ValueError: Int8AllGatherTensor: blocks run along rows, but rows of a tensor of shape (4,) are
+single elements. Leave the tensor plain.
 ValueError: Int8AllGatherTensor: block_size must be positive, found 0.""",
     )

@@ -286,9 +286,8 @@ def test_gradients_are_refused(require: Callable[[], object]) -> None:
     assert_expected_inline(
         error_of(require),
         """\
-ValueError: NF4Tensor of shape (7, 20), torch.float32: requires_grad=True, but 4-bit codes cannot
-follow a gradient. Bind it as nn.Parameter(weight, requires_grad=False), and train an adapter beside
-it.""",
+ValueError: NF4Tensor of shape (7, 20), torch.float32: requires_grad=True, but 4-bit codes cannot be
+trained. Use nn.Parameter(weight, requires_grad=False), and train an adapter instead.""",
     )
 
 
@@ -303,7 +302,7 @@ def test_cut_along_another_dim_is_refused_in_words() -> None:
         error_of(lambda: _nf4(7, 20).chunk(2, dim=1)),
         """\
 ValueError: NF4Tensor of shape (7, 20), torch.float32: cut along dim 1, but blocks of 8 weights lie
-within the rows of dim 0, so only cuts along dim 0 are exact. Shard it by Shard(0), or dequantise()
+within the rows of dim 0, so only cuts along dim 0 are exact. Use Shard(0), or call dequantise()
 first.""",
     )
 
@@ -312,8 +311,8 @@ def test_cut_of_a_flattened_view_is_refused() -> None:
     assert_expected_inline(
         error_of(lambda: _nf4(7, 20).view(-1)[:20]),
         """\
-ValueError: NF4Tensor of shape (140,), torch.float32: cut along dim 0, but this is a view of rows of
-20 weights, which are no longer dim 0. Cut the tensor that it is a view of.""",
+ValueError: NF4Tensor of shape (140,), torch.float32: cut along dim 0, but dim 0 of this view no
+longer holds the rows of 20 weights. Cut the tensor before the view.""",
     )
 
 
@@ -324,7 +323,7 @@ def test_as_strided_is_refused_unless_it_changes_nothing() -> None:
         error_of(lambda: weight.as_strided((3, 20), (20, 1), 40)),
         """\
 ValueError: NF4Tensor of shape (7, 20), torch.float32: as_strided to shape (3, 20), strides (20, 1),
-offset 40, but packed weights do not lie in memory one by one. Cut along dim 0, or dequantise()
+offset 40 is not possible, because the weights are packed. Cut along dim 0, or call dequantise()
 first.""",
     )
 
@@ -352,20 +351,20 @@ def test_optimizer_on_a_frozen_weight_is_refused_in_words() -> None:
     assert_expected_inline(
         error_of(torch.optim.SGD([weight], lr=0.1, foreach=False).step),
         """\
-TypeError: aten.add_.Tensor would write an NF4Tensor, which is frozen: an optimizer must not get it.
-Pass those parameters only that require gradients, or dequantise() first.""",
+TypeError: aten.add_.Tensor would write an NF4Tensor, which is frozen. Pass only parameters that
+require gradients to the optimizer, or call dequantise() first.""",
     )
 
 
 @pytest.mark.parametrize(
     ("weight", "block_size", "problem"),
     [
-        (torch.zeros(7), 64, r"expected rows to cut into blocks, found shape \(7,\)"),
-        (torch.zeros(7, 0), 64, r"expected rows to cut into blocks, found shape \(7, 0\)"),
+        (torch.zeros(7), 64, r"rows that are not empty, found shape \(7,\)"),
+        (torch.zeros(7, 0), 64, r"rows that are not empty, found shape \(7, 0\)"),
         (torch.zeros(7, 20), 7, "block_size is 7"),
         (torch.zeros(7, 20), 0, "block_size is 0"),
-        (torch.full((7, 20), float("nan")), 64, "infinite or not a number"),
-        (torch.full((7, 20), 1e300, dtype=torch.float64), 64, "infinite or not a number"),
+        (torch.full((7, 20), float("nan")), 64, "infinite or NaN entries"),
+        (torch.full((7, 20), 1e300, dtype=torch.float64), 64, "infinite or NaN entries"),
     ],
 )
 def test_weights_that_cannot_be_quantised_are_refused(weight: torch.Tensor, block_size: int, problem: str) -> None:

@@ -54,8 +54,8 @@ def test_shard_on_the_device_is_refused_where_shards_are_offloaded() -> None:
         error_of(lambda: check_device("blocks.0.weight", CUDA, PINNED)),
         """\
 ValueError: parameter 'blocks.0.weight' is on cuda:1, but its shards are offloaded to the host.
-Materialise the model with model.to_empty(device='cpu'), move it with model.to('cpu'), or load a
-state dict from the CPU.""",
+Materialise the model with model.to_empty(device='cpu'), move the model with model.to('cpu'), or
+load a state dict from the CPU.""",
     )
     check_device("weight", HOST, PINNED)
     check_device("weight", torch.device("meta"), PINNED)
@@ -222,7 +222,7 @@ def test_subclass_that_cannot_be_pinned_is_refused(make: Any) -> None:
             text,
             """\
 ExtensionError: parameter 'blocks.0.weight': pin_memory() of a _LosesItsClass returned a Tensor. Let
-its __torch_dispatch__ support is_pinned and _pin_memory, or pass
+_LosesItsClass.__torch_dispatch__ support is_pinned and _pin_memory, or pass
 CPUOffloadPolicy(pin_memory=False).""",
         )
     else:
@@ -231,6 +231,6 @@ CPUOffloadPolicy(pin_memory=False).""",
             """\
 ExtensionError: parameter 'blocks.0.weight': pin_memory() of a _RaisesWhenPinned raised
 NotImplementedError: aten._pin_memory.default
-Let its __torch_dispatch__ support is_pinned and _pin_memory, or pass
+Let _RaisesWhenPinned.__torch_dispatch__ support is_pinned and _pin_memory, or pass
 CPUOffloadPolicy(pin_memory=False).""",
         )

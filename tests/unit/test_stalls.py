@@ -33,11 +33,12 @@ def test_message_has_the_last_events_of_all_roots() -> None:
     roots = _Root("pre_forward (root)"), _Root("pre_backward blocks.1")
     message = _watched(*roots).look(now=50)
     assert message is not None
-    first, *stories = message.splitlines()
-    assert sorted(stories) == [f"Last events there: {root.told}." for root in roots[::-1]]
+    first, *stories, last = message.splitlines()
+    assert sorted(stories) == [f"Last events on rank 3: {root.told}." for root in roots[::-1]]
     assert first == (
-        "rank 3: nothing has happened for 50 s, and a collective waits for other ranks; the backend's timeout is 100 s."
+        "rank 3: no progress for 50 s. A collective waits for other ranks. The timeout of the backend is 100 s."
     )
+    assert last == "Compare the last events of all ranks: the ranks diverged at the first difference."
 
 
 def test_nothing_is_said_before_half_of_the_timeout() -> None:

@@ -187,7 +187,7 @@ def test_inner_tensors_that_differ_are_refused() -> None:
         error_of(lambda: TwoTensor(torch.zeros(2, 3), torch.zeros(3, 2).t())),
         """\
 ValueError: TwoTensor: a has ((2, 3), (3, 1), torch.float32, 'cpu'), but b has ((2, 3), (1, 2),
-torch.float32, 'cpu') (shape, strides, dtype, device); they must agree.""",
+torch.float32, 'cpu') (shape, strides, dtype, device). Pass tensors that agree in all four.""",
     )
 
 
@@ -208,8 +208,8 @@ def test_value_of_two_different_scalars_is_refused() -> None:
     assert_expected_inline(
         error_of(both.item),
         """\
-ValueError: aten._local_scalar_dense.default of a TwoTensor is 1.0 for a and 2.0 for b: it has no
-one value. Use .a or .b.""",
+ValueError: aten._local_scalar_dense.default of a TwoTensor is 1.0 for a and 2.0 for b, expected one
+result. Use .a or .b.""",
     )
 
 

@@ -294,8 +294,8 @@ TypeError: BFloat16AllGatherTensor: expected a plain tensor, found BFloat16AllGa
 each parameter once, and before fully_shard.
 TypeError: BFloat16AllGatherTensor: expected master values of a floating-point dtype of at least 16
 bits, found torch.int32.
-ValueError: BFloat16AllGatherTensor: a scalar has no dim to cut over ranks. Give it shape (1,), or
-leave it plain.
+ValueError: BFloat16AllGatherTensor: a scalar has no dim to shard. Reshape the scalar to (1,), or do
+not wrap it.
 TypeError: BFloat16AllGatherTensor: expected master values of a floating-point dtype of at least 16
 bits, found torch.complex64.""",
     )
@@ -303,7 +303,9 @@ bits, found torch.complex64.""",
 
 @every_class
 def test_formats_of_whole_rows_refuse_shards_cut_along_another_dim(make: Any, master: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"\(6, 8\) was cut into shards of shape \(6, 4\). Cut it along dim 0"):
+    with pytest.raises(
+        ValueError, match=r"\(6, 8\) was cut into shards of shape \(6, 4\). Shard the parameter along dim 0"
+    ):
         pre(make(master[:, :4].contiguous()), 2, master)
 
 
@@ -432,10 +434,11 @@ def test_a_refused_conversion_changes_nothing() -> None:
             ]
         ),
         """\
-TypeError: wrap_parameters: make returned a NoneType for parameter 'embedding.weight'.
+TypeError: wrap_parameters: make returned a NoneType for parameter 'embedding.weight', expected a
+tensor.
 ValueError: wrap_parameters: make returned a tensor of shape (40,) for parameter 'embedding.weight'
-of shape (10, 4). Sharding and state dicts need the same shape.
-ValueError: Int8AllGatherTensor: blocks run along rows, and rows of a tensor of shape (4,) are
-single elements. Leave it plain.""",
+of shape (10, 4). Return the same shape, because sharding and state dicts need this shape.
+ValueError: Int8AllGatherTensor: blocks run along rows, but rows of a tensor of shape (4,) are
+single elements. Leave the tensor plain.""",
     )
     assert all(param is before[name] for name, param in model.named_parameters())
