@@ -12,6 +12,7 @@ Source: the extension points of PyTorch's FSDP2 (``fsdp_pre_all_gather``, ``fsdp
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import join
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import HookInput, Lifetime
+from fsdp2.plan.trees import find_tensors
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy, PreResult
 
 T = TypeVar("T")
@@ -88,6 +90,7 @@ class Hooks:
         self._pre: Callable[[], object] = self._bind_pre(getattr(local, _PRE))
         self._post = getattr(local, _POST)
         self._expected: list[_Kind] | None = None
+        self._has_warned = False  # of a result that is ignored
         self._release: Callable[[], object] = getattr(local, _RELEASE, lambda: False)
         self.keeps_inputs = bool(getattr(local, _KEEP, False))
 
@@ -133,21 +136,27 @@ class Hooks:
         return answer
 
     def call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, out: torch.Tensor) -> None:
-        """Let the post-hook fill ``out``.
+        """Let the post-hook fill ``out``. As in torch, a result is ignored. Warn once if it has memory of its own: then
+        the hook has most likely not filled ``out``.
 
         Raises:
-            ExtensionError: the hook raised, or returned a new object.
+            ExtensionError: the hook raised.
         """
         try:
             result = self._post(outputs, metadata, self._context.param_dtype, out=out)
         except Exception as error:
             raise self.error(_POST, f"(with out) raised {type(error).__name__}: {error}") from error
-        if result is not None and result is not out and not (isinstance(result, tuple) and result and result[0] is out):
-            raise self.error(
-                _POST,
-                f"returned {_described(result)} although out was given, expected None. Fill out in place, because "
-                "autograd has saved out",
+        if result is None or self._has_warned:
+            return
+        made = find_tensors(result, [])
+        known = {address for tensor in (*outputs, out) for address in _memory_of(tensor)}
+        if not all(known.issuperset(_memory_of(tensor)) for tensor in made):
+            self._has_warned = True
+            problem = (
+                f"returned {_described(result)} in new memory although out was given. fsdp2 ignores this result. Fill "
+                "out in place, because autograd has saved out"
             )
+            warnings.warn(str(self.error(_POST, problem)), stacklevel=2)
 
     def first_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The unsharded tensor of the outer size, and the tensors to free with it.

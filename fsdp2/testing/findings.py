@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,6 +12,8 @@ from fsdp2.testing.world import PARAMETER
 from fsdp2.types import ExtensionError
 
 Values = list[torch.Tensor]
+
+_WARNING = f"parameter '{PARAMETER}': "
 
 
 class Findings:
@@ -24,7 +27,9 @@ class Findings:
         """Run ``checks`` up to the first one that raises; what it raised is reported at the end."""
         for name, check in checks.items():
             try:
-                check()
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", message=_WARNING)  # a run goes on, a check does not
+                    check()
             except Exception as error:
                 self._failures.setdefault(name, []).append((where, error))
                 return False
@@ -44,7 +49,8 @@ class Findings:
 
 
 def _text(error: Exception) -> str:
-    text = str(error) if isinstance(error, ExtensionError) else f"raised {type(error).__name__}: {error}"
+    is_ours = isinstance(error, ExtensionError) or str(error).startswith(_WARNING)
+    text = str(error) if is_ours else f"raised {type(error).__name__}: {error}"
     line = " ".join(text.removeprefix(f"parameter '{PARAMETER}': ").split("\n"))
     return line if line.endswith(".") else f"{line}."
 

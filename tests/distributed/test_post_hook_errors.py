@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from tests.distributed.faulty import (
     stack_of,
 )
 from tests.distributed.support import same_on_all_ranks, step
-from tests.harness.distributed import RankContext
+from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Travelling
 from tests.harness.messages import error_of
 
@@ -111,22 +112,34 @@ def _makes_a_new_one(self: Faulty, outputs: Outputs, metadata: None, param_dtype
     return made, (made,)
 
 
-def test_post_hook_that_returns_a_new_object_for_out() -> None:
-    assert_expected_inline(
-        error_on_all(POST, _makes_a_new_one),
-        """\
-ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a tuple of
-2 although out was given, expected None. Fill out in place, because autograd has saved out.""",
+@distributed(2)
+def test_post_hook_that_returns_a_new_object_for_out_is_warned_of_once(ctx: RankContext) -> None:
+    """As in torch, the result is ignored."""
+
+    def also_fills_out(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            out.copy_(outputs[0])
+        return _makes_a_new_one(self, outputs, metadata, param_dtype)
+
+    model = sharded(stack_of(Faulty), ctx.mesh_1d())
+    with fault_in(LATER_POST, also_fills_out), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_trains_like_a_plain_one(model)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a tuple of 2 in new memory although "
+        "out was given. fsdp2 ignores this result. Fill out in place, because autograd has saved out."
     )
 
 
-def test_post_hook_that_returns_a_new_object_for_out_in_a_later_step() -> None:
-    assert_expected_inline(
-        error_on_all(LATER_POST, _makes_a_new_one, after=1),
-        """\
-ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a tuple of
-2 although out was given, expected None. Fill out in place, because autograd has saved out.""",
-    )
+@distributed(2)
+def test_post_hook_that_returns_aliases_of_the_outputs_whatever_out_is_trains(ctx: RankContext) -> None:
+    def aliases(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+        made = outputs[0].view(32, 32)
+        return made, (made,)
+
+    with fault_in(LATER_POST, aliases), fault_in(RELEASE, lambda self: False):
+        assert_trains_like_a_plain_one(sharded(stack_of(Faulty), ctx.mesh_1d()))
 
 
 def _puts_other_memory_under_out(

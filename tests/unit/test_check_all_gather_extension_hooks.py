@@ -257,9 +257,9 @@ def test_new_object_in_place_of_out_is_reported() -> None:
         errors_of_check(ReturnsAnother),
         """\
 ExtensionError: check_all_gather_extension: ReturnsAnother fails 1 check.
-- unsharded: ReturnsAnother.fsdp_post_all_gather returned a tuple of 2 although out was given,
-expected None. Fill out in place, because autograd has saved out. (First seen with shape (5, 3) on 1
-rank, and 1 other case.)""",
+- unsharded: ReturnsAnother.fsdp_post_all_gather returned a tuple of 2 in new memory although out
+was given. fsdp2 ignores this result. Fill out in place, because autograd has saved out. (First seen
+with shape (5, 3) on 1 rank, and 1 other case.)""",
     )
 
 
