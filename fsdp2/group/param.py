@@ -32,6 +32,8 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 # sharded parameter: it shows that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
 
+NAME_IN_PASS = "_fsdp2_name_in_pass"  # attribute of parameters that stand for the sharded one during a pass: its name
+
 
 class Slot(NamedTuple):
     """A place where a parameter is bound; tied parameters have several."""
@@ -147,11 +149,17 @@ class ShardedParam:
     def post_forward_parameter(self, local: torch.Tensor, mesh: ParallelMesh) -> nn.Parameter:
         """The DTensor parameter for ``local`` on the post-forward ``mesh``, which has no model axes."""
         spec = plain_spec(self.layout.shape, self.layout.dim, mesh).sharded
-        return nn.Parameter(spec.dtensor(local), requires_grad=self.sharded.requires_grad)
+        return self._of_a_pass(spec.dtensor(local))
 
     def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
         """The parameter that compute reads, made of ``data`` of the unsharded shape."""
-        return nn.Parameter(self.spec.unsharded_tensor(data), requires_grad=self.sharded.requires_grad)
+        return self._of_a_pass(self.spec.unsharded_tensor(data))
+
+    def _of_a_pass(self, data: torch.Tensor) -> nn.Parameter:
+        """A parameter that is bound during a pass, and that no optimizer may step."""
+        made = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        setattr(made, NAME_IN_PASS, self.full_name)
+        return made
 
     def grad_dtype_of(self, bound: torch.Tensor) -> GradDtype | None:
         """The ``grad_dtype`` of ``bound``, else of the parameter before: dtype conversions and loading lose it."""

@@ -17,7 +17,7 @@ from functools import cache
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm
@@ -25,11 +25,12 @@ from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import FlatShards, flat_shards
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ParamRecord, ShardedParam, check_device, pinned
+from fsdp2.group.param import NAME_IN_PASS, ParamRecord, ShardedParam, check_device, pinned
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.placements import local_part
 from fsdp2.plan.plan import GatherInput, compile_gather
+from fsdp2.types import ScheduleError
 
 _alive: weakref.WeakSet[GroupShards] = weakref.WeakSet()
 
@@ -51,8 +52,21 @@ def count_steps(params: Sequence[nn.Parameter], count: list[int]) -> None:
 
 @cache
 def _note_optimizer_steps() -> None:
-    """Count optimizer steps from now on, in the whole process."""
+    """Count optimizer steps from now on, in the whole process, and refuse those that would change nothing."""
+    register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_post_hook(_note_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = vars(param).get(NAME_IN_PASS)
+            if name is not None:
+                raise ScheduleError(
+                    f"{type(optimizer).__name__}.step(): the optimizer has the unsharded parameter '{name}'. The step "
+                    "would train nothing, because the sharded parameter has the gradient. Build the optimizer while "
+                    "parameters are sharded: before the first forward, or after model.reshard()."
+                )
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

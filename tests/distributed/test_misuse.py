@@ -249,3 +249,25 @@ ValueError: fully_shard: parameter 'linear.weight' is already sharded, by a call
 this module. Call fully_shard on inner modules first. To add modules later, pass only the new
 modules, or list this parameter in ignored_params.""",
     )
+
+
+def _whole_in_optimizer(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    with torch.no_grad():
+        model(batch())  # the root stays unsharded
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch()).sum().backward()
+    error = error_of(optimizer.step)
+    torch.optim.AdamW(model.parameters(), lr=0.0).step()
+    _assert_trains_like_new(model)
+    return error
+
+
+def test_optimizer_of_parameters_that_are_unsharded() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_whole_in_optimizer),
+        """\
+ScheduleError: AdamW.step(): the optimizer has the unsharded parameter 'entry.weight'. The step
+would train nothing, because the sharded parameter has the gradient. Build the optimizer while
+parameters are sharded: before the first forward, or after model.reshard().""",
+    )
