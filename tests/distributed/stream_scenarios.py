@@ -48,8 +48,15 @@ def backward(model: Any, seed: int = 0, *, to_inputs: bool = False, **kwargs: An
     model.loss(model(*batch, **kwargs), batch).backward()
 
 
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """The same one for all steps of ``model``. First called while parameters are sharded."""
+    if not hasattr(model, "optimizer"):
+        model.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    return model.optimizer
+
+
 def train(model: Any, num_steps: int = 3, *, set_to_none: bool = True, **kwargs: Any) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    optimizer = optimizer_of(model)
     for seed in range(num_steps):
         backward(model, seed, **kwargs)
         optimizer.step()
@@ -87,6 +94,7 @@ def resting_on_a_smaller_mesh(sim: Simulation) -> None:
 
 def resting_and_gathered_in_vain(sim: Simulation) -> None:
     model = sharded(MLP(dim=LARGE), reshard_after_forward=2, **BF16)
+    optimizer_of(model)
     batch = model.batch(torch.Generator().manual_seed(0))
     for _ in range(2):
         loss = model.loss(model(*batch), batch)

@@ -266,6 +266,7 @@ def test_saved_state_dict_is_as_large_as_this_ranks_shards(ctx: RankContext) -> 
 @distributed(2)
 def test_deepcopied_parameter_has_values_and_memory_of_its_own(ctx: RankContext) -> None:
     model = _with_gradients(ctx)
+    model.zero_grad()  # as in torch, deepcopy refuses gradients
     for parameter in (model.first.weight, model.second.weight):
         copied = copy.deepcopy(parameter)
         assert isinstance(copied, DTensor)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp2.plan import mesh as mesh_module
 from fsdp2.plan.mesh import parallel_mesh, post_forward_mesh, replicated, separate_axis
 from tests.distributed.support import same_on_all_ranks, sharded, step
 from tests.harness.distributed import RankContext, distributed
@@ -91,7 +92,7 @@ def test_ranks_of_a_part_make_their_groups_alone_though_the_world_has_a_device(c
     mesh = ctx.mesh(pp=2, dp=2)["dp"]
     world.bound_device_id = device
     try:
-        with mock.patch.object(dist, "new_group", new_group):
+        with mock.patch.object(dist, "new_group", new_group), mock.patch.object(mesh_module, "_own_groups", {}):
             separate_axis(parallel_mesh(mesh).shard)
             post_forward_mesh(parallel_mesh(mesh), 1)
     except RuntimeError:

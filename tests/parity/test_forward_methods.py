@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tests.harness.compare import compare, compare_losses_with_unsharded
 from tests.harness.distributed import RankContext, distributed
@@ -296,7 +297,9 @@ def test_parameters_are_shards_after_a_method_that_calls_forward(
         with torch.set_grad_enabled(grad_enabled):
             generated = model.generate(*batch)["y"]
         step.note("kinds", [type(parameter).__name__ for parameter in model.parameters()])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # Blocks may be kept unsharded; torch would train nothing of them then, and fsdp2 refuses the step.
+        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        optimizer = torch.optim.SGD(sharded, lr=0.1)
         loss = model.loss(model.generate(*batch) if grad_enabled else model(*batch), batch)
         loss.backward()
         optimizer.step()
