@@ -644,6 +644,15 @@ const std::unordered_set<std::string> kReadByHost = {
     "aten::unique_consecutive", "aten::repeat_interleave"};
 std::set<std::string> ran_at_once;  // operations without a kernel that tells the shape of the result
 
+// An index of booleans has as many results as are true.
+bool is_read_by_host(const std::string& name, const Stack& arguments) {
+  if (kReadByHost.count(name)) return true;
+  if (name != "aten::index") return false;
+  for (const std::optional<Tensor>& each : arguments[1].toOptionalTensorVector())
+    if (each && (each->scalar_type() == at::kBool || each->scalar_type() == at::kByte)) return true;
+  return false;
+}
+
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
@@ -684,7 +693,7 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
         " returns a view and has no kernel");
   }
   count_launch(schema.name());
-  if (kReadByHost.count(schema.name())) {
+  if (is_read_by_host(schema.name(), arguments)) {
     count_sync(schema.name());
     return run_at_once(op, stack, arguments);
   }
@@ -721,6 +730,11 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
           arguments[i].toTensor().sizes() != before[i].toTensor().sizes())
         arguments[i].toTensor().resize_(before[i].toTensor().sizes());
     outcome = std::move(meta);
+    if (schema.name() == "aten::native_layer_norm") {  // the CPU's statistics are of the dtype that its backward takes
+      const Tensor input = arguments[0].toTensor(), weight = arguments[2].toOptional<Tensor>().value_or(Tensor());
+      const bool is_mixed = weight.defined() && weight.scalar_type() != input.scalar_type();
+      for (size_t i : {1, 2}) outcome[i] = outcome[i].toTensor().to(is_mixed ? at::kFloat : input.scalar_type());
+    }
   }
   outcome.resize(schema.returns().size());
   for (size_t i = 0; i < outcome.size(); ++i) {
@@ -858,6 +872,13 @@ at::Scalar local_scalar(const Tensor& self) {
   return value.item();
 }
 
+// As the CPU's, and drawn in the order of the host; torch would ask a device for a fused one.
+Tensor dropout(const Tensor& input, double p, bool train) {
+  if (p == 0 || !train || input.numel() == 0) return input;
+  if (p == 1) return input.mul(at::zeros({}, input.options()));
+  return input * at::empty_like(input).bernoulli_(1 - p).div_(1 - p);
+}
+
 void record_stream(Tensor& self, c10::Stream stream) {
   allocator().record(self.storage().mutable_data_ptr().get(), stream.id());
 }
@@ -886,6 +907,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
   m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());
 }
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("dropout", dropout); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&enqueue_operation>());

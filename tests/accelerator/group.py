@@ -135,6 +135,22 @@ class Work(dist._Work):
         return future
 
 
+class _Backend:
+    """What is asked of a group's part for one kind of device. As NCCL's, it gives memory."""
+
+    @staticmethod
+    def name() -> str:
+        return BACKEND
+
+    @staticmethod
+    def supports_tensor_alloc(device: torch.device) -> bool:
+        return True
+
+    @staticmethod
+    def allocate_tensor(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
 class SimNCCL(dist.ProcessGroup):
     """See the module's text."""
 
@@ -154,6 +170,13 @@ class SimNCCL(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(DEVICE), torch.device("cpu")]
+
+    def _get_backend(self, device: Any) -> Any:
+        return self.gloo if torch.device(device).type == "cpu" else _Backend
 
     def next_tag(self) -> int:
         """All ranks launch in one order, so the number of a launch tells it from others."""
@@ -265,6 +288,13 @@ class SimNCCL(dist.ProcessGroup):
         sizes = [nbytes if source == root else 0 for source in range(self._size)]
         tensors = [*outputs, *(each for row in inputs for each in row)]
         return self._launch(Message(self, "scatter", outs, parts, sizes, finish), opts, tensors)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Of objects only, which lie on the CPU."""
+        if inputs[0].device.type != "cpu":
+            refuse("gathers on the device to one rank")
+        load().drain()
+        return self._on_host.gather(outputs, inputs, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """NCCL's makes the host wait."""

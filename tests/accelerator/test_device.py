@@ -221,6 +221,7 @@ def test_what_makes_the_host_wait_is_counted(ctx: RankContext) -> None:
         (lambda: x[0].item(), ["item"]),
         (lambda: bool(x[0] > 0), ["item"]),
         (lambda: x.nonzero(), ["aten::nonzero"]),
+        (lambda: x[x > 0], ["aten::nonzero", "aten::index"]),
         (lambda: torch.equal(x, x), ["aten::equal"]),
         (lambda: torch.accelerator.synchronize(), ["synchronize"]),
         (lambda: torch.accelerator.current_stream().synchronize(), ["stream.synchronize"]),
@@ -274,9 +275,10 @@ class Net(nn.Module):
         return F.cross_entropy(logits, target.reshape(-1)) + logits.logsumexp(-1).var() + torch.stack([x.amax()]).sum()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_device(1)
-def test_model_gives_the_bits_of_the_cpu(ctx: RankContext) -> None:
-    model = Net()
+def test_model_gives_the_bits_of_the_cpu(ctx: RankContext, dtype: torch.dtype) -> None:
+    model = Net().to(dtype)
     twin = copy.deepcopy(model).to(SIM)
     tokens, target = torch.randint(11, (2, 7)), torch.randint(5, (2, 7))
     optimizers = [torch.optim.AdamW(each.parameters(), foreach=True) for each in (model, twin)]
@@ -298,10 +300,9 @@ def test_model_gives_the_bits_of_the_cpu(ctx: RankContext) -> None:
 def test_random_numbers_are_those_of_the_cpu(ctx: RankContext) -> None:
     def draw(on: str) -> list[Tensor]:
         torch.manual_seed(3)
-        return [
-            each.cpu()
-            for each in (torch.randn(5, device=on), torch.rand(5, device=on), F.dropout(torch.ones(9, device=on)))
-        ]
+        ones = torch.ones(9, device=on)
+        found = [torch.randn(5, device=on), torch.rand(5, device=on), F.dropout(ones), F.dropout(ones.requires_grad_())]
+        return [each.detach().cpu() for each in found]
 
     assert all(torch.equal(a, b) for a, b in zip(draw("cpu"), draw(SIM), strict=True))
 

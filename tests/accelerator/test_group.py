@@ -179,6 +179,8 @@ def test_what_meshes_and_dtensors_use(ctx: RankContext) -> None:
     found: list[Any] = [None, None]
     dist.all_gather_object(found, f"rank {ctx.rank}")
     assert found == ["rank 0", "rank 1"]
+    dist.gather_object(f"rank {ctx.rank}", found if ctx.rank == 0 else None)
+    assert found == ["rank 0", "rank 1"]
 
 
 @on_device(2)

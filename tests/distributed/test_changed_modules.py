@@ -184,12 +184,12 @@ the optimizer. Or freeze these parameters with requires_grad_(False).""",
 @distributed(2)
 def test_ignored_and_frozen_plain_parameters_are_not_warned_of(ctx: RankContext) -> None:
     """Warnings are errors here. On the meta device, too, where materialising makes new parameters."""
-    for device in ("cpu", "meta"):
+    for device in (ctx.device_type, "meta"):
         model = seeded(Stack).to(device)
         ignored = set(model.exit.parameters())
         for block in model.blocks:
             fully_shard(block, mesh=ctx.mesh_1d(), ignored_params={block.linear.bias})
         fully_shard(model, mesh=ctx.mesh_1d(), ignored_params=ignored)
-        model.to_empty(device="cpu")
+        model.to_empty(device=ctx.device_type)
         model.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
         step(model)

@@ -173,7 +173,7 @@ def test_meta_model_is_materialised_and_trains(ctx: RankContext, name: str) -> N
         model = built(None, UNEVEN)
     sharded(wrap(model, SOME[name]), ctx.mesh_1d())
     assert all(parameter.is_meta for parameter in model.parameters())
-    model.to_empty(device="cpu")
+    model.to_empty(device=ctx.device_type)
     assert type(model.entry.weight._local_tensor) is SOME[name]
     with torch.no_grad():
         for key, parameter in model.named_parameters():

@@ -72,7 +72,7 @@ def test_distributed_checkpoints_hold_the_same_and_load_before_the_first_step(ct
 
 def _moved(model: nn.Module) -> None:
     state = copy.deepcopy(model.state_dict())
-    model.to_empty(device="cpu")
+    model.to_empty(device=next(model.parameters()).device)
     model.load_state_dict(state)
 
 

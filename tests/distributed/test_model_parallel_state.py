@@ -126,7 +126,7 @@ def test_meta_model_is_materialised_and_trains(ctx: RankContext) -> None:
     mesh = ctx.mesh(dp=2, tp=2)
     expected = _sharded(mesh)
     model = _sharded(mesh, device="meta")
-    model.to_empty(device="cpu")
+    model.to_empty(device=mesh.device_type)
     model.load_state_dict(expected.state_dict())
     _trained(expected)
     _trained(model)

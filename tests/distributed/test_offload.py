@@ -58,7 +58,7 @@ def test_gradients_are_handed_over_when_backward_ends(ctx: RankContext) -> None:
     reference = seeded(Stack)
     step(reference)
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)  # type: ignore[union-attr]
+        assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)  # type: ignore[union-attr]
 
 
 @distributed(2)
@@ -69,7 +69,7 @@ def test_gradients_that_are_finalized_by_hand_are_there_when_the_call_returns(ct
     step(reference)
     model.finalize_backward()
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)
+        assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)
 
 
 @pytest.mark.parametrize("kept", [None, False, 2])
@@ -130,7 +130,7 @@ def _assert_steps_are_right(model: Any, parameters: list[nn.Parameter]) -> None:
         reference = seeded(Stack)
         assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
         for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-            assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)  # type: ignore[union-attr]
+            assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)  # type: ignore[union-attr]
         model.zero_grad()
 
 

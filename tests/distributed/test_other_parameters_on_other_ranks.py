@@ -63,7 +63,7 @@ def test_every_rank_ends_with_the_mean(ctx: RankContext, setting: str) -> None:
             assert (parameter.grad is None) is (expected is None), (step, name)
             if expected is not None:
                 found = parameter.grad.full_tensor()  # type: ignore[union-attr]
-                assert torch.allclose(found, expected, atol=tolerance), (step, name)
+                assert torch.allclose(found.cpu(), expected.cpu(), atol=tolerance), (step, name)
         model.zero_grad()
 
 

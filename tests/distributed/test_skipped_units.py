@@ -105,7 +105,7 @@ def _assert_gradients(model: nn.Module, expected: Sequence[Tensor | None], toler
         assert (parameter.grad is None) is (gradient is None), name
         if gradient is not None:
             found = parameter.grad.full_tensor()  # type: ignore[union-attr]
-            assert torch.allclose(found, gradient, atol=tolerance), (name, found, gradient)
+            assert torch.allclose(found.cpu(), gradient.cpu(), atol=tolerance), (name, found, gradient)
 
 
 def _assert_steps(

@@ -7,16 +7,22 @@ Tolerances, all stated here:
   their buffers out differently: a few roundings of the reduce dtype, grown over the optimizer steps.
 - Against the unsharded model the reduction divides at another place, and kernels may see other memory alignment:
   ``Case.unsharded``.
+
+On an accelerator (the simulated one, ``tests/accelerator``) there is no tolerance.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.harness.runtimes import oracle, subject
 from tests.harness.training import EXACT, Case, Snapshot, StepRecord, Tolerance, train
@@ -35,6 +41,9 @@ def compare(case: Case, mesh: DeviceMesh, oracle_case: Case | None = None) -> No
 
     ``oracle_case`` replaces the case for the oracle, where the oracle needs a detour to the same numbers.
     """
+    if mesh.device_type != "cpu":
+        _compare_on_accelerator(case, mesh, oracle_case or case)
+        return
     expected = train(oracle_case or case, mesh, oracle())
     actual = train(case, mesh, subject())
     tolerance = tolerance_of_reduction(case, mesh)
@@ -43,6 +52,40 @@ def compare(case: Case, mesh: DeviceMesh, oracle_case: Case | None = None) -> No
         reference = train(case, mesh, None)
         title = f"{subject().name} differs from the unsharded model"
         _raise_if_any(title, _differences_from_unsharded(actual, reference, case.unsharded))
+
+
+def _compare_on_accelerator(case: Case, mesh: DeviceMesh, oracle_case: Case) -> None:
+    """The subject is bit for bit the oracle on the CPU, or, where gloo adds more than two numbers, the oracle there."""
+    is_as_on_cpu = tolerance_of_reduction(case, mesh) == EXACT
+    with sdpa_kernel(SDPBackend.MATH):  # only the CPU has a fused one
+        actual = train(case, mesh, subject())
+        with torch.device("cpu") if is_as_on_cpu else nullcontext():
+            expected = train(oracle_case, _on_cpu(mesh) if is_as_on_cpu else mesh, oracle())
+    title = f"{subject().name} differs from {oracle().name}{' on the CPU' if is_as_on_cpu else ''}"
+    _raise_if_any(title, _differences(_without_device(actual), _without_device(expected), EXACT))
+
+
+@functools.cache
+def _on_cpu(mesh: DeviceMesh) -> DeviceMesh:
+    """The same process groups, for the CPU."""
+    groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=names)
+
+
+def _without_device(found: Any) -> Any:
+    """What was recorded, with tensors on the CPU and meshes as ranks and names."""
+    if isinstance(found, dict):
+        return {key: _without_device(value) for key, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [_without_device(value) for value in found]
+    if isinstance(found, DeviceMesh):
+        return found.mesh.tolist(), found.mesh_dim_names
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        fields = {each.name: _without_device(getattr(found, each.name)) for each in dataclasses.fields(found)}
+        return dataclasses.replace(found, **fields)
+    return found.cpu() if isinstance(found, Tensor) else found
 
 
 def compare_losses_with_unsharded(case: Case, mesh: DeviceMesh) -> None:

@@ -6,6 +6,8 @@ Three things are, and each has a test that is not, and that fails for the same r
 - all but the first size in ``@distributed(2, 4)``, unless ``short`` names more;
 - of a product of parameters on a pool of ranks, the cases that ``covering`` leaves out.
 
+What ``tests/accelerator/other_suites.py`` runs once more on the simulated accelerator is long, but for its ``SAMPLE``.
+
 What runs the pages' examples on ranks is long as a whole: ``make docs`` runs it, and what they show has tests
 elsewhere.
 """

@@ -211,7 +211,7 @@ def test_load_state_dict(ctx: RankContext, passes: int, assign: bool) -> None:
         for name, value in model.state_dict().items():
             assert isinstance(value, DTensor)
             full = torch.randn(value.shape, generator=generator) * 0.2
-            state[name] = distribute_tensor(full, value.device_mesh, value.placements, src_data_rank=None)
+            state[name] = distribute_tensor(full, value.device_mesh, value.placements, src_data_rank=None).cpu()
         model.load_state_dict(state, assign=assign)
 
     compare(Case(Uneven, shard=shard, unsharded=None), ctx.mesh_1d())

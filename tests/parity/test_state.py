@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.harness.compare import compare, compare_values
@@ -127,9 +128,9 @@ def test_weights_of_an_unsharded_model_load_and_full_weights_come_back(ctx: Rank
     compare_values("sharded", records[1], records[0])
 
 
-def _materialise(model: ParityModel, source: dict[str, Tensor]) -> None:
+def _materialise(model: ParityModel, mesh: DeviceMesh, source: dict[str, Tensor]) -> None:
     """Give a meta model real memory, then its initial values."""
-    model.to_empty(device="cpu")
+    model.to_empty(device=mesh.device_type)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         full = source[name]
         if isinstance(value, DTensor):
@@ -148,7 +149,7 @@ def test_meta_model_is_sharded_then_materialised(ctx: RankContext, model) -> Non
             model.output.weight = model.embedding.weight  # nn.Module.to("meta") unties
         shard_units_and_root(runtime, model, mesh)
         assert all(parameter.is_meta for parameter in model.parameters())
-        _materialise(model, source)
+        _materialise(model, mesh, source)
 
     compare(Case(model, shard=shard), ctx.mesh_1d())
 
@@ -158,7 +159,7 @@ def test_meta_model_is_initialised_by_reset_parameters(ctx: RankContext) -> None
     def shard(runtime, model: ParityModel, mesh) -> None:
         model.to("meta")
         shard_units_and_root(runtime, model, mesh)
-        model.to_empty(device="cpu")
+        model.to_empty(device=mesh.device_type)
         torch.manual_seed(3)
         for module in model.modules():
             if isinstance(module, nn.Linear):

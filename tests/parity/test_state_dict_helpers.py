@@ -189,7 +189,7 @@ def _empty(setup: Setup, runtime: Runtime, ctx: RankContext) -> Any:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set:
-                module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=False)
+                module.register_buffer(name, torch.zeros_like(buffer, device=ctx.device_type), persistent=False)
     return model
 
 
