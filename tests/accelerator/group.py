@@ -296,6 +296,13 @@ class SimNCCL(dist.ProcessGroup):
         load().drain()
         return self._on_host.gather(outputs, inputs, opts)
 
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        """On the CPU only, as what fsdp2 does there."""
+        return self.gloo.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        return self.gloo.recv(tensors, rank, tag)
+
     def barrier(self, opts: Any = None) -> Any:
         """NCCL's makes the host wait."""
         self.allreduce([torch.zeros(1, device=DEVICE)], _on_stream())
