@@ -119,14 +119,24 @@ def scalars_and_strides(ctx: RankContext) -> None:
 
 @ROWS("weights tied to one of another unit")
 def tied_weights(ctx: RankContext) -> None:
-    def are_tied(package: Any) -> bool:
+    def tied(package: Any) -> Any:
         layers: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         layers[1].weight = layers[0].weight
         package.fully_shard(layers[0], mesh=ctx.mesh_1d())
-        package.fully_shard(layers, mesh=ctx.mesh_1d())
-        return layers[0].weight is layers[1].weight
+        return package.fully_shard(layers, mesh=ctx.mesh_1d())
 
-    assert [are_tied(package) for package in BOTH] == [True, False]
+    ours, other = map(tied, BOTH)
+    ours(torch.ones(2, 4)).sum().backward()
+    assert ours[0].weight is ours[1].weight
+    raises(ValueError, lambda: other(torch.ones(2, 4)))
+
+
+@ROWS("a 2D mesh without `mesh_dim_names`")
+def mesh_without_names(ctx: RankContext) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(ctx.world_size).view(ctx.world_size, 1))
+    raises(AssertionError, lambda: theirs.fully_shard(nn.Linear(4, 4), mesh=mesh))
+    layer: Any = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    assert layer.weight.placements == (Replicate(), Shard(0))
 
 
 @ROWS("models that differ between ranks")
