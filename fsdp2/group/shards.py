@@ -58,6 +58,8 @@ def _note_optimizer_steps() -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():  # the compiler cannot look at attributes of parameters
+        return
     for group in optimizer.param_groups:
         for param in group["params"]:
             name = vars(param).get(NAME_IN_PASS)
