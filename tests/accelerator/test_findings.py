@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fsdp2
 from tests.accelerator import device, group
 from tests.accelerator.cases import (
     WIDE,
@@ -158,3 +159,10 @@ def test_peak_of_backward_is_not_above_that_of_torch(ctx: RankContext, policy: s
     options = {} if policy == "fp32" else {"policy": bf16_fp32}
     ours, theirs = peak_of_a_step(ctx, subject(), **options), peak_of_a_step(ctx, oracle(), **options)
     assert ours <= theirs, (ours, theirs)
+
+
+@on_device(2)
+def test_parameters_and_buffers_move_to_the_device_of_the_mesh(ctx: RankContext) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {device.DEVICE}
