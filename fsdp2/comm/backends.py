@@ -110,8 +110,8 @@ class OneByOneComm(CollectiveComm):
     """gloo on an accelerator, one call per tensor. gloo's calls for many tensors take one dtype, on the CPU, only."""
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
-        pairs = zip(outputs, inputs, strict=True)
-        launches = [super(OneByOneComm, self).all_gather([output], [mine]) for output, mine in pairs]
+        gather, pairs = super().all_gather, zip(outputs, inputs, strict=True)
+        launches = [gather([output], [mine]) for output, mine in pairs]
         return lambda: [work for launch in launches for work in launch()]
 
     def reduce_scatter(

@@ -90,7 +90,7 @@ class Hooks:
         self._pre: Callable[[], object] = self._bind_pre(getattr(local, _PRE))
         self._post = getattr(local, _POST)
         self._expected: list[_Kind] | None = None
-        self._has_warned = False  # of a result that is ignored
+        self._has_seen_result = False  # of a call with ``out``; only the first result is looked at
         self._release: Callable[[], object] = getattr(local, _RELEASE, lambda: False)
         self.keeps_inputs = bool(getattr(local, _KEEP, False))
 
@@ -136,8 +136,8 @@ class Hooks:
         return answer
 
     def call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, out: torch.Tensor) -> None:
-        """Let the post-hook fill ``out``. As in torch, a result is ignored. Warn once if it has memory of its own: then
-        the hook has most likely not filled ``out``.
+        """Let the post-hook fill ``out``. As in torch, a result is ignored. Warn if the first result has memory of its
+        own: then the hook has most likely not filled ``out``.
 
         Raises:
             ExtensionError: the hook raised.
@@ -146,12 +146,12 @@ class Hooks:
             result = self._post(outputs, metadata, self._context.param_dtype, out=out)
         except Exception as error:
             raise self.error(_POST, f"(with out) raised {type(error).__name__}: {error}") from error
-        if result is None or self._has_warned:
+        if result is None or self._has_seen_result:
             return
+        self._has_seen_result = True
         made = find_tensors(result, [])
         known = {address for tensor in (*outputs, out) for address in _memory_of(tensor)}
         if not all(known.issuperset(_memory_of(tensor)) for tensor in made):
-            self._has_warned = True
             problem = (
                 f"returned {_described(result)} in new memory although out was given. fsdp2 ignores this result. Fill "
                 "out in place, because autograd has saved out"

@@ -198,7 +198,7 @@ class ModuleHooks:
         raise ScheduleError(f"forward of unit '{unit.name}' inside fsdp2.unsharded(...): {problem}")
 
     def _reshard_between_passes(self) -> None:
-        """As in torch, the root is resharded after a method like ``generate``: who lists parameters finds shards."""
+        """After a method like ``generate``, as in torch: an optimizer that is built then must find shards."""
         unit = self._unit
         if unit.root is not None and unit.root.schedule.forward_root is None:
             unit.reshard()
@@ -265,7 +265,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     the steps that follow a forward follow the method.
 
     Calls inside the method to the same unit, ``forward`` included, belong to it: the unit stays unsharded until the
-    outermost call returns. Nothing happens if ``module`` is not sharded, or if the method is already registered.
+    outermost call returns. If there were such calls, a root is resharded then, although a forward would leave it
+    unsharded. Nothing happens if ``module`` is not sharded, or if the method is already registered.
 
     Raises:
         ValueError: ``module`` has no such method.
