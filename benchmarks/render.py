@@ -91,7 +91,6 @@ class Part:
     """Replaces the table's own note where that explains columns that are left out."""
 
 
-_COUNTS = Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits"))
 _GLOO = ("2 ranks, width 256", "2 ranks, width 1024", "4 ranks, width 1024")
 _SCALE = ("FSDP", "FSDP, own reduce group", "HSDP 64", "HSDP 8", "FSDP, no reshard", "choose")
 _FLAT = tuple(
@@ -104,8 +103,7 @@ PARTS = {
         rows=("8 ranks, fp32", "512 ranks, fp32", "4096 ranks, fp32", "8 ranks, bf16/fp32", "4096 ranks, bf16/fp32")
     ),
     "call_counts.main": Part(rows=("all calls", "calls in the runtime")),
-    "launches.mixed": _COUNTS,
-    "launches.hsdp": _COUNTS,
+    "launches.mixed": Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")),
     "gloo_step.fp32": Part(rows=_GLOO),
     "gloo_step.bf16": Part(rows=_GLOO),
     "gloo_step.fp32_floor": Part(
@@ -136,12 +134,21 @@ PARTS = {
     ),
     "scale_model.efficiency_8b": Part(_SCALE, ("8", "512", "1024", "2048", "4096", "16384")),
     "scale_model.efficiency_70b": Part(_SCALE, ("32", "1024", "4096", "8192", "16384")),
-    "scale_model.efficiency_405b": Part(("FSDP", "HSDP 512", "choose"), ("128", "1024", "16384")),
     "scale_model.tokens_8b": Part(("FSDP", "HSDP 64", "choose"), ("1024", "2048", "4096", "8192")),
     "scale_model.memory_70b": Part(
         ("FSDP", "HSDP 64", "HSDP 8", "FSDP, reshard to 8", "FSDP, no reshard"), ("32", "128", "1024")
     ),
-    "scale_model.published": Part(("published tokens/s", "model", "error", "error of GiB")),
+    "scale_model.published": Part(
+        ("published tokens/s", "model", "error", "error of GiB"),
+        (
+            "8B, 8 GPUs, compiled",
+            "8B, 128 GPUs, compiled",
+            "8B, 128 GPUs, eager",
+            "8B, 128 GPUs, compiled, fp8",
+            "70B, 256 GPUs, FSDP 32 x TP 8, compiled, fp8",
+            "the same with async TP",
+        ),
+    ),
 }
 
 
