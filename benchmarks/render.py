@@ -105,11 +105,10 @@ PARTS = {
     "call_counts.main": Part(rows=("all calls", "calls in the runtime")),
     "launches.mixed": Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")),
     "gloo_step.fp32": Part(rows=_GLOO),
-    "gloo_step.bf16": Part(rows=_GLOO),
     "gloo_step.fp32_floor": Part(
         ("floor", "fsdp2", "fsdp2 / floor"), _GLOO, note="floor: compute beside bare collectives of the same bytes."
     ),
-    "optimizer_step.steady": Part(rows=_FLAT),
+    "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "one per group ms", "ratio"), _FLAT),
     "clip_grad_norm.main": Part(("fsdp2 ms", "torch FSDP2 ms", "ratio")),
     "divergent_use.main": Part(
         ("fsdp2", "ranks may not skip", "torch FSDP2", "DDP"),
