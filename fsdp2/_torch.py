@@ -7,7 +7,7 @@ touches a private name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _symmetric_memory
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -401,6 +402,17 @@ def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Opt
     """The step of an optimizer's class without its hooks."""
     step: Any = cls.step
     return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def composable_apis(module: nn.Module) -> Collection[str]:
+    """The names of the composable APIs that were applied to ``module``, such as ``fully_shard`` and ``replicate``. Each
+    of them looks into torch's registry, which is private, for the others."""
+    return module.__dict__.get(REGISTRY_KEY, ())
+
+
+def register_composable_api(module: nn.Module, name: str) -> None:
+    """Note in torch's registry that the composable API ``name`` was applied to ``module``."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:

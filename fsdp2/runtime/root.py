@@ -115,6 +115,7 @@ class Unit:
         self.root: Root | None = None
         for module in modules:
             module.__dict__[UNIT_ATTRIBUTE] = self
+            _torch.register_composable_api(module, "fully_shard")
         note_tree_change()
 
     def form_root(self) -> Root:
