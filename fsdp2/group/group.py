@@ -177,6 +177,8 @@ class ParamGroup:
         try:
             if self.is_stale or (before is GroupState.SHARDED and not self._is_intact()):
                 self._refresh()
+            if unsharded.hooked is not None and unsharded.hooked.have_failed:
+                self._unbind()
             requires_grad = self.requires_grad()
             if not unsharded.parameters:  # the first gather, or hooks failed before
                 unsharded.bind(requires_grad)
