@@ -95,13 +95,15 @@ class CollectiveComm(AxisComm):
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
             return lambda: ()
         launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
-        return lambda: self._issued(_torch.counted_as(_ALL_GATHER, launch))
+        return lambda: self._issued(_torch.counted_as(_ALL_GATHER, launch) if _torch.num_modes() else launch())
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
-        launch = partial(self._average if averages else self._sum, outputs, inputs)
-        return self._issued(_torch.counted_as(_REDUCE_SCATTER, launch))
+        launch = self._average if averages else self._sum
+        if _torch.num_modes():
+            return self._issued(_torch.counted_as(_REDUCE_SCATTER, partial(launch, outputs, inputs)))
+        return self._issued(launch(outputs, inputs))
 
     def _issued(self, work: dist.Work | None) -> Sequence[Waitable]:
         """On a stream, NCCL returns no work. If another backend returns one, the stream waits for it, not the CPU."""
@@ -193,7 +195,7 @@ class PeerComm(AxisComm):
             copy_own()
             return works
 
-        return partial(_torch.counted_as, _ALL_GATHER, launch)
+        return lambda: _torch.counted_as(_ALL_GATHER, launch) if _torch.num_modes() else launch()
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False

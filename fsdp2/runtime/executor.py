@@ -157,8 +157,12 @@ class Executor:
         if group.state is not GroupState.SHARDED:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
-        reduce = partial(group.reduce, Unused.ZERO if unit.rules.reduces_unused else unused)
-        self._add(group, _torch.in_range("post_backward_reduce", unit.name, reduce))
+        unused = Unused.ZERO if unit.rules.reduces_unused else unused
+        if _torch.is_profiling():
+            reduction = _torch.in_range("post_backward_reduce", unit.name, partial(group.reduce, unused))
+        else:
+            reduction = group.reduce(unused)
+        self._add(group, reduction)
 
     def reduce_partial(self, group: ParamGroup) -> None:
         """Reduce over the replicate axis what ``group`` has reduced over the shard axis only."""
