@@ -22,6 +22,7 @@ from fsdp2.api.resolve import (
     settle_ties,
     take_over,
 )
+from fsdp2.api.state import state_of
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import SHARDED_AS, Slot
@@ -110,6 +111,9 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     return module
 
 
+fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composable APIs have it
+
+
 # Collect and check
 
 
@@ -176,6 +180,9 @@ def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[li
     left_alone: list[Slot] = []
     for i, root in enumerate(roots):
         for prefix, module in _modules_outside_units(root, "" if len(roots) == 1 else f"[{i}].", set()):
+            if "replicate" in _torch.composable_apis(module):  # torch's DDP reduces the gradients of this whole subtree
+                left_alone += _slots_under(module)
+                continue
             managed[module] = None
             for name, param in _torch.parameters_dict(module).items():
                 if param is None:
@@ -188,12 +195,31 @@ def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[li
 
 
 def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The module tree of ``module`` without the subtrees of other units, each module once."""
+    """The module tree of ``module`` without the subtrees of other units, each module once. Nothing under a module that
+    torch's ``replicate`` was applied to.
+
+    Raises:
+        ValueError: torch's ``fully_shard`` was applied to a module of the tree.
+    """
     seen.add(module)
+    applied = _torch.composable_apis(module)
+    if "fully_shard" in applied:
+        where = f"module '{prefix[:-1]}', a {type(module).__name__}," if prefix else f"this {type(module).__name__}"
+        raise ValueError(
+            f"fsdp2.fully_shard: {where} was given to torch.distributed.fsdp.fully_shard before. One of the two can "
+            "shard a model, not both. Import fully_shard from fsdp2 wherever you call it, or call fsdp2.install() "
+            "first."
+        )
     yield prefix, module
+    if "replicate" in applied:
+        return
     for name, child in module.named_children():
         if child not in seen and unit_of(child) is None:
             yield from _modules_outside_units(child, f"{prefix}{name}.", seen)
+
+
+def _slots_under(module: nn.Module) -> list[Slot]:
+    return [Slot(inner, name) for inner in module.modules() for name in _torch.parameters_dict(inner)]
 
 
 # Commit

@@ -1,0 +1,39 @@
+"""``fully_shard.state(module)``: what ``torch.distributed.pipelining`` calls on a sharded stage, by torch's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp2.runtime.root import Unit, unit_of
+
+
+@dataclass(frozen=True, eq=True)
+class FSDPState:
+    """The state of one unit. Two states are equal if they belong to one unit."""
+
+    _unit: Unit
+    _fsdp_param_groups: Sequence[object] = ()  # none to reduce one by one: the callback below reduces all
+
+    @property
+    def _state_ctx(self) -> FSDPState:
+        return self
+
+    @property
+    def all_states(self) -> list[FSDPState]:
+        """The states of all units under one root."""
+        return [FSDPState(unit) for unit in self._unit.form_root().units]
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that the backwards of a step have kept, reshard, and wait for the gradients."""
+        root = self._unit.form_root()
+        root.finalize_backward()
+        root.land()
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state of ``module``; None if ``module`` was not given to ``fully_shard``."""
+    unit = unit_of(module)
+    return None if unit is None else FSDPState(unit)

@@ -1,0 +1,100 @@
+"""torch's composable APIs beside ``fully_shard``: each finds the other in torch's registry, and leaves it alone."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.api.state import FSDPState
+from tests.harness.compare import compare_values
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def _trained(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Two steps; the gradients and parameters, whole."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+    found = {}
+    for name, param in model.named_parameters():
+        for key, tensor in ((name, param.detach()), (f"{name}.grad", param.grad)):
+            assert tensor is not None, key
+            found[key] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
+
+
+@distributed(2)
+def test_replicate_around_a_sharded_module_leaves_it_alone(ctx: RankContext) -> None:
+    def run(runtime: Runtime) -> dict[str, Tensor]:
+        model = _model()
+        runtime.fully_shard(model[0], mesh=ctx.mesh_1d())
+        replicate(model)
+        found = _trained(model, ctx.rank)
+        assert len(replicate.state(model)._param_list) == 2  # weight and bias of the last layer, nothing sharded
+        return found
+
+    compare_values("replicate outside", run(subject()), run(oracle()))
+
+
+@distributed(2)
+def test_a_replicated_module_stays_whole_under_fully_shard(ctx: RankContext) -> None:
+    def run(runtime: Runtime) -> dict[str, Tensor]:
+        model = _model()
+        replicate(model[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the gradients of plain parameters are reduced: nothing to warn of
+            runtime.fully_shard(model, mesh=ctx.mesh_1d())
+            found = _trained(model, ctx.rank)
+        assert not isinstance(model[0].weight, DTensor)
+        assert isinstance(model[2].weight, DTensor)
+        return found
+
+    compare_values("replicate inside", run(subject()), run(oracle()))
+
+
+@beyond_torch("its error names no runtime")
+@distributed(2)
+def test_a_model_of_one_runtime_is_refused_by_the_other(ctx: RankContext) -> None:
+    theirs, ours = _model(), _model()
+    oracle().fully_shard(theirs[0], mesh=ctx.mesh_1d())
+    fsdp2.fully_shard(ours, mesh=ctx.mesh_1d())
+    before = [type(module) for module in theirs.modules()]
+    with pytest.raises(ValueError, match=r"module .0., a FSDPLinear, was given to torch"):
+        fsdp2.fully_shard(theirs, mesh=ctx.mesh_1d())
+    assert [type(module) for module in theirs.modules()] == before
+    with pytest.raises(ValueError, match=r"this FSDPLinear was given to torch"):
+        fsdp2.fully_shard(theirs[0], mesh=ctx.mesh_1d())
+    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+        oracle().fully_shard(ours, mesh=ctx.mesh_1d())
+
+
+@beyond_torch("it has states of its own")
+@distributed(2)
+def test_the_state_of_a_module_is_found_by_torchs_name(ctx: RankContext) -> None:
+    model = _model()
+    fsdp2.fully_shard(model[0], mesh=ctx.mesh_1d())
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    model(torch.randn(4, 6))
+    state_of = fsdp2.fully_shard.state  # type: ignore[attr-defined]
+    state = state_of(model)
+    assert isinstance(state, FSDPState)
+    assert state == state_of(model) != state_of(model[0])
+    assert state.all_states == [state, state_of(model[0])]
+    assert state_of(model[1]) is None
+    assert state_of(copy.deepcopy(model)) != state
