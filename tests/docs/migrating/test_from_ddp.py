@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import warnings
 from typing import Any
 
@@ -16,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from tests.docs.migrating.rows import (
+    PAGE,
     Rows,
     adamw,
     backward,
+    batch,
     by_fsdp2,
     close,
     forward,
@@ -45,6 +49,13 @@ def test_every_row_is_tried() -> None:
     ROWS.check()
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page was made for torch 2.13")
+def test_the_page_speaks_of_every_option_of_ddp() -> None:
+    options = set(inspect.signature(DistributedDataParallel).parameters) - {"module"}
+    body = PAGE.read_text().partition("## From DDP\n")[2].partition("\n## ")[0]
+    assert options - set(re.findall(r"`(\w+)(?:=\w*)?`", body)) == set()
+
+
 def _old(whole: MLP | None = None, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(whole or model(), **options)
 
@@ -62,7 +73,7 @@ def wrapping(ctx: RankContext) -> None:
     close(unsharded(ctx), expected)
 
 
-@ROWS("rank 0's values are broadcast when it wraps")
+@ROWS("rank 0's values are broadcast when it wraps (`init_sync`)")
 def broadcast(ctx: RankContext) -> None:
     def differing() -> MLP:
         whole = model()
@@ -84,9 +95,27 @@ def module(ctx: RankContext) -> None:
     assert list(dict(new.named_parameters())) == list(dict(_old().module.named_parameters()))
 
 
-@ROWS("`process_group=`")
+@ROWS("`process_group=`, `device_mesh=`")
 def process_group(ctx: RankContext) -> None:
-    close(train(ctx, by_fsdp2(ctx)), _trained(ctx, _old(process_group=ctx.mesh_1d().get_group())))
+    found = train(ctx, by_fsdp2(ctx))
+    close(found, _trained(ctx, _old(process_group=ctx.mesh_1d().get_group())))
+    close(found, _trained(ctx, _old(device_mesh=ctx.mesh_1d())))
+
+
+@ROWS("`mixed_precision=`")
+def mixed_precision(ctx: RankContext) -> None:
+    """DDP's own needs streams, so the old program casts by hand what DDP would cast."""
+    seen: list[tuple[torch.dtype, Tensor]] = []
+    new = by_fsdp2(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    old = model().bfloat16()
+    for module, x in ((new, batch(ctx)), (old, batch(ctx).bfloat16())):
+        module.blocks[0].up.register_forward_hook(lambda up, _, output: seen.append((up.weight.dtype, output)))
+        module(x).float().square().mean().backward()
+    (dtype, found), (_, expected) = seen
+    assert dtype is torch.bfloat16
+    assert torch.equal(found, expected)
+    assert {parameter.dtype for parameter in new.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in new.parameters()} == {torch.float32}
 
 
 @ROWS("`with model.no_sync():`")
@@ -121,7 +150,7 @@ class _WithBuffer(MLP):
         return super().forward(x + self.offset)
 
 
-@ROWS("`broadcast_buffers=True`")
+@ROWS("`broadcast_buffers=True`, `forward_sync_buffers=True`")
 def broadcast_buffers(ctx: RankContext) -> None:
     old, new = _old(_WithBuffer()), by_fsdp2(ctx, _WithBuffer())
     forward(ctx, old)
@@ -162,7 +191,7 @@ def nothing_to_set(ctx: RankContext) -> None:
     close(train(ctx, by_fsdp2(ctx)), _trained(ctx, _old(static_graph=True, gradient_as_bucket_view=True)))
 
 
-@ROWS("`bucket_cap_mb=`")
+@ROWS("`bucket_cap_mb=`, `bucket_cap_mb_list=`")
 def bucket_cap(ctx: RankContext) -> None:
     expected = _trained(ctx, _old(bucket_cap_mb=0.001))
     close(train(ctx, by_fsdp2(ctx)), expected)

@@ -157,7 +157,7 @@ def forward_prefetch(ctx: RankContext) -> None:
     assert found.index("prefetch blocks.1") < found.index("reshard blocks.0")
 
 
-@ROWS("shards written between a forward and the next, after a validation forward for example")
+@ROWS("shards written between two forwards, for example after a validation")
 def written_shards(ctx: RankContext) -> None:
     def second_output(package: Any) -> Tensor:
         wrapped = wrap(package, ctx.mesh_1d())
