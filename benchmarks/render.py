@@ -92,23 +92,15 @@ class Part:
 
 
 _GLOO = ("2 ranks, width 256", "2 ranks, width 1024", "4 ranks, width 1024")
-_SCALE = ("FSDP", "FSDP, own reduce group", "HSDP 64", "HSDP 8", "FSDP, no reshard", "choose")
-_FLAT = tuple(
-    f"{optimizer}, 1500 parameters"
-    for optimizer in ("AdamW, foreach", "AdamW, for-loop", "AdamW, fused", "SGD with momentum, foreach")
-)
+_SCALE = ("FSDP", "FSDP, own reduce group", "HSDP 64", "choose")
+_FLAT = ("AdamW, foreach, 1500 parameters", "AdamW, fused, 1500 parameters")
 
 PARTS = {
-    "runtime_overhead.ranks": Part(
-        rows=("8 ranks, fp32", "512 ranks, fp32", "4096 ranks, fp32", "8 ranks, bf16/fp32", "4096 ranks, bf16/fp32")
-    ),
+    "runtime_overhead.ranks": Part(rows=("8 ranks, fp32", "4096 ranks, fp32", "8 ranks, bf16/fp32")),
     "call_counts.main": Part(rows=("all calls", "calls in the runtime")),
     "launches.mixed": Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")),
     "gloo_step.fp32": Part(rows=_GLOO),
-    "gloo_step.fp32_floor": Part(
-        ("floor", "fsdp2", "fsdp2 / floor"), _GLOO, note="floor: compute beside bare collectives of the same bytes."
-    ),
-    "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "one per group ms", "ratio"), _FLAT),
+    "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "ratio"), _FLAT),
     "clip_grad_norm.main": Part(("fsdp2 ms", "torch FSDP2 ms", "ratio")),
     "divergent_use.main": Part(
         ("fsdp2", "ranks may not skip", "torch FSDP2", "DDP"),
@@ -116,6 +108,7 @@ PARTS = {
     ),
     "all_gather_bytes.main": Part(
         ("forward MB", "step MB", "step ms", "val. loss", "ratio"),
+        ("fp32", "bf16, by policy", "fp8, scale per row", "int8, blocks of 256", "nf4 base, LoRA"),
         note="nf4: the base has the final weights of the first row; 40 more steps train adapters only.",
     ),
     "peak_memory.main": Part(
@@ -127,15 +120,15 @@ PARTS = {
             "2 microbatches, one reduction, mixed",
             "vocabulary 50257, mixed",
             "HSDP 2 x 4, mixed",
-            "HSDP 2 x 4, bf16 reduction",
             "hooks: int8, mixed",
         ),
     ),
-    "scale_model.efficiency_8b": Part(_SCALE, ("8", "512", "1024", "2048", "4096", "16384")),
-    "scale_model.efficiency_70b": Part(_SCALE, ("32", "1024", "4096", "8192", "16384")),
+    "scale_model.efficiency_8b": Part(_SCALE, ("8", "1024", "2048", "4096", "16384")),
+    "scale_model.efficiency_70b": Part(_SCALE, ("32", "4096", "8192", "16384")),
     "scale_model.tokens_8b": Part(("FSDP", "HSDP 64", "choose"), ("1024", "2048", "4096", "8192")),
-    "scale_model.memory_70b": Part(
-        ("FSDP", "HSDP 64", "HSDP 8", "FSDP, reshard to 8", "FSDP, no reshard"), ("32", "128", "1024")
+    "scale_model.memory_70b": Part(("FSDP", "HSDP 64", "FSDP, reshard to 8", "FSDP, no reshard"), ("32", "1024")),
+    "scale_model.sensitivity": Part(
+        rows=("as assumed", "latency x 0.5", "latency x 2", "all-gather in a tree", "network x 0.5")
     ),
     "scale_model.published": Part(
         ("published tokens/s", "model", "error", "error of GiB"),
@@ -145,7 +138,6 @@ PARTS = {
             "8B, 128 GPUs, eager",
             "8B, 128 GPUs, compiled, fp8",
             "70B, 256 GPUs, FSDP 32 x TP 8, compiled, fp8",
-            "the same with async TP",
         ),
     ),
 }
