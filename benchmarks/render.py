@@ -124,9 +124,7 @@ PARTS = {
         ),
     ),
     "scale_model.efficiency_8b": Part(_SCALE, ("8", "1024", "2048", "4096", "16384")),
-    "scale_model.efficiency_70b": Part(_SCALE, ("32", "4096", "8192", "16384")),
     "scale_model.tokens_8b": Part(("FSDP", "HSDP 64", "choose"), ("1024", "2048", "4096", "8192")),
-    "scale_model.memory_70b": Part(("FSDP", "HSDP 64", "FSDP, reshard to 8", "FSDP, no reshard"), ("32", "1024")),
     "scale_model.sensitivity": Part(
         rows=("as assumed", "latency x 0.5", "latency x 2", "all-gather in a tree", "network x 0.5")
     ),
