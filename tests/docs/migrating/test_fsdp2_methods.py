@@ -24,11 +24,11 @@ from tests.docs.migrating.rows import (
     train,
     wrap,
 )
-from tests.docs.migrating.test_fsdp2_names import PlainAllGather
+from tests.docs.migrating.test_fsdp2_names import ARGUMENTS, NAMES, PlainAllGather
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, Branches
 
-METHODS = Rows("Methods of `FSDPModule`", omits_some=True)
+METHODS = Rows("Names, arguments and methods", omits_some=True)
 
 
 @pytest.mark.parametrize("cell", METHODS)
@@ -37,7 +37,7 @@ def test_method(cell: str) -> None:
 
 
 def test_every_row_is_tried() -> None:
-    METHODS.check()
+    METHODS.check(NAMES, ARGUMENTS)
 
 
 def _same_after(
