@@ -116,7 +116,6 @@ PARTS = {
         (
             "plain",
             "bf16 parameters, fp32 reduction",
-            "reshard_after_forward=False",
             "2 microbatches, one reduction, mixed",
             "vocabulary 50257, mixed",
             "HSDP 2 x 4, mixed",
