@@ -147,7 +147,8 @@ class Reduction:
         if self._works and not self._streams.runs_ahead:
             self._advance()
         event = self._read or self._done
-        self._streams.wait_here(event)  # compute waits for the reduce stream: compute frees what that read
+        if event is not None:
+            self._streams.wait_here(event)  # compute waits for the reduce stream: compute frees what that read
         self._inputs = None
 
     def land(self) -> None:
