@@ -29,9 +29,18 @@ def tiny_llama(**changes: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
 
 
+def allow_fsdp_on_cpu() -> None:
+    """accelerate shards on accelerators only. So let it take the CPU ranks for ranks of an accelerator."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_XPU  # all instances share their state
+
+
 def accelerator(num_accumulated: int = 1, **changes: Any) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
+    allow_fsdp_on_cpu()
     plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
     return Accelerator(
         cpu=True,
@@ -68,7 +77,6 @@ def train(engine: Any, model: Any, optimizer: Any, rank: int, steps: range = ran
         {},
         {"reshard_after_forward": False},
         {"cpu_ram_efficient_loading": False},
-        {"cpu_offload": True},
         {"activation_checkpointing": True},
         {"mixed_precision": "bf16"},
         {"num_accumulated": 2},
