@@ -127,8 +127,12 @@ def _run_rank(runtime: str, call: Call, rank: int, port: int, folder: Path) -> N
 def _result(runtime: str, call: Call, rank: int, port: int, folder: Path) -> Any:
     os.environ.update(
         {
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(call.num_ranks)},
-            **{"LOCAL_WORLD_SIZE": str(call.num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(call.num_ranks),
+            "LOCAL_WORLD_SIZE": str(call.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
     )
     if sys.platform == "linux":

@@ -2,73 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from tests.clients.compare import client, files_in, layout_of, parameters_of, whole
-
-HF = (
-    "torch.distributed.checkpoint",
-    "accelerate",
-    "transformers.models.llama.modeling_llama",
-    "transformers.trainer",
-    "peft",
-)
-accelerate_client = client("accelerate", "transformers", "peft", preload=HF)
-
-
-def tiny_llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
-
-
-def allow_fsdp_on_cpu() -> None:
-    """accelerate shards on accelerators only. So let it take the CPU ranks for ranks of an accelerator."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    PartialState(cpu=True).distributed_type = DistributedType.MULTI_XPU  # all instances share their state
-
-
-def accelerator(num_accumulated: int = 1, **changes: Any) -> Any:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-
-    allow_fsdp_on_cpu()
-    plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
-    return Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=num_accumulated,
-        mixed_precision=changes.pop("mixed_precision", None),
-        fsdp_plugin=FullyShardedDataParallelPlugin(**{**plugin, **changes}),
-    )
-
-
-def batch(rank: int, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    ids = torch.randint(0, 32, (2, 8), generator=generator)
-    return {"input_ids": ids, "labels": ids}
-
-
-def train(engine: Any, model: Any, optimizer: Any, rank: int, steps: range = range(3)) -> dict[str, Any]:
-    """A training loop as accelerate's users write it; what it has seen."""
-    seen: dict[str, Any] = {"losses": [], "norms": []}
-    for step in steps:
-        with engine.accumulate(model):
-            loss = model(**batch(rank, step)).loss
-            engine.backward(loss)
-            seen["losses"].append(loss.detach())
-            if engine.sync_gradients:
-                seen["norms"].append(whole(engine.clip_grad_norm_(model.parameters(), 0.5)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return {**seen, "layout": layout_of(model), "parameters": parameters_of(model)}
+from tests.clients.compare import files_in, whole
+from tests.clients.hugging_face import accelerator, adamw, batch, hf_client, state, tiny, train
 
 
 @pytest.mark.parametrize(
@@ -77,15 +19,141 @@ def train(engine: Any, model: Any, optimizer: Any, rank: int, steps: range = ran
         {},
         {"reshard_after_forward": False},
         {"cpu_ram_efficient_loading": False},
+        {"cpu_ram_efficient_loading": True},
         {"activation_checkpointing": True},
         {"mixed_precision": "bf16"},
-        {"num_accumulated": 2},
+        {"gradient_accumulation_steps": 2},
     ],
     ids=str,
 )
-@accelerate_client
+@hf_client()
 def test_a_loop_trains_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
     engine = accelerator(**options)
-    model = tiny_llama()
-    model, optimizer = engine.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model = tiny()
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    return train(engine, model, optimizer, rank, range(4))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "vit"])
+@hf_client()
+def test_other_models_train_the_same(rank: int, folder: Path, name: str) -> Any:
+    engine = accelerator()
+    model = tiny(name)
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    return train(engine, model, optimizer, rank, name=name)
+
+
+@pytest.mark.parametrize("ram_efficient", [False, True])
+@hf_client()
+def test_tied_embeddings_train_the_same(rank: int, folder: Path, ram_efficient: bool) -> Any:
+    engine = accelerator(cpu_ram_efficient_loading=ram_efficient)
+    model = tiny(tie_word_embeddings=True)
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    seen = train(engine, model, optimizer, rank)
+    return {**seen, "tied": model.lm_head.weight is model.model.embed_tokens.weight}
+
+
+@hf_client()
+def test_offloaded_parameters_train_the_same(rank: int, folder: Path) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    engine = accelerator(cpu_offload=CPUOffloadPolicy(pin_memory=False))  # nothing to pin for without an accelerator
+    model = tiny()
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
     return train(engine, model, optimizer, rank)
+
+
+@hf_client()
+def test_a_model_made_on_the_meta_device_trains_the_same(rank: int, folder: Path) -> Any:
+    from accelerate import init_empty_weights
+
+    engine = accelerator(cpu_ram_efficient_loading=True)
+    if rank == 0:
+        model = tiny()
+    else:
+        with init_empty_weights():
+            model = tiny()
+        model.to_empty(device="cpu")
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    return train(engine, model, optimizer, rank)
+
+
+@hf_client(num_ranks=4)
+def test_replicas_of_shards_train_the_same(rank: int, folder: Path) -> Any:
+    from accelerate.parallelism_config import ParallelismConfig
+
+    # The mesh of accelerate has the device of the state, which is the CPU here.
+    engine = accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    model = tiny()
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    return train(engine, model, optimizer, rank)
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@hf_client()
+def test_a_saved_state_goes_on_the_same(rank: int, folder: Path, kind: str) -> Any:
+    engine = accelerator(state_dict_type=kind)
+    model = tiny()
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    train(engine, model, optimizer, rank, range(2))
+    engine.save_state(str(folder / "state"))
+    expected = train(engine, model, optimizer, rank, range(2, 4))
+    engine.load_state(str(folder / "state"))
+    found = train(engine, model, optimizer, rank, range(2, 4))
+    assert all(map(torch.equal, found["losses"], expected["losses"])), "loading did not bring the state back"
+    return {**found, "files": files_in(folder, contents=["pytorch_model_fsdp.bin", "*.json", "*.safetensors"])}
+
+
+@hf_client()
+def test_a_saved_model_is_the_same_file(rank: int, folder: Path) -> Any:
+    engine = accelerator()
+    model = tiny()
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    train(engine, model, optimizer, rank, range(1))
+    engine.save_model(model, str(folder / "model"))
+    unwrapped = engine.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder / "pretrained", is_main_process=engine.is_main_process, state_dict=engine.get_state_dict(model)
+    )
+    engine.wait_for_everyone()
+    config = json.loads((folder / "pretrained" / "config.json").read_text())
+    return {"files": files_in(folder, contents=["*.safetensors"]), "architectures": config["architectures"]}
+
+
+@hf_client()
+def test_gathered_metrics_and_evaluation_are_the_same(rank: int, folder: Path) -> Any:
+    engine = accelerator()
+    model = tiny()
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    train(engine, model, optimizer, rank, range(1))
+    model.eval()
+    with torch.no_grad():
+        logits = [model(input_ids=batch("llama", rank, step)["input_ids"]).logits for step in range(2)]
+    model.train()
+    gathered = engine.gather_for_metrics(logits[0])
+    after = train(engine, model, optimizer, rank, range(1, 2))
+    return {"logits": logits, "gathered": gathered, **after}
+
+
+@hf_client()
+def test_one_unit_for_the_whole_model_trains_the_same(rank: int, folder: Path) -> Any:
+    engine = accelerator(auto_wrap_policy="no_wrap")
+    model = tiny()
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    return train(engine, model, optimizer, rank)
+
+
+@hf_client()
+def test_ignored_modules_stay_whole(rank: int, folder: Path) -> Any:
+    model = tiny()
+    engine = accelerator(ignored_modules=[model.model.layers[0].mlp], cpu_ram_efficient_loading=False)
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    losses = []
+    for step in range(2):
+        loss = model(**batch("llama", rank, step)).loss
+        engine.backward(loss)
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert whole(model.lm_head.weight).shape == (32, 16)
+    return {"losses": losses, **state(model)}
