@@ -630,6 +630,7 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
     Raises:
         ScheduleError: a unit has settings that only a root may have, or parameters tied to another unit's.
     """
+    holders: dict[int, tuple[Unit, str]] = {}
     for unit, name in units[1:]:
         settings = (
             (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
@@ -642,6 +643,15 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
                     f"Call {method}({default}) on '{name}'. Then call {method} on the root."
                 )
     for unit, name in units:
+        for group in unit.groups:
+            for param in group.params if group.state is GroupState.SHARDED else ():
+                bound, full_name = param.bound(), f"{name}.{param.name}" if name else param.name
+                holder, other = holders.setdefault(id(bound), (unit, full_name))
+                if holder is not unit and bound is not None:
+                    raise ScheduleError(
+                        f"parameters '{other}' and '{full_name}' are in two units, and were tied after fully_shard. "
+                        "Tie parameters before fully_shard, which then moves them to a unit around both."
+                    )
         for slot in unit.left_out:
             where = f"a {type(slot.module).__name__} in unit '{name or '(root)'}'"
             raise ScheduleError(

@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import importlib.util
 import inspect
+import json
 import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -18,24 +19,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.clients.server import RUNTIMES, Call, serve
 from tests.harness.compare import compare_values
+from tests.harness.training import EXACT, Tolerance
 
 TIMEOUT_S = 120.0
 _SERVERS: dict[tuple[str, tuple[str, ...]], Connection] = {}
 
 
 def client(
-    *packages: str, num_ranks: int = 2, preload: Sequence[str] = (), fails: tuple[str, str] | None = None
+    *packages: str,
+    num_ranks: int = 2,
+    preload: Sequence[str] = (),
+    fails: tuple[str, str] | None = None,
+    tolerance: Tolerance = EXACT,
 ) -> Callable[..., Any]:
     """Run the decorated ``body(rank, folder, ...)`` on ``num_ranks`` ranks, with torch's runtime and with ours.
 
     Skipped where one of ``packages`` is not installed. ``preload``: modules that the ranks find imported; tests with
     equal lists share their processes. Default: ``packages``. ``fails``: what the errors say with torch's runtime and
-    with ours, for what cannot work in torch either; docs/clients.md lists these.
+    with ours, for what cannot work in torch either; docs/clients.md lists these. ``tolerance``: other than bit for bit,
+    with a reason.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
 
@@ -51,7 +59,7 @@ def client(
             failures = [answer for answer in (expected, found) if isinstance(answer, str)]
             if failures:
                 pytest.fail("\n\n".join(failures), pytrace=False)
-            compare_values("fsdp2 differs from torch", found, expected)
+            compare_values("fsdp2 differs from torch", found, expected, tolerance)
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         names = list(inspect.signature(body).parameters)[2:]
@@ -112,10 +120,22 @@ def layout_of(model: nn.Module) -> dict[str, str]:
 
 
 def files_in(folder: Path, *, contents: Sequence[str] = ("*.safetensors", "*.json")) -> dict[str, str]:
-    """Every file under ``folder``, with a hash of its contents if its name matches ``contents``."""
+    """Every file under ``folder``, with a hash of its contents if its name matches ``contents``. All ranks must call
+    this."""
+    dist.barrier()  # the others may still write
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         is_compared = any(path.match(pattern) for pattern in contents)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if is_compared else ""
-        found[str(path.relative_to(folder))] = digest
+        found[str(path.relative_to(folder))] = _digest(path) if is_compared else ""
     return found
+
+
+def _digest(path: Path) -> str:
+    """A hash of the contents; of safetensors without their metadata, which torch writes in the order of a set."""
+    data = path.read_bytes()
+    if path.suffix == ".safetensors":
+        size = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:size])
+        header.pop("__metadata__", None)
+        data = json.dumps(header, sort_keys=True).encode() + data[size:]
+    return hashlib.sha256(data).hexdigest()
