@@ -59,16 +59,17 @@ def _tie(model: Stack, places: tuple[str, ...]) -> None:
         model.get_submodule(name).weight = model.get_submodule(places[0]).weight
 
 
+@pytest.mark.parametrize("places", [("entry", "exit"), ("entry", "blocks.2.linear")], ids=["one unit", "two units"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @distributed(2)
 def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_one(
-    ctx: RankContext, replicas: int
+    ctx: RankContext, places: tuple[str, ...], replicas: int
 ) -> None:
-    """As transformers ties them after loading, where ``entry`` and ``exit`` are in one unit."""
-    places = ("entry", "exit")
+    """As transformers ties them after loading. Of two units, both stay unsharded between forward and backward."""
     model, reference = seeded(Stack), _tied(places)
     for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas))
+        keeps = unit is model.blocks[2] and places[1] == "blocks.2.linear"
+        fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas), reshard_after_forward=False if keeps else None)
     _tie(model, places)
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference))
     for seed in range(6):
@@ -77,7 +78,7 @@ def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_one(
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-    assert model.entry.weight is model.exit.weight
+    assert model.get_submodule(places[1]).weight is model.entry.weight
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
 
