@@ -59,6 +59,11 @@ def test_options_train_the_same(rank: int, folder: Path, config: dict[str, Any])
     return train(loaded(folder, rank, {"fsdp_size": 2, **config}), rank)
 
 
+@hf_client(fails=("Cannot access accelerator device", ""))
+def test_pinned_offload_needs_an_accelerator_in_torch(rank: int, folder: Path) -> None:
+    train(loaded(folder, rank, {"fsdp_size": 2, "fsdp_cpu_offload": True}), rank, num_steps=1)
+
+
 @hf_client()
 def test_tied_embeddings_train_the_same(rank: int, folder: Path) -> Any:
     model = loaded(folder, rank, {"fsdp_size": 2}, tie_word_embeddings=True)
