@@ -116,15 +116,15 @@ class _Installation:
         check = vars(module)[name]
         of_torch = [found for each in ("fully_shard", "replicate") if callable(found := vars(module).get(each))]
 
-        def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
+        def checked(given: Any, caller: str, *args: Any, **kwargs: Any) -> Any:
             try:
-                _refuse_our_modules(given)
+                _refuse_our_modules(given, caller)
             except ValueError:
                 for item in given if isinstance(given, (list, tuple)) else [given]:
                     for function in of_torch:
                         _torch.forget_composable_api(item, function)
                 raise
-            return check(given, *args, **kwargs)
+            return check(given, caller, *args, **kwargs)
 
         setattr(module, name, checked)
         self._undo.append(lambda: setattr(module, name, check))
@@ -187,15 +187,20 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
-def _refuse_our_modules(given: Any) -> None:
+def _refuse_our_modules(given: Any, caller: str) -> None:
+    """Refuse what torch's ``caller`` was given, if fsdp2 has sharded a module of it.
+
+    Raises:
+        ValueError: names the module and both runtimes.
+    """
     for root in given if isinstance(given, (list, tuple)) else [given]:
         for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
             if unit_of(module) is not None:
                 where = f"module '{name}'" if name else "this module"
                 raise ValueError(
-                    f"torch.distributed.fsdp.fully_shard: {where}, a {type(module).__name__}, was given to "
+                    f"{caller} of torch.distributed: {where}, a {type(module).__name__}, was given to "
                     "fsdp2.fully_shard before. One of the two can shard a model, not both. Call fsdp2.install() before "
-                    "the module that calls torch's fully_shard is imported."
+                    f"the module that calls torch's {caller} is imported."
                 )
 
 

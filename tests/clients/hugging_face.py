@@ -81,7 +81,7 @@ def accelerator(**options: Any) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     allow_fsdp_on_cpu()
-    of_accelerator = {"gradient_accumulation_steps", "mixed_precision", "parallelism_config"}
+    of_accelerator = {"gradient_accumulation_steps", "mixed_precision", "parallelism_config", "dynamo_plugin"}
     own = {name: options.pop(name) for name in list(options) if name in of_accelerator}
     plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
     return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**{**plugin, **options}), **own)

@@ -103,6 +103,17 @@ def test_a_model_made_on_the_meta_device_trains_the_same(rank: int, folder: Path
     return train(engine, model, optimizer, rank)
 
 
+@pytest.mark.parametrize("regional", [False, True])
+@hf_client()
+def test_a_compiled_model_trains_the_same(rank: int, folder: Path, regional: bool) -> Any:
+    from accelerate.utils import TorchDynamoPlugin
+
+    engine = accelerator(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional))
+    model = tiny()
+    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    return train(engine, model, optimizer, rank)
+
+
 @hf_client(num_ranks=4)
 def test_replicas_of_shards_train_the_same(rank: int, folder: Path) -> Any:
     from accelerate.parallelism_config import ParallelismConfig
