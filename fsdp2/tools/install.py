@@ -116,15 +116,15 @@ class _Installation:
         check = vars(module)[name]
         of_torch = [found for each in ("fully_shard", "replicate") if callable(found := vars(module).get(each))]
 
-        def checked(given: Any, caller: str, *args: Any, **kwargs: Any) -> Any:
+        def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                _refuse_our_modules(given, caller)
+                _refuse_our_modules(given, args[0] if args else "fully_shard")
             except ValueError:
                 for item in given if isinstance(given, (list, tuple)) else [given]:
                     for function in of_torch:
                         _torch.forget_composable_api(item, function)
                 raise
-            return check(given, caller, *args, **kwargs)
+            return check(given, *args, **kwargs)
 
         setattr(module, name, checked)
         self._undo.append(lambda: setattr(module, name, check))
