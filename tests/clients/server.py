@@ -6,7 +6,9 @@ installed before the client was imported, or was not. Clients keep their state i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import os
 import pickle
 import shutil
@@ -166,7 +168,13 @@ def _count_units() -> Callable[[], int]:
     return lambda: len(made)
 
 
+_ports = itertools.count(os.getpid() * 101)
+
+
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that no other server tries next, and that the system gives to no outgoing connection meanwhile."""
+    while True:
+        port = 10_000 + next(_ports) % 20_000
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
