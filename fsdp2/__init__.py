@@ -8,6 +8,7 @@ from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.tools import inner_gradients as _inner_gradients, memory_limit as _memory_limit, trace
 from fsdp2.tools.clip import clip_grad_norm_
 from fsdp2.tools.flat_optimizer import flatten_optimizer
+from fsdp2.tools.install import install, installed, uninstall
 from fsdp2.tools.memory_plan import memory_plan
 from fsdp2.types import (
     AllGather,
@@ -48,11 +49,14 @@ __all__ = [
     "extensions",
     "flatten_optimizer",
     "fully_shard",
+    "install",
+    "installed",
     "memory_plan",
     "no_sync",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "trace",
+    "uninstall",
     "unsharded",
 ]
 

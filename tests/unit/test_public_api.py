@@ -84,11 +84,14 @@ clip_grad_norm_
 extensions
 flatten_optimizer
 fully_shard
+install
+installed
 memory_plan
 no_sync
 register_fsdp_forward_method
 share_comm_ctx
 trace
+uninstall
 unsharded""",
     )
 
