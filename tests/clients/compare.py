@@ -114,3 +114,15 @@ def files_in(folder: Path, *, contents: Sequence[str] = ("*.safetensors", "*.jso
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if is_compared else ""
         found[str(path.relative_to(folder))] = digest
     return found
+
+
+def safetensors_in(folder: Path) -> dict[str, tuple[dict[str, str], dict[str, Tensor]]]:
+    """Metadata and tensors of all safetensors files under ``folder``. The files order their metadata by chance."""
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}  # noqa: SIM118 (no mapping)
+            found[str(path.relative_to(folder))] = (dict(sorted((file.metadata() or {}).items())), tensors)
+    return found
