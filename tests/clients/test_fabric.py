@@ -67,9 +67,7 @@ def set_up(fabric: Any, *, on_meta: bool = False) -> tuple[nn.Module, torch.opti
     return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-def train(
-    fabric: Any, model: Any, optimizer: Any, steps: range = range(3), num_accumulated: int = 1
-) -> dict[str, Any]:
+def train(fabric: Any, model: Any, optimizer: Any, steps: range = range(3), num_accumulated: int = 1) -> dict[str, Any]:
     """A loop as Fabric's users write it; the last of ``num_accumulated`` backwards reduces."""
     dp_rank = fabric.strategy.device_mesh["data_parallel"].get_local_rank()
     seen: dict[str, Any] = {"losses": [], "norms": []}
