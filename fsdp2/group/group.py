@@ -133,6 +133,7 @@ class ParamGroup:
     def give_up(self, param: ShardedParam) -> None:
         """Another group manages ``param`` from now on."""
         self.shards.give_up(self.params.index(param))
+        self.gradients.count()
         self._unbind()
         self._bindings = Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
@@ -144,13 +145,44 @@ class ParamGroup:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Take over parameters that the user replaced, moved, cast or materialised since the last call."""
+        """Take over parameters that the user replaced, moved, cast, materialised or tied since the last call."""
+        are_tied = self._are_tied()
         if self.shards.refresh():
             self.stamp = None
             self._unbind()
             self.unsharded.streams.gather_after_compute()  # compute has just written the flat shard buffers
             self._bindings.bind(self.shards.sharded)
+        if are_tied:
+            self._join_ties()
         self.is_stale = False
+
+    def _are_tied(self) -> bool:
+        """Whether the user has bound one parameter in the place of several.
+
+        Raises:
+            ScheduleError: the group was used before, so autograd and optimizer states may know several parameters.
+        """
+        by_bound: dict[int, ShardedParam] = {}
+        are_tied = False
+        for param in self.params:
+            bound = param.bound()
+            other = param if bound is None else by_bound.setdefault(id(bound), param)
+            if other is not param and self.unsharded.gather is not None:
+                raise ScheduleError(
+                    f"parameters '{other.full_name}' and '{param.full_name}' were tied after the first use of unit "
+                    f"'{self.name}'. Tie parameters before the first forward, and at best before fully_shard."
+                )
+            are_tied = are_tied or other is not param
+        return are_tied
+
+    def _join_ties(self) -> None:
+        """Make one parameter of those that are bound as one: it is gathered once, and its gradients are one sum."""
+        owners: dict[nn.Parameter, ShardedParam] = {}
+        for param in list(self.params):
+            owner = owners.setdefault(param.sharded, param)
+            if owner is not param:
+                owner.slots += param.slots
+                self.give_up(param)
 
     def _rebind(self, forms: Sequence[nn.Parameter]) -> None:
         if not self._bindings.rebind(forms):
@@ -177,6 +209,8 @@ class ParamGroup:
         try:
             if self.is_stale or (before is GroupState.SHARDED and not self._is_intact()):
                 self._refresh()
+            if unsharded.hooked is not None and unsharded.hooked.have_failed:
+                self._unbind()
             requires_grad = self.requires_grad()
             if not unsharded.parameters:  # the first gather, or hooks failed before
                 unsharded.bind(requires_grad)
@@ -189,7 +223,10 @@ class ParamGroup:
             elif unsharded.post_forward is not None:
                 self._in_flight = unsharded.post_forward.gather
             assert self._in_flight is not None
-            self._in_flight.issue()
+            if _torch.is_profiling():
+                _torch.in_range("all_gather", self.name, self._in_flight.issue)
+            else:
+                self._in_flight.issue()
         except BaseException:
             self.state = before  # nothing is in flight: a refused gather leaves the group as it was
             raise
@@ -203,7 +240,10 @@ class ParamGroup:
         is_first = not unsharded.parameters
         assert self._in_flight is not None
         try:
-            self._in_flight.wait()
+            if _torch.is_profiling():
+                _torch.in_range("all_gather_copy_out", self.name, self._in_flight.wait)
+            else:
+                self._in_flight.wait()
             if is_first:
                 unsharded.adopt()
                 unsharded.follow_requires_grad(self.requires_grad())

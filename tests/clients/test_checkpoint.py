@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-from tests.clients.compare import client, files_in, parameters_of, safetensors_in
+from tests.clients.compare import client, files_in, parameters_of
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.runtimes import oracle, subject
 
@@ -117,7 +117,7 @@ def test_safetensors_are_equal_and_are_read_back(rank: int, folder: Path, consol
     set_model_state_dict(model, state)
     loaded = parameters_of(model)
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-    return loaded, safetensors_in(folder)
+    return loaded, files_in(folder)
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "full"])
