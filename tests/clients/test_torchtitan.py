@@ -23,7 +23,7 @@ from tests.clients.compare import client, files_in, layout_of, parameters_of
 
 VOCAB, DIM, SEQ = 64, 32, 16
 PACKAGES = ("torchtitan", "torchao", "triton", "datasets", "tensorboard", "torchdata", "tokenizers")
-PRELOADED = ("torchtitan.trainer", "torchtitan.models.llama3", "torch._dynamo")
+PRELOADED = ("torchtitan.trainer", "torchtitan.models.llama3", "torchtitan.models.qwen3", "torch._dynamo")
 
 
 def on_ranks(num_ranks: int) -> Any:
@@ -34,10 +34,9 @@ def on_ranks(num_ranks: int) -> Any:
 
 
 def _llama(is_tied: bool) -> Any:
-    """Two layers. torchtitan's language models want flex attention, whose backward does not exist on the CPU."""
+    """Two layers."""
     from torchtitan.models import llama3
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-    from torchtitan.models.common.attention import ScaledDotProductAttention
 
     layers = llama3._build_llama3_layers(
         n_layers=2,
@@ -47,8 +46,7 @@ def _llama(is_tied: bool) -> Any:
         rope=ComplexRoPE.Config(dim=DIM // 4, max_seq_len=SEQ, theta=10000),
         attn_backend="flex",
     )
-    for layer in layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    _without_flex_attention(layers)
     embedding_init = llama3._EMBEDDING_SKIP_INIT if is_tied else llama3._EMBEDDING_INIT
     return llama3.Llama3Model.Config(
         dim=DIM,
@@ -61,18 +59,56 @@ def _llama(is_tied: bool) -> Any:
     )
 
 
-def _spec(is_tied: bool) -> Any:
-    from torchtitan.models import llama3
+def _qwen3_moe() -> Any:
+    """Two layers with four experts each."""
+    from torchtitan.models import qwen3
+    from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+
+    layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=DIM,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=16,
+        moe_hidden_dim=48,
+        num_experts=4,
+        top_k=2,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(dim=16, max_seq_len=SEQ, theta=10000),
+    )
+    return qwen3.Qwen3Model.Config(
+        vocab_size=VOCAB,
+        dim=DIM,
+        norm=qwen3._qwen3_norm(DIM),
+        tok_embeddings=Embedding.Config(num_embeddings=VOCAB, embedding_dim=DIM, param_init=qwen3._EMBEDDING_INIT),
+        lm_head=Linear.Config(in_features=DIM, out_features=VOCAB, param_init=qwen3._LINEAR_INIT),
+        layers=_without_flex_attention(layers),
+    )
+
+
+def _without_flex_attention(layers: list[Any]) -> list[Any]:
+    """torchtitan's language models want flex attention, whose backward does not exist on the CPU."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return layers
+
+
+def _spec(name: str) -> Any:
+    from torchtitan.models import llama3, qwen3
     from torchtitan.protocols.model_spec import ModelSpec
 
+    is_llama = name != "qwen3_moe"
     return ModelSpec(
-        name="llama3",
+        name="llama3" if is_llama else "qwen3",
         flavor="tiny",
-        model=_llama(is_tied),
-        parallelize_fn=llama3.parallelize_llama,
+        model=_llama(is_tied=name == "tied_llama") if is_llama else _qwen3_moe(),
+        parallelize_fn=llama3.parallelize_llama if is_llama else qwen3.parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=llama3.Llama3StateDictAdapter,
+        state_dict_adapter=llama3.Llama3StateDictAdapter if is_llama else qwen3.Qwen3StateDictAdapter,
     )
 
 
@@ -163,7 +199,7 @@ def _train(
     *,
     chunks: int = 4,
     steps: int = 3,
-    is_tied: bool = False,
+    model: str = "llama",
     recompute: str = "",
     training: dict[str, Any] | None = None,
     parallelism: dict[str, Any] | None = None,
@@ -183,7 +219,7 @@ def _train(
     tokens, no_tokenizer = _components()
     options = {"local_batch_size": 2, "seq_len": SEQ, "steps": steps, "disable_cuda_graphs": True}
     config = Trainer.Config(
-        model_spec=_spec(is_tied),
+        model_spec=_spec(model),
         dump_folder=str(folder),
         hf_assets_path=str(folder),
         loss=ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=loss) if chunks else loss,
@@ -202,8 +238,8 @@ def _train(
     logged = []
     trainer.metrics_processor.log = lambda step, *values, **_: logged.append((step, *values))
     trainer.train()
-    (model,) = trainer.model_parts
-    found = {"logged": [list(entry) for entry in logged], "layout": layout_of(model), "trained": parameters_of(model)}
+    (part,) = trainer.model_parts
+    found = {"logged": [list(entry) for entry in logged], "layout": layout_of(part), "trained": parameters_of(part)}
     trainer.close()
     return found
 
@@ -213,7 +249,8 @@ def _train(
     [
         {},
         {"chunks": 0},
-        {"is_tied": True},
+        {"model": "tied_llama"},
+        {"model": "qwen3_moe"},
         {"training": {"mixed_precision_param": "bfloat16"}, "recompute": "SelectiveAC"},
         {"training": {"global_batch_size": 8}, "recompute": "FullAC"},
         {"parallelism": {"fsdp_reshard_after_forward": "never"}},
@@ -240,6 +277,21 @@ def test_the_trainer_trains_the_same(rank: int, folder: Path, options: dict[str,
 @on_ranks(4)
 def test_hsdp_and_tensor_parallelism_train_the_same(rank: int, folder: Path, parallelism: dict[str, Any]) -> Any:
     return _train(folder, parallelism=parallelism)
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {"expert_parallel_degree": 2},
+        {"expert_parallel_degree": 4, "tensor_parallel_degree": 2},
+        {"expert_parallel_degree": 2, "spmd_backend": "full_dtensor"},
+        {"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "spmd_backend": "full_dtensor"},
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_expert_parallelism_trains_the_same(rank: int, folder: Path, parallelism: dict[str, Any]) -> Any:
+    return _train(folder, model="qwen3_moe", parallelism=parallelism)
 
 
 @on_ranks(8)
