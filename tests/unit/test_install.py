@@ -80,6 +80,7 @@ def test_torchs_internals_keep_their_own_classes() -> None:
     with quietly_installed():
         assert inner.FSDPModule is BEFORE["FSDPModule"]
         assert issubclass(inner.ReplicateModule, BEFORE["FSDPModule"])
+        assert not issubclass(inner.ReplicateModule, theirs.FSDPModule)  # docs/clients.md says so
         # torch's function still reads torch's class from its own globals
         assert BEFORE["fully_shard"].__wrapped__.__globals__["FSDPModule"] is BEFORE["FSDPModule"]
 
