@@ -26,6 +26,7 @@ V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # the first rank has 
 SPLITS_BACKWARD = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
 SCHEDULES = (*OF_ONE_STAGE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLITS_BACKWARD)
 SHARE = 1 / NUM_MICRO
+on_four_ranks = client(num_ranks=4, preload=["torch.distributed.pipelining", "torch._dynamo"])
 
 
 class Block(nn.Module):
@@ -160,7 +161,7 @@ def once(seen: dict[str, list[Any]], step: int) -> None:
     # With torch's runtime as well, gradients are lost if a later forward reshards before the weights' backward.
     [(name, False) for name in SCHEDULES] + [(name, True) for name in SCHEDULES if name not in SPLITS_BACKWARD],
 )
-@client(num_ranks=4, preload=["torch.distributed.pipelining"])
+@on_four_ranks
 def test_each_schedule_reduces_once_per_step(
     rank: int, folder: Path, schedule: str, reshard_after_forward: bool
 ) -> Any:

@@ -1,6 +1,6 @@
 """torchtitan's Trainer on a tiny Llama: data loader, chunked loss, ``parallelize_llama``, optimizer, checkpoints.
 
-What the Trainer needs to run without an accelerator is in ``_adapt_to_cpu``; it is the same for both runtimes, but for
+What the Trainer needs to run without an accelerator is in ``adapt_to_cpu``; it is the same for both runtimes, but for
 one line, which torch's runtime needs on gloo.
 """
 
@@ -158,7 +158,7 @@ def _components() -> tuple[type, type]:
     return Tokens, NoTokenizer
 
 
-def _adapt_to_cpu() -> None:
+def adapt_to_cpu() -> None:
     from torchtitan import trainer
     from torchtitan.components import metrics
     from torchtitan.distributed import fsdp
@@ -173,8 +173,6 @@ def _adapt_to_cpu() -> None:
         reset_peak_stats=lambda: None,
     )
     metrics.build_device_memory_monitor = lambda: monitor
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     trainer.dist_utils.init_distributed = lambda *_, **__: dist.get_world_size()
     trainer.dist_utils.set_pg_timeouts = lambda **_: None  # it passes device ids to a barrier of gloo
     trainer.time = types.SimpleNamespace(perf_counter=trainer.time.perf_counter, sleep=lambda _: None)
@@ -214,7 +212,9 @@ def _train(
     from torchtitan.distributed import activation_checkpoint
     from torchtitan.trainer import Trainer
 
-    _adapt_to_cpu()
+    adapt_to_cpu()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)
     tokens, no_tokenizer = _components()
     options = {"local_batch_size": 2, "seq_len": SEQ, "steps": steps, "disable_cuda_graphs": True}
