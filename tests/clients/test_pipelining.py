@@ -159,7 +159,8 @@ def once(seen: dict[str, list[Any]], step: int) -> None:
 @pytest.mark.parametrize(
     ("schedule", "reshard_after_forward"),
     # With torch's runtime as well, gradients are lost if a later forward reshards before the weights' backward.
-    [(name, False) for name in SCHEDULES] + [(name, True) for name in SCHEDULES if name not in SPLITS_BACKWARD],
+    [(name, False) for name in SCHEDULES]
+    + [pytest.param(name, True, marks=pytest.mark.long) for name in SCHEDULES if name not in SPLITS_BACKWARD],
 )
 @on_four_ranks
 def test_each_schedule_reduces_once_per_step(

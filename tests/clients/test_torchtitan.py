@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.clients.compare import client, files_in, layout_of, parameters_of
+from tests.harness.selection import long
 
 VOCAB, DIM, SEQ = 64, 32, 16
 PACKAGES = ("torchtitan", "torchao", "triton", "datasets", "tensorboard", "torchdata", "tokenizers")
@@ -253,7 +254,7 @@ def _train(
         {"model": "qwen3_moe"},
         {"training": {"mixed_precision_param": "bfloat16"}, "recompute": "SelectiveAC"},
         {"training": {"global_batch_size": 8}, "recompute": "FullAC"},
-        {"parallelism": {"fsdp_reshard_after_forward": "never"}},
+        *long({"parallelism": {"fsdp_reshard_after_forward": "never"}}),
         {"parallelism": {"spmd_backend": "full_dtensor"}},
     ],
     ids=str,
@@ -270,7 +271,7 @@ def test_the_trainer_trains_the_same(rank: int, folder: Path, options: dict[str,
         {"tensor_parallel_degree": 2},
         {"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2},
         {"tensor_parallel_degree": 2, "spmd_backend": "full_dtensor"},
-        {"data_parallel_replicate_degree": 2, "spmd_backend": "full_dtensor"},
+        *long({"data_parallel_replicate_degree": 2, "spmd_backend": "full_dtensor"}),
     ],
     ids=str,
 )
@@ -283,7 +284,7 @@ def test_hsdp_and_tensor_parallelism_train_the_same(rank: int, folder: Path, par
     "parallelism",
     [
         {"expert_parallel_degree": 2},
-        {"expert_parallel_degree": 4, "tensor_parallel_degree": 2},
+        *long({"expert_parallel_degree": 4, "tensor_parallel_degree": 2}),
         {"expert_parallel_degree": 2, "spmd_backend": "full_dtensor"},
         {"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "spmd_backend": "full_dtensor"},
     ],
@@ -294,6 +295,7 @@ def test_expert_parallelism_trains_the_same(rank: int, folder: Path, parallelism
     return _train(folder, model="qwen3_moe", parallelism=parallelism)
 
 
+@pytest.mark.long
 @on_ranks(8)
 def test_hsdp_with_tensor_parallelism_trains_the_same(rank: int, folder: Path) -> Any:
     return _train(folder, parallelism={"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2})
