@@ -12,21 +12,59 @@ from typing import Any
 
 import pytest
 
-from tests.clients.compare import parameters_of
+from tests.clients.compare import files_in, parameters_of
 from tests.clients.hugging_face import allow_fsdp_on_cpu, hf_client
+from tests.clients.test_checkpoint import on_two_ranks as on_checkpoint_ranks
+from tests.clients.test_fabric import on_ranks as on_fabric_ranks
+from tests.clients.test_pipelining import on_four_ranks as on_pipeline_ranks
+from tests.clients.test_torchao import on_two_ranks as on_ao_ranks
+from tests.clients.test_torchtitan import adapt_to_cpu, on_ranks as on_titan_ranks
 from tests.docs.markdown import ROOT, programs
 
 PAGE = ROOT / "docs" / "clients.md"
 BLOCKS = [block for _, blocks in programs(PAGE) for block in blocks]
 NAMES = ["accelerate", "peft", "Trainer", "DistributedConfig"]
+NAMES += ["torchtitan", "torchao", "Fabric", "pipelining", "checkpoints"]
 assert len(BLOCKS) == len(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:4])
 @hf_client()
 def test_the_lines_run_the_same(rank: int, folder: Path, name: str) -> Any:
-    os.chdir(folder)
     allow_fsdp_on_cpu()
+    return parameters_after(name, folder)
+
+
+@on_titan_ranks(2)
+def test_the_lines_of_torchtitan_run_the_same(rank: int, folder: Path) -> Any:
+    adapt_to_cpu()
+    return parameters_after("torchtitan", folder)
+
+
+@on_ao_ranks
+def test_the_lines_of_torchao_run_the_same(rank: int, folder: Path) -> Any:
+    return parameters_after("torchao", folder)
+
+
+@on_fabric_ranks(2)
+def test_the_lines_of_fabric_run_the_same(rank: int, folder: Path) -> Any:
+    return parameters_after("Fabric", folder)
+
+
+@on_pipeline_ranks
+def test_the_lines_of_pipelining_run_the_same(rank: int, folder: Path) -> Any:
+    return parameters_after("pipelining", folder)
+
+
+@on_checkpoint_ranks("safetensors")
+def test_the_lines_of_checkpoints_run_the_same(rank: int, folder: Path) -> Any:
+    parameters = parameters_after("checkpoints", folder)
+    return parameters, files_in(folder)
+
+
+def parameters_after(name: str, folder: Path) -> Any:
+    """Run the lines of ``name``; their model's parameters."""
+    os.chdir(folder)
     block = BLOCKS[NAMES.index(name)]
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile("\n" * (block.line - 1) + block.text, str(PAGE), "exec"), namespace)
@@ -64,8 +102,10 @@ def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     assert list((tmp_path / "saved").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["accelerate", "transformers", "peft"])
+@pytest.mark.parametrize(
+    "name", ["accelerate", "transformers", "peft", "torchtitan", "torchao", "lightning-fabric", "torch"]
+)
 def test_the_versions_are_those_that_were_run(name: str) -> None:
-    pytest.importorskip(name)
+    pytest.importorskip(name.replace("-", "_"))
     found = re.findall(rf"^\| {name} \| (\S+) \|", PAGE.read_text(), re.MULTILINE)
-    assert set(found) == {version(name)}
+    assert set(found) == {version(name).partition("+")[0]}
