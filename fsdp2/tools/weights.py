@@ -184,7 +184,7 @@ def _index(entries: Sequence[int]) -> slice | torch.Tensor:
     if len(entries) == 0:
         return slice(0, 0)
     start, stop = entries[0], entries[-1] + 1
-    return slice(start, stop) if stop - start == len(entries) else torch.tensor(entries)
+    return slice(start, stop) if stop - start == len(entries) else torch.tensor(entries, device="cpu")
 
 
 # What ranks do together
@@ -225,15 +225,22 @@ def _kind(error: Exception) -> type[Exception]:
 
 
 def _text(error: Exception) -> str:
-    own = isinstance(error, (ScheduleError, ImportError)) or type(error) in (TypeError, ValueError, RuntimeError)
-    return str(error) if own else f"{type(error).__name__}: {error}"
+    ours = isinstance(error, (ScheduleError, ImportError)) or type(error) in (TypeError, ValueError, RuntimeError)
+    if isinstance(error, OSError):
+        ours = error.errno is None  # else the system's
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def renamed(key: str, rename: Rename | None) -> str | None:
     """``key`` under its new name; None to leave it out."""
     if rename is None:
         return key
-    return rename(key) if callable(rename) else rename.get(key, key)
+    if not callable(rename):
+        return rename.get(key, key)
+    try:
+        return rename(key)
+    except Exception as error:
+        raise RuntimeError(f"rename('{key}') raised {type(error).__name__}: {error}") from error
 
 
 def extra(name: str, caller: str) -> Any:
