@@ -217,7 +217,11 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
         fsdp2.load_safetensors(other, folder)
         _same(_locals(other), _locals(expected))
 
-    streamed = {name: (value.cpu(), value.dtype) for name, value in fsdp2.stream_full_params(expected)}
+    streamed = {}
+    for name, value in fsdp2.stream_full_params(expected):
+        streamed[name] = (value.cpu().clone(), value.dtype)
+        value.zero_()  # the caller's own
+    _same(_locals(expected), _locals(_make(ctx, place)))
     whole = {name: (value.detach(), value.dtype) for name, value in _unsharded(place).named_parameters()}
     assert list(streamed) == list(whole)
     for name, (value, dtype) in whole.items():
@@ -267,6 +271,19 @@ def test_names_may_differ_or_be_left_out(ctx: RankContext, tmp_path: Path) -> No
     assert unexpected == ["model.exit.weight", "model.exit.bias"]
     for name, value in _locals(model).items():
         assert torch.equal(value, _locals(expected if name.startswith("entry") else before)[name]), name
+
+
+@distributed(2)
+def test_buffers_are_saved_as_the_first_rank_has_them(ctx: RankContext, tmp_path: Path) -> None:
+    """In whichever file they are, so also in those that the other rank writes."""
+    model = _make(ctx, "buffers")
+    for block in model.blocks:
+        block.norm.running_mean.fill_(ctx.rank + 1)
+        block.norm.num_batches_tracked.fill_(ctx.rank + 1)
+    fsdp2.save_safetensors(model, tmp_path, max_shard_size=1)
+    for key, value in _read(tmp_path).items():
+        if key.endswith(("running_mean", "num_batches_tracked")):
+            assert torch.equal(value, torch.ones_like(value)), key
 
 
 class Quantised(nn.Module):
@@ -331,6 +348,22 @@ def test_training_goes_on_as_if_nothing_was_streamed_saved_or_broken_off(ctx: Ra
             value.zero_()  # the caller's own
         fsdp2.save_safetensors(models[0], tmp_path)
     _same(_read(tmp_path), {name: p.full_tensor().cpu() for name, p in models[1].named_parameters()})
+
+
+@distributed(2)
+def test_parameters_that_the_user_has_replaced_count(ctx: RankContext, tmp_path: Path) -> None:
+    _write(tmp_path, _unsharded("1d"), ctx.rank)
+    expected, model = _make(ctx, "1d"), _make(ctx, "1d", seed=1)
+    batch = model.batch(torch.Generator(device=torch.get_default_device()))
+    with torch.no_grad():
+        model(*batch)  # leaves the root unsharded
+        value = torch.randn(16, 16)
+        old = model.state_dict()["entry.weight"]
+        model.entry.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
+        assert torch.equal(dict(fsdp2.stream_full_params(model))["entry.weight"], value)
+        model.entry.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
+        fsdp2.load_safetensors(model, tmp_path)
+        assert torch.equal(model(*batch), expected(*batch))
 
 
 @pytest.mark.parametrize("reshard", [True, False])
