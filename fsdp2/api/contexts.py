@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
+from fsdp2.comm.streams import wait_for
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
@@ -94,7 +95,7 @@ def unsharded(
             if is_here and len(params) == len(group.params):
                 whole.add(group)
             for param in params:
-                _hand_out(param, is_here=is_here, device=torch.device("cpu") if offload_to_cpu else None)
+                _hand_out(group, param, is_here=is_here, device=torch.device("cpu") if offload_to_cpu else None)
         for _, unit in units_under(module):
             stack.callback(setattr, unit, "lent", unit.lent)
             unit.lent = Lent.ALL if whole.issuperset(unit.groups) else Lent.PART
@@ -170,11 +171,11 @@ def check_idle(module: nn.Module, caller: str) -> None:
         )
 
 
-def _hand_out(param: ShardedParam, *, is_here: bool, device: torch.device | None) -> None:
+def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: torch.device | None) -> None:
     """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the device of the mesh."""
     with torch.no_grad():
         local = _torch.local_of(param.sharded)
-        full = gathered(param, local) if is_plain(local) else _gathered_subclass(param)
+        full = gathered(group, param, local) if is_plain(local) else _gathered_subclass(param)
         if is_here:
             own = torch.empty_like(full, device=device or full.device).copy_(full)
             whole = nn.Parameter(param.spec.unsharded_tensor(own), requires_grad=param.sharded.requires_grad)
@@ -182,16 +183,20 @@ def _hand_out(param: ShardedParam, *, is_here: bool, device: torch.device | None
                 setattr(module, name, whole)
 
 
-def gathered(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
-    """The values of ``param``, of which ``local`` are those of this rank's shard, plain and of any dtype. If model axes
-    have cut the parameter, this rank's part. Values travel as bytes: backends do not know all dtypes."""
-    layout, mesh = param.layout, param.mesh
-    sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=mesh.device)
-    sent[: local.numel()].view(local.shape).copy_(local)
+def gathered(group: ParamGroup, param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """The values of ``param`` of ``group``, of which ``local`` are those of this rank's shard, plain and of any dtype.
+    If model axes have cut the parameter, this rank's part. May share the memory of ``local``. Values travel as bytes:
+    backends do not know all dtypes."""
+    layout, device = param.layout, param.mesh.device
     if layout.num_shards == 1:
-        return sent.view(layout.shape)
-    got = torch.empty(layout.padded_numel, dtype=local.dtype, device=mesh.device)
-    dist.all_gather_into_tensor(got.view(torch.uint8), sent.view(torch.uint8), mesh.shard.group)
+        return local.to(device).view(layout.shape)
+    if local.numel() == layout.chunk_numel:
+        sent = local.to(device).reshape(-1)
+    else:
+        sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=device)
+        sent[: local.numel()].view(local.shape).copy_(local)
+    got = torch.empty(layout.padded_numel, dtype=local.dtype, device=device)
+    wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
     if layout.is_contiguous:
         return got[: layout.numel].view(layout.shape)
     shapes = [layout.shard_shape(rank) for rank in range(layout.num_shards)]

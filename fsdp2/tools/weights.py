@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp2 import _torch
 from fsdp2.api.contexts import check_idle, gathered
 from fsdp2.comm.backends import exchange
-from fsdp2.group.group import groups_by_slot
+from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import NO_AXIS, Axis, mesh_device
@@ -75,12 +75,13 @@ class Weight:
     Attributes:
         names: in the state dict; tied weights have several.
         tensor: the parameter or buffer; a DTensor if it is cut or replicated.
-        param: what ``fully_shard`` knows of it; None if it does not manage the tensor.
+        group, param: what ``fully_shard`` knows of it; None if it does not manage the tensor.
     """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    param: ShardedParam | None
+    group: ParamGroup | None = None
+    param: ShardedParam | None = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -107,8 +108,8 @@ class Weight:
         own. It is cast before it travels."""
         with torch.no_grad():
             local = _plain(self.local, dtype)
-            if self.param is not None:
-                own = self.param.spec.unsharded_tensor(gathered(self.param, local))
+            if self.group is not None and self.param is not None:
+                own = self.param.spec.unsharded_tensor(gathered(self.group, self.param, local))
                 return own.full_tensor() if isinstance(own, DTensor) else own
             if not isinstance(self.tensor, DTensor):
                 return local
@@ -129,14 +130,14 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
     groups = dict.fromkeys(by_slot[slot][0] for slot in slots if slot in by_slot)
     for group in groups:
         group.settle()
-    managed = {id(param.sharded): param for group in groups for param in group.params}
+    managed = {id(param.sharded): (group, param) for group in groups for param in group.params}
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):  # modules may have other things in it, as "extra state"
             tensors[id(tensor)] = tensor
             names.setdefault(id(tensor), []).append(name)
-    return [Weight(tuple(names[key]), tensor, managed.get(key)) for key, tensor in tensors.items()]
+    return [Weight(tuple(names[key]), tensor, *managed.get(key, ())) for key, tensor in tensors.items()]
 
 
 def check_ready(weights: Sequence[Weight], caller: str) -> None:
