@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -76,6 +77,13 @@ def _on_full_mesh(model: Any, ctx: RankContext) -> Any:
     return _units(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
+def _by_torch(model: Any, ctx: RankContext) -> Any:
+    """Sharded by torch's ``fully_shard``: DTensors that fsdp2 does not manage."""
+    for unit in (*model.units(), model):
+        torch_fully_shard(unit, mesh=ctx.mesh_1d())
+    return model
+
+
 def _experts(model: Any, ctx: RankContext) -> Any:
     mesh = ctx.mesh_2d(2, 2)
     experts = {block.down.weight for block in model.blocks}
@@ -103,6 +111,7 @@ ON_2: dict[str, tuple[Callable[[], ParityModel], _Shard]] = {
     ),
     "tp": (MLP, lambda model, ctx: _tensor_parallel(model, ctx.mesh(dp=1, tp=2))),
     "replicated": (MLP, lambda model, ctx: _units(model, ctx.mesh_2d(2, 1))),
+    "by torch": (Uneven, _by_torch),
     "unsharded": (Buffers, lambda model, ctx: model),
 }
 ON_4: dict[str, tuple[Callable[[], ParityModel], _Shard]] = {
@@ -197,7 +206,7 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
         assert fsdp2.load_safetensors(model, tmp_path) == ([], [])
         _same(_locals(model), _locals(expected))
         if place not in NO_FORWARD:
-            batch = model.batch(torch.Generator(device=torch.get_default_device()).manual_seed(0))
+            batch = model.batch(torch.Generator().manual_seed(0))
             assert torch.equal(model.loss(model(*batch), batch), expected.loss(expected(*batch), batch))
         if place == "buffers":
             expected = _make(ctx, place)  # forwards write buffers
@@ -323,7 +332,7 @@ def test_subclasses_take_and_give_plain_values(ctx: RankContext, tmp_path: Path)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
-    generator = torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     batch = model.batch(generator)
     loss = model.loss(model(*batch), batch)
     loss.backward()
@@ -340,7 +349,7 @@ def test_training_goes_on_as_if_nothing_was_streamed_saved_or_broken_off(ctx: Ra
         first, second = (_step(*pair, seed) for pair in zip(models, optimizers, strict=True))
         assert torch.equal(first, second)
         with torch.no_grad():  # leaves the model unsharded
-            models[0](models[0].batch(torch.Generator(device=torch.get_default_device()))[0])
+            models[0](models[0].batch(torch.Generator())[0])
         for name, value in fsdp2.stream_full_params(models[0]):
             assert torch.equal(value, models[1].get_parameter(name).full_tensor())  # type: ignore[attr-defined]
             if seed == 1 and name.startswith("blocks.1"):
@@ -354,7 +363,7 @@ def test_training_goes_on_as_if_nothing_was_streamed_saved_or_broken_off(ctx: Ra
 def test_parameters_that_the_user_has_replaced_count(ctx: RankContext, tmp_path: Path) -> None:
     _write(tmp_path, _unsharded("1d"), ctx.rank)
     expected, model = _make(ctx, "1d"), _make(ctx, "1d", seed=1)
-    batch = model.batch(torch.Generator(device=torch.get_default_device()))
+    batch = model.batch(torch.Generator())
     with torch.no_grad():
         model(*batch)  # leaves the root unsharded
         value = torch.randn(16, 16)
@@ -372,7 +381,7 @@ def test_what_was_gathered_before_is_outdated_after_loading(ctx: RankContext, re
     _write(tmp_path, _unsharded("1d"), ctx.rank)
     expected = _make(ctx, "1d")
     model = _units(seeded(MLP, 1), ctx.mesh_1d(), reshard_after_forward=reshard)
-    batch = model.batch(torch.Generator(device=torch.get_default_device()))
+    batch = model.batch(torch.Generator())
     with torch.no_grad():
         model(*batch)
         fsdp2.load_safetensors(model, tmp_path)
@@ -396,7 +405,7 @@ def test_during_a_pass_all_three_are_refused(ctx: RankContext, tmp_path: Path) -
             errors.append(error_of(tool))
 
     handle = model.blocks[1].register_forward_hook(call)
-    output = model(*model.batch(torch.Generator(device=torch.get_default_device())))
+    output = model(*model.batch(torch.Generator()))
     handle.remove()
     output.register_hook(call)
     output.sum().backward()
