@@ -472,7 +472,8 @@ class _Checked:
                     library.safe_open(first.file, framework="pt") as a,
                     library.safe_open(other.file, framework="pt") as b,
                 ):
-                    if not torch.equal(_slice_of(a, first.key, weight), _slice_of(b, other.key, weight)):
+                    values = [_slice_of(*each, weight) for each in ((a, first.key), (b, other.key))]
+                    if not torch.equal(*(each.to(weight.tensor.dtype) for each in values)):
                         self._others.append(f"'{first.key}' and '{other.key}' differ, but the model ties them.")
 
     def problems(self, strict: bool) -> list[str]:

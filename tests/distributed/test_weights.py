@@ -31,6 +31,7 @@ from fsdp2.tensors import BFloat16AllGatherTensor, NF4Tensor, wrap_parameters
 from fsdp2.tools import save_weights
 from tests.distributed.support import seeded
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.extensions import KeptHalved
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.pool import WorkerError, WorkerPool
@@ -326,6 +327,22 @@ def test_subclasses_take_and_give_plain_values(ctx: RankContext, tmp_path: Path)
     _same(dict(fsdp2.stream_full_params(model)), expected)
     assert type(model.codes.to_local()) is NF4Tensor
     assert type(model.layer.weight.to_local()) is BFloat16AllGatherTensor
+
+
+@distributed(2)
+def test_payloads_that_hooks_keep_are_outdated_after_loading(ctx: RankContext, tmp_path: Path) -> None:
+    def make(seed: int) -> Any:
+        model = seeded(MLP, seed)
+        model.entry.weight = nn.Parameter(KeptHalved(model.entry.weight.detach()))
+        return _units(model, ctx.mesh_1d())
+
+    expected, model = make(0), make(1)
+    fsdp2.save_safetensors(expected, tmp_path)
+    batch = model.batch(torch.Generator())
+    with torch.no_grad():
+        assert not torch.equal(model(*batch), expected(*batch))
+        fsdp2.load_safetensors(model, tmp_path)
+        assert torch.equal(model(*batch), expected(*batch))
 
 
 # In the middle of training
