@@ -114,6 +114,7 @@ def save_safetensors(
         weights = weights_of(model, _CALLER)
         check_ready(weights, _CALLER)
         _warn_of_others(model, axis)
+        device = next((each.param.mesh.device for each in weights if each.param is not None), None)
         files = _files(_entries(weights, dtype, rename), _nbytes(max_shard_size), tag)
         if axis.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
@@ -125,7 +126,7 @@ def save_safetensors(
         with together(axis):
             problem = None
             for first in range(0, len(files), axis.size):
-                problem = _write(path, files[first : first + axis.size], axis) or problem
+                problem = _write(path, files[first : first + axis.size], axis, device) or problem
             if problem is not None:
                 raise problem
     except BaseException:
@@ -229,7 +230,7 @@ def _warn_of_others(model: nn.Module, axis: Axis) -> None:
 # Write
 
 
-def _write(path: Path, files: Sequence[_File], axis: Axis) -> OSError | None:
+def _write(path: Path, files: Sequence[_File], axis: Axis, device: torch.device | None) -> OSError | None:
     """Write ``files``; file i is this rank's if its rank on ``axis`` is i. A rank that cannot write goes on gathering,
     since the others need it, and returns its error."""
     mine = files[axis.rank] if axis.rank < len(files) else None
@@ -246,7 +247,7 @@ def _write(path: Path, files: Sequence[_File], axis: Axis) -> OSError | None:
             kept: torch.Tensor | None = None
             for owner, file in enumerate(files):
                 if index < len(file.entries):
-                    values = _gathered(file.entries[index], axis)
+                    values = _gathered(file.entries[index], axis, device)
                     if owner == axis.rank:
                         kept = values.cpu().contiguous()
                     del values
@@ -265,12 +266,13 @@ def _write(path: Path, files: Sequence[_File], axis: Axis) -> OSError | None:
     return problem
 
 
-def _gathered(entry: _Entry, axis: Axis) -> torch.Tensor:
-    """The whole tensor in the dtype of the file. A plain tensor is that of the first rank."""
+def _gathered(entry: _Entry, axis: Axis, device: torch.device | None) -> torch.Tensor:
+    """The whole tensor in the dtype of the file. A plain tensor is that of the first rank, and travels through
+    ``device``."""
     values = entry.weight.whole(entry.dtype)
     if isinstance(entry.weight.tensor, DTensor) or axis.size == 1:
         return values
-    sent = values.contiguous().clone().reshape(-1).view(torch.uint8)
+    sent = values.to(device, copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     dist.broadcast(sent, group=axis.group, group_src=0)
     return sent.view(entry.dtype).reshape(values.shape)
 
