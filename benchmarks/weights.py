@@ -328,7 +328,7 @@ def median(taken: Sequence[Taken], field: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
     if MISSING:

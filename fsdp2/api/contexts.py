@@ -187,16 +187,28 @@ def gathered(group: ParamGroup, param: ShardedParam, local: torch.Tensor) -> tor
     """The values of ``param`` of ``group``, of which ``local`` are those of this rank's shard, plain and of any dtype.
     If model axes have cut the parameter, this rank's part. May share the memory of ``local``. Values travel as bytes:
     backends do not know all dtypes."""
-    layout, device = param.layout, param.mesh.device
+    layout = param.layout
+    sent = packed(param, local)
     if layout.num_shards == 1:
-        return local.to(device).view(layout.shape)
-    if local.numel() == layout.chunk_numel:
-        sent = local.to(device).reshape(-1)
-    else:
-        sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=device)
-        sent[: local.numel()].view(local.shape).copy_(local)
-    got = torch.empty(layout.padded_numel, dtype=local.dtype, device=device)
+        return sent.view(layout.shape)
+    got = sent.new_empty(layout.padded_numel)
     wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
+    return joined(param, got)
+
+
+def packed(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """``local``, the values of this rank's shard, as the message to others: flat, padded, on the mesh's device."""
+    layout, device = param.layout, param.mesh.device
+    if local.numel() == layout.chunk_numel:
+        return local.to(device).reshape(-1)
+    sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=device)
+    sent[: local.numel()].view(local.shape).copy_(local)
+    return sent
+
+
+def joined(param: ShardedParam, got: torch.Tensor) -> torch.Tensor:
+    """The values that lie in ``got``, the messages of all ranks behind each other."""
+    layout = param.layout
     if layout.is_contiguous:
         return got[: layout.numel].view(layout.shape)
     shapes = [layout.shard_shape(rank) for rank in range(layout.num_shards)]

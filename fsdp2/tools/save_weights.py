@@ -1,7 +1,7 @@
 """``save_safetensors``: the whole model in Hugging Face's layout, written tensor by tensor, replaced atomically.
 
 Each file is written by one rank; file k by rank k, k + W, ... Several ranks never write one file, because network file
-systems may mix up writes to one page. All ranks gather one tensor for each file that is open, then all writers write.
+systems may mix up writes to one page. One tensor of each open file travels to its writer, then all writers write.
 
 Rule: at every moment, one complete checkpoint is what a reader of the folder finds. New files have names of their own.
 Then one rename makes them the checkpoint: of the index, or of the only file. Only then old files are removed.
@@ -88,7 +88,7 @@ def save_safetensors(
     The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with an index. A checkpoint
     in the folder is replaced: whoever reads the folder finds the old one or the new one, whenever the processes are
     killed. Other files stay. All ranks must call it, between steps, and see the folder. A rank holds one whole tensor
-    at a time, or two while it gathers. Tied weights are written once, under the first name. Plain tensors, such as
+    at a time. Tied weights are written once, under the first name. Plain tensors, such as
     buffers, are written as the first rank has them. A tensor subclass is written as the values that compute reads.
 
     Args:
@@ -103,7 +103,7 @@ def save_safetensors(
 
     Raises:
         ValueError: ``max_shard_size`` is no size; two tensors get one key; a dtype has no name in safetensors; ranks
-            have different tensors.
+            have different tensors; a tensor is on a mesh without this rank.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a tensor is on the meta device.
         OSError: a rank cannot write, or does not see the folder. The old checkpoint is there.
@@ -247,8 +247,8 @@ def _write(path: Path, files: Sequence[_File], axis: Axis, device: torch.device 
             kept: torch.Tensor | None = None
             for owner, file in enumerate(files):
                 if index < len(file.entries):
-                    values = _gathered(file.entries[index], axis, device)
-                    if owner == axis.rank:
+                    values = _gathered(file.entries[index], owner, axis, device)
+                    if values is not None:
                         kept = values.cpu().contiguous()
                     del values
             if kept is not None and out is not None and problem is None:
@@ -266,15 +266,18 @@ def _write(path: Path, files: Sequence[_File], axis: Axis, device: torch.device 
     return problem
 
 
-def _gathered(entry: _Entry, axis: Axis, device: torch.device | None) -> torch.Tensor:
-    """The whole tensor in the dtype of the file. A plain tensor is that of the first rank, and travels through
-    ``device``."""
-    values = entry.weight.whole(entry.dtype)
-    if isinstance(entry.weight.tensor, DTensor) or axis.size == 1:
-        return values
+def _gathered(entry: _Entry, owner: int, axis: Axis, device: torch.device | None) -> torch.Tensor | None:
+    """The whole tensor in the dtype of the file, on the rank ``owner`` of ``axis``. A plain tensor is that of the first
+    rank, and travels through ``device``."""
+    weight = entry.weight
+    if axis.group is None:
+        return weight.whole(entry.dtype)
+    if isinstance(weight.tensor, DTensor):
+        return weight.whole_on(dist.get_global_rank(axis.group, owner), entry.dtype)
+    values = weight.whole(entry.dtype)
     sent = values.to(device, copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     dist.broadcast(sent, group=axis.group, group_src=0)
-    return sent.view(entry.dtype).reshape(values.shape)
+    return sent.view(entry.dtype).reshape(values.shape) if owner == axis.rank else None
 
 
 def _header(entries: Iterable[_Entry]) -> bytes:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.api.contexts import check_idle, gathered
+from fsdp2.api.contexts import check_idle, gathered, joined, packed
 from fsdp2.comm.backends import exchange
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
@@ -117,6 +117,33 @@ class Weight:
             spec = _torch.dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype)
             return _torch.dtensor(local, spec).full_tensor()
 
+    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The whole tensor as ``whole`` has it, but on the global ``rank`` only; None elsewhere. Shards travel to that
+        rank alone, and other replicas do nothing. Only what model axes have cut is gathered on all ranks."""
+        mine, param = dist.get_rank() == rank, self.param
+        if param is None or param.spec.unsharded is not None or param.layout.num_shards == 1:
+            whole = self.whole(dtype)
+            return whole if mine else None
+        layout, group = param.layout, param.mesh.shard.group
+        ranks = dist.get_process_group_ranks(group)
+        if rank not in ranks or layout.padded_numel == 0:
+            return self.local.new_empty(self.tensor.shape) if mine else None
+        with torch.no_grad():
+            sent = packed(param, _plain(self.local, dtype))
+            if not mine:
+                _do([dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)])
+                return None
+            got = sent.new_empty(layout.num_shards, layout.chunk_numel)
+            got[param.mesh.shard.rank] = sent
+            rows = zip(ranks, got.view(torch.uint8), strict=True)
+            _do([dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank])
+            return joined(param, got.view(-1))
+
+
+def _do(messages: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+
 
 def weights_of(model: nn.Module, caller: str) -> list[Weight]:
     """The tensors of ``model``'s state dict in its order. Reshards, and takes over what users put in place of shards.
@@ -141,12 +168,18 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
 
 
 def check_ready(weights: Sequence[Weight], caller: str) -> None:
-    """Refuse weights that have no values.
+    """Refuse weights that this rank cannot gather.
 
     Raises:
         RuntimeError: a tensor is on the meta device.
+        ValueError: a tensor is on a mesh without this rank.
     """
     for weight in weights:
+        if isinstance(weight.tensor, DTensor) and weight.tensor.device_mesh.get_coordinate() is None:
+            raise ValueError(
+                f"{caller}: '{weight.names[0]}' is on {weight.tensor.device_mesh}, which rank {dist.get_rank()} is not "
+                "in. Call it on the ranks of that mesh only, with their group."
+            )
         if weight.local.is_meta:
             raise RuntimeError(
                 f"{caller}: '{weight.names[0]}' is still on the meta device. Call model.to_empty(device=...), and "
@@ -523,6 +556,7 @@ def stream_full_params(
     Raises:
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a parameter is on the meta device.
+        ValueError: a parameter is on a mesh without this rank.
     """
     weights = [each for each in weights_of(model, "stream_full_params") if isinstance(each.tensor, nn.Parameter)]
     check_ready(weights, "stream_full_params")
