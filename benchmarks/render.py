@@ -1,8 +1,9 @@
 """Puts the tables of ``benchmarks/results/*.json`` into the documentation, and draws their plots into ``docs/images``.
 
 A page shows a table between ``<!-- table SCRIPT.TABLE -->`` and ``<!-- /table -->``, and what a script was run with
-between ``<!-- run SCRIPT -->`` and ``<!-- /run -->``. The table ``summary`` has the rows of ``SUMMARY``. What is
-between markers is replaced, all else is left alone. The picture of a table with a plot is ``images/SCRIPT.TABLE.png``.
+between ``<!-- run SCRIPT -->`` and ``<!-- /run -->``. The table ``summary`` has the rows of ``SUMMARY``. Of a table in
+``PARTS``, pages show only the rows and columns that a reader needs; the JSON has all. What is between markers is
+replaced, all else is left alone. ``images/SCRIPT.TABLE.png``, where a page embeds it, is the plot of the whole table.
 
     python benchmarks/render.py
 """
@@ -20,6 +21,7 @@ from typing import Any
 from common import RESULTS, ROOT, cell, machine
 
 IMAGES = ROOT / "docs" / "images"
+_PICTURE = re.compile(r"\]\(images/(\w+\.\w+)\.png\)")
 _BEGIN = re.compile(r"^<!-- (table|run) ([\w.]+) -->$", re.MULTILINE)
 _MARKED = re.compile(rf"({_BEGIN.pattern}\n)(?:(?!<!-- ).)*(<!-- /\2 -->)$", re.MULTILINE | re.DOTALL)
 
@@ -79,6 +81,76 @@ SUMMARY = (
 )
 
 
+@dataclass(frozen=True)
+class Part:
+    """What pages show of a table. Empty: all rows, all columns. A name that two columns have means the first one."""
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    note: str | None = None
+    """Replaces the table's own note where that explains columns that are left out."""
+
+
+_GLOO = ("2 ranks, width 256", "2 ranks, width 1024", "4 ranks, width 1024")
+_SCALE = ("FSDP", "FSDP, own reduce group", "HSDP 64", "HSDP 8", "FSDP, no reshard", "choose")
+_FLAT = tuple(
+    f"{optimizer}, 1500 parameters"
+    for optimizer in ("AdamW, foreach", "AdamW, for-loop", "AdamW, fused", "SGD with momentum, foreach")
+)
+
+PARTS = {
+    "runtime_overhead.ranks": Part(
+        rows=("8 ranks, fp32", "512 ranks, fp32", "4096 ranks, fp32", "8 ranks, bf16/fp32", "4096 ranks, bf16/fp32")
+    ),
+    "call_counts.main": Part(rows=("all calls", "calls in the runtime")),
+    "launches.mixed": Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")),
+    "gloo_step.fp32": Part(rows=_GLOO),
+    "gloo_step.fp32_floor": Part(
+        ("floor", "fsdp2", "fsdp2 / floor"), _GLOO, note="floor: compute beside bare collectives of the same bytes."
+    ),
+    "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "one per group ms", "ratio"), _FLAT),
+    "clip_grad_norm.main": Part(("fsdp2 ms", "torch FSDP2 ms", "ratio")),
+    "divergent_use.main": Part(
+        ("fsdp2", "ranks may not skip", "torch FSDP2", "DDP"),
+        note="DDP: find_unused_parameters=True; it holds all parameters on every rank.",
+    ),
+    "all_gather_bytes.main": Part(
+        ("forward MB", "step MB", "step ms", "val. loss", "ratio"),
+        note="nf4: the base has the final weights of the first row; 40 more steps train adapters only.",
+    ),
+    "peak_memory.main": Part(
+        ("limit", "fsdp2", "torch FSDP2", "FSDP1", "ratio"),
+        (
+            "plain",
+            "bf16 parameters, fp32 reduction",
+            "reshard_after_forward=False",
+            "2 microbatches, one reduction, mixed",
+            "vocabulary 50257, mixed",
+            "HSDP 2 x 4, mixed",
+            "HSDP 2 x 4, bf16 reduction",
+            "hooks: int8, mixed",
+        ),
+    ),
+    "scale_model.efficiency_8b": Part(_SCALE, ("8", "512", "1024", "2048", "4096", "16384")),
+    "scale_model.efficiency_70b": Part(_SCALE, ("32", "1024", "4096", "8192", "16384")),
+    "scale_model.tokens_8b": Part(("FSDP", "HSDP 64", "choose"), ("1024", "2048", "4096", "8192")),
+    "scale_model.memory_70b": Part(
+        ("FSDP", "HSDP 64", "HSDP 8", "FSDP, reshard to 8", "FSDP, no reshard"), ("32", "128", "1024")
+    ),
+    "scale_model.published": Part(
+        ("published tokens/s", "model", "error", "error of GiB"),
+        (
+            "8B, 8 GPUs, compiled",
+            "8B, 128 GPUs, compiled",
+            "8B, 128 GPUs, eager",
+            "8B, 128 GPUs, compiled, fp8",
+            "70B, 256 GPUs, FSDP 32 x TP 8, compiled, fp8",
+            "the same with async TP",
+        ),
+    ),
+}
+
+
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """By script."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
@@ -100,6 +172,11 @@ def pages() -> list[Path]:
     return sorted(path for path in found if _BEGIN.search(path.read_text()))
 
 
+def pictures() -> set[str]:
+    """The tables, as ``SCRIPT.TABLE``, whose plots pages embed."""
+    return {name for path in pages() for name in _PICTURE.findall(path.read_text())}
+
+
 def markers(text: str) -> list[tuple[str, str]]:
     """What ``text`` shows: pairs of "table" or "run", and its name."""
     return [(found[1], found[2]) for found in _BEGIN.finditer(text)]
@@ -115,7 +192,7 @@ def render(text: str, results: Results) -> str:
         elif name == "summary":
             content = _markdown(["", "fsdp2", "torch", "ratio"], [_summary_row(line, results) for line in SUMMARY])
         else:
-            table = _find(tables(results), name, f"table {name}")
+            table = part(_find(tables(results), name, f"table {name}"), PARTS.get(name, Part()), f"PARTS, {name}")
             note = [" ".join(table["note"].splitlines()), ""] if table["note"] else []
             title = [f"{table['title']}:", ""]
             content = "\n".join([*title, _markdown(table["columns"], table["rows"]), *note])
@@ -125,6 +202,26 @@ def render(text: str, results: Results) -> str:
     if count != len(markers(text)):
         raise ValueError(f"{count} of {markers(text)} end with <!-- /table --> or <!-- /run --> on a line of its own.")
     return rendered
+
+
+def part(table: Mapping[str, Any], shown: Part, where: str) -> dict[str, Any]:
+    """``table`` with the rows and columns of ``shown``, in that order.
+
+    Raises:
+        KeyError: the table has no such row or column.
+    """
+    columns = list(range(len(table["columns"])))
+    if shown.columns:
+        indices = {name: index for index, name in reversed(list(enumerate(table["columns"])))}
+        columns = [0, *(_find(indices, name, where) for name in shown.columns)]
+    by_name = {cell(row[0]): row for row in table["rows"]}
+    rows = [_find(by_name, name, where) for name in shown.rows] if shown.rows else table["rows"]
+    return {
+        "title": table["title"],
+        "columns": [table["columns"][index] for index in columns],
+        "rows": [[row[index] for index in columns] for row in rows],
+        "note": table["note"] if shown.note is None else shown.note,
+    }
 
 
 def _run(record: Mapping[str, Any]) -> str:
@@ -165,7 +262,7 @@ def main() -> None:
             print(f"rendered {path.relative_to(ROOT)}")
     from plots import draw  # which needs matplotlib
 
-    plotted = {name: table for name, table in tables(results).items() if table["plot"]}
+    plotted = {name: tables(results)[name] for name in sorted(pictures())}
     for path in IMAGES.glob("*.*.png"):
         if path.stem not in plotted:
             path.unlink()

@@ -7,7 +7,7 @@ allocation, copies in and out of buffers, binding, DTensor gradients. The model 
 thread. At width 16 the copies are negligible, unless parameters are padded to many more ranks than they have rows; at
 width 256 they are not. The Llama is that of Hugging Face's transformers; its embedding and head, in the root's group,
 are a part of what is divided by the number of layers. Times are CPU time, since nothing waits, but for those of setting
-up; the least of several rounds in which all take turns.
+up; the least of several rounds in which all take turns. Compiling a whole sharded model takes no longer, either.
 
     python benchmarks/runtime_overhead.py [--rounds 5] [--only TABLE ...] [--profile [{blocks,llama}]]
 """
@@ -183,6 +183,29 @@ def init_rows(num_blocks: int, rounds: int) -> list[list[object]]:
     return rows
 
 
+def compile_rows(rounds: int) -> list[list[object]]:
+    """CPU seconds of the first two steps of a compiled Llama, which compile it; and CPU ms of a later step."""
+    firsts: dict[str, list[float]] = {name: [] for name in RUNTIMES}
+    steps: dict[str, list[float]] = {name: [] for name in RUNTIMES}
+    with null_process_group(8):
+        model, tokens = LLAMA.model(), LLAMA.tokens()
+        for _ in range(rounds):
+            for name, runtime in RUNTIMES.items():
+                torch._dynamo.reset()
+                compiled = torch.compile(sharded(copy.deepcopy(model), runtime, mixed=False), backend="aot_eager")
+                marks = [time.process_time()]
+                for _ in range(12):
+                    loss(compiled, tokens).backward()
+                    marks.append(time.process_time())
+                firsts[name].append(marks[2] - marks[0])
+                steps[name].append(1000 * (marks[-1] - marks[2]) / 10)
+    rows: list[list[object]] = []
+    for name, taken in (("first two steps, s", firsts), ("a later step, ms", steps)):
+        ours, theirs = min(taken["fsdp2"]), min(taken["torch"])
+        rows.append([name, ours, theirs, ours / theirs])
+    return rows
+
+
 def profile(subject: str) -> None:
     """Where the Python of our step goes."""
     with null_process_group(8):
@@ -233,6 +256,11 @@ def init_table(_: int) -> Table:
     return Table("init", title, ["", "fsdp2 s", "torch s", "ratio"], init_rows(1000, rounds=2), noise=0.15)
 
 
+def compile_table(rounds: int) -> Table:
+    title = f"Llama of {LLAMA.num_layers} layers, torch.compile of the whole sharded model (aot_eager), 8 ranks"
+    return Table("compile", title, ["", "fsdp2", "torch", "ratio"], compile_rows(min(rounds, 3)), noise=0.15)
+
+
 def hooks_table(rounds: int) -> Table:
     columns = ["", "fsdp2 ms", "hooks ms", "hooks/plain", "torch ms", "hooks ms", "hooks/plain", "ratio of hooks"]
     title = "Width 16: ms beyond the unsharded model, plain and with seven hooked parameters per group"
@@ -245,6 +273,7 @@ TABLES: dict[str, Callable[[int], Table]] = {
     "width_256": width_256_table,
     "llama": llama_table,
     "init": init_table,
+    "compile": compile_table,
     "hooks": hooks_table,
 }
 
@@ -267,9 +296,9 @@ def main() -> None:
         profile(options.profile)
         return
     names = options.only or list(TABLES)
-    if MISSING and "llama" in names:
+    if MISSING:
         print(f"without the Llama: {MISSING}")
-        names.remove("llama")
+        names = [name for name in names if name not in ("llama", "compile")]
     tables = [TABLES[name](options.rounds) for name in names]
     publish("runtime_overhead", "Runtime per group of 9 parameters and step; a process group that does nothing", tables)
 

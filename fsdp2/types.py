@@ -227,9 +227,10 @@ class AllGatherExtension(_PostAllGather, Protocol):
             mp_policy: the policy given to ``fully_shard``, with the ``param_dtype`` of this parameter.
 
         Returns:
-            The tensors to gather, and metadata for this rank's post-hook. The tensors are plain, contiguous, on the
-            mesh's device, of any dtype and shape. All ranks return the same number, with equal dtypes and shapes; only
-            the size along the sharded dim (dim 0 without such a dim) may differ. Shapes and dtypes are fixed.
+            The tensors to gather, and metadata for this rank's post-hook. The tensors are contiguous, on the mesh's
+            device, of any dtype and shape. All ranks return the same number, with equal dtypes and shapes; only the
+            size along the sharded dim (dim 0 without such a dim) may differ. Shapes and dtypes are fixed. Of a wrapper
+            tensor, the inner tensors travel; they have the wrapper's shape, and the post-hook gets a wrapper.
         """
 
 

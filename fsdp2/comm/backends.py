@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,9 @@ from fsdp2.comm.streams import Waitable, streams_for
 from fsdp2.plan.mesh import Axis, ParallelMesh
 
 Launch = Callable[[], Sequence[Waitable]]
+
+# What torch's runtime calls for one gather and one reduction of a group: by these names, tools count ours.
+_ALL_GATHER, _REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
 class GatherComm(Protocol):
@@ -91,12 +95,15 @@ class CollectiveComm(AxisComm):
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
             return lambda: ()
         launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
-        return lambda: self._issued(launch())
+        return lambda: self._issued(_torch.counted_as(_ALL_GATHER, launch) if _torch.num_modes() else launch())
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
-        return self._issued((self._average if averages else self._sum)(outputs, inputs))
+        launch = self._average if averages else self._sum
+        if _torch.num_modes():
+            return self._issued(_torch.counted_as(_REDUCE_SCATTER, partial(launch, outputs, inputs)))
+        return self._issued(launch(outputs, inputs))
 
     def _issued(self, work: dist.Work | None) -> Sequence[Waitable]:
         """On a stream, NCCL returns no work. If another backend returns one, the stream waits for it, not the CPU."""
@@ -188,13 +195,16 @@ class PeerComm(AxisComm):
             copy_own()
             return works
 
-        return launch
+        return lambda: _torch.counted_as(_ALL_GATHER, launch) if _torch.num_modes() else launch()
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
         assert not averages  # see can_average
-        return [self._reduce_one(output, values) for output, values in zip(outputs, inputs, strict=True)]
+        pairs = zip(outputs, inputs, strict=True)
+        return _torch.counted_as(
+            _REDUCE_SCATTER, lambda: [self._reduce_one(output, values) for output, values in pairs]
+        )
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         return nbytes // self._size * max(self._size - 2, 0)  # the first part arrives in the output
@@ -292,7 +302,7 @@ def exchange(axis: Axis, value: object) -> list[Any]:
     if axis.group is None or axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
+    _torch.counted_as(None, lambda: dist.all_gather_object(values, value, group=axis.group))
     return values
 
 

@@ -178,6 +178,8 @@ class ParamGroup:
         try:
             if self.is_stale or (before is GroupState.SHARDED and not self._is_intact()):
                 self._refresh()
+            if unsharded.hooked is not None and unsharded.hooked.have_failed:
+                self._unbind()
             requires_grad = self.requires_grad()
             if not unsharded.parameters:  # the first gather, or hooks failed before
                 unsharded.bind(requires_grad)
@@ -190,7 +192,10 @@ class ParamGroup:
             elif unsharded.post_forward is not None:
                 self._in_flight = unsharded.post_forward.gather
             assert self._in_flight is not None
-            self._in_flight.issue()
+            if _torch.is_profiling():
+                _torch.in_range("all_gather", self.name, self._in_flight.issue)
+            else:
+                self._in_flight.issue()
         except BaseException:
             self.state = before  # nothing is in flight: a refused gather leaves the group as it was
             raise
@@ -204,7 +209,10 @@ class ParamGroup:
         is_first = not unsharded.parameters
         assert self._in_flight is not None
         try:
-            self._in_flight.wait()
+            if _torch.is_profiling():
+                _torch.in_range("all_gather_copy_out", self.name, self._in_flight.wait)
+            else:
+                self._in_flight.wait()
             if is_first:
                 unsharded.adopt()
                 unsharded.follow_requires_grad(self.requires_grad())

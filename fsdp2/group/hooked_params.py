@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -89,7 +89,8 @@ class Hooks:
                 )
         self._pre: Callable[[], object] = self._bind_pre(getattr(local, _PRE))
         self._post = getattr(local, _POST)
-        self._expected: list[_Kind] | None = None
+        self._expected: list[_Kind] | None = None  # of what travels
+        self._rebuild: list[Callable[[Iterator[torch.Tensor]], torch.Tensor]] = []  # per tensor of the payload
         self._has_seen_result = False  # of a call with ``out``; only the first result is looked at
         self._release: Callable[[], object] = getattr(local, _RELEASE, lambda: False)
         self.keeps_inputs = bool(getattr(local, _KEEP, False))
@@ -99,7 +100,7 @@ class Hooks:
         return ExtensionError(f"parameter '{self._context.name}': {self._class}.{hook} {problem.rstrip('.')}.")
 
     def call_pre(self) -> PreResult:
-        """This rank's payload and its metadata.
+        """This rank's payload and its metadata. Of wrapper tensors, the plain tensors that they are made of travel.
 
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be gathered.
@@ -110,16 +111,38 @@ class Hooks:
             raise self.error(_PRE, f"raised {type(error).__name__}: {error}") from error
         if type(result) is not tuple or len(result) != 2:
             raise self.error(_PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
-        tensors = result[0]
+        tensors, metadata = result
         if type(tensors) is not tuple:
             raise self.error(_PRE, f"returned {_described(tensors)} as the tensors, expected a tuple of tensors")
+        if any(type(tensor) is not torch.Tensor for tensor in tensors):
+            tensors = self._flattened(tensors)
         if self._expected is None or len(tensors) != len(self._expected):
             self._check_payload(tensors)
         for tensor, (shape, dtype) in zip(tensors, self._expected or (), strict=True):
             is_expected = type(tensor) is torch.Tensor and tensor.shape == shape and tensor.dtype is dtype
             if not is_expected or not tensor.is_contiguous():
                 self._check_payload(tensors)
-        return result
+        return tensors, metadata
+
+    def _flattened(self, tensors: tuple[object, ...]) -> tuple[torch.Tensor, ...]:
+        """The plain tensors that ``tensors`` are made of."""
+        plain: list[torch.Tensor] = []
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _torch.DISTRIBUTED_TENSORS):
+                raise self.error(_PRE, f"returned {_described(tensor)} to be gathered, expected tensors of this rank")
+            parts = [leaf.detach().as_subclass(torch.Tensor) for leaf in _torch.leaves(tensor)]
+            if any(part.shape != tensor.shape for part in parts):
+                problem = f"returned {_described(tensor)}, which has inner tensors of other shapes"
+                raise self.error(_PRE, f"{problem}. Return the inner tensors, and wrap them in {_POST}")
+            plain += parts
+        if self._expected is None:
+            self._rebuild = [_torch.rebuilder(tensor) for tensor in tensors]  # type: ignore[arg-type]  # checked above
+        return tuple(plain)
+
+    def outputs(self, gathered: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the post-hook reads: ``gathered``, in wrappers of the class that the pre-hook returned, if any."""
+        iterator = iter(gathered)
+        return tuple(rebuild(iterator) for rebuild in self._rebuild) if self._rebuild else tuple(gathered)
 
     def releases_outputs(self) -> bool:
         """Whether the unsharded tensor does not alias the outputs. Called after the first pre-hook, which may decide.
@@ -205,7 +228,7 @@ class Hooks:
         found = []
         for tensor in tensors:
             if type(tensor) is not torch.Tensor:
-                raise self.error(_PRE, f"returned {_described(tensor)} to be gathered, expected plain tensors")
+                raise self.error(_PRE, f"returned {_described(tensor)} to be gathered, expected a tensor")
             if tensor.device != self._context.device:
                 raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._context.device}")
             if not tensor.is_contiguous():
@@ -275,7 +298,8 @@ class HookedParam:
 
     Attributes:
         metadata: what the pre-hook returned with the payload that is, or was last, gathered.
-        outputs: the gathered tensors that the post-hook reads.
+        gathered: the gathered tensors.
+        outputs: what the post-hook reads: ``gathered``, or wrappers of these.
         out: the tensor that the post-hook fills, from the first gather on.
         releases_outputs: whether ``outputs`` may be freed after the post-hook.
     """
@@ -301,6 +325,7 @@ class HookedParam:
         self.releases_outputs = False
         self._first: tuple[torch.Tensor, ...] | None = None
         self._kept: tuple[torch.Tensor, ...] | None = None
+        self.gathered: tuple[torch.Tensor, ...] = ()
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.out: torch.Tensor
         self._stamp: list[int] = []
@@ -327,42 +352,44 @@ class HookedParam:
         return Report(self.param.full_name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._first))
 
     def make_unsharded(self) -> None:
-        """Create the unsharded parameter, unless an earlier binding did. Then fill it once more with ``out``, as later
-        calls do: so a hook that cannot fill ``out`` fails at first use."""
+        """Create the unsharded parameter from the result of the post-hook without ``out``."""
         param, hooks = self.param, self.hooks
-        if param.unsharded is None:
-            versions = [output._version for output in self.outputs]
-            tensor, inner = hooks.first_post(self.outputs, self.metadata)
-            if versions != [output._version for output in self.outputs]:
-                problem = "wrote into all_gather_outputs, but the outputs are read again. Make a new tensor instead"
-                raise hooks.error(_POST, problem)
-            if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
-                problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
-                raise hooks.error(_POST, problem)
-            try:
-                param.unsharded = param.unsharded_parameter(tensor)
-            except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
-                problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
-                raise hooks.error(_POST, problem) from error
-            param.inner = self._owned(inner)
-            gathered = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
-            if self.releases_outputs and not gathered.isdisjoint(_memory_of(param.unsharded)):
-                problem = (
-                    f"made a tensor on the memory of all_gather_outputs, but {_RELEASE} returned True, so this memory "
-                    f"may be freed. Copy the outputs, or return False from {_RELEASE}"
-                )
-                raise hooks.error(_POST, problem)
-        assert param.unsharded_local is not None
-        self.out = param.unsharded_local
+        versions = [output._version for output in self.gathered]
+        tensor, inner = hooks.first_post(self.outputs, self.metadata)
+        if versions != [output._version for output in self.gathered]:
+            problem = "wrote into all_gather_outputs, but the outputs are read again. Make a new tensor instead"
+            raise hooks.error(_POST, problem)
+        if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
+            problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
+            raise hooks.error(_POST, problem)
+        try:
+            made = param.unsharded_parameter(tensor)
+        except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
+            problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
+            raise hooks.error(_POST, problem) from error
+        inner_memory = self._owned(inner)
+        memory = {output.untyped_storage().data_ptr() for output in self.gathered if output.numel()}
+        if self.releases_outputs and not memory.isdisjoint(_memory_of(made)):
+            problem = (
+                f"made a tensor on the memory of all_gather_outputs, but {_RELEASE} returned True, so this memory "
+                f"may be freed. Copy the outputs, or return False from {_RELEASE}"
+            )
+            raise hooks.error(_POST, problem)
+        param.unsharded, param.inner = made, inner_memory
+
+    def fill_first(self) -> None:
+        """Let the post-hook fill the unsharded parameter; check what later calls do not check."""
+        assert self.param.unsharded_local is not None
+        self.out = self.param.unsharded_local
         before = _memory_of(self.out)
-        hooks.call_post(self.outputs, self.metadata, self.out)
+        self.hooks.call_post(self.outputs, self.metadata, self.out)
         if _memory_of(self.out) != before:
             problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
-            raise hooks.error(_POST, problem)
+            raise self.hooks.error(_POST, problem)
 
     def _owned(self, inner: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
         """The storages of ``inner`` to free and allocate here. Those of the outputs belong to the group's plan."""
-        ours = {output.untyped_storage().data_ptr() for output in self.outputs}
+        ours = {output.untyped_storage().data_ptr() for output in self.gathered}
         shards = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(self._local)}
         owned: dict[int, tuple[torch.UntypedStorage, int]] = {}
         for leaf in (leaf for tensor in inner for leaf in _torch.leaves(tensor)):
@@ -382,6 +409,7 @@ class HookedParams:
 
     Attributes:
         storages: memory that is freed with the group's unsharded storage.
+        have_failed: a post-hook has raised, on this rank or another. Bind the parameters anew.
     """
 
     def __init__(
@@ -397,8 +425,8 @@ class HookedParams:
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[HookedParam] = []
         self._reports: list[list[Report]]  # by rank of the shard axis
-        self._is_settled: bool
-        if earlier is not None and not earlier._is_settled:
+        self.have_failed = False
+        if earlier is not None and (earlier.have_failed or not earlier._is_made):
             earlier = None
             for param in params:
                 param.forget_unsharded()
@@ -409,8 +437,11 @@ class HookedParams:
             return [hooked.report() for hooked in self._params]
 
         self._reports = _agree(mesh, bind, agreed)  # I9
-        self._is_new = True
-        self._is_settled = self._reports is agreed  # the post-hooks have worked on all ranks
+        self._is_made: bool = self._reports is agreed  # on all ranks, the post-hooks have made the unsharded tensors
+        self._is_agreed: bool = (
+            earlier is not None and self._is_made and earlier._is_agreed
+        )  # they have filled them, too
+        self._is_checked = False  # these hooks have filled them
 
     def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
         """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime``: of the tensors that may
@@ -447,7 +478,8 @@ class HookedParams:
         """Bind ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
         key = first_key
         for hooked, report in zip(self._params, self._reports[0], strict=True):
-            hooked.outputs = tuple(outputs[key + k] for k in range(len(report.tensors)))
+            hooked.gathered = tuple(outputs[key + k] for k in range(len(report.tensors)))
+            hooked.outputs = hooked.hooks.outputs(hooked.gathered)
             key += len(report.tensors)
 
     def payloads(self) -> list[torch.Tensor]:
@@ -458,8 +490,8 @@ class HookedParams:
         return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
 
     def arrive(self) -> None:
-        if self._is_new:
-            self._arrive_first()
+        if not self._is_checked:
+            self._arrive_checked()
             return
         if self.storages:
             allocate(self.storages)
@@ -471,22 +503,36 @@ class HookedParams:
         if versions != [tensor._version for tensor in self._versioned]:
             _torch.set_versions(self._versioned, tuple(versions))
 
-    def _arrive_first(self) -> None:
-        def make() -> None:
+    def _arrive_checked(self) -> None:
+        """An arrival until the post-hooks have worked in both ways: they make the unsharded tensors first, and fill
+        them from the next arrival on. The ranks tell each other whether the hooks have worked."""
+        is_made = all(hooked.param.unsharded is not None for hooked in self._params)
+        versioned = self._collect_versioned()
+        versions = [tensor._version for tensor in versioned]
+
+        def act() -> None:
             with torch.inference_mode(False), torch.no_grad():  # these tensors live longer than the first pass
                 allocate([inner for hooked in self._params for inner in hooked.param.inner])
                 for hooked in self._params:
-                    hooked.make_unsharded()
+                    if is_made:
+                        hooked.fill_first()
+                    else:
+                        hooked.make_unsharded()
 
-        if self._is_settled:
-            make()
+        self.have_failed = True
+        if self._is_agreed:
+            act()
         else:
-            _agree(self._mesh, make, None)
-            self._is_settled = True
+            _agree(self._mesh, act, None)
+        self.have_failed = False
+        _torch.set_versions(versioned, tuple(versions))  # I10
         self.storages = [inner for hooked in self._params for inner in hooked.param.inner]
+        self._versioned = self._collect_versioned()
+        self._is_made, self._is_checked, self._is_agreed = True, is_made, self._is_agreed or is_made
+
+    def _collect_versioned(self) -> tuple[torch.Tensor, ...]:
         made = [hooked.param.unsharded for hooked in self._params]
-        self._versioned = tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
-        self._is_new = False
+        return tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
 
 
 def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: list[T] | None) -> list[T]:

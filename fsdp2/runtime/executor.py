@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from fsdp2 import _torch
 from fsdp2.comm.streams import streams_for
 from fsdp2.group.gradients import Reduction, Unused
 from fsdp2.group.group import ParamGroup
@@ -156,7 +157,12 @@ class Executor:
         if group.state is not GroupState.SHARDED:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
-        self._add(group, group.reduce(Unused.ZERO if unit.rules.reduces_unused else unused))
+        unused = Unused.ZERO if unit.rules.reduces_unused else unused
+        if _torch.is_profiling():
+            reduction = _torch.in_range("post_backward_reduce", unit.name, partial(group.reduce, unused))
+        else:
+            reduction = group.reduce(unused)
+        self._add(group, reduction)
 
     def reduce_partial(self, group: ParamGroup) -> None:
         """Reduce over the replicate axis what ``group`` has reduced over the shard axis only."""

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Protocol, TypeVar
 
@@ -74,7 +75,7 @@ def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
     bounds = torch.stack([digest, 255 - digest]).to(mesh.device)
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:
-            dist.all_reduce(bounds, dist.ReduceOp.MIN, group=axis.group)
+            wait_for(_torch.counted_as(None, partial(all_reduce, axis, bounds, dist.ReduceOp.MIN)))
     least, lacking = bounds.cpu()
     return torch.equal(least, 255 - lacking)
 
@@ -178,7 +179,7 @@ class _OnMesh:
         flags = self._sent.to(device, copy=True, non_blocking=True)
         for axis in (self._mesh.shard, self._mesh.replicate):
             if axis.size > 1:
-                wait_for(all_reduce(axis, flags, dist.ReduceOp.MAX))
+                wait_for(_torch.counted_as(None, partial(all_reduce, axis, flags, dist.ReduceOp.MAX)))
         asking = [gradients for gradients in self._groups if gradients.withheld]
         return bytes(flags.tolist()) if asking else b""
 

@@ -488,8 +488,14 @@ class Root:
     def post_backward(self, unit: Unit) -> None:
         """The gradients of ``unit``'s parameters are there."""
         schedule, index = self.schedule, unit.index
-        if schedule.phases[index] is Phase.FORWARD:
-            return  # the unit's own forward computes gradients inside
+        if schedule.phases[index] is Phase.FORWARD:  # the unit's own forward computes gradients inside
+            if torch.is_grad_enabled():
+                # With create_graph, and on an accelerator, what this made has low sequence numbers: autograd comes to
+                # it last, behind the gradient of the unit's input.
+                schedule.reduced_last.add(index)
+            return
+        if index in schedule.reduced_last:
+            return
         if not schedule.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
         skipped = self.skipping.backward.end(index)

@@ -254,12 +254,14 @@ class SkippedUnits:
         own_orders = [one.events for one in used if not one.is_following]
         order = max(own_orders, key=len) if own_orders else self.forward.expected
         events = [self._event(unit, begins) for unit, begins, _ in order]
-        at = 0
-        for event in self._registered(key[0]):
-            if event.begins and event not in events:  # insert behind its last sibling, or first in its parent
-                events[at:at] = [event, self.ends[event.unit]]
-            if event in events:
-                at = events.index(event) + 1
+        registered, present = self._registered(key[0]), set(events)
+        if not present.issuperset(registered):
+            at = 0
+            for event in registered:
+                if event.begins and event not in events:  # insert behind its last sibling, or first in its parent
+                    events[at:at] = [event, self.ends[event.unit]]
+                if event in events:
+                    at = events.index(event) + 1
         seen = {event.unit for one in used for event in one.events}
         differentiable = {unit for one in used for unit in one.differentiable}
         differentiable.update(unit for unit in trainable if unit not in seen)
@@ -270,11 +272,11 @@ class SkippedUnits:
 
     def _registered(self, root: int) -> list[Event]:
         """A forward of ``root`` that uses all units inside it in the order of registration."""
-        inside = [root]
+        inside = {root: None}
         for unit in range(root + 1, len(self._parents)):
             if self._parents[unit] in inside:
-                inside.append(unit)
-        return [self._event(unit, begins) for unit, begins in nested(inside, self._parents)]
+                inside[unit] = None
+        return [self._event(unit, begins) for unit, begins in nested(list(inside), self._parents)]
 
     def _event(self, unit: int, begins: bool) -> Event:
         return self.begins[unit] if begins else self.ends[unit]

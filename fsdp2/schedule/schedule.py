@@ -101,6 +101,7 @@ class Schedule:
         self.last_order: Sequence[int] = ()  # units in the order in which they began in the last complete forward
         self.is_last_backward = True  # set by the user: the next backward is the last of the step
         self.finalizes_by_hand = False  # set by the user: ``finalize`` ends the step, not a backward
+        self.reduced_last: set[int] = set()  # units that are reduced when the whole backward is over
         self.awaits_finalization = False  # a backward has ended, and ``finalize`` was not called since
         self._order: list[int] = []  # units in the order in which they began in the running forward
         self._cursor = 0  # position of the running forward in last_order

@@ -197,7 +197,7 @@ class Rank:
             self._make_unsharded()
         versioned = _torch.versioned(self.unsharded)
         versions, before = _torch.versions_of(versioned), _memory_of(self.unsharded)
-        self.hooks.call_post(self._outputs, self._metadata, self.unsharded)
+        self.hooks.call_post(self.hooks.outputs(self._outputs), self._metadata, self.unsharded)
         if _memory_of(self.unsharded) != before:
             problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
             raise self.hooks.error("fsdp_post_all_gather", problem)
@@ -231,7 +231,7 @@ class Rank:
         return tensor_on(storage, 0, layout.shape, contiguous_stride(layout.shape), dtype)
 
     def _make_unsharded(self) -> None:
-        tensor, listed = self.hooks.first_post(self._outputs, self._metadata)
+        tensor, listed = self.hooks.first_post(self.hooks.outputs(self._outputs), self._metadata)
         if self._param.requires_grad and not tensor.dtype.is_floating_point:
             problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
             raise self.hooks.error("fsdp_post_all_gather", problem)

@@ -100,9 +100,10 @@ class MemoryLimit:
         own = sizes.alone if trains else sizes.gather
         beside = 0 if index == 0 else root.unsharded + (root.backward(reshards=True) if trains else 0)
         if own + beside > self.limit:
+            root_needs = f", and the root needs {beside} bytes beside it" if beside else ""
             raise MemoryLimitError(
-                f"set_temporary_memory_limit({self.limit}): unit '{self._units[index].name}' needs {own} bytes "
-                f"({_described(sizes)})" + (f", and the root needs {beside} bytes" if beside else "") + ". "
+                f"set_temporary_memory_limit({self.limit}): unit '{self._units[index].name}' needs {own} bytes at its "
+                f"peak{root_needs}. The parts of the unit, not all held at the same time: {_described(sizes)}. "
                 f"Set a limit of at least {own + beside} bytes, or call fully_shard on smaller modules."
             )
 

@@ -76,12 +76,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
 # What must fail there, and why.
 KNOWN: dict[str, dict[str, str]] = {
     "parity": {},
-    "distributed": {
-        "test_inner_gradients.test_forward_that_takes_gradients": (
-            "what a backward with create_graph makes on the device's thread has low sequence numbers: autograd comes "
-            "to it behind the unit's post-backward; the gradient is lost, under torch's fully_shard too"
-        ),
-    },
+    "distributed": {},
 }
 
 # Of the tests that take more than 2 ranks. The others say much the same there as on 2, and each takes seconds.

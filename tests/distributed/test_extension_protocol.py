@@ -44,7 +44,9 @@ def test_hooks_get_the_shard_mesh_the_outer_sizes_the_module_and_the_policy(
     fully_shard(model, mesh=mesh, mp_policy=policy)
     with recorded() as calls:
         model.unshard()
-    assert [call.hook for call in calls] == ["pre", "post", "fill"]
+        model.reshard()
+        model.unshard()
+    assert [call.hook for call in calls] == ["pre", "post", "pre", "fill"]
     assert {type(call.on) for call in calls} == {Halved}
     given = calls[0].given
     assert given["mesh"].get_group() is mesh.get_group()
@@ -53,12 +55,12 @@ def test_hooks_get_the_shard_mesh_the_outer_sizes_the_module_and_the_policy(
     assert isinstance(given["outer_size"], torch.Size)
     assert given["module"] is model
     assert given["mp_policy"] is policy
-    for call in calls[1:]:
+    for prepared, call in zip(calls[::2], calls[1::2], strict=True):
         assert call.given["param_dtype"] is (policy.param_dtype or torch.float32)
-        assert call.given["metadata"] is given["metadata"]
+        assert call.given["metadata"] is prepared.given["metadata"]
         assert call.given["outputs"][0].shape == (rows, 6)
         assert call.given["outputs"][0].dtype is torch.bfloat16
-    assert calls[2].given["out"] is model.weight
+    assert calls[3].given["out"] is model.weight
 
 
 @distributed(4)

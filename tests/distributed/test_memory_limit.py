@@ -172,9 +172,10 @@ def test_unit_that_does_not_fit_is_refused_at_its_first_use_and_the_smallest_lim
     assert_expected_inline(
         "\n".join(same_on_all_ranks(_smallest_limit)),
         """\
-MemoryLimitError: set_temporary_memory_limit(31679): unit 'blocks.0' needs 10560 bytes (unsharded
-parameters 4224, staging 4224, gradients 4224, copies to reduce 6336), and the root needs 21120
-bytes. Set a limit of at least 31680 bytes, or call fully_shard on smaller modules.""",
+MemoryLimitError: set_temporary_memory_limit(31679): unit 'blocks.0' needs 10560 bytes at its peak,
+and the root needs 21120 bytes beside it. The parts of the unit, not all held at the same time:
+unsharded parameters 4224, staging 4224, gradients 4224, copies to reduce 6336. Set a limit of at
+least 31680 bytes, or call fully_shard on smaller modules.""",
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from expecttest import assert_expected_inline
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from fsdp2.tensors.wrapper import WrapperTensor
 from tests.distributed.faulty import (
     LATER_PRE,
     PRE,
@@ -51,20 +54,44 @@ def test_payload_with_a_number() -> None:
         error_on_all(PRE, _returns_a_number),
         """\
 ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned a int to be
-gathered, expected plain tensors.""",
+gathered, expected tensors of this rank.""",
     )
 
 
-def _returns_itself(self: Faulty, mesh: DeviceMesh) -> Any:
-    return (self,), None
+def _returns_a_dtensor(self: Faulty, mesh: DeviceMesh) -> Any:
+    return (DTensor.from_local(self.plain, mesh),), None
 
 
-def test_payload_of_the_subclass_itself() -> None:
+def test_payload_of_a_tensor_of_all_ranks() -> None:
     assert_expected_inline(
-        error_on_all(PRE, _returns_itself),
+        error_on_all(PRE, _returns_a_dtensor),
         """\
-ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned a Faulty of
-shape (16, 32) to be gathered, expected plain tensors.""",
+ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned a DTensor of
+shape (16, 32) to be gathered, expected tensors of this rank.""",
+    )
+
+
+class Packed(WrapperTensor):
+    """Half as many inner elements as it shows."""
+
+    plain: Tensor
+    _INNER = ("plain",)
+
+    def __new__(cls, plain: Tensor) -> Packed:
+        return cls._of(plain, shape=(plain.size(0), 2 * plain.size(1)))
+
+
+def _returns_a_packed_tensor(self: Faulty, mesh: DeviceMesh) -> Any:
+    return (Packed(self.plain),), None
+
+
+def test_payload_of_a_wrapper_around_another_shape() -> None:
+    assert_expected_inline(
+        error_on_all(PRE, _returns_a_packed_tensor),
+        """\
+ExtensionError: parameter 'blocks.1.linear.weight': Faulty.fsdp_pre_all_gather returned a Packed of
+shape (16, 64), which has inner tensors of other shapes. Return the inner tensors, and wrap them in
+fsdp_post_all_gather.""",
     )
 
 

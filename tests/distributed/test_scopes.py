@@ -254,6 +254,30 @@ def test_no_sync_accumulates_and_puts_every_setting_back(ctx: RankContext, repli
             torch.testing.assert_close(found[name].full_tensor(), parameter.grad)
 
 
+@distributed(2)
+def test_finalization_inside_no_sync_reduces_nothing(ctx: RankContext) -> None:
+    """Not even over the replicate axis, what a backward before the block has reduced over the shard axis only."""
+    model, reference = seeded(Stack), seeded(Stack)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=ctx.mesh_2d(2, 1))
+    model.set_manual_backward_finalization(True)
+    model.set_requires_all_reduce(False)
+    step(model, seed=0)
+    model.finalize_backward()
+    model.set_requires_all_reduce(True)
+    with fsdp2.no_sync(model):
+        step(model, seed=1)
+        model.finalize_backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    step(model, seed=2)
+    model.finalize_backward()
+    for seed in (0, 1, 2):
+        step(reference, seed)
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
 def test_no_sync_of_what_is_not_sharded() -> None:
     assert_expected_inline(
         error_of(lambda: fsdp2.no_sync(nn.Linear(1, 1)).__enter__()),

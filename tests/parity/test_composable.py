@@ -75,10 +75,10 @@ def test_a_model_of_one_runtime_is_refused_by_the_other(ctx: RankContext) -> Non
     oracle().fully_shard(theirs[0], mesh=ctx.mesh_1d())
     fsdp2.fully_shard(ours, mesh=ctx.mesh_1d())
     before = [type(module) for module in theirs.modules()]
-    with pytest.raises(ValueError, match="module '0', a FSDPLinear, was given to torch.distributed"):
+    with pytest.raises(ValueError, match=r"module .0., a FSDPLinear, was given to torch"):
         fsdp2.fully_shard(theirs, mesh=ctx.mesh_1d())
     assert [type(module) for module in theirs.modules()] == before
-    with pytest.raises(ValueError, match="this FSDPLinear was given to torch.distributed"):
+    with pytest.raises(ValueError, match=r"this FSDPLinear was given to torch"):
         fsdp2.fully_shard(theirs[0], mesh=ctx.mesh_1d())
     with pytest.raises(AssertionError, match="fully_shard has already been applied"):
         oracle().fully_shard(ours, mesh=ctx.mesh_1d())

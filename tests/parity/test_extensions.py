@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import AliasingHalved, Halved, Packed4, Padded, Scaled, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven, freeze
+from tests.harness.runtimes import oracle, subject
 from tests.harness.selection import long
 from tests.harness.training import Case, Step, accumulate, adamw, one_backward, sgd, shard_units_and_root
 
@@ -165,3 +167,83 @@ def test_embedding_with_hooks(ctx: RankContext) -> None:
             return self.exit(self.table(words).sum(1))
 
     compare(_case(CarefulScaled, Words), ctx.mesh_1d())
+
+
+# What PyTorch's own tests of hooks do
+
+
+def _patched(model: nn.Module, pre: Any, post: Any) -> None:
+    """Give the shards of all matrices hooks of their own; the class has none."""
+    for param in model.parameters():
+        local = param._local_tensor  # to_local() makes another object
+        if param.dim() == 2:
+            local.fsdp_pre_all_gather = pre.__get__(local)
+            local.fsdp_post_all_gather = post.__get__(local)
+
+
+def _two_tensors() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    for layer in model:
+        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+    return model
+
+
+def _as_bfloat16(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    return (self.to(torch.bfloat16),), None
+
+
+@torch.no_grad()
+def _from_bfloat16(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    (gathered,) = outputs
+    assert gathered.dtype is torch.bfloat16
+    if out is None:
+        made = gathered.to(param_dtype)
+        return made, (gathered, made)
+    with torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(gathered)
+    return None
+
+
+def _itself(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    return (self,), mesh.size()
+
+
+@torch.no_grad()
+def _as_it_came(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    assert metadata == 2
+    return None if out is not None else (outputs[0], outputs)
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("hooks", [(_as_bfloat16, _from_bfloat16), (_itself, _as_it_came)])
+@distributed(4)
+def test_payload_that_is_a_wrapper_tensor(ctx: RankContext, hooks: Any, axes: int) -> None:
+    """torch writes all inner tensors of the payload to one place, so that the last one arrives. Here they are equal."""
+    mesh = ctx.mesh_2d(2, 2) if axes == 2 else ctx.mesh_2d(2, 2)["shard"]
+    results = []
+    for runtime in (oracle(), subject()):
+        model = _two_tensors()
+        for layer in model:
+            runtime.fully_shard(layer, mesh=mesh)
+        runtime.fully_shard(model, mesh=mesh)
+        _patched(model, *hooks)
+        torch.manual_seed(ctx.rank)
+        results.append([model(torch.randn(2, 8)).square().sum() for _ in range(2)])
+    for theirs, ours in zip(*results, strict=True):
+        assert isinstance(ours, TwoTensor)
+        assert torch.equal(ours.a, theirs)
+        assert torch.equal(ours.b, theirs)
+
+
+class FillsEvenOnly(CarefulPadded):
+    """Copies all rows that were gathered into ``out``. That fails where ``out`` has no rows of padding."""
+
+    def write(self, out: Tensor, made: Tensor) -> None:
+        out.copy_(made)
+
+
+@distributed(2)
+def test_the_first_gather_calls_the_post_hook_without_out_only(ctx: RankContext) -> None:
+    case = _case(FillsEvenOnly, Uneven, options={"reshard_after_forward": False}, num_steps=1)
+    compare(case, ctx.mesh_1d())

@@ -18,7 +18,7 @@ import common
 import run as run_module
 from check import Verdict, compare
 from common import ROOT, Bars, Ratios, Table, publish
-from render import digest, markers, read_results, render, tables
+from render import PARTS, Part, digest, markers, part, pictures, read_results, render, tables
 from run import benchmarks, run
 
 ROWS = [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, math.nan]]
@@ -207,22 +207,38 @@ class TestPages:
         rendered = render(text, RESULTS)
         assert rendered == text, f"{name} is out of date: run `python benchmarks/render.py`"
 
-    def test_every_table_is_shown_with_what_it_was_run_with(self) -> None:
+    def test_every_script_is_shown_with_what_it_was_run_with(self) -> None:
         shown = {marker for path in PAGES.values() for marker in markers(path.read_text())}
-        expected = {("table", name) for name in tables(RESULTS)} | {("run", script) for script in RESULTS}
-        assert shown == expected | {("table", "summary")}
+        names = {name for kind, name in shown if kind == "table"}
+        assert {name for kind, name in shown if kind == "run"} == set(RESULTS)
+        assert {name.partition(".")[0] for name in names} == {*RESULTS, "summary"}
+        assert names - {"summary"} <= set(tables(RESULTS))
+        assert set(PARTS) <= names
 
     def test_every_result_is_that_of_a_script(self) -> None:
         assert set(RESULTS) <= {path.stem for path in benchmarks()}
 
-    def test_every_plot_is_drawn_from_the_results_and_embedded(self) -> None:
-        drawn = {f"{name}.png": table for name, table in tables(RESULTS).items() if table["plot"]}
+    def test_every_embedded_plot_is_drawn_from_the_results(self) -> None:
         images = ROOT / "docs" / "images"
-        assert {path.name for path in images.glob("*.*.png")} == set(drawn)
-        for name, table in drawn.items():
-            digest_of_picture = digest(table).encode()
-            assert digest_of_picture in (images / name).read_bytes(), f"{name}: run `python benchmarks/render.py`"
-            assert any(f"](images/{name})" in path.read_text() for path in PAGES.values()), name
+        assert {path.name for path in images.glob("*.*.png")} == {f"{name}.png" for name in pictures()}
+        for name in pictures():
+            digest_of_picture = digest(tables(RESULTS)[name]).encode()
+            picture = (images / f"{name}.png").read_bytes()
+            assert digest_of_picture in picture, f"{name}: run `python benchmarks/render.py`"
+
+    def test_a_part_of_a_table_has_the_named_rows_and_columns(self) -> None:
+        table = _record(_table(["a", 1, 0.5], ["b", 2, 0.25], note="of all"))["tables"][0]
+        shown = part(table, Part(("ratio",), ("b",), note="of one"), "PARTS")
+        assert (shown["columns"], shown["rows"], shown["note"]) == (["", "ratio"], [["b", 0.25]], "of one")
+        whole = part(table, Part(), "PARTS")
+        assert all(whole[key] == table[key] for key in whole)
+
+    def test_a_part_that_the_table_does_not_have_is_an_error(self) -> None:
+        table = _record(_table(["a", 1, 0.5]))["tables"][0]
+        with pytest.raises(KeyError, match="PARTS: there is no 'theirs' in the results"):
+            part(table, Part(columns=("theirs",)), "PARTS")
+        with pytest.raises(KeyError, match="PARTS: there is no 'b' in the results"):
+            part(table, Part(rows=("b",)), "PARTS")
 
     def test_rendering_replaces_what_is_between_markers_and_nothing_else(self) -> None:
         results = {"example": {**_record(_table(["a|b", "12", 0.25], note="Of two\nlines."))}}

@@ -34,12 +34,12 @@ Body = Callable[[RankContext], None]
 class Rows(dict[str, tuple[Body, int]]):
     """The tests of the table under one heading of the page; used as a decorator with a row's first cell.
 
-    ``omits_the_same``: the page says once that what is not in the table does the same as in torch. That is tried, too.
+    ``omits_some``: the page says what holds for the rows that it leaves out. Those are tried, too.
     """
 
-    def __init__(self, title: str, *, omits_the_same: bool = False) -> None:
+    def __init__(self, title: str, *, omits_some: bool = False) -> None:
         super().__init__()
-        self.title, self.omits_the_same = title, omits_the_same
+        self.title, self.omits_some = title, omits_some
 
     def __call__(self, cell: str, *, world_size: int = 2) -> Callable[[Body], Body]:
         def add(body: Body) -> Body:
@@ -58,7 +58,7 @@ class Rows(dict[str, tuple[Body, int]]):
         on_page = [cells[0] for cells in table(PAGE, self.title)]
         assert len(on_page) == len(set(on_page))
         assert set(on_page) <= set(self)
-        assert self.omits_the_same or set(on_page) == set(self)
+        assert self.omits_some or set(on_page) == set(self)
 
 
 # Small programs

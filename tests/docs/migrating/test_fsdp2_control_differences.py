@@ -16,7 +16,7 @@ from tests.docs.migrating.rows import Rows, backward, batch, close, forward, gra
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP
 
-ROWS = Rows("What differs in control of steps and communication")
+ROWS = Rows("What differs in control of steps and communication", omits_some=True)
 BOTH = (fsdp2, theirs)
 
 

@@ -28,7 +28,7 @@ from tests.docs.migrating.test_fsdp2_names import PlainAllGather
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, Branches
 
-METHODS = Rows("Methods of `FSDPModule`", omits_the_same=True)
+METHODS = Rows("Methods of `FSDPModule`", omits_some=True)
 
 
 @pytest.mark.parametrize("cell", METHODS)

@@ -18,8 +18,8 @@ from tests.docs.migrating.rows import Rows, backward, batch, forward, model, rai
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP
 
-NAMES = Rows("Names", omits_the_same=True)
-ARGUMENTS = Rows("Arguments", omits_the_same=True)
+NAMES = Rows("Names", omits_some=True)
+ARGUMENTS = Rows("Arguments", omits_some=True)
 
 
 @pytest.mark.parametrize("cell", NAMES)
