@@ -1,7 +1,8 @@
 """``save_safetensors``: the whole model in Hugging Face's layout, written tensor by tensor, replaced atomically.
 
 Each file is written by one rank; file k by rank k, k + W, ... Several ranks never write one file, because network file
-systems may mix up writes to one page. One tensor of each open file travels to its writer, then all writers write.
+systems may mix up writes to one page. One tensor of each open file travels to its writer (on accelerators, to all
+ranks), then all writers write.
 
 Rule: at every moment, one complete checkpoint is what a reader of the folder finds. New files have names of their own.
 Then one rename makes them the checkpoint: of the index, or of the only file. Only then old files are removed.

@@ -119,9 +119,11 @@ class Weight:
 
     def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """The whole tensor as ``whole`` has it, but on the global ``rank`` only; None elsewhere. Shards travel to that
-        rank alone, and other replicas do nothing. Only what model axes have cut is gathered on all ranks."""
+        rank alone, and other replicas do nothing. On accelerators, and if model axes cut it, all ranks gather it."""
         mine, param = dist.get_rank() == rank, self.param
-        if param is None or param.spec.unsharded is not None or param.layout.num_shards == 1:
+        is_simple = param is not None and param.spec.unsharded is None and param.layout.num_shards > 1
+        # Backends differ in how messages follow streams; an all-gather is fast on accelerators.
+        if param is None or not is_simple or param.mesh.device.type != "cpu":
             whole = self.whole(dtype)
             return whole if mine else None
         layout, group = param.layout, param.mesh.shard.group
