@@ -320,6 +320,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return cast(Placement, _StridedShard(dim, split_factor=split_factor))
 
 
+def as_of_dim_0(placement: Placement) -> Placement:
+    """``placement``, which shards some dimension, for dimension 0 of another tensor."""
+    return strided_shard(0, cast(int, placement.split_factor)) if isinstance(placement, _StridedShard) else Shard(0)
+
+
 def shards_dim(placement: Placement, dim: int) -> bool:
     """Whether ``placement`` cuts tensor dimension ``dim``; strided shards are no ``Shard`` for ``is_shard()``."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim

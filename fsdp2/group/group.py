@@ -43,6 +43,7 @@ class ParamGroup:
     """Created by ``fully_shard`` from resolved records. With these, sharding cannot fail.
 
     Attributes:
+        comm: carries the bytes over the shard axis, unless the user has set others.
         keeps_storage: resharding does not free the memory of the unsharded parameters.
         is_stale: users may have replaced parameters since the last check.
         stamp: write stamp of the shards, noted by ``note_writes`` for what was gathered; None if not noted.
@@ -60,7 +61,7 @@ class ParamGroup:
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self.on_parameters: Callable[[ParamGroup], None] | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
-        self._comm = comm = comm_for(mesh.shard, mesh.device)
+        self.comm = comm = comm_for(mesh.shard, mesh.device)
         self.shards = GroupShards(records, self.params, home, comm)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
@@ -90,7 +91,7 @@ class ParamGroup:
             self.unsharded.set_comm(after.all_gather)
         if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
             axis = after.reduce_axis or mesh.shard
-            default = self._comm if axis is mesh.shard else comm_for(axis, mesh.device)
+            default = self.comm if axis is mesh.shard else comm_for(axis, mesh.device)
             self.gradients.set_comm(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
 
     def gather_on_compute_stream(self, enabled: bool) -> None:

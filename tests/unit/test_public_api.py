@@ -71,6 +71,7 @@ DataParallelMeshDims
 ExtensionError
 FSDPModule
 GradientReductionHandle
+LoadedKeys
 MemoryLimitError
 MixedPrecisionPolicy
 Observer
@@ -86,10 +87,13 @@ flatten_optimizer
 fully_shard
 install
 installed
+load_safetensors
 memory_plan
 no_sync
 register_fsdp_forward_method
+save_safetensors
 share_comm_ctx
+stream_full_params
 trace
 uninstall
 unsharded""",
