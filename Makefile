@@ -7,7 +7,7 @@ SCRIPTS ?=
 PYTEST := $(BIN)/pytest -n 2 --timeout 300
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench bench-check gpu docs clean
+.PHONY: help train test test-all clients lint bench bench-check gpu docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
@@ -22,6 +22,9 @@ test: .venv/.installed ## run the tests, but for the long ones
 
 test-all: .venv/.installed ## run all tests; only the long ones with ARGS="-m long"
 	$(PYTEST) -m "" $(ARGS)
+
+clients: .venv/.clients ## run libraries that call fully_shard with torch's runtime and with ours, and compare
+	$(PYTEST) -n 0 -m "" tests/clients $(ARGS)
 
 lint: .venv/.installed ## check style, formatting and types
 	$(BIN)/ruff check
@@ -53,4 +56,8 @@ clean: ## remove .venv, caches and results of runs
 
 .venv/.bench: .venv/.installed
 	$(BIN)/pip install -c constraints-dev.txt -e '.[bench]'
+	touch $@
+
+.venv/.clients: .venv/.installed
+	$(BIN)/pip install -c constraints-dev.txt -e '.[clients]'
 	touch $@

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _symmetric_memory
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -320,6 +320,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return cast(Placement, _StridedShard(dim, split_factor=split_factor))
 
 
+def as_of_dim_0(placement: Placement) -> Placement:
+    """``placement``, which shards some dimension, for dimension 0 of another tensor."""
+    return strided_shard(0, cast(int, placement.split_factor)) if isinstance(placement, _StridedShard) else Shard(0)
+
+
 def shards_dim(placement: Placement, dim: int) -> bool:
     """Whether ``placement`` cuts tensor dimension ``dim``; strided shards are no ``Shard`` for ``is_shard()``."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
@@ -458,6 +463,34 @@ def composable_apis(module: nn.Module) -> Collection[str]:
 def register_composable_api(module: nn.Module, name: str) -> None:
     """Note in torch's registry that the composable API ``name`` was applied to ``module``."""
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+
+
+# Where torch has the names of its ``fully_shard``. Modules that only hand names on:
+FULLY_SHARD_HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+# Modules that define names and also use them, so that torch's own must stay in their globals:
+FULLY_SHARD_SOURCES = (
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fsdp_api",
+)
+# Modules that build upon torch's own classes.
+FULLY_SHARD_INTERNALS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate_with_fsdp")
+# (module, name) of the function that checks a module before torch shards or replicates it.
+FULLY_SHARD_CHECKS = (
+    ("torch.distributed.fsdp._fully_shard._fully_shard", "_validate_module"),
+    ("torch.distributed._composable.replicate_with_fsdp", "_validate_module_common"),
+)
+
+
+def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Take what torch's ``contract`` noted for a refused call of ``function`` off ``module``."""
+    applied = getattr(function, "__wrapped__", function)
+    module.__dict__.get(REGISTRY_KEY, {}).pop(applied.__name__, None)
+    module.__dict__.get(STATE_KEY, {}).pop(applied, None)
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:

@@ -11,6 +11,13 @@ from tests.harness.pool import close_shared_pools
 from tests.harness.selection import mark_long_cases, pool_of
 
 _ACCELERATOR = Path(__file__).parent / "accelerator"
+_CLIENTS = Path(__file__).parent / "clients"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make clients` names the folder; all other runs leave it out, whether clients are installed or not."""
+    is_named = any((config.invocation_params.dir / name).is_relative_to(_CLIENTS) for name in config.args)
+    return True if collection_path == _CLIENTS and not is_named else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
+from fsdp2.comm.streams import wait_for
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
@@ -94,7 +95,7 @@ def unsharded(
             if is_here and len(params) == len(group.params):
                 whole.add(group)
             for param in params:
-                _hand_out(param, group.mesh, is_here=is_here, device=torch.device("cpu") if offload_to_cpu else None)
+                _hand_out(group, param, is_here=is_here, device=torch.device("cpu") if offload_to_cpu else None)
         for _, unit in units_under(module):
             stack.callback(setattr, unit, "lent", unit.lent)
             unit.lent = Lent.ALL if whole.issuperset(unit.groups) else Lent.PART
@@ -132,7 +133,7 @@ def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
 
 def _params_under(module: nn.Module) -> dict[ParamGroup, list[ShardedParam]]:
     """The sharded parameters under ``module``, by group, in the order of the module tree (the same on all ranks)."""
-    _check_idle(module)
+    check_idle(module, "unsharded")
     by_slot = groups_by_slot()
     found: dict[ParamGroup, list[ShardedParam]] = {}
     slots = [Slot(child, name) for child in module.modules() for name in _torch.parameters_dict(child)]
@@ -154,21 +155,27 @@ def _params_under(module: nn.Module) -> dict[ParamGroup, list[ShardedParam]]:
     return found
 
 
-def _check_idle(module: nn.Module) -> None:
+def check_idle(module: nn.Module, caller: str) -> None:
+    """Refuse what would read or write shards during a pass.
+
+    Raises:
+        ScheduleError: a forward or backward of ``module`` runs.
+    """
     running = {unit.running for _, unit in units_under(module)} - {Pass.IDLE}
     if running or _torch.in_backward():
         found = Pass.BACKWARD if _torch.in_backward() else running.pop()
         name = type(module).__name__.removeprefix("FSDP")
         raise ScheduleError(
-            f"unsharded: a {found.value} of {name} is running. Call unsharded when no forward or backward runs. After "
+            f"{caller}: a {found.value} of {name} is running. Call {caller} when no forward or backward runs. After "
             "an exception, call reset_iter_state() first."
         )
 
 
-def _hand_out(param: ShardedParam, mesh: ParallelMesh, *, is_here: bool, device: torch.device | None) -> None:
+def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: torch.device | None) -> None:
     """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the device of the mesh."""
     with torch.no_grad():
-        full = _gathered(param, mesh) if is_plain(_torch.local_of(param.sharded)) else _gathered_subclass(param)
+        local = _torch.local_of(param.sharded)
+        full = gathered(group, param, local) if is_plain(local) else _gathered_subclass(param)
         if is_here:
             own = torch.empty_like(full, device=device or full.device).copy_(full)
             whole = nn.Parameter(param.spec.unsharded_tensor(own), requires_grad=param.sharded.requires_grad)
@@ -176,15 +183,32 @@ def _hand_out(param: ShardedParam, mesh: ParallelMesh, *, is_here: bool, device:
                 setattr(module, name, whole)
 
 
-def _gathered(param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
-    """The values of ``param`` in the dtype of its shards. They travel as bytes: backends do not know all dtypes."""
-    layout, local = param.layout, _torch.local_of(param.sharded)
-    sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=mesh.device)
-    sent[: local.numel()].view(local.shape).copy_(local)
+def gathered(group: ParamGroup, param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """The values of ``param`` of ``group``, of which ``local`` are those of this rank's shard, plain and of any dtype.
+    If model axes have cut the parameter, this rank's part. May share the memory of ``local``. Values travel as bytes:
+    backends do not know all dtypes."""
+    layout = param.layout
+    sent = packed(param, local)
     if layout.num_shards == 1:
         return sent.view(layout.shape)
-    got = torch.empty(layout.padded_numel, dtype=local.dtype, device=mesh.device)
-    dist.all_gather_into_tensor(got.view(torch.uint8), sent.view(torch.uint8), mesh.shard.group)
+    got = sent.new_empty(layout.padded_numel)
+    wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
+    return joined(param, got)
+
+
+def packed(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """``local``, the values of this rank's shard, as the message to others: flat, padded, on the mesh's device."""
+    layout, device = param.layout, param.mesh.device
+    if local.numel() == layout.chunk_numel:
+        return local.to(device).reshape(-1)
+    sent = torch.empty(layout.chunk_numel, dtype=local.dtype, device=device)
+    sent[: local.numel()].view(local.shape).copy_(local)
+    return sent
+
+
+def joined(param: ShardedParam, got: torch.Tensor) -> torch.Tensor:
+    """The values that lie in ``got``, the messages of all ranks behind each other."""
+    layout = param.layout
     if layout.is_contiguous:
         return got[: layout.numel].view(layout.shape)
     shapes = [layout.shard_shape(rank) for rank in range(layout.num_shards)]

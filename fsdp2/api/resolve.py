@@ -29,7 +29,7 @@ from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, repl
 from fsdp2.plan.placements import local_part, param_spec
 from fsdp2.runtime.root import Unit, units_under
 from fsdp2.schedule.schedule import AfterForward
-from fsdp2.types import ExtensionError, MixedPrecisionPolicy, ParamPlacement, TiedWeights
+from fsdp2.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement, TiedWeights
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ParamPlacement | None]
 
@@ -141,7 +141,9 @@ def _asked_placement(
     item: Found, parallel: ParallelMesh, placement_fn: ShardPlacementFn | None
 ) -> tuple[Shard | None, ParallelMesh]:
     asked: Any = None if placement_fn is None else placement_fn(item.param)
-    mesh = getattr(getattr(asked, "mesh_info", asked), "mesh", None)  # torch's ShardPlacementResult has a mesh_info
+    of_ranks = getattr(asked, "mesh_info", asked)  # torch's ShardPlacementResult has a mesh_info
+    dims = getattr(of_ranks, "dp_mesh_dims", None)  # if torch has read it from a full mesh
+    mesh = getattr(of_ranks, "mesh" if dims is None else "spmd_mesh", None)
     placement = asked if mesh is None else asked.placement
     has_shard = placement is None or isinstance(placement, Shard)
     if not has_shard or not (mesh is None or isinstance(mesh, DeviceMesh)):
@@ -151,7 +153,7 @@ def _asked_placement(
         )
     if mesh is None:
         return placement, parallel
-    read = parallel_mesh(mesh)
+    read = parallel_mesh(mesh, None if dims is None else DataParallelMeshDims(dims.shard, dims.replicate))
     if read.device != parallel.device:
         raise ValueError(
             f"fully_shard: shard_placement_fn returned a mesh on {read.device} for parameter '{item.name}', but the "

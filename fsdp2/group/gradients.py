@@ -147,7 +147,8 @@ class Reduction:
         if self._works and not self._streams.runs_ahead:
             self._advance()
         event = self._read or self._done
-        self._streams.wait_here(event)  # compute waits for the reduce stream: compute frees what that read
+        if event is not None:
+            self._streams.wait_here(event)  # compute waits for the reduce stream: compute frees what that read
         self._inputs = None
 
     def land(self) -> None:
@@ -202,7 +203,7 @@ class GroupGradients:
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
         self.withheld: list[Reduction] = []
-        self.used = self._unused = bytes(len(params))
+        self.count()
 
     @property
     def state(self) -> GradientState:
@@ -212,6 +213,10 @@ class GroupGradients:
             return GradientState.PARTIAL
         has_grad = any(param.sharded.grad is not None for param in self._params)
         return GradientState.REDUCED if has_grad else GradientState.NONE
+
+    def count(self) -> None:
+        """Note the number of parameters, which may change before the first use. Ranks exchange a byte for each."""
+        self.used = self._unused = bytes(len(self._params))
 
     def unbind(self) -> None:
         """Forget compiled plans: dtypes, layouts or streams have changed."""

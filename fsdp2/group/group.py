@@ -43,6 +43,7 @@ class ParamGroup:
     """Created by ``fully_shard`` from resolved records. With these, sharding cannot fail.
 
     Attributes:
+        comm: carries the bytes over the shard axis, unless the user has set others.
         keeps_storage: resharding does not free the memory of the unsharded parameters.
         is_stale: users may have replaced parameters since the last check.
         stamp: write stamp of the shards, noted by ``note_writes`` for what was gathered; None if not noted.
@@ -60,7 +61,7 @@ class ParamGroup:
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self.on_parameters: Callable[[ParamGroup], None] | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
-        self._comm = comm = comm_for(mesh.shard, mesh.device)
+        self.comm = comm = comm_for(mesh.shard, mesh.device)
         self.shards = GroupShards(records, self.params, home, comm)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
@@ -90,7 +91,7 @@ class ParamGroup:
             self.unsharded.set_comm(after.all_gather)
         if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
             axis = after.reduce_axis or mesh.shard
-            default = self._comm if axis is mesh.shard else comm_for(axis, mesh.device)
+            default = self.comm if axis is mesh.shard else comm_for(axis, mesh.device)
             self.gradients.set_comm(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
 
     def gather_on_compute_stream(self, enabled: bool) -> None:
@@ -133,6 +134,7 @@ class ParamGroup:
     def give_up(self, param: ShardedParam) -> None:
         """Another group manages ``param`` from now on."""
         self.shards.give_up(self.params.index(param))
+        self.gradients.count()
         self._unbind()
         self._bindings = Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
@@ -144,13 +146,44 @@ class ParamGroup:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Take over parameters that the user replaced, moved, cast or materialised since the last call."""
+        """Take over parameters that the user replaced, moved, cast, materialised or tied since the last call."""
+        are_tied = self._are_tied()
         if self.shards.refresh():
             self.stamp = None
             self._unbind()
             self.unsharded.streams.gather_after_compute()  # compute has just written the flat shard buffers
             self._bindings.bind(self.shards.sharded)
+        if are_tied:
+            self._join_ties()
         self.is_stale = False
+
+    def _are_tied(self) -> bool:
+        """Whether the user has bound one parameter in the place of several.
+
+        Raises:
+            ScheduleError: the group was used before, so autograd and optimizer states may know several parameters.
+        """
+        by_bound: dict[int, ShardedParam] = {}
+        are_tied = False
+        for param in self.params:
+            bound = param.bound()
+            other = param if bound is None else by_bound.setdefault(id(bound), param)
+            if other is not param and self.unsharded.gather is not None:
+                raise ScheduleError(
+                    f"parameters '{other.full_name}' and '{param.full_name}' were tied after the first use of unit "
+                    f"'{self.name}'. Tie parameters before the first forward, and at best before fully_shard."
+                )
+            are_tied = are_tied or other is not param
+        return are_tied
+
+    def _join_ties(self) -> None:
+        """Make one parameter of those that are bound as one: it is gathered once, and its gradients are one sum."""
+        owners: dict[nn.Parameter, ShardedParam] = {}
+        for param in list(self.params):
+            owner = owners.setdefault(param.sharded, param)
+            if owner is not param:
+                owner.slots += param.slots
+                self.give_up(param)
 
     def _rebind(self, forms: Sequence[nn.Parameter]) -> None:
         if not self._bindings.rebind(forms):

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.memory import allocate
 from fsdp2.comm.offload import Home
+from fsdp2.group.all_gather import allocate
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import join
 from fsdp2.plan.mesh import ParallelMesh
@@ -381,11 +381,18 @@ class HookedParam:
         """Let the post-hook fill the unsharded parameter; check what later calls do not check."""
         assert self.param.unsharded_local is not None
         self.out = self.param.unsharded_local
-        before = _memory_of(self.out)
+        before = set(_memory_of(self.out))
         self.hooks.call_post(self.outputs, self.metadata, self.out)
-        if _memory_of(self.out) != before:
+        replaced = before.difference(_memory_of(self.out))
+        if not replaced.isdisjoint(before if is_plain(self.out) else self._freed_memory()):
             problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
             raise self.hooks.error(_POST, problem)
+
+    def _freed_memory(self) -> set[int]:
+        """Memory that is freed between gathers, and is there again when a hook fills it. A wrapper tensor may also hold
+        what came with the metadata, such as the scale of torchao's float8: each call may replace that."""
+        gathered = {output.untyped_storage().data_ptr() for output in self.gathered}
+        return gathered | {storage.data_ptr() for storage, _ in self.param.inner}
 
     def _owned(self, inner: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
         """The storages of ``inner`` to free and allocate here. Those of the outputs belong to the group's plan."""

@@ -180,14 +180,18 @@ class ShardedParam:
         if self.grad_dtype is not None and self.compute_dtypes.param is not self.compute_dtypes.reduce:
             _torch.set_grad_dtype(self.unsharded, None)
 
+    def bound(self) -> object:
+        """What is bound now. Users may have replaced the sharded parameter, in one slot or in all."""
+        found = (getattr(module, name, None) for module, name in self.slots)
+        return next((each for each in found if each is not self.sharded), self.sharded)
+
     def current(self) -> nn.Parameter:
-        """The parameter that is bound now. Users may have replaced the sharded one, in one slot or in all.
+        """The parameter that is bound now.
 
         Raises:
             TypeError: the parameter is gone, or cannot replace the sharded one.
         """
-        found = [getattr(module, name, None) for module, name in self.slots]
-        bound = next((each for each in found if each is not self.sharded), self.sharded)
+        bound = self.bound()
         if not self._may_take_over(bound):
             raise TypeError(self._why_not(bound))
         return cast(nn.Parameter, bound)

@@ -636,6 +636,7 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
     Raises:
         ScheduleError: a unit has settings that only a root may have, or parameters tied to another unit's.
     """
+    _check_ties(units)
     for unit, name in units[1:]:
         settings = (
             (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
@@ -655,6 +656,33 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
                 "called on a module that contains both. Call fully_shard on the outermost module, too, or list the "
                 "parameter in ignored_params."
             )
+
+
+def _check_ties(units: Sequence[tuple[Unit, str]]) -> None:
+    """Check parameters of two units that the user has tied after ``fully_shard``. Each unit gathers the parameter for
+    itself, so none may gather it again before backward.
+
+    Raises:
+        ScheduleError: one of the two units is resharded after forward.
+    """
+    root = units[0][0]
+    holders: dict[int, tuple[Unit, str]] = {}
+    for unit, name in units:
+        for group in unit.groups:
+            for param in group.params if group.state is GroupState.SHARDED else ():
+                bound, full_name = param.bound(), f"{name}.{param.name}" if name else param.name
+                holder, other = holders.setdefault(id(bound), (unit, full_name))
+                keep = [
+                    each.rules.after_forward is AfterForward.KEEP or (each is root and each.auto_reshard)
+                    for each in (holder, unit)
+                ]
+                if holder is not unit and bound is not None and not all(keep):
+                    raise ScheduleError(
+                        f"parameters '{other}' and '{full_name}' are in two units, and were tied after fully_shard. "
+                        "One of the units is resharded after forward, so backward would not find the parameter. Tie "
+                        "parameters before fully_shard, which then moves them to a unit around both, or pass "
+                        "reshard_after_forward=False for both units."
+                    )
 
 
 def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:

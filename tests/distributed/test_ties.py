@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard
+from fsdp2 import ScheduleError, fully_shard
 from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, step
 from tests.harness.distributed import RankContext, distributed
@@ -52,6 +52,56 @@ def test_they_train_as_in_the_unsharded_model(ctx: RankContext, case: str, repli
             optimizer.zero_grad()
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
+
+
+def _tie(model: Stack, places: tuple[str, ...]) -> None:
+    for name in places:
+        model.get_submodule(name).weight = model.get_submodule(places[0]).weight
+
+
+@pytest.mark.parametrize("places", [("entry", "exit"), ("entry", "blocks.2.linear")], ids=["one unit", "two units"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@distributed(2)
+def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_one(
+    ctx: RankContext, places: tuple[str, ...], replicas: int
+) -> None:
+    """As transformers ties them after loading. Of two units, both stay unsharded between forward and backward."""
+    model, reference = seeded(Stack), _tied(places)
+    for unit in (*model.blocks, model):
+        keeps = unit is model.blocks[2] and places[1] == "blocks.2.linear"
+        fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas), reshard_after_forward=False if keeps else None)
+    _tie(model, places)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference))
+    for seed in range(6):
+        torch.testing.assert_close(step(model, seed), step(reference, seed))
+        if seed % 2:  # two backwards for each step
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert model.get_submodule(places[1]).weight is model.entry.weight
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
+
+
+@distributed(2)
+def test_ties_of_sharded_parameters_that_cannot_be_kept_are_refused(ctx: RankContext) -> None:
+    def sharded() -> Stack:
+        model = seeded(Stack)
+        for unit in (*model.blocks, model):
+            fully_shard(unit, mesh=ctx.mesh_1d())
+        return model
+
+    across = sharded()
+    _tie(across, ("blocks.0.linear", "blocks.2.linear"))
+    with pytest.raises(
+        ScheduleError, match=r"'blocks\.0\.linear\.weight' and 'blocks\.2\.linear\.weight' are in two units"
+    ):
+        step(across)
+    late = sharded()
+    step(late)
+    _tie(late, ("entry", "exit"))
+    with pytest.raises(ScheduleError, match=r"'entry\.weight' and 'exit\.weight' were tied after the first use"):
+        step(late)
 
 
 @distributed(2)

@@ -1,7 +1,7 @@
 """The Python in the pages runs, section by section, and prints what the pages say.
 
 Each section is a program of its own behind the guide's "Setup"; all ranks run it, and rank 0's output is compared. The
-quickstart has a script of its own; see ``test_quickstart``.
+quickstart has a script of its own; see ``test_quickstart``. For clients, see ``tests/clients/test_page.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tests.harness.distributed import RankContext, distributed
 
 DOCS = ROOT / "docs"
 SETUP_PAGE, SETUP = DOCS / "guide" / "wrapping.md", "Setup"
-PAGES = sorted(path for path in DOCS.rglob("*.md") if path.name != "quickstart.md" and programs(path))
+ELSEWHERE = {"quickstart.md", "clients.md"}
+PAGES = sorted(path for path in DOCS.rglob("*.md") if path.name not in ELSEWHERE and programs(path))
 SECTIONS = [(str(path.relative_to(DOCS)), title) for path in PAGES for title, _ in programs(path) if title != SETUP]
 
 

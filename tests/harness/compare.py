@@ -96,9 +96,9 @@ def compare_losses_with_unsharded(case: Case, mesh: DeviceMesh) -> None:
     _raise_if_any(title, _values("losses", actual, reference, case.unsharded))
 
 
-def compare_values(title: str, actual: Any, expected: Any) -> None:
-    """Two trees of dicts, lists, tensors, snapshots and plain values are equal, tensors bit for bit."""
-    _raise_if_any(f"{title}: unequal", _values("", actual, expected, EXACT))
+def compare_values(title: str, actual: Any, expected: Any, tolerance: Tolerance = EXACT) -> None:
+    """Two trees of dicts, lists, tensors, snapshots and plain values are equal, tensors bit for bit by default."""
+    _raise_if_any(f"{title}: unequal", _values("", actual, expected, tolerance))
 
 
 def tolerance_of_reduction(case: Case, mesh: DeviceMesh) -> Tolerance:

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp2 import ParamPlacement
 from fsdp2.runtime.root import unit_of
-from tests.harness.compare import compare
+from tests.harness.compare import compare, compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
-from tests.harness.runtimes import SUBJECT_IS_TORCH, Runtime, subject
-from tests.harness.training import Case, Step
+from tests.harness.runtimes import SUBJECT_IS_TORCH, Runtime, oracle, subject
+from tests.harness.training import Case, Snapshot, Step, snapshot
 
 # ``down`` plays the experts: sharded over one axis of the mesh, or replicated over it.
 
@@ -93,3 +94,26 @@ def test_experts_are_one_group_and_the_rest_another(ctx: RankContext) -> None:
     assert unit is not None
     names = [[param.name for param in group.params] for group in unit.groups]
     assert names == [["up.weight", "up.bias", "down.bias"], ["down.weight"]]
+
+
+@distributed(4)
+def test_experts_may_lie_on_a_full_mesh_of_their_own(ctx: RankContext) -> None:
+    """As torchtitan's experts do: DTensors on a mesh with all axes, of which torch's classes name one to shard over."""
+
+    def sharded(runtime: Runtime) -> dict[str, Snapshot]:
+        dense, sparse = ctx.mesh(dp=2, tp=2), ctx.mesh(experts_dp=2, ep=2)
+        torch.manual_seed(0)
+        model = nn.Linear(6, 8)
+        experts = nn.Parameter(distribute_tensor(model.weight.detach(), sparse, [Replicate(), Shard(0)]))
+        model.weight = experts
+        model.bias = nn.Parameter(distribute_tensor(model.bias.detach(), dense, [Replicate(), Shard(0)]))
+        infos: Any = _get_mesh_info(sparse, runtime.DataParallelMeshDims(shard="experts_dp"))
+
+        def place(param: nn.Parameter) -> Any:
+            return ShardPlacementResult(Shard(1), infos) if param is experts else None
+
+        dims = runtime.DataParallelMeshDims(shard="dp")
+        runtime.fully_shard(model, mesh=dense, dp_mesh_dims=dims, shard_placement_fn=place)
+        return {name: snapshot(param, with_full=True) for name, param in model.named_parameters()}
+
+    compare_values("on full meshes", sharded(subject()), sharded(oracle()))

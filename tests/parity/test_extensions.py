@@ -236,6 +236,32 @@ def test_payload_that_is_a_wrapper_tensor(ctx: RankContext, hooks: Any, axes: in
         assert torch.equal(ours.b, theirs)
 
 
+def _first_half(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    return (self.a,), torch.full((8, 8), 2.0)
+
+
+def _with_metadata(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    if out is None:
+        return TwoTensor(outputs[0], metadata), outputs
+    out.b = metadata  # torchao's float8 replaces the scale of a weight so
+    return None
+
+
+@distributed(2)
+def test_a_post_hook_may_replace_what_was_not_gathered(ctx: RankContext) -> None:
+    results = []
+    for runtime in (oracle(), subject()):
+        model = _two_tensors()
+        for layer in (*model, model):
+            runtime.fully_shard(layer, mesh=ctx.mesh_1d())
+        _patched(model, _first_half, _with_metadata)
+        torch.manual_seed(ctx.rank)
+        results.append([model(torch.randn(2, 8)).square().sum() for _ in range(3)])
+    for theirs, ours in zip(*results, strict=True):
+        assert torch.equal(ours.a, theirs.a)
+        assert torch.equal(ours.b, theirs.b)
+
+
 class FillsEvenOnly(CarefulPadded):
     """Copies all rows that were gathered into ``out``. That fails where ``out`` has no rows of padding."""
 

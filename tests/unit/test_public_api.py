@@ -71,6 +71,7 @@ DataParallelMeshDims
 ExtensionError
 FSDPModule
 GradientReductionHandle
+LoadedKeys
 MemoryLimitError
 MixedPrecisionPolicy
 Observer
@@ -84,11 +85,17 @@ clip_grad_norm_
 extensions
 flatten_optimizer
 fully_shard
+install
+installed
+load_safetensors
 memory_plan
 no_sync
 register_fsdp_forward_method
+save_safetensors
 share_comm_ctx
+stream_full_params
 trace
+uninstall
 unsharded""",
     )
 

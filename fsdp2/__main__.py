@@ -1,0 +1,48 @@
+"""``python -m fsdp2 run script.py ...``: run a script with :func:`fsdp2.install` in force."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+import fsdp2
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line and run the subcommand.
+
+    Raises:
+        SystemExit: the command line is wrong, or the script ended so.
+    """
+    parser = argparse.ArgumentParser(prog="python -m fsdp2", description="Tools of fsdp2.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser(
+        "run",
+        help="run a script or module that uses torch.distributed.fsdp.fully_shard, with fsdp2 in its place",
+        description="Calls fsdp2.install(), then runs the script as python does. With ranks: "
+        "torchrun --nproc-per-node 2 -m fsdp2 run script.py ...",
+    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="script is the name of a module")
+    run.add_argument("script", help="a path, or the name of a module with -m")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    run_script(parser, parser.parse_args(arguments))
+
+
+def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Install fsdp2, then run ``options.script`` as ``__main__``."""
+    if not options.is_module and not os.path.exists(options.script):
+        parser.error(f"found no script '{options.script}'. Pass the path of a Python file, or -m and a module's name.")
+    fsdp2.install()
+    sys.argv = [options.script, *options.arguments]
+    if options.is_module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(options.script))
+        runpy.run_path(options.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

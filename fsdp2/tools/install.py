@@ -1,0 +1,271 @@
+"""Puts the names of fsdp2 where torch has those of its ``fully_shard``, so that a client needs no change.
+
+A client is a library that calls ``torch.distributed.fsdp.fully_shard`` itself. Three kinds of modules of torch have the
+names. Homes hand names on: there, ours replace torch's. Sources define names and use them: there, importers get ours,
+and torch's own stay in the globals, since ``replicate`` is built upon them. All other loaded modules of torch that hold
+a name get ours. What a client has imported before is not changed; a warning names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.api.fully_shard import fully_shard
+from fsdp2.api.module import FSDPModule, UnshardHandle, share_comm_ctx
+from fsdp2.runtime.hooks import register_fsdp_forward_method
+from fsdp2.runtime.root import unit_of
+from fsdp2.types import (
+    AllGather,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+)
+
+TRIED_IN = "2.13"
+
+# What a home had in this version of torch. A name that is not here stays torch's.
+_NAMES: dict[str, Any] = {
+    "CPUOffloadPolicy": CPUOffloadPolicy,
+    "DataParallelMeshDims": DataParallelMeshDims,
+    "FSDPModule": FSDPModule,
+    "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "OffloadPolicy": OffloadPolicy,
+    "UnshardHandle": UnshardHandle,
+    "fully_shard": fully_shard,
+    "register_fsdp_forward_method": register_fsdp_forward_method,
+    "share_comm_ctx": share_comm_ctx,
+}
+_NAMES_OF_SOURCES: dict[str, Any] = {**_NAMES, "AllGather": AllGather, "ReduceScatter": ReduceScatter}
+
+_logger = logging.getLogger("fsdp2")
+
+
+class _Source(ModuleType):
+    """A module of torch whose importers get our names, while its own functions read torch's from the globals."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return _NAMES_OF_SOURCES.get(name, found)
+
+
+class _Installation:
+    """What ``install`` has replaced, and how to put it back."""
+
+    def __init__(self) -> None:
+        self.theirs: dict[str, Any] = {}  # torch's object of each name
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self) -> None:
+        for name in _torch.FULLY_SHARD_INTERNALS[1:]:  # it must import torch's own names, so before they are replaced
+            _imported(name)
+        homes = [module for name in _torch.FULLY_SHARD_HOMES if (module := _imported(name)) is not None]
+        sources = [module for name in _torch.FULLY_SHARD_SOURCES if (module := _imported(name)) is not None]
+        for module in (*sources, *homes):
+            for name in _NAMES_OF_SOURCES if module in sources else _NAMES:
+                if name in vars(module):
+                    self.theirs.setdefault(name, vars(module)[name])
+        try:
+            for owner, name in _torch.FULLY_SHARD_CHECKS:
+                self._check_for_our_modules(owner, name)
+            for module in sources:
+                self._change_class(module)
+            self._exchange(self.theirs, _NAMES_OF_SOURCES)
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        self._exchange(_NAMES_OF_SOURCES, self.theirs)
+        while self._undo:
+            self._undo.pop()()
+
+    def _exchange(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        """In all loaded modules of torch, put ``new`` where ``old`` are, whatever name holds them."""
+        by_id = {id(old[name]): new[name] for name in self.theirs}
+        for module in _loaded_modules():
+            if _is_of_torch(module.__name__) and not _is_internal(module.__name__):
+                for name, value in list(vars(module).items()):
+                    if id(value) in by_id:
+                        setattr(module, name, by_id[id(value)])
+
+    def _change_class(self, module: ModuleType) -> None:
+        before = type(module)
+        module.__class__ = _Source
+        self._undo.append(lambda: setattr(module, "__class__", before))
+
+    def _check_for_our_modules(self, owner: str, name: str) -> None:
+        """Let torch's ``fully_shard`` and ``replicate`` refuse modules that fsdp2 has sharded."""
+        module = _imported(owner)
+        if module is None or name not in vars(module):
+            return
+        check = vars(module)[name]
+        of_torch = [found for each in ("fully_shard", "replicate") if callable(found := vars(module).get(each))]
+
+        def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                _refuse_our_modules(given, args[0] if args else "fully_shard")
+            except ValueError:
+                for item in given if isinstance(given, (list, tuple)) else [given]:
+                    for function in of_torch:
+                        _torch.forget_composable_api(item, function)
+                raise
+            return check(given, *args, **kwargs)
+
+        setattr(module, name, checked)
+        self._undo.append(lambda: setattr(module, name, check))
+
+
+_current: _Installation | None = None
+
+
+def install() -> None:
+    """Make clients of ``torch.distributed.fsdp.fully_shard`` use fsdp2, without a change in the client.
+
+    Call it on all ranks before the client is imported; ``python -m fsdp2 run script.py`` does so for a whole script.
+    Names of FSDP1, such as ``FullyShardedDataParallel``, stay torch's. Rank 0 logs what was replaced. A second call
+    does nothing.
+
+    Warns:
+        UserWarning: a module was imported before and still holds torch's names; torch has names that are newer than
+            fsdp2, which stay torch's.
+
+    Raises:
+        RuntimeError: this torch has no ``torch.distributed.fsdp.fully_shard``.
+    """
+    global _current
+    if _current is not None:
+        return
+    installation = _Installation()
+    installation.replace()
+    if "fully_shard" not in installation.theirs:
+        installation.restore()
+        raise RuntimeError(
+            f"fsdp2.install: torch {torch.__version__} has no torch.distributed.fsdp.fully_shard to replace. "
+            f"Install a torch build with distributed support; tried with torch {TRIED_IN}."
+        )
+    try:
+        _report(installation)
+    except BaseException:  # a warning that the user has turned into an error
+        installation.restore()
+        raise
+    _current = installation
+
+
+def uninstall() -> None:
+    """Put torch's names back where :func:`install` has replaced them. Modules of clients that were imported in between
+    keep ours. Does nothing if nothing is installed."""
+    global _current
+    installation, _current = _current, None
+    if installation is not None:
+        installation.restore()
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """:func:`install` for the ``with`` block, for tests. If it was installed before, it stays installed."""
+    was_installed = _current is not None
+    install()
+    try:
+        yield
+    finally:
+        if not was_installed:
+            uninstall()
+
+
+def _refuse_our_modules(given: Any, caller: str) -> None:
+    """Refuse what torch's ``caller`` was given, if fsdp2 has sharded a module of it.
+
+    Raises:
+        ValueError: names the module and both runtimes.
+    """
+    for root in given if isinstance(given, (list, tuple)) else [given]:
+        for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            if unit_of(module) is not None:
+                where = f"module '{name}'" if name else "this module"
+                raise ValueError(
+                    f"{caller} of torch.distributed: {where}, a {type(module).__name__}, was given to "
+                    "fsdp2.fully_shard before. One of the two can shard a model, not both. Call fsdp2.install() before "
+                    f"the module that calls torch's {caller} is imported."
+                )
+
+
+def _report(installation: _Installation) -> None:
+    """Rank 0 says what was replaced, and warns about what was not."""
+    if _rank() != 0:
+        return
+    replaced = sorted(name for name in installation.theirs if name in _NAMES)
+    _logger.warning(
+        "fsdp2.install: in torch.distributed.fsdp, these names are fsdp2's now: %s. Tried with torch %s; this is %s.",
+        ", ".join(replaced),
+        TRIED_IN,
+        torch.__version__,
+    )
+    newer = sorted(set(getattr(_imported(_torch.FULLY_SHARD_HOMES[1]), "__all__", ())) - set(_NAMES))
+    if newer:
+        warnings.warn(
+            f"fsdp2.install: torch {torch.__version__} has names that fsdp2 does not know: {', '.join(newer)}. They "
+            "stay torch's, and do not work on modules that fsdp2 shards.",
+            stacklevel=3,
+        )
+    holders = _holders(installation.theirs)
+    if holders:
+        found = "; ".join(f"{module} ({', '.join(names)})" for module, names in sorted(holders.items()))
+        warnings.warn(
+            f"fsdp2.install: these modules imported torch's names before, and still hold them: {found}. Call "
+            "fsdp2.install() before they are imported.",
+            stacklevel=3,
+        )
+
+
+def _holders(theirs: dict[str, Any]) -> dict[str, list[str]]:
+    """Modules outside of torch that hold torch's names."""
+    ids = {id(value) for value in theirs.values()}
+    found: dict[str, list[str]] = {}
+    for module in _loaded_modules():
+        if not _is_of_torch(module.__name__):
+            names = sorted(name for name, value in list(vars(module).items()) if id(value) in ids)
+            if names:
+                found[module.__name__] = names
+    return found
+
+
+def _loaded_modules() -> list[ModuleType]:
+    return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+
+
+def _imported(name: str) -> ModuleType | None:
+    """The module ``name``; None if this torch has no such module."""
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return None
+    return sys.modules[name]
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.split(".")[0] == "torch"
+
+
+def _is_internal(name: str) -> bool:
+    """Whether torch's own runtime is written there, rather than a module that hands its names on."""
+    return name not in _torch.FULLY_SHARD_HOMES and name.startswith(_torch.FULLY_SHARD_INTERNALS)
+
+
+def _rank() -> int:
+    """This process' rank, also before the process group is there."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -1,0 +1,579 @@
+"""Whole weights of a sharded model, in and out: load safetensors files into shards, stream whole parameters.
+
+``Weight`` is one tensor of a model: which entries of the whole tensor this rank holds, and the whole tensor, gathered.
+``save_weights`` writes what ``Weight`` gathers. Rule: a rank holds one whole tensor at a time, and files are checked on
+all ranks before the first shard is written.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp2 import _torch
+from fsdp2.api.contexts import check_idle, gathered, joined, packed
+from fsdp2.comm.backends import exchange
+from fsdp2.group.group import ParamGroup, groups_by_slot
+from fsdp2.group.hooked_params import is_plain
+from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.plan.mesh import NO_AXIS, Axis, mesh_device
+from fsdp2.types import ScheduleError
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# How the headers of safetensors files call dtypes.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_MAX_LISTED = 20
+
+
+class LoadedKeys(NamedTuple):
+    """What did not match, as :func:`load_safetensors` returns it: names of the model that no file has, and keys of the
+    files that the model does not have."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+# One tensor of a model
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or a persistent buffer, as it is bound between passes.
+
+    Attributes:
+        names: in the state dict; tied weights have several.
+        tensor: the parameter or buffer; a DTensor if it is cut or replicated.
+        group, param: what ``fully_shard`` knows of it; None if it does not manage the tensor.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    group: ParamGroup | None = None
+    param: ShardedParam | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank has of it, without autograd; shares the memory."""
+        return (_torch.local_of(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor).detach()
+
+    def part(self) -> tuple[slice | torch.Tensor, ...]:
+        """Which entries of the whole tensor this rank has: an index for each dim."""
+        param, tensor = self.param, self.tensor
+        along: list[Sequence[int]] = [range(size) for size in tensor.shape]
+        if param is None:
+            if isinstance(tensor, DTensor):
+                along = _cut(tensor.device_mesh, tensor.placements, tensor.shape)
+        elif along:  # every rank holds whole scalars
+            before = param.spec.unsharded
+            if before is not None:
+                along = _cut(before.mesh, before.placements, before.shape)
+            start, stop = param.layout.interval(param.mesh.shard.rank)
+            along[param.layout.dim] = along[param.layout.dim][start:stop]
+        return tuple(map(_index, along))
+
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The whole tensor, plain, cast to ``dtype``. Collective on the tensor's mesh; a plain tensor is this rank's
+        own. It is cast before it travels."""
+        with torch.no_grad():
+            local = _plain(self.local, dtype)
+            if self.group is not None and self.param is not None:
+                own = self.param.spec.unsharded_tensor(gathered(self.group, self.param, local))
+                return own.full_tensor() if isinstance(own, DTensor) else own
+            if not isinstance(self.tensor, DTensor):
+                return local
+            like = self.tensor
+            spec = _torch.dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype)
+            return _torch.dtensor(local, spec).full_tensor()
+
+    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The whole tensor as ``whole`` has it, but on the global ``rank`` only; None elsewhere. Shards travel to that
+        rank alone, and other replicas do nothing. On accelerators, and if model axes cut it, all ranks gather it."""
+        mine, param = dist.get_rank() == rank, self.param
+        is_simple = param is not None and param.spec.unsharded is None and param.layout.num_shards > 1
+        # Backends differ in how messages follow streams; an all-gather is fast on accelerators.
+        if param is None or not is_simple or param.mesh.device.type != "cpu":
+            whole = self.whole(dtype)
+            return whole if mine else None
+        layout, group = param.layout, param.mesh.shard.group
+        ranks = dist.get_process_group_ranks(group)
+        if rank not in ranks or layout.padded_numel == 0:
+            return self.local.new_empty(self.tensor.shape) if mine else None
+        with torch.no_grad():
+            sent = packed(param, _plain(self.local, dtype))
+            if not mine:
+                _do([dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)])
+                return None
+            got = sent.new_empty(layout.num_shards, layout.chunk_numel)
+            got[param.mesh.shard.rank] = sent
+            rows = zip(ranks, got.view(torch.uint8), strict=True)
+            _do([dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank])
+            return joined(param, got.view(-1))
+
+
+def _do(messages: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+
+
+def weights_of(model: nn.Module, caller: str) -> list[Weight]:
+    """The tensors of ``model``'s state dict in its order. Reshards, and takes over what users put in place of shards.
+
+    Raises:
+        ScheduleError: a forward or backward runs, or ``fsdp2.unsharded`` has lent parameters.
+    """
+    check_idle(model, caller)
+    by_slot = groups_by_slot()
+    slots = [Slot(module, name) for module in model.modules() for name in _torch.parameters_dict(module)]
+    groups = dict.fromkeys(by_slot[slot][0] for slot in slots if slot in by_slot)
+    for group in groups:
+        group.settle()
+    managed = {id(param.sharded): (group, param) for group in groups for param in group.params}
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):  # modules may have other things in it, as "extra state"
+            tensors[id(tensor)] = tensor
+            names.setdefault(id(tensor), []).append(name)
+    return [Weight(tuple(names[key]), tensor, *managed.get(key, ())) for key, tensor in tensors.items()]
+
+
+def check_ready(weights: Sequence[Weight], caller: str) -> None:
+    """Refuse weights that this rank cannot gather.
+
+    Raises:
+        RuntimeError: a tensor is on the meta device.
+        ValueError: a tensor is on a mesh without this rank.
+    """
+    for weight in weights:
+        if isinstance(weight.tensor, DTensor) and weight.tensor.device_mesh.get_coordinate() is None:
+            raise ValueError(
+                f"{caller}: '{weight.names[0]}' is on {weight.tensor.device_mesh}, which rank {dist.get_rank()} is not "
+                "in. Call it on the ranks of that mesh only, with their group."
+            )
+        if weight.local.is_meta:
+            raise RuntimeError(
+                f"{caller}: '{weight.names[0]}' is still on the meta device. Call model.to_empty(device=...), and "
+                "initialise or load the values first."
+            )
+
+
+def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of ``tensor`` after a cast that concerns floating-point tensors only."""
+    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+
+
+def _plain(local: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The values of ``local`` as a plain tensor. A subclass gives them when it is copied into a plain tensor."""
+    wanted = cast_dtype(local, dtype)
+    if is_plain(local):
+        return local.to(wanted)
+    return torch.empty(local.shape, dtype=wanted, device=local.device).copy_(local)
+
+
+def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> list[Sequence[int]]:
+    """For each dim, the entries that this rank has: torch itself cuts the numbers of the entries."""
+    along: list[Sequence[int]] = []
+    for dim, size in enumerate(shape):
+        cuts = [_torch.shards_dim(placement, dim) for placement in placements]
+        if not any(cuts):
+            along.append(range(size))
+            continue
+        of_dim = [_torch.as_of_dim_0(each) if cut else Replicate() for each, cut in zip(placements, cuts, strict=True)]
+        numbers = torch.arange(size, device=mesh_device(mesh))
+        along.append(distribute_tensor(numbers, mesh, of_dim, src_data_rank=None).to_local().tolist())
+    return along
+
+
+def _index(entries: Sequence[int]) -> slice | torch.Tensor:
+    if len(entries) == 0:
+        return slice(0, 0)
+    start, stop = entries[0], entries[-1] + 1
+    return slice(start, stop) if stop - start == len(entries) else torch.tensor(entries, device="cpu")
+
+
+# What ranks do together
+
+
+def axis_of(group: dist.ProcessGroup | None) -> Axis:
+    """The ranks of ``group``, or all ranks."""
+    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    return NO_AXIS if group is None else Axis(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+@contextmanager
+def together(axis: Axis) -> Iterator[None]:
+    """All ranks of ``axis`` leave the block normally, or all of them raise the same error, which says on which ranks it
+    happened. There must be no collective behind a line of the block that may fail on one rank only."""
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    found = exchange(axis, None if error is None else (_kind(error), _text(error)))
+    failed = {rank: each for rank, each in enumerate(found) if each is not None}
+    if not failed:
+        return
+    kind, text = next(iter(failed.values()))
+    texts = dict.fromkeys(each for _, each in failed.values())
+    if len(failed) < axis.size or len(texts) > 1:
+        ranks = {each: [str(rank) for rank in failed if failed[rank][1] == each] for each in texts}
+        text = "\n".join(f"On rank {', '.join(of)}: {each}" for each, of in ranks.items())
+    raise kind(text) from error
+
+
+def _kind(error: Exception) -> type[Exception]:
+    """A class like that of ``error`` that takes a text, and that other ranks know."""
+    kinds = (ScheduleError, FileNotFoundError, OSError, ImportError, TypeError)
+    plain = ValueError if type(error) is ValueError else RuntimeError
+    return next((kind for kind in kinds if isinstance(error, kind)), plain)
+
+
+def _text(error: Exception) -> str:
+    ours = isinstance(error, (ScheduleError, ImportError)) or type(error) in (TypeError, ValueError, RuntimeError)
+    if isinstance(error, OSError):
+        ours = error.errno is None  # else the system's
+    return str(error) if ours else f"{type(error).__name__}: {error}"
+
+
+def renamed(key: str, rename: Rename | None) -> str | None:
+    """``key`` under its new name; None to leave it out."""
+    if rename is None:
+        return key
+    if not callable(rename):
+        return rename.get(key, key)
+    try:
+        return rename(key)
+    except Exception as error:
+        raise RuntimeError(f"rename('{key}') raised {type(error).__name__}: {error}") from error
+
+
+def extra(name: str, caller: str) -> Any:
+    """The module ``name`` of an optional dependency.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        text = f"{caller} needs {name}, which is not installed. Run: pip install 'fsdp2[weights]'"
+        raise ImportError(text) from error
+
+
+# Load
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the files have a tensor."""
+
+    file: Path
+    key: str
+
+
+@torch.no_grad()
+def load_safetensors(
+    model: nn.Module,
+    path_or_index: str | os.PathLike[str],
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    progress: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> LoadedKeys:
+    """Load safetensors files into the parameters and persistent buffers of ``model``, sharded or not.
+
+    All ranks must call it. Each rank reads only the slices that it holds, from files that all ranks see. Floating-point
+    values are cast to the dtype of the model. All files are checked on all ranks before anything is written. A model on
+    the meta device needs ``to_empty`` first. Of tied weights, the files need one name. A tensor subclass takes values
+    as its ``copy_`` does: a quantised one quantises them.
+
+    Args:
+        model: the model, or a part of it, whose names are those of its own state dict.
+        path_or_index: a ``.safetensors`` file, an index (``.json``), or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json``.
+        rename: maps a key of the files to a name of the model: a mapping, in which keys may be absent, or a function,
+            which returns None to leave a key out.
+        strict: whether missing and unexpected keys are errors.
+        progress: whether rank 0 shows a bar. Default: if its standard error is a terminal.
+        group: the ranks that load together. Default: all ranks.
+
+    Returns:
+        The missing and the unexpected keys.
+
+    Raises:
+        ValueError: files are cut off or not there, keys are missing or unexpected, shapes or dtypes differ, a parameter
+            is on the meta device. One error lists all problems, on all ranks. The model is unchanged.
+        FileNotFoundError: ``path_or_index`` does not exist, or the folder has no checkpoint.
+        ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
+        RuntimeError: a file could not be read after the checks. The model is loaded half.
+        ImportError: safetensors is not installed.
+    """
+    axis = axis_of(group)
+    with together(axis):
+        library = extra("safetensors", "load_safetensors")
+        weights = weights_of(model, "load_safetensors")
+        checked = _Checked(weights, rename)
+        for file, listed in _files(Path(path_or_index)).items():
+            checked.add(library, file, listed)
+        checked.finish(library)
+        problems = checked.problems(strict)
+        if problems:
+            name = type(model).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"load_safetensors: {path_or_index} does not fit this {name}. Nothing was loaded.\n"
+                + "\n".join(f"- {each}" for each in problems)
+            )
+        plan = checked.plan()
+        shown = progress if progress is not None else sys.stderr is not None and sys.stderr.isatty()
+        bar = extra("tqdm", "load_safetensors(progress=True)").tqdm if shown and axis.rank == 0 else None
+    with together(axis):
+        total = sum(weight.local.nbytes for reads in plan.values() for _, weight in reads)
+        with nullcontext() if bar is None else bar(total=total, unit="B", unit_scale=True, desc="load") as shown_bar:
+            for file, reads in plan.items():
+                _load_file(library, file, reads, shown_bar)
+    return LoadedKeys(checked.missing, checked.unexpected)
+
+
+def _load_file(library: Any, file: Path, reads: Sequence[tuple[str, Weight]], bar: Any) -> None:
+    key = ""
+    try:
+        with library.safe_open(file, framework="pt") as opened:
+            for key, weight in reads:
+                if weight.local.numel() > 0:
+                    weight.local.copy_(_slice_of(opened, key, weight))
+                if bar is not None:
+                    bar.update(weight.local.nbytes)
+    except Exception as error:
+        raise RuntimeError(
+            f"load_safetensors: reading '{key}' of {file} failed with {type(error).__name__}: {error}\n"
+            "The file was readable before. The model is loaded half: load again before you use it."
+        ) from error
+
+
+def _slice_of(opened: Any, key: str, weight: Weight) -> torch.Tensor:
+    """This rank's part of ``key``. The file is mapped into memory, so only what is copied from there is read."""
+    part, found = weight.part(), opened.get_slice(key)
+    if all(isinstance(index, slice) for index in part):
+        return found[part]
+    values = found[...]
+    for dim, index in enumerate(part):
+        values = values[(slice(None),) * dim + (index,)]
+    return values
+
+
+def _files(path: Path) -> dict[Path, set[str] | None]:
+    """The files of a checkpoint, each with the keys that the index lists for it; None without an index.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: ``path`` is neither kind of file, or the index cannot be read.
+    """
+    if path.is_dir():
+        # In this order, as transformers looks for them. save_safetensors counts on it.
+        found = next((path / name for name in (ONE_FILE, INDEX) if (path / name).exists()), None)
+        if found is None:
+            there = sorted(each.name for each in path.glob("*.safetensors*"))
+            raise FileNotFoundError(
+                f"load_safetensors: the folder {path} has neither {ONE_FILE} nor {INDEX}. "
+                f"Pass the path of a file or index. There are: {', '.join(there[:_MAX_LISTED]) or 'none'}."
+            )
+        path = found
+    if not path.exists():
+        raise FileNotFoundError(f"load_safetensors: {path} does not exist on this rank.")
+    if path.suffix == ".safetensors":
+        return {path: None}
+    if path.suffix != ".json":
+        raise ValueError(f"load_safetensors: {path}: expected a folder, a .safetensors file, or an index (.json).")
+    try:
+        file_of = json.loads(path.read_text())["weight_map"]
+        listed: dict[Path, set[str] | None] = {path.parent / name: set() for name in sorted(set(file_of.values()))}
+        for key, name in file_of.items():
+            listed[path.parent / name].add(key)  # type: ignore[union-attr]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"load_safetensors: the index {path} cannot be read: {type(error).__name__}: {error}. "
+            'Expected JSON with a "weight_map" from keys to names of files.'
+        ) from error
+    return listed
+
+
+class _Checked:
+    """Compares what files have with what the model needs, from headers alone.
+
+    Attributes:
+        missing: first names of weights that no file has.
+        unexpected: keys that are no names of the model.
+    """
+
+    def __init__(self, weights: Sequence[Weight], rename: Rename | None) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self._weights, self._rename = weights, rename
+        self._by_name = {name: weight for weight in weights for name in weight.names}
+        self._sources: dict[str, _Source] = {}
+        self._order: list[str] = []
+        self._unreadable: list[str] = []
+        self._others: list[str] = []
+
+    def add(self, library: Any, file: Path, listed: set[str] | None) -> None:
+        """Check the header of ``file``."""
+        try:
+            with library.safe_open(file, framework="pt") as opened:
+                # In the order of the data, so that the disk reads forward; older versions only have keys().
+                keys = list(getattr(opened, "offset_keys", opened.keys)())
+                for key in [key for key in keys if listed is None or key in listed]:
+                    self._add_key(opened, file, key)
+        except (OSError, library.SafetensorError) as error:
+            self._unreadable.append(f"{file} cannot be read: {type(error).__name__}: {error}")
+            return
+        for key in sorted((listed or set()) - set(keys)):
+            self._others.append(f"'{key}' is not in {file.name}, where the index says it is.")
+
+    def _add_key(self, opened: Any, file: Path, key: str) -> None:
+        name = renamed(key, self._rename)
+        if name is None:
+            return
+        weight = self._by_name.get(name)
+        if weight is None:
+            self.unexpected.append(key)
+            return
+        if name in self._sources:
+            self._others.append(f"'{key}' and '{self._sources[name].key}' are both renamed to '{name}'.")
+            return
+        self._sources[name] = _Source(file, key)
+        self._order.append(name)
+        header = opened.get_slice(key)
+        shape, code, tensor = tuple(header.get_shape()), header.get_dtype(), weight.tensor
+        dtype = DTYPES.get(code)
+        if shape != tuple(tensor.shape):
+            self._others.append(f"'{key}' has shape {shape} in {file.name}, expected {tuple(tensor.shape)}.")
+        elif dtype is not tensor.dtype and not (dtype and dtype.is_floating_point and tensor.dtype.is_floating_point):
+            self._others.append(f"'{key}' is {code} in {file.name}, which cannot be cast to {tensor.dtype}.")
+
+    def finish(self, library: Any) -> None:
+        """All files were added."""
+        for weight in self._weights:
+            found = [name for name in weight.names if name in self._sources]
+            if not found and not self._unreadable:
+                self.missing.append(weight.names[0])
+            if weight.local.is_meta:
+                self._others.append(
+                    f"'{weight.names[0]}' of the model is on the meta device. Call model.to_empty(device=...) first."
+                )
+            if isinstance(weight.tensor, DTensor) and any(each.is_partial() for each in weight.tensor.placements):
+                self._others.append(f"'{weight.names[0]}' of the model is a sum that is still pending.")
+        if not self._others and not self._unreadable:
+            self._compare_tied(library)
+
+    def _compare_tied(self, library: Any) -> None:
+        """Files may have a tied weight under several names. Then values are read here, since only one can be loaded."""
+        for weight in self._weights:
+            found = [self._sources[name] for name in weight.names if name in self._sources]
+            for first, other in itertools.pairwise(found):
+                with (
+                    library.safe_open(first.file, framework="pt") as a,
+                    library.safe_open(other.file, framework="pt") as b,
+                ):
+                    values = [_slice_of(*each, weight) for each in ((a, first.key), (b, other.key))]
+                    if not torch.equal(*(each.to(weight.tensor.dtype) for each in values)):
+                        self._others.append(f"'{first.key}' and '{other.key}' differ, but the model ties them.")
+
+    def problems(self, strict: bool) -> list[str]:
+        """One line each, with its remedy."""
+        found = _first_of(self._unreadable) + _first_of(self._others)
+        for what, keys in (("Missing in the files", self.missing), ("Not in the model", self.unexpected)):
+            if keys and strict:
+                named = ", ".join(f"'{key}'" for key in keys[:_MAX_LISTED])
+                more = f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else ""
+                found.append(f"{what}: {named}{more}. Pass rename=..., or strict=False to leave them out.")
+        return found
+
+    def plan(self) -> dict[Path, list[tuple[str, Weight]]]:
+        """By file, what to read in the order of the file: each weight once."""
+        plan: dict[Path, list[tuple[str, Weight]]] = {}
+        for name in self._order:
+            weight, source = self._by_name[name], self._sources[name]
+            if name == next(each for each in weight.names if each in self._sources):
+                plan.setdefault(source.file, []).append((source.key, weight))
+        return plan
+
+
+def _first_of(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _MAX_LISTED
+    return [*lines[:_MAX_LISTED], *([f"... and {more} more like these."] if more > 0 else [])]
+
+
+# Stream
+
+
+def stream_full_params(
+    model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over ``(name, whole parameter)``, for example to hand weights from a trainer to an inference engine.
+
+    All ranks must iterate together, between steps: each parameter is gathered when its turn comes. A rank holds one
+    whole parameter at a time, if the caller keeps none; its gather takes the same memory again. Parameters come in the
+    order of ``named_parameters``, under the names of the state dict, tied ones once. The tensors are plain, contiguous,
+    detached copies; tensor subclasses give the values that compute reads. The caller may break off the loop, if all
+    ranks do. The model must not train meanwhile.
+
+    Args:
+        model: the model, or a part of it.
+        dtype: of floating-point parameters, cast before they travel. Default: the dtype of the shards.
+        device: of the tensors. Default: the device of the mesh.
+
+    Raises:
+        ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
+        RuntimeError: a parameter is on the meta device.
+        ValueError: a parameter is on a mesh without this rank.
+    """
+    weights = [each for each in weights_of(model, "stream_full_params") if isinstance(each.tensor, nn.Parameter)]
+    check_ready(weights, "stream_full_params")
+    return _stream(weights, dtype, device)
+
+
+def _stream(
+    weights: Sequence[Weight], dtype: torch.dtype | None, device: torch.device | str | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for weight in weights:
+        yield weight.names[0], _copied(weight, dtype, device)  # no variable: the caller alone keeps the tensor alive
+
+
+def _copied(weight: Weight, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
+    whole = weight.whole(dtype)
+    if whole.data_ptr() == weight.local.data_ptr():
+        whole = whole.clone()  # else the caller could write the parameter
+    return whole if device is None else whole.to(device)

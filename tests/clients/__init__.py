@@ -1,0 +1,1 @@
+"""Libraries that call torch's ``fully_shard``, run with torch's runtime and with ours: `make clients`."""

@@ -1,0 +1,111 @@
+"""What docs/clients.md shows and says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.compare import files_in, parameters_of
+from tests.clients.hugging_face import allow_fsdp_on_cpu, hf_client
+from tests.clients.test_checkpoint import on_two_ranks as on_checkpoint_ranks
+from tests.clients.test_fabric import on_ranks as on_fabric_ranks
+from tests.clients.test_pipelining import on_four_ranks as on_pipeline_ranks
+from tests.clients.test_torchao import on_two_ranks as on_ao_ranks
+from tests.clients.test_torchtitan import adapt_to_cpu, on_ranks as on_titan_ranks
+from tests.docs.markdown import ROOT, programs
+
+PAGE = ROOT / "docs" / "clients.md"
+BLOCKS = [block for _, blocks in programs(PAGE) for block in blocks]
+NAMES = ["accelerate", "peft", "Trainer", "DistributedConfig"]
+NAMES += ["torchtitan", "torchao", "Fabric", "pipelining", "checkpoints"]
+assert len(BLOCKS) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES[:4])
+@hf_client()
+def test_the_lines_run_the_same(rank: int, folder: Path, name: str) -> Any:
+    allow_fsdp_on_cpu()
+    return parameters_after(name, folder)
+
+
+@on_titan_ranks(2)
+def test_the_lines_of_torchtitan_run_the_same(rank: int, folder: Path) -> Any:
+    adapt_to_cpu()
+    return parameters_after("torchtitan", folder)
+
+
+@on_ao_ranks
+def test_the_lines_of_torchao_run_the_same(rank: int, folder: Path) -> Any:
+    return parameters_after("torchao", folder)
+
+
+@on_fabric_ranks(2)
+def test_the_lines_of_fabric_run_the_same(rank: int, folder: Path) -> Any:
+    return parameters_after("Fabric", folder)
+
+
+@on_pipeline_ranks
+def test_the_lines_of_pipelining_run_the_same(rank: int, folder: Path) -> Any:
+    return parameters_after("pipelining", folder)
+
+
+@on_checkpoint_ranks("safetensors")
+def test_the_lines_of_checkpoints_run_the_same(rank: int, folder: Path) -> Any:
+    parameters = parameters_after("checkpoints", folder)
+    return parameters, files_in(folder)
+
+
+def parameters_after(name: str, folder: Path) -> Any:
+    """Run the lines of ``name``; their model's parameters."""
+    os.chdir(folder)
+    block = BLOCKS[NAMES.index(name)]
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("\n" * (block.line - 1) + block.text, str(PAGE), "exec"), namespace)
+    return parameters_of(namespace["model"])
+
+
+def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    block = BLOCKS[NAMES.index("DistributedConfig")]
+    script = tmp_path / "train.py"
+    script.write_text(f'{block.text}print("made by", {{type(m).__mro__[1].__module__ for m in [model]}})\n')
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fsdp2",
+        "run",
+        str(script),
+    ]
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("made by {'fsdp2.api.module'}") == 2
+    assert ran.stderr.count("fsdp2.install:") == 1  # rank 0 alone, and no warning
+    assert list((tmp_path / "saved").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "name", ["accelerate", "transformers", "peft", "torchtitan", "torchao", "lightning-fabric", "torch"]
+)
+def test_the_versions_are_those_that_were_run(name: str) -> None:
+    pytest.importorskip(name.replace("-", "_"))
+    found = re.findall(rf"^\| {name} \| (\S+) \|", PAGE.read_text(), re.MULTILINE)
+    assert set(found) == {version(name).partition("+")[0]}

@@ -1,0 +1,180 @@
+"""``torch.distributed.pipelining``: 2 pipeline ranks x 2 data-parallel ranks, each stage sharded over the latter.
+
+A stage reduces its gradients once per step, whatever the number of micro-batches. So reductions are counted, by unit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+import fsdp2
+from tests.clients.compare import client, whole
+from tests.harness.comms import CountingReduceScatter
+from tests.harness.distributed import RankContext, distributed
+
+DIM, NUM_MICRO, NUM_STEPS = 8, 4, 2
+OF_ONE_STAGE = ("ScheduleGPipe", "Schedule1F1B")  # others give two stages to each rank
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # the first rank has the first stage and the last
+SPLITS_BACKWARD = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
+SCHEDULES = (*OF_ONE_STAGE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLITS_BACKWARD)
+SHARE = 1 / NUM_MICRO
+on_four_ranks = client(num_ranks=4, preload=["torch.distributed.pipelining", "torch._dynamo"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.relu(self.up(x)))
+        return result
+
+
+def parts(num_stages: int) -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Block(), nn.Linear(DIM, DIM)) for _ in range(num_stages)]
+
+
+def batch(step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dp_rank)
+    inputs, target = torch.randn(2, 2 * NUM_MICRO, DIM, generator=generator)
+    return inputs, target
+
+
+def numbers_of_stages(schedule: str, pp_rank: int) -> tuple[int, list[int]]:
+    """How many stages there are, and which this rank has."""
+    if schedule in OF_ONE_STAGE:
+        return 2, [pp_rank]
+    return 4, [pp_rank, 3 - pp_rank if schedule in V_SHAPED else pp_rank + 2]
+
+
+def reference(num_stages: int) -> list[dict[str, Tensor]]:
+    """The gradients of each step of the unsharded model on the data of all ranks."""
+    model = nn.Sequential(*parts(num_stages))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(NUM_STEPS):
+        for dp_rank in range(2):
+            inputs, target = batch(step, dp_rank)
+            (F.mse_loss(model(inputs), target) / 2).backward()
+        found.append({name: whole(param.grad) for name, param in model.named_parameters() if param.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def train(
+    schedule: str, mesh: DeviceMesh, *, reshard_after_forward: bool, is_by_hand: bool = False
+) -> dict[str, list[Any]]:
+    """Losses, gradients and the number of reductions of each unit, of each step.
+
+    ``is_by_hand``: pipelining does not know that stages are sharded, and the user says when to reduce.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    fully_shard = fsdp2.fully_shard if is_by_hand else fully_shard
+    pp, dp = mesh["pp"], mesh["dp"]
+    num_stages, numbers = numbers_of_stages(schedule, pp.get_local_rank())
+    everything = parts(num_stages)
+    mine = {number: everything[number] for number in numbers}
+    counters = {}
+    for number, part in mine.items():
+        for name, unit in ((f"{number}.0", part[0]), (str(number), part)):
+            fully_shard(unit, mesh=dp, reshard_after_forward=reshard_after_forward)
+            counters[name] = CountingReduceScatter()
+            unit.set_custom_reduce_scatter(counters[name])  # type: ignore[operator]
+    stages = [
+        PipelineStage(part, number, num_stages, torch.device("cpu"), group=pp.get_group())
+        for number, part in mine.items()
+    ]
+    runner = getattr(schedules, schedule)(
+        stages[0] if schedule in OF_ONE_STAGE else stages,
+        NUM_MICRO,
+        loss_fn=(lambda out, target: F.mse_loss(out, target) * SHARE) if is_by_hand else F.mse_loss,
+        scale_grads=not is_by_hand,  # the schedule would scale gradients before they are reduced
+    )
+    optimizer = torch.optim.SGD([param for part in mine.values() for param in part.parameters()], lr=0.1)
+    seen: dict[str, list[Any]] = {"losses": [], "gradients": [], "reductions": []}
+    for step in range(NUM_STEPS):
+        inputs, target = batch(step, dp.get_local_rank())
+        losses: list[Tensor] = []
+        if is_by_hand:
+            hold_gradients(mine.values())
+        has_first, has_last = 0 in mine, num_stages - 1 in mine
+        runner.step(*([inputs] if has_first else []), **({"target": target, "losses": losses} if has_last else {}))
+        if is_by_hand:
+            reduce_gradients(mine.values())
+        seen["losses"].append([loss.detach() for loss in losses])
+        seen["reductions"].append({name: len(counter.take()) for name, counter in counters.items()})
+        seen["gradients"].append(
+            {
+                f"{number}.{name}": whole(param.grad)
+                for number, part in mine.items()
+                for name, param in part.named_parameters()
+                if param.grad is not None
+            }
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    check_gradients(seen["gradients"], reference(num_stages), numbers)
+    return seen
+
+
+def check_gradients(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], numbers: list[int]) -> None:
+    for step, (gradients, all_of_step) in enumerate(zip(found, expected, strict=True)):
+        mine = {name: grad for name, grad in all_of_step.items() if int(name.split(".")[0]) in numbers}
+        assert gradients.keys() == mine.keys()
+        for name, grad in mine.items():
+            torch.testing.assert_close(gradients[name], grad, rtol=1e-4, atol=1e-6, msg=f"step {step}: {name}")
+
+
+def hold_gradients(stages: Any) -> None:
+    for stage in stages:
+        stage.set_manual_backward_finalization(True)
+        stage.set_requires_gradient_sync(False)
+        stage.set_reshard_after_backward(False)
+
+
+def reduce_gradients(stages: Any) -> None:
+    for stage in stages:
+        stage.set_requires_gradient_sync(True)
+        stage.set_reshard_after_backward(True)
+        stage.finalize_backward()
+
+
+def once(seen: dict[str, list[Any]], step: int) -> None:
+    assert set(seen["reductions"][step].values()) == {1}, seen["reductions"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reshard_after_forward"),
+    # With torch's runtime as well, gradients are lost if a later forward reshards before the weights' backward.
+    [(name, False) for name in SCHEDULES]
+    + [pytest.param(name, True, marks=pytest.mark.long) for name in SCHEDULES if name not in SPLITS_BACKWARD],
+)
+@on_four_ranks
+def test_each_schedule_reduces_once_per_step(
+    rank: int, folder: Path, schedule: str, reshard_after_forward: bool
+) -> Any:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    seen = train(schedule, mesh, reshard_after_forward=reshard_after_forward)
+    once(seen, step=1)
+    # The first step also finds out shapes, by a backward without gradients of parameters: fsdp2 reduces zeros there.
+    return {**seen, "reductions": seen["reductions"][1:]}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@distributed(4)
+def test_without_install_stages_reduce_once_by_hand(ctx: RankContext, schedule: str) -> None:
+    once(train(schedule, ctx.mesh(pp=2, dp=2), reshard_after_forward=False, is_by_hand=True), step=1)

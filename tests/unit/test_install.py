@@ -1,0 +1,194 @@
+"""``fsdp2.install()``: whose names are where, before, meanwhile and after."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed.fsdp as theirs
+from torch.distributed.fsdp import fully_shard as held_by_this_file  # what install warns about
+from torch.distributed.pipelining import stage
+
+import fsdp2
+from fsdp2.__main__ import main
+from fsdp2.tools import install as installer
+
+NAMES = sorted(set(theirs._fully_shard.__all__))
+HOMES = [
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+]
+BEFORE = {name: getattr(theirs, name) for name in NAMES}
+
+
+@contextmanager
+def quietly_installed() -> Iterator[None]:
+    """This file holds one of torch's names, which is what the warning says."""
+    with pytest.warns(UserWarning, match="still hold them"):
+        fsdp2.install()
+    try:
+        yield
+    finally:
+        fsdp2.uninstall()
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_importers_get_our_names_while_installed_and_torchs_after(home: str) -> None:
+    module = importlib.import_module(home)
+    names = [name for name in NAMES if hasattr(module, name)]
+    assert names
+    with quietly_installed():
+        for name in names:
+            assert getattr(module, name) is getattr(fsdp2, name), name
+            scope: dict[str, object] = {}
+            exec(f"from {home} import {name}", scope)
+            assert scope[name] is getattr(fsdp2, name)
+    for name in names:
+        assert getattr(module, name) is BEFORE[name], name
+    assert type(module) is ModuleType
+
+
+def test_every_name_of_torchs_fully_shard_is_replaced() -> None:
+    with quietly_installed():
+        assert {name: getattr(theirs, name) for name in NAMES} == {name: getattr(fsdp2, name) for name in NAMES}
+        assert theirs.FullyShardedDataParallel.__module__.startswith("torch")
+
+
+def test_loaded_modules_of_torch_get_our_names() -> None:
+    with quietly_installed():
+        assert stage.fully_shard is fsdp2.fully_shard
+        assert stage.FSDPModule is fsdp2.FSDPModule
+    assert stage.fully_shard is BEFORE["fully_shard"]
+    assert stage.FSDPModule is BEFORE["FSDPModule"]
+
+
+def test_torchs_internals_keep_their_own_classes() -> None:
+    inner = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+    with quietly_installed():
+        assert inner.FSDPModule is BEFORE["FSDPModule"]
+        assert issubclass(inner.ReplicateModule, BEFORE["FSDPModule"])
+        assert not issubclass(inner.ReplicateModule, theirs.FSDPModule)  # docs/clients.md says so
+        # torch's function still reads torch's class from its own globals
+        assert BEFORE["fully_shard"].__wrapped__.__globals__["FSDPModule"] is BEFORE["FSDPModule"]
+
+
+def test_install_twice_installs_once() -> None:
+    with quietly_installed():
+        fsdp2.install()  # no second warning, which would be an error
+        with fsdp2.installed():
+            pass
+        assert theirs.fully_shard is fsdp2.fully_shard, "the inner block must not uninstall"
+    fsdp2.uninstall()
+    assert theirs.fully_shard is BEFORE["fully_shard"]
+
+
+def test_installed_uninstalls_after_an_exception() -> None:
+    with pytest.warns(UserWarning, match="still hold them"), pytest.raises(KeyError), fsdp2.installed():
+        raise KeyError
+    assert theirs.fully_shard is BEFORE["fully_shard"]
+
+
+def test_modules_that_hold_torchs_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ModuleType("client_of_torch")
+    client.shard = BEFORE["fully_shard"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "client_of_torch", client)
+    with pytest.warns(UserWarning, match=r"client_of_torch \(shard\)"):
+        fsdp2.install()
+    fsdp2.uninstall()
+    assert client.shard is BEFORE["fully_shard"]
+
+
+def test_a_warning_that_is_an_error_leaves_torchs_names() -> None:
+    with pytest.raises(UserWarning, match="still hold them"):
+        fsdp2.install()
+    assert theirs.fully_shard is held_by_this_file
+    assert stage.fully_shard is held_by_this_file
+
+
+def test_names_that_torch_gains_later_stay_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs._fully_shard, "__all__", [*NAMES, "brand_new"])
+    monkeypatch.setattr(theirs._fully_shard, "brand_new", BEFORE, raising=False)
+    with pytest.warns(UserWarning, match="still hold them"), pytest.warns(UserWarning, match="brand_new") as seen:
+        fsdp2.install()
+    assert theirs._fully_shard.brand_new is BEFORE  # type: ignore[attr-defined]
+    fsdp2.uninstall()
+    assert ["brand_new" in str(each.message) for each in seen] == [True, False]
+
+
+def test_rank_0_says_what_was_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with caplog.at_level(logging.WARNING, "fsdp2"), quietly_installed():
+        fsdp2.install()
+    assert len(caplog.records) == 1
+    assert all(name in caplog.text for name in (*NAMES, installer.TRIED_IN))
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    with fsdp2.installed():  # nor does another rank warn
+        pass
+    assert caplog.text == ""
+
+
+def test_policies_of_torch_are_refused_by_name() -> None:
+    from torch import nn
+
+    with quietly_installed(), pytest.raises(TypeError, match=r"mp_policy must be an fsdp2\.MixedPrecisionPolicy"):
+        theirs.fully_shard(nn.Linear(2, 2), mp_policy=BEFORE["MixedPrecisionPolicy"]())
+
+
+def test_our_policies_are_pickled_by_our_names() -> None:
+    with quietly_installed():
+        policy = theirs.MixedPrecisionPolicy()
+        assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+# python -m fsdp2 run
+
+SCRIPT = """
+import sys
+from torch.distributed.fsdp import fully_shard
+import neighbour
+if __name__ == "__main__":
+    print("argv:", sys.argv[1:], "by:", fully_shard.__module__, neighbour.FSDPModule.__module__)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "neighbour.py").write_text("from torch.distributed.fsdp import FSDPModule")
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    return tmp_path / "script.py"
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_run_runs_a_script_with_our_names(script: Path, as_module: bool) -> None:
+    command = ["-m", "script"] if as_module else [str(script)]
+    ran = subprocess.run(
+        [sys.executable, "-m", "fsdp2", "run", *command, "--steps", "3", "-m"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=script.parent,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "argv: ['--steps', '3', '-m'] by: fsdp2.api.fully_shard fsdp2.api.module\n"
+    assert "fsdp2.install: in torch.distributed.fsdp" in ran.stderr
+    assert "still hold" not in ran.stderr
+
+
+def test_run_refuses_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "not_there.py"])
+    assert "found no script 'not_there.py'" in capsys.readouterr().err
+    assert theirs.fully_shard is BEFORE["fully_shard"]
