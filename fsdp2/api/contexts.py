@@ -8,7 +8,7 @@ truth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -185,15 +185,24 @@ def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: 
 
 def gathered(group: ParamGroup, param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
     """The values of ``param`` of ``group``, of which ``local`` are those of this rank's shard, plain and of any dtype.
-    If model axes have cut the parameter, this rank's part. May share the memory of ``local``. Values travel as bytes:
-    backends do not know all dtypes."""
-    layout = param.layout
-    sent = packed(param, local)
-    if layout.num_shards == 1:
-        return sent.view(layout.shape)
-    got = sent.new_empty(layout.padded_numel)
-    wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
-    return joined(param, got)
+    If model axes have cut the parameter, this rank's part. May share the memory of ``local``."""
+    return gathered_together(group, [param], [local])[0]
+
+
+def gathered_together(
+    group: ParamGroup, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The values of ``params`` of ``group``, in one launch. Values travel as bytes: backends do not know all dtypes."""
+    sent = [packed(param, local) for param, local in zip(params, locals_, strict=True)]
+    got = list(sent)
+    for i, param in enumerate(params):
+        if param.layout.num_shards > 1:
+            got[i] = sent[i].new_empty(param.layout.padded_numel)
+    travelling = [i for i, param in enumerate(params) if param.layout.num_shards > 1 and sent[i].numel()]
+    outputs, inputs = ([each[i].view(torch.uint8) for i in travelling] for each in (got, sent))
+    if travelling:
+        wait_for(group.comm.all_gather(outputs, inputs)())
+    return [joined(param, values) for param, values in zip(params, got, strict=True)]
 
 
 def packed(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:

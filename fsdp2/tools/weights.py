@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.api.contexts import check_idle, gathered, joined, packed
+from fsdp2.api.contexts import check_idle, gathered, gathered_together, joined, packed
 from fsdp2.comm.backends import exchange
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
@@ -544,11 +545,11 @@ def stream_full_params(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over ``(name, whole parameter)``, for example to hand weights from a trainer to an inference engine.
 
-    All ranks must iterate together, between steps: each parameter is gathered when its turn comes. A rank holds one
-    whole parameter at a time, if the caller keeps none; its gather takes the same memory again. Parameters come in the
-    order of ``named_parameters``, under the names of the state dict, tied ones once. The tensors are plain, contiguous,
-    detached copies; tensor subclasses give the values that compute reads. The caller may break off the loop, if all
-    ranks do. The model must not train meanwhile.
+    All ranks must iterate together, between steps: each unit is gathered in one launch when the turn comes to its first
+    parameter. A rank holds one whole unit at a time, if the caller keeps nothing. Parameters come in the order of
+    ``named_parameters``, under the names of the state dict, tied ones once. The tensors are plain, contiguous, detached
+    copies; tensor subclasses give the values that compute reads. The caller may break off the loop, if all ranks do.
+    The model must not train meanwhile.
 
     Args:
         model: the model, or a part of it.
@@ -568,12 +569,25 @@ def stream_full_params(
 def _stream(
     weights: Sequence[Weight], dtype: torch.dtype | None, device: torch.device | str | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for weight in weights:
-        yield weight.names[0], _copied(weight, dtype, device)  # no variable: the caller alone keeps the tensor alive
+    for _, neighbours in itertools.groupby(weights, key=lambda weight: id(weight.group or weight)):
+        unit = list(neighbours)
+        wholes = deque(_wholes(unit, dtype))
+        for weight in unit:  # no variable holds a whole tensor: the caller alone keeps it alive
+            yield weight.names[0], _handed_out(wholes.popleft(), weight, device)
 
 
-def _copied(weight: Weight, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.Tensor:
-    whole = weight.whole(dtype)
+def _wholes(unit: Sequence[Weight], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The whole tensors of neighbours in one group, gathered in one launch; or of one tensor that no group manages."""
+    group, params = unit[0].group, [weight.param for weight in unit if weight.param is not None]
+    if group is None:
+        return [weight.whole(dtype) for weight in unit]
+    with torch.no_grad():
+        parts = gathered_together(group, params, [_plain(weight.local, dtype) for weight in unit])
+        owns = [param.spec.unsharded_tensor(part) for param, part in zip(params, parts, strict=True)]
+        return [own.full_tensor() if isinstance(own, DTensor) else own for own in owns]
+
+
+def _handed_out(whole: torch.Tensor, weight: Weight, device: torch.device | str | None) -> torch.Tensor:
     if whole.data_ptr() == weight.local.data_ptr():
         whole = whole.clone()  # else the caller could write the parameter
     return whole if device is None else whole.to(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
@@ -374,6 +376,18 @@ def test_training_goes_on_as_if_nothing_was_streamed_saved_or_broken_off(ctx: Ra
             value.zero_()  # the caller's own
         fsdp2.save_safetensors(models[0], tmp_path)
     _same(_read(tmp_path), {name: p.full_tensor().cpu() for name, p in models[1].named_parameters()})
+
+
+@distributed(2)
+def test_streaming_gathers_a_unit_in_one_launch(ctx: RankContext) -> None:
+    model = _units(seeded(MLP), ctx.mesh_1d())
+    units = [".".join(name.split(".")[:2]) if "blocks" in name else "root" for name, _ in model.named_parameters()]
+    runs = [name for name, _ in itertools.groupby(units)]
+    assert len(runs) < len(units) / 2
+    with CommDebugMode() as mode:
+        names = [name for name, _ in fsdp2.stream_full_params(model)]
+    assert names == [name for name, _ in model.named_parameters()]
+    assert mode.get_comm_counts() == {torch.ops.c10d._allgather_base_: len(runs)}
 
 
 @distributed(2)
