@@ -141,6 +141,7 @@ def _result(runtime: str, call: Call, rank: int, port: int, folder: Path) -> Any
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
 
+    torch.set_num_threads(1)  # makes the thread pool anew after the fork, before threads of a client race to do so
     num_units = _count_units()
     torch.manual_seed(0)
     body: Any = importlib.import_module(call.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,14 @@ def test_optimizers_of_few_bits_train_the_same(rank: int, folder: Path, name: st
 
     torch.compiler.set_stance("force_eager")  # each compiles a step for each shape
     return train(sharded(model_of_blocks()), rank, make=getattr(torchao.optim, name))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile finds no C++ compiler")
+@on_two_ranks
+def test_the_compiled_optimizer_of_8_bits_trains_the_same(rank: int, folder: Path) -> Any:
+    """The others, compiled, fail on the CPU with torch's runtime, too."""
+    import torchao.optim
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))  # compiling takes seconds for each shape
+    return train(sharded(model), rank, make=torchao.optim.AdamW8bit)
