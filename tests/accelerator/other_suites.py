@@ -43,6 +43,12 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_state_dict_helpers.test_meta_model_is_loaded_from_rank_0[buffers]": (
             "torch loads buffers of a meta model onto the CPU, where a process group has one for both devices"
         ),
+        "test_composable.test_a_replicated_module_stays_whole_under_fully_shard": (
+            "torch's DDP gives NaN on the device, beside torch's fully_shard, too"
+        ),
+        "test_tools_that_watch.test_comm_debug_mode_counts_the_same": (
+            "the device's process group is written in Python: torch's calls pass by the dispatcher"
+        ),
     },
     "distributed": {
         "test_compiled_blocks": "torch.compile has no backend for the device",

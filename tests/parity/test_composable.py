@@ -25,7 +25,7 @@ def _model() -> nn.Sequential:
 
 def _trained(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """Two steps; the gradients and parameters, whole."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # DTensors and plain tensors together
     for step in range(2):
         torch.manual_seed(10 * step + rank)
         optimizer.zero_grad()
