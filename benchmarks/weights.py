@@ -1,7 +1,7 @@
-"""Claim: from files to shards on 2 gloo ranks, ``load_safetensors`` takes about half of the time of DCP's own format and
-of torch's broadcast, and 0.4 of accelerate's, and no memory besides the shards. DCP's reader for safetensors is faster:
-ours takes 1.5 of its time. ``save_safetensors`` takes 1.8 of the time of DCP's own format, which moves nothing between
-ranks, and 0.8 of that of gathering all on rank 0.
+"""Claim: from files to shards on 2 gloo ranks, ``load_safetensors`` takes about half the time of DCP's own format and
+of torch's broadcast, and 0.4 of accelerate's, and no memory besides the shards. DCP's reader for safetensors is
+faster: ours takes 1.5 of its time. ``save_safetensors`` takes 1.8 of the time of DCP's own format, which moves nothing
+between ranks, and 0.8 of that of gathering all on rank 0.
 
 A random Llama of 1.0 GB in fp32. Each measurement has processes of its own. It begins with a sharded model on the meta
 device, and ends with values in all shards; all loaders must load the same. Peers use torch's ``fully_shard``. Memory is
