@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, overload
 
@@ -96,18 +97,18 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     """
     roots = _root_modules(module)
     _check_policies(mp_policy, offload_policy, tied_weights, ignored_params)
-    parallel = parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims))
-    found, managed, left_alone = _collect(roots, ignored_params or set())
-    found, left_out = settle_ties(found, roots, tied_weights)
-    check_reshard_after_forward(reshard_after_forward, parallel)
-    home = home_for(offload_policy, parallel.device)
-    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
-    after_forward = resolve_after_forward(reshard_after_forward, resolved)
+    prepared = prepare_unit(
+        roots,
+        parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims)),
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params or set(),
+        tied_weights=tied_weights,
+    )
     _change_classes(roots)
-    take_over(found, roots)
-    unit = _commit(roots, managed, resolved, parallel, mp_policy, home, after_forward)
-    unit.left_alone.update(left_alone)
-    unit.left_out = left_out
+    prepared.commit()
     return module
 
 
@@ -172,7 +173,7 @@ def _checked_dims(dims: object) -> DataParallelMeshDims | None:
     return DataParallelMeshDims(dims.shard, dims.replicate)
 
 
-def _collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:
+def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:
     """The parameters to manage with all their slots, the modules outside other units (their buffers move to the mesh's
     device), and the slots of ignored parameters."""
     found: dict[nn.Parameter, Found] = {}
@@ -225,30 +226,67 @@ def _slots_under(module: nn.Module) -> list[Slot]:
 # Commit
 
 
-def _commit(
+@dataclass(frozen=True)
+class PreparedUnit:
+    """A unit that can be made: everything that may be refused has been checked, and nothing has changed yet."""
+
+    roots: tuple[nn.Module, ...]
+    found: list[Found]
+    managed: list[nn.Module]
+    left_alone: list[Slot]
+    left_out: list[Slot]
+    resolved: list[ResolvedGroup]
+    parallel: ParallelMesh
+    policy: MixedPrecisionPolicy
+    home: Home
+    after_forward: AfterForward | None
+
+    def commit(self) -> Unit:
+        """Shard the parameters in place."""
+        take_over(self.found, self.roots)
+        for module in self.managed:
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if not buffer.is_meta:
+                    setattr(module, name, buffer.to(self.parallel.device))
+        for item in self.resolved:
+            for record in item.records:
+                setattr(record.param, SHARDED_AS, record.name)
+        groups = tuple(ParamGroup(item.records, item.mesh, self.home) for item in self.resolved)
+        for item, group in zip(self.resolved, groups, strict=True):
+            group.unsharded.use_post_forward_mesh(item.post_forward)
+            for param in group.params:
+                setattr(param.sharded, SHARDED_AS, param.name)
+        unit = Unit(self.roots, groups, self.parallel, self.policy, self.after_forward)
+        unit.left_alone.update(self.left_alone)
+        unit.left_out = self.left_out
+        unit.hooks = ModuleHooks(unit)
+        return unit
+
+
+def prepare_unit(
     roots: tuple[nn.Module, ...],
-    managed: list[nn.Module],
-    resolved: list[ResolvedGroup],
     parallel: ParallelMesh,
-    policy: MixedPrecisionPolicy,
-    home: Home,
-    after_forward: AfterForward | None,
-) -> Unit:
-    for module in managed:
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if not buffer.is_meta:
-                setattr(module, name, buffer.to(parallel.device))
-    for item in resolved:
-        for record in item.records:
-            setattr(record.param, SHARDED_AS, record.name)
-    groups = tuple(ParamGroup(item.records, item.mesh, home) for item in resolved)
-    for item, group in zip(resolved, groups, strict=True):
-        group.unsharded.use_post_forward_mesh(item.post_forward)
-        for param in group.params:
-            setattr(param.sharded, SHARDED_AS, param.name)
-    unit = Unit(roots, groups, parallel, policy, after_forward)
-    unit.hooks = ModuleHooks(unit)
-    return unit
+    *,
+    reshard_after_forward: bool | int | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored_params: Set[nn.Parameter],
+    shard_placement_fn: ShardPlacementFn | None = None,
+    tied_weights: TiedWeights = TiedWeights.MOVE,
+) -> PreparedUnit:
+    """Check that the parameters under ``roots`` which no unit has yet can form one. For :func:`fully_shard`, and for
+    front ends that keep the classes of modules.
+
+    Raises:
+        ValueError, TypeError, ExtensionError: as ``fully_shard``.
+    """
+    found, managed, left_alone = _collect(roots, ignored_params)
+    found, left_out = settle_ties(found, roots, tied_weights)
+    check_reshard_after_forward(reshard_after_forward, parallel)
+    home = home_for(offload_policy, parallel.device)
+    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
+    after_forward = resolve_after_forward(reshard_after_forward, resolved)
+    return PreparedUnit(roots, found, managed, left_alone, left_out, resolved, parallel, mp_policy, home, after_forward)
 
 
 def _change_classes(roots: Sequence[nn.Module]) -> None:
