@@ -43,7 +43,7 @@ def flat_buffers() -> list[torch.Tensor]:
 _NUM_STEPS = "_fsdp2_num_steps"  # attribute of sharded parameters: a list with the number of optimizer steps
 
 
-def count_steps(params: Sequence[nn.Parameter], count: list[int]) -> None:
+def count_steps(params: Sequence[torch.Tensor], count: list[int]) -> None:
     """Add 1 to ``count[0]`` with every step of an optimizer that has one of ``params``."""
     _note_optimizer_steps()
     for param in params:
@@ -134,6 +134,13 @@ class GroupShards:
             param.adopt(bound, param_dtypes(bound.dtype, param.policy, param.grad_dtype_of(bound)))
         self._replace(locals_)
         return True
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """``tensor`` has the memory of a flat buffer, too: writes to it, and optimizer steps of it, are writes to the
+        shards. Call it again when the shards have moved."""
+        count_steps([tensor], self._num_steps)
+        self._versioned.append(tensor)
+        self._placed_versions += _torch.versions_of([tensor])
 
     def write_stamp(self) -> list[int]:
         """A stamp that changes when a shard is written, and with every optimizer step, which may write shards."""

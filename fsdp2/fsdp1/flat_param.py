@@ -1,0 +1,139 @@
+"""``use_orig_params=False``: one flat parameter per unit, on the memory that the shards of the unit have anyway.
+
+The shards stay the truth. The flat parameter is a second name of their memory, and its gradient a second name of
+theirs. An optimizer that gets the flat parameters steps once per unit.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.comm.memory import alias
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.param import ShardedParam
+from fsdp2.plan.layout import contiguous_stride
+
+
+class FlatParameter(nn.Parameter):
+    """The shards of one unit on this rank, as one 1-D parameter: ``[numel]``, the dtype of the parameters.
+
+    The shards lie behind each other, with zeros in gaps. ``grad`` is
+    made when it is read: None if no shard has a gradient; else zeros stand for missing gradients.
+    """
+
+    _is_flat_param = True  # isinstance checks against torch's FlatParameter ask for it
+    _group: ParamGroup
+    _flat: torch.Tensor
+    _seen: list[torch.Tensor | None]
+    _flat_grad: torch.Tensor | None
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        self.follow_shards()
+        grads = [param.sharded.grad for param in self._group.params]
+        if all(grad is None for grad in grads):
+            self._flat_grad = None
+        elif self._flat_grad is None or any(map(operator.is_not, grads, self._seen)):
+            self._join(grads)
+        return self._flat_grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            for param in self._group.params:
+                param.sharded.grad = None
+            self._flat_grad = None
+        else:
+            self._use(value.detach())
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(param.sharded.requires_grad for param in self._group.params)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FlatParameter:
+        """Freeze or unfreeze all parameters of the unit."""
+        for param in self._group.params:
+            param.sharded.requires_grad_(requires_grad)
+        return self
+
+    def follow_shards(self) -> None:
+        """Take over the memory of the shards, if the shards have moved or were cast."""
+        (flat,) = self._group.shards.flats.values()
+        if flat is not self._flat:
+            self._flat, self._flat_grad = flat, None
+            self.data = flat.detach()
+            self._group.shards.share(self)
+
+    def parts(self, flat: torch.Tensor) -> list[tuple[ShardedParam, torch.Tensor]]:
+        """Each parameter of the unit with its part of ``flat``, which has the layout of this parameter, such as its
+        gradient or an optimizer state. A part has the shape of the shard, and shares the memory of ``flat``."""
+        return [(param, alias(flat, offset, *place)) for param, offset, place in self._places()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with the same values. It belongs to no unit."""
+        memo[id(self)] = made = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        return made
+
+    def _places(self) -> list[tuple[ShardedParam, int, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """For each parameter, where its shard lies in this one: the offset, the shape and the strides."""
+        start, itemsize = self._flat.data_ptr(), self._flat.itemsize
+        places = []
+        for param in self._group.params:
+            local = _torch.local_of(param.sharded)
+            offset = (local.data_ptr() - start) // itemsize if local.numel() else 0
+            places.append((param, offset, (param.shard_shape, contiguous_stride(param.shard_shape))))
+        return places
+
+    def _join(self, grads: list[torch.Tensor | None]) -> None:
+        """Make ``grads`` parts of one flat gradient. They stay where they are, if they lie there as the shards do."""
+        flat = self._memory_of(grads)
+        if flat is not None:
+            self._seen, self._flat_grad = grads, flat
+            return
+        dtype = next(grad.dtype for grad in grads if grad is not None)
+        flat = torch.zeros_like(self._flat, dtype=dtype)
+        for (_, part), grad in zip(self.parts(flat), grads, strict=True):
+            if grad is not None:
+                part.copy_(_torch.local_of(grad))
+        self._use(flat)
+
+    def _memory_of(self, grads: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """The memory of ``grads`` as one tensor, if they lie in it as the shards do, without gaps."""
+        present = [_torch.local_of(grad) for grad in grads if grad is not None]
+        if len(present) < len(grads) or sum(local.numel() for local in present) != self._flat.numel():
+            return None
+        offsets = [offset for _, offset, _ in self._places()]
+        pointers = [local.data_ptr() - offset * local.itemsize for local, offset in zip(present, offsets, strict=True)]
+        starts = {at for at, local in zip(pointers, present, strict=True) if local.numel()}
+        first = next(
+            (local for local, offset in zip(present, offsets, strict=True) if local.numel() and not offset), None
+        )
+        if len(starts) != 1 or first is None:
+            return None
+        storage = first.untyped_storage()
+        if storage.nbytes() < self._flat.numel() * first.itemsize:  # separate tensors that are neighbours by chance
+            return None
+        return first.as_strided((self._flat.numel(),), (1,))
+
+    def _use(self, flat: torch.Tensor) -> None:
+        """Make parts of ``flat`` the gradients of the shards."""
+        params, parts = zip(*((param.sharded, part) for param, part in self.parts(flat)), strict=True)
+        _torch.set_grads(params, parts, _torch.dtensors_placed_like)
+        self._seen, self._flat_grad = [param.grad for param in params], flat
+
+
+def flat_parameter(group: ParamGroup) -> FlatParameter:
+    """The flat parameter of ``group``, whose parameters have one dtype."""
+    made: FlatParameter = torch.Tensor._make_subclass(FlatParameter, torch.empty(0), True)
+    made._group, made._flat, made._seen, made._flat_grad = group, torch.empty(0), [], None
+    made.follow_shards()
+    return made

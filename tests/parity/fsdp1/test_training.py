@@ -1,0 +1,62 @@
+"""Plain training with the class, wrapped by hand: losses as with torch's class."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from tests.harness.distributed import RankContext, distributed
+from tests.parity.fsdp1.fronts import Front, batch, same, train
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+
+
+def wrapped_mlp(front: Front, **options) -> nn.Module:
+    """Three layers; the first two are wrappers of their own. Rows do not divide by the number of ranks."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 7), nn.ReLU(), nn.Linear(7, 4))
+    for i in (0, 2):
+        model[i] = front.wrap(model[i], **options)
+    return front.wrap(model, **options)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@distributed(2, 4)
+def test_trains_as_torchs(ctx: RankContext, optimizer, strategy, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        return train(ctx, model, optimizer)
+
+    same(ctx, scenario, exact=ctx.world_size == 2)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_gradients_accumulate_with_and_without_communication(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for step in range(3):
+            with model.no_sync():
+                model(batch(ctx, 3, 8, seed=step)).square().mean().backward()
+            model(batch(ctx, 3, 8, seed=step + 7)).square().mean().backward()
+            loss = model(batch(ctx, 3, 8, seed=step + 9)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 1)
+            losses.append(loss.detach())
+        return losses
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_flat_parameters_have_torchs_names(ctx: RankContext) -> None:
+    def scenario(front: Front):
+        return [name for name, _ in wrapped_mlp(front).named_parameters()]
+
+    same(ctx, scenario)
