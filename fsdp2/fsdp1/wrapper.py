@@ -21,7 +21,7 @@ from fsdp2.fsdp1.settings import ProcessGroups, Settings, checked_settings, igno
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.runtime.root import Unit, unit_of
-from fsdp2.schedule.states import Lent
+from fsdp2.schedule.states import GroupState, Lent
 
 WRAPPED = "_fsdp_wrapped_module"  # torch's name: it is part of the names of parameters
 _PREFIX = f"{WRAPPED}."
@@ -75,15 +75,16 @@ class FullyShardedDataParallel(nn.Module):
             offload_policy=settings.offload_policy,
             ignored_params=ignored,
         )
-        prepared.commit()
+        for group in prepared.commit().groups:
+            group.configure(fills_gradients=True)
         self._fsdp_wrapped_module = module
 
     # What the wrapper is
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
+        """The wrapped module; of a ``checkpoint_wrapper``, the module inside it."""
+        return getattr(self._fsdp_wrapped_module, "_checkpoint_wrapped_module", self._fsdp_wrapped_module)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -194,6 +195,8 @@ class FullyShardedDataParallel(nn.Module):
         groups = self._unit.groups
         if self._settings.use_orig_params or not groups:
             return None
+        if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
+            groups[0].settle()  # takes over what the user has put in the place of shards
         flat = self.__dict__.get("_flat")
         if flat is None or flat._group is not groups[0]:
             flat = self.__dict__["_flat"] = flat_parameter(groups[0])

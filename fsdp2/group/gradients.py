@@ -57,7 +57,8 @@ class Unused(Enum):
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What the setters of ``FSDPModule`` configure for one group: its gradients and its communication."""
+    """What the user configures for one group: its gradients and its communication. ``fills_gradients``: if a parameter
+    of the group has a gradient, the others get zeros, as in a flat parameter."""
 
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
@@ -66,6 +67,7 @@ class GroupOptions:
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     reduce_axis: Axis | None = None
+    fills_gradients: bool = False
 
     @property
     def bound(self) -> tuple[object, ...]:
@@ -258,7 +260,7 @@ class GroupGradients:
         bound = self._bound.get(trainable) or self._bind(trainable)
         grads = self._take_all(bound)
         present = list(map(_is_there, grads))
-        if unused is Unused.ZERO:
+        if unused is Unused.ZERO or (self.options.fills_gradients and True in present):
             present = [True] * len(present)
         elif unused is Unused.LEAVE and True not in present:
             return self.reduce_partial()

@@ -1,0 +1,215 @@
+"""What trainers do besides a plain step: as with torch's class."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2.fsdp1
+from tests.harness.distributed import RankContext, distributed
+from tests.parity.fsdp1.fronts import Front, batch, same, train
+from tests.parity.fsdp1.test_training import GRAD_OP, wrapped_mlp
+
+OURS = functools.partial(Front, names=fsdp2.fsdp1)
+both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
+
+
+class Branches(nn.Module):
+    """Two branches; a forward may use one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, which: str = "both") -> torch.Tensor:
+        hidden = x
+        if which in ("both", "first"):
+            hidden = self.first(hidden)
+        if which in ("both", "second"):
+            hidden = self.second(hidden)
+        return self.head(hidden)
+
+
+def steps(ctx: RankContext, model: nn.Module, choices: list[str], optimizer=torch.optim.AdamW) -> list[torch.Tensor]:
+    made = optimizer(model.parameters(), lr=0.1)
+    losses = []
+    for step, which in enumerate(choices):
+        loss = model(batch(ctx, 3, 8, seed=step), which).square().mean()
+        loss.backward()
+        made.step()
+        made.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@both_modes
+@distributed(2)
+def test_unused_parameters_of_a_unit(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = front.wrap(Branches(), use_orig_params=use_orig_params)
+        return steps(ctx, model, ["both", "first", "second", "both", "both"])
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_unused_units(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = Branches()
+        model.first = front.wrap(model.first, use_orig_params=use_orig_params)
+        model.second = front.wrap(model.second, use_orig_params=use_orig_params)
+        model = front.wrap(model, use_orig_params=use_orig_params)
+        return steps(ctx, model, ["both", "first", "first", "second", "both"])
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_modules_around_wrappers_need_no_wrapper(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = nn.Sequential(
+            front.wrap(nn.Linear(8, 8), use_orig_params=use_orig_params),
+            front.wrap(nn.Linear(8, 4), use_orig_params=use_orig_params),
+        )
+        return train(ctx, model)
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_gradients_can_be_scaled_and_read_before_the_step(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for step in range(4):
+            for part in range(2):
+                loss = model(batch(ctx, 3, 8, seed=2 * step + part)).square().mean()
+                loss.backward()
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+            if step == 2:
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param.grad = param.grad * 0.5
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            losses.append(loss.detach())
+        return losses
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_activation_checkpointing(ctx: RankContext, use_orig_params) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    def scenario(front: Front):
+        options = {"use_orig_params": use_orig_params, "sharding_strategy": GRAD_OP}
+        inside = front.wrap(checkpoint_wrapper(nn.Linear(8, 8)), **options)
+        around = Checkpointed(front.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), **options))
+        model = front.wrap(nn.Sequential(inside, around, nn.Linear(8, 4)), **options)
+        assert type(inside.module) is nn.Linear
+        return train(ctx, model)
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_a_deepcopy_is_sharded_and_trains_alone(ctx: RankContext, use_orig_params) -> None:
+    """Torch's class cannot be copied in flat mode: ours must train as the original does."""
+    torch.manual_seed(0)
+    model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params)
+    train(ctx, model, num_steps=1)
+    copied = copy.deepcopy(model)
+    assert [name for name, _ in copied.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert train(ctx, model) == train(ctx, copied)
+
+
+@both_modes
+@distributed(2)
+def test_dtype_conversion_reaches_the_shards(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params).to(torch.float64)
+        assert {param.dtype for param in model.parameters()} == {torch.float64}
+        made = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(2):
+            loss = model(batch(ctx, 3, 8, seed=step).double()).square().mean()
+            loss.backward()
+            made.step()
+            made.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_attributes_of_the_wrapped_module_are_the_wrappers_too(ctx: RankContext) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front)
+        model.module.note = "here"
+        inner = front.cls.fsdp_modules(model)
+        model(batch(ctx, 3, 8))
+        roots = front.cls.fsdp_modules(model, root_only=True)
+        return [
+            model.note,
+            model[1] is model.module[1],
+            len(inner),
+            inner[0] is model,
+            roots == [model],
+            model.check_is_root(),
+            model[0].check_is_root(),
+            hasattr(model, "no such attribute"),
+            model.rank,
+            model.world_size,
+            model.sharding_strategy.name,
+        ]
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_frozen_units(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+        model[1].requires_grad_(False)
+        model[1] = front.wrap(model[1], use_orig_params=use_orig_params)
+        model = front.wrap(model, use_orig_params=use_orig_params)
+        assert sum(not param.requires_grad for param in model.parameters()) == (2 if use_orig_params else 1)
+        return train(ctx, model)
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_a_step_after_an_exception(ctx: RankContext, use_orig_params) -> None:
+    """Torch's class needs a reset by hand; ours starts the next step as if nothing had happened."""
+    torch.manual_seed(0)
+    model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params)
+    expected = train(ctx, copy.deepcopy(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.ones(3, 5))
+    assert train(ctx, model, lambda params, lr: optimizer) == expected
