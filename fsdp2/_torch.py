@@ -476,6 +476,9 @@ FULLY_SHARD_HOMES = (
 FULLY_SHARD_SOURCES = (
     "torch.distributed.fsdp._fully_shard._fully_shard",
     "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed.fsdp._flat_param",
+    "torch.distributed.fsdp.sharded_grad_scaler",
 )
 # Modules that build upon torch's own classes.
 FULLY_SHARD_INTERNALS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate_with_fsdp")

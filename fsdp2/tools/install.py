@@ -1,6 +1,7 @@
-"""Puts the names of fsdp2 where torch has those of its ``fully_shard``, so that a client needs no change.
+"""Puts the names of fsdp2 where torch has those of its ``fully_shard`` and ``FullyShardedDataParallel``, so that a
+client needs no change.
 
-A client is a library that calls ``torch.distributed.fsdp.fully_shard`` itself. Three kinds of modules of torch have the
+A client is a library that calls ``torch.distributed.fsdp`` itself. Three kinds of modules of torch have the
 names. Homes hand names on: there, ours replace torch's. Sources define names and use them: there, importers get ours,
 and torch's own stay in the globals, since ``replicate`` is built upon them. All other loaded modules of torch that hold
 a name get ours. What a client has imported before is not changed; a warning names it.
@@ -51,6 +52,7 @@ _NAMES: dict[str, Any] = {
     "share_comm_ctx": share_comm_ctx,
 }
 _NAMES_OF_SOURCES: dict[str, Any] = {**_NAMES, "AllGather": AllGather, "ReduceScatter": ReduceScatter}
+_NAMES_OF_FSDP1 = ("FlatParameter", "FullyShardedDataParallel")
 
 _logger = logging.getLogger("fsdp2")
 
@@ -71,6 +73,10 @@ class _Installation:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self) -> None:
+        from fsdp2 import fsdp1  # imports torch's FSDP1, so only where it is needed
+
+        for name in _NAMES_OF_FSDP1:
+            _NAMES[name] = _NAMES_OF_SOURCES[name] = getattr(fsdp1, name)
         for name in _torch.FULLY_SHARD_INTERNALS[1:]:  # it must import torch's own names, so before they are replaced
             _imported(name)
         homes = [module for name in _torch.FULLY_SHARD_HOMES if (module := _imported(name)) is not None]
@@ -137,8 +143,8 @@ def install() -> None:
     """Make clients of ``torch.distributed.fsdp.fully_shard`` use fsdp2, without a change in the client.
 
     Call it on all ranks before the client is imported; ``python -m fsdp2 run script.py`` does so for a whole script.
-    Names of FSDP1, such as ``FullyShardedDataParallel``, stay torch's. Rank 0 logs what was replaced. A second call
-    does nothing.
+    ``FullyShardedDataParallel`` is replaced, too (:mod:`fsdp2.fsdp1`). Rank 0 logs what was replaced. A second call does
+    nothing.
 
     Warns:
         UserWarning: a module was imported before and still holds torch's names; torch has names that are newer than
