@@ -22,11 +22,12 @@ import torch.distributed.fsdp as torch_fsdp
 from llama import loss, units
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
+import fsdp2.fsdp1
 from fsdp2.comm.backends import comm_for
 from fsdp2.plan.mesh import Axis
 
@@ -72,13 +73,20 @@ def ddp(model: nn.Module) -> Step:
     return _trained(DistributedDataParallel(model, gradient_as_bucket_view=True))
 
 
-def fsdp1(model: nn.Sequential) -> Step:
+def fsdp1(model: nn.Module) -> Step:
+    return _in_class(torch_fsdp.FullyShardedDataParallel, model)
+
+
+def our_fsdp1(model: nn.Module) -> Step:
+    return _in_class(fsdp2.fsdp1.FullyShardedDataParallel, model)
+
+
+def _in_class(cls: Callable[..., Any], model: nn.Module) -> Step:
+    own = [unit for unit in units(model) if unit is not model]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that FSDP2 supersedes it
-        policy = ModuleWrapPolicy({Block})
-        return _trained(
-            torch_fsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=CPU)
-        )
+        warnings.simplefilter("ignore")  # torch says that FSDP2 supersedes its class
+        policy = CustomPolicy(lambda module: any(module is unit for unit in own))
+        return _trained(cls(model, auto_wrap_policy=policy, use_orig_params=True, device_id=CPU))
 
 
 def torch_fsdp2(model: nn.Module) -> Step:
@@ -136,10 +144,11 @@ PEERS: dict[str, Callable[[nn.Sequential], Step]] = {
     "DeepSpeed": deepspeed_zero3,
     "torch FSDP2": torch_fsdp2,
     "fsdp2": ours,
+    "fsdp2's class": our_fsdp1,
 }
 
 
-LLAMA_PEERS = ("unsharded", "DDP", "torch FSDP2", "fsdp2")
+LLAMA_PEERS = ("unsharded", "DDP", "FSDP1", "torch FSDP2", "fsdp2", "fsdp2's class")
 
 
 def missing_peers() -> dict[str, str]:

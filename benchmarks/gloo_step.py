@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Any
 
 import torch
@@ -154,15 +155,20 @@ def hidden(taken: Taken, alone: Taken) -> str:
     return f"{1 - taken.waited / alone.step:.0%}"
 
 
-NOTE = "unsharded: no communication."
+NOTE = "unsharded: no communication. ratio: fsdp2 to torch FSDP2. FSDP1 and class: FullyShardedDataParallel."
+RATIOS = {
+    "ratio": ("fsdp2", "torch FSDP2"),
+    "class / FSDP1": ("fsdp2's class", "FSDP1"),
+    "class / fsdp2": ("fsdp2's class", "fsdp2"),
+}
 
 
 def step_rows(found: Mapping[str, Figures], dtype: str, peers: Sequence[str]) -> list[list[object]]:
     rows: list[list[object]] = []
     for row, figures in found.items():
         seconds = {name: taken.step for name, taken in figures[dtype].items()}
-        ratio = seconds.get("fsdp2", float("nan")) / seconds.get("torch FSDP2", float("nan"))
-        rows.append([row, *(f"{seconds[name] * 1e3:.1f}" for name in peers), ratio])
+        ratios = [seconds.get(ours, nan) / seconds.get(theirs, nan) for ours, theirs in RATIOS.values()]
+        rows.append([row, *(f"{seconds[name] * 1e3:.1f}" for name in peers), *ratios])
     return rows
 
 
@@ -172,7 +178,7 @@ def step_table(found: Mapping[str, Figures], dtype: str, options: Options) -> Ta
     plot = Bars(peers[1:], unit="ms", base=peers[0]) if {"unsharded", "fsdp2"} <= set(peers) else None
     note = " ".join([NOTE, *(f"Without {name}: {reason}." for name, reason in missing_peers().items())])
     title = f"{dtype}, median ms per step"
-    return Table(dtype, title, ["", *peers, "ratio"], step_rows(found, dtype, peers), note=note, plot=plot)
+    return Table(dtype, title, ["", *peers, *RATIOS], step_rows(found, dtype, peers), note=note, plot=plot)
 
 
 def llama_table(options: Options) -> Table:
@@ -180,7 +186,7 @@ def llama_table(options: Options) -> Table:
     figures = measure(LLAMA.max_ranks, LLAMA, replace(options, dtypes=("fp32",), subjects=peers))
     rows = step_rows({f"{LLAMA.max_ranks} ranks, width {LLAMA.width}": figures}, "fp32", peers)
     title = f"Llama of {LLAMA.num_blocks} layers, {LLAMA.num_tokens} tokens per rank, fp32, median ms per step"
-    return Table("llama", title, ["", *peers, "ratio"], rows, note=NOTE)
+    return Table("llama", title, ["", *peers, *RATIOS], rows, note=NOTE)
 
 
 def floor_table(found: Mapping[str, Figures], dtype: str) -> Table:

@@ -33,11 +33,13 @@ import torch.distributed.fsdp as torch_fsdp
 from common import Block, Ratios, Table, publish
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
+import fsdp2.fsdp1
 import fsdp2.tensors
 from fsdp2.tensors import wrap_parameters
 
@@ -133,29 +135,36 @@ def by_fully_shard(runtime: Any) -> Callable[[Model, Case, DeviceMesh], Any]:
     return sharded
 
 
-def by_fsdp1(model: Model, case: Case, mesh: DeviceMesh) -> Any:
-    """The same units. Its CPU support wants to be told that the device is one."""
-    own = units(model, case)
-    if mesh.ndim == 1:
-        strategy = ShardingStrategy.FULL_SHARD if case.reshards else ShardingStrategy.SHARD_GRAD_OP
-    else:
-        strategy = ShardingStrategy.HYBRID_SHARD
-    return FullyShardedDataParallel(
-        model,
-        device_mesh=mesh,
-        sharding_strategy=strategy,
-        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or any(module is unit for unit in own),
-        mixed_precision=MixedPrecision(case.param, case.reduce) if case.param else None,
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
+def by_class(cls: Callable[..., Any]) -> Callable[[Model, Case, DeviceMesh], Any]:
+    """The same units, in the class. On the CPU, torch's wants to be told that the device is one."""
+
+    def sharded(model: Model, case: Case, mesh: DeviceMesh) -> Any:
+        own = units(model, case)
+        if mesh.ndim == 1:
+            strategy = ShardingStrategy.FULL_SHARD if case.reshards else ShardingStrategy.SHARD_GRAD_OP
+        else:
+            strategy = ShardingStrategy.HYBRID_SHARD
+        return cls(
+            model,
+            device_mesh=mesh,
+            sharding_strategy=strategy,
+            auto_wrap_policy=CustomPolicy(lambda module: any(module is unit for unit in own)),
+            mixed_precision=MixedPrecision(case.param, case.reduce) if case.param else None,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+
+    return sharded
 
 
 PEERS: dict[str, Callable[[Model, Case, DeviceMesh], Any]] = {
     "fsdp2": by_fully_shard(fsdp2),
     "torch FSDP2": by_fully_shard(torch_fsdp),
-    "FSDP1": by_fsdp1,
+    "FSDP1": by_class(torch_fsdp.FullyShardedDataParallel),
+    "class": by_class(fsdp2.fsdp1.FullyShardedDataParallel),
 }
+CLASSES = ("FSDP1", "class")
+CLASS_RATIOS = ("class / FSDP1", "class / fsdp2")
 
 
 def stepper(model: Any, case: Case) -> Callable[[], None]:
@@ -163,7 +172,7 @@ def stepper(model: Any, case: Case) -> Callable[[], None]:
     parameters = list(model.parameters())
 
     def unsynchronised(is_unsynchronised: bool) -> Any:
-        if isinstance(model, FullyShardedDataParallel):
+        if hasattr(model, "no_sync"):
             return model.no_sync() if is_unsynchronised else nullcontext()
         model.set_requires_gradient_sync(not is_unsynchronised)
         return nullcontext()
@@ -297,16 +306,17 @@ def _numel(module: nn.Module) -> int:
 
 
 def row(case: Case) -> list[object]:
-    peers = [peer for peer in PEERS if not (peer == "FSDP1" and case.hooks)]
+    peers = [peer for peer in PEERS if not (peer in CLASSES and case.hooks)]
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
         arguments = [(peer, case) for peer in peers]
         peaks = dict(zip(peers, pool.starmap(peak_nbytes, arguments, chunksize=1), strict=True))
-    ours, limit = peaks.pop("fsdp2"), limit_nbytes(case)
+    limit, ours = limit_nbytes(case), peaks["fsdp2"]
     group = _numel(Block(case.width)) * (case.param or torch.float32).itemsize
-    figures = [group, limit, ours, *(peaks.get(peer) for peer in PEERS if peer != "fsdp2")]
-    shown = [None if nbytes is None else f"{nbytes / KIB:.0f}" for nbytes in figures]
-    of_peers = [ours / peaks[peer] if peer in peaks else None for peer in PEERS if peer != "fsdp2"]
-    return [case.name, *shown, ours / limit, *of_peers, ours / min(peaks.values())]
+    shown = [None if nbytes is None else f"{nbytes / KIB:.0f}" for nbytes in (group, limit, *map(peaks.get, PEERS))]
+    of_torch = [ours / peaks[peer] if peer in peaks else None for peer in ("torch FSDP2", "FSDP1")]
+    of_class = [peaks["class"] / peaks[peer] if "class" in peaks else None for peer in ("FSDP1", "fsdp2")]
+    smaller = min(peaks[peer] for peer in ("torch FSDP2", "FSDP1") if peer in peaks)
+    return [case.name, *shown, ours / limit, *of_torch, *of_class, ours / smaller]
 
 
 def main() -> None:
@@ -320,8 +330,11 @@ def main() -> None:
             for text in pool.starmap(timeline, [(peer, case) for case in cases for peer in PEERS], chunksize=1):
                 print(text)
         return
-    columns = ["", "one group", "limit", *PEERS, "of limit", "of FSDP2", "of FSDP1", "ratio"]
-    note = "ratio: to the smaller of the peers. FSDP1 takes no parameters that are tensor subclasses."
+    columns = ["", "one group", "limit", *PEERS, "of limit", "of FSDP2", "of FSDP1", *CLASS_RATIOS, "ratio"]
+    note = (
+        "of limit, of FSDP2, of FSDP1: fsdp2 to these. ratio: fsdp2 to the smaller of torch's two. FSDP1 and class: "
+        "FullyShardedDataParallel of torch and of fsdp2. It takes no parameters that are tensor subclasses."
+    )
     peaks = Table(
         "main",
         "KiB",
