@@ -68,7 +68,7 @@ class FlatParameter(nn.Parameter):
     def follow_shards(self) -> None:
         """Take over the memory of the shards, if the shards have moved or were cast."""
         (flat,) = self._group.shards.flats.values()
-        if flat is not self._flat:
+        if flat is not self._flat and flat.device.type == self.device.type:
             self._flat, self._flat_grad = flat, None
             self.data = flat.detach()
             self._group.shards.share(self)
@@ -131,9 +131,12 @@ class FlatParameter(nn.Parameter):
         self._seen, self._flat_grad = [param.grad for param in params], flat
 
 
-def flat_parameter(group: ParamGroup) -> FlatParameter:
-    """The flat parameter of ``group``, whose parameters have one dtype."""
-    made: FlatParameter = torch.Tensor._make_subclass(FlatParameter, torch.empty(0), True)
-    made._group, made._flat, made._seen, made._flat_grad = group, torch.empty(0), [], None
-    made.follow_shards()
-    return made
+def flat_parameter(group: ParamGroup, before: FlatParameter | None = None) -> FlatParameter:
+    """The flat parameter of ``group``, whose parameters have one dtype. ``before``: the one so far. It stays, unless
+    the shards have moved to a device of another type."""
+    (flat,) = group.shards.flats.values()
+    if before is None or before._group is not group or before.device.type != flat.device.type:
+        before = torch.Tensor._make_subclass(FlatParameter, flat.detach(), True)
+        before._group, before._flat, before._seen, before._flat_grad = group, flat.new_empty(0), [], None
+    before.follow_shards()
+    return before

@@ -197,11 +197,8 @@ class FullyShardedDataParallel(nn.Module):
             return None
         if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
             groups[0].settle()  # takes over what the user has put in the place of shards
-        flat = self.__dict__.get("_flat")
-        if flat is None or flat._group is not groups[0]:
-            flat = self.__dict__["_flat"] = flat_parameter(groups[0])
-        flat.follow_shards()
-        return cast(FlatParameter, flat)
+        flat = self.__dict__["_flat"] = flat_parameter(groups[0], self.__dict__.get("_flat"))
+        return flat
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""

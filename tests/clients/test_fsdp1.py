@@ -1,0 +1,122 @@
+"""Clients of FSDP1: accelerate with ``fsdp_version=1``, and transformers' ``Trainer`` with ``fsdp="full_shard auto_wrap"``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.clients.compare import files_in
+from tests.clients.hugging_face import allow_fsdp_on_cpu, batch, hf_client, tiny
+from tests.clients.test_trainer import Tokens, history
+
+
+NO_LOADING = {"cpu_ram_efficient_loading": False, "sync_module_states": False}  # these need an accelerator
+
+
+def accelerator(**options: Any) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    allow_fsdp_on_cpu()
+    of_accelerator = {"gradient_accumulation_steps", "mixed_precision"}
+    own = {name: options.pop(name) for name in list(options) if name in of_accelerator}
+    plugin = {"fsdp_version": 1, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+    engine = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**{**plugin, **options}), **own)
+    return on_the_cpu(engine)
+
+
+def on_the_cpu(engine: Any) -> Any:
+    """The device that accelerate gives to FSDP1 is ``cpu:0``, which torch's class does not take for the CPU."""
+    engine.state._shared_state["device"] = torch.device("cpu")
+    return engine
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def train(engine: Any, model: Any, optimizer: Any, rank: int, steps: range = range(3)) -> dict[str, Any]:
+    seen: dict[str, Any] = {"losses": [], "norms": []}
+    for step in steps:
+        with engine.accumulate(model):
+            loss = model(**batch("llama", rank, step)).loss
+            engine.backward(loss)
+            seen["losses"].append(loss.detach())
+            if engine.sync_gradients:
+                seen["norms"].append(engine.clip_grad_norm_(model.parameters(), 10.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_orig_params": False},
+        {"reshard_after_forward": "SHARD_GRAD_OP"},
+        {"mixed_precision": "bf16"},
+        {"gradient_accumulation_steps": 2},
+        {"activation_checkpointing": True},
+    ],
+    ids=str,
+)
+@hf_client()
+def test_accelerate_trains_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
+    engine = accelerator(**options)
+    model = engine.prepare(tiny())
+    optimizer = engine.prepare(adamw(model.parameters()))
+    return train(engine, model, optimizer, rank, range(4))
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@hf_client()
+def test_accelerate_saves_and_loads_the_same(rank: int, folder: Path, kind: str, use_orig_params: bool) -> Any:
+    engine = accelerator(state_dict_type=kind, use_orig_params=use_orig_params)
+    model = engine.prepare(tiny())
+    optimizer = engine.prepare(adamw(model.parameters()))
+    seen = train(engine, model, optimizer, rank)
+    engine.save_state(str(folder / "state"))
+    files = files_in(folder)
+    after = train(engine, model, optimizer, rank, range(3, 5))
+    engine.load_state(str(folder / "state"))
+    again = train(engine, model, optimizer, rank, range(3, 5))
+    assert str(after) == str(again)
+    return {"seen": seen, "after": after, "files": list(files), "full": full_parameters(model)}
+
+
+def trainer(folder: Path, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    allow_fsdp_on_cpu()
+    defaults = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 10.0}
+    defaults |= {"per_device_train_batch_size": 2, "seed": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(folder / "out"), **{**defaults, **options})
+    made = Trainer(tiny(), arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    on_the_cpu(made.accelerator)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@hf_client()
+def test_the_trainer_trains_saves_and_resumes_the_same(rank: int, folder: Path, kind: str) -> Any:
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1, "state_dict_type": kind, **NO_LOADING}}
+    first = trainer(folder, **options)
+    first.train()
+    expected = full_parameters(first.model_wrapped)
+    second = trainer(folder, **options)
+    second.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
+    found = full_parameters(second.model_wrapped)
+    assert {name: bool((found[name] == expected[name]).all()) for name in found} == dict.fromkeys(expected, True)
+    return {"history": history(first), "again": history(second), "parameters": expected}
