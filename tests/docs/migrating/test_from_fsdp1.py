@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+import fsdp2.fsdp1
 from tests.docs.migrating.rows import (
     Rows,
     actions,
@@ -44,6 +45,7 @@ from tests.docs.migrating.rows import (
 )
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, Block
+from tests.harness.pool import shared_pool
 
 ROWS = Rows("From FSDP1", omits_some=True)
 
@@ -51,6 +53,19 @@ ROWS = Rows("From FSDP1", omits_some=True)
 @pytest.mark.parametrize("cell", ROWS)
 def test_row(cell: str) -> None:
     ROWS.run(cell)
+
+
+@pytest.mark.parametrize("cell", ROWS)
+def test_row_works_as_it_is(cell: str) -> None:
+    """The old program with our class in the place of torch's, beside ``fully_shard``."""
+    _, world_size = ROWS[cell]
+    shared_pool(world_size).run(_with_our_class, cell=cell)
+
+
+def _with_our_class(ctx: RankContext, cell: str) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(globals(), "FullyShardedDataParallel", fsdp2.fsdp1.FullyShardedDataParallel)
+        ROWS[cell][0](ctx)
 
 
 def test_every_row_is_tried() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -213,3 +214,21 @@ def test_a_step_after_an_exception(ctx: RankContext, use_orig_params) -> None:
     with pytest.raises(RuntimeError, match="shape"):
         model(torch.ones(3, 5))
     assert train(ctx, model, lambda params, lr: optimizer) == expected
+
+
+@pytest.mark.parametrize("where", ["model", "blocks"])
+@distributed(2)
+def test_compiled(ctx: RankContext, where) -> None:
+    def scenario(front: Front):
+        torch._dynamo.reset()
+        model = wrapped_mlp(front, use_orig_params=True)
+        if where == "model":
+            model = torch.compile(model, backend="aot_eager")
+        else:
+            for i in (0, 2):
+                model.module[i] = torch.compile(model.module[i], backend="aot_eager")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .grad attribute")  # the compiler looks at it
+            return train(ctx, model)
+
+    same(ctx, scenario)
