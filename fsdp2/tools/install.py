@@ -143,8 +143,7 @@ def install() -> None:
     """Make clients of ``torch.distributed.fsdp.fully_shard`` use fsdp2, without a change in the client.
 
     Call it on all ranks before the client is imported; ``python -m fsdp2 run script.py`` does so for a whole script.
-    ``FullyShardedDataParallel`` is replaced, too (:mod:`fsdp2.fsdp1`). Rank 0 logs what was replaced. A second call does
-    nothing.
+    ``FullyShardedDataParallel`` is replaced, too. Rank 0 logs what was replaced. A second call does nothing.
 
     Warns:
         UserWarning: a module was imported before and still holds torch's names; torch has names that are newer than

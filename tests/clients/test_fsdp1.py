@@ -1,4 +1,4 @@
-"""Clients of FSDP1: accelerate with ``fsdp_version=1``, and transformers' ``Trainer`` with ``fsdp="full_shard auto_wrap"``."""
+"""Clients of FSDP1: accelerate with ``fsdp_version=1``, and transformers' ``Trainer`` with ``fsdp="full_shard"``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tests.clients.compare import files_in
 from tests.clients.hugging_face import allow_fsdp_on_cpu, batch, hf_client, tiny
 from tests.clients.test_trainer import Tokens, history
-
 
 NO_LOADING = {"cpu_ram_efficient_loading": False, "sync_module_states": False}  # these need an accelerator
 
