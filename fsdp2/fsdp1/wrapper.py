@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -16,20 +17,21 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
 from fsdp2.api.fully_shard import prepare_unit
+from fsdp2.fsdp1.auto_wrap import (
+    add_full_precision,
+    check_nothing_is_wrapped,
+    chosen_by,
+    of_classes,
+    replace_everywhere,
+)
 from fsdp2.fsdp1.flat_param import FlatParameter, flat_parameter
-from fsdp2.fsdp1.settings import ProcessGroups, Settings, checked_settings, ignored_params_of
+from fsdp2.fsdp1.init_states import broadcast, cast_buffers, check_flat, keep_low_precision, materialise
+from fsdp2.fsdp1.names import WRAPPED, clean_name
+from fsdp2.fsdp1.settings import HYBRID, DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
-from fsdp2.runtime.root import Unit, unit_of
+from fsdp2.runtime.root import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2.schedule.states import GroupState, Lent
-
-WRAPPED = "_fsdp_wrapped_module"  # torch's name: it is part of the names of parameters
-_PREFIX = f"{WRAPPED}."
-
-
-def clean_name(name: str) -> str:
-    """``name`` of a parameter, buffer or module as it was before anything was wrapped."""
-    return name.replace(_PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -44,7 +46,7 @@ class FullyShardedDataParallel(nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: DeviceId = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -53,8 +55,8 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        ignored = ignored_params_of(module, ignored_modules, ignored_states)
         settings = checked_settings(
+            module,
             process_group,
             sharding_strategy,
             cpu_offload,
@@ -62,22 +64,90 @@ class FullyShardedDataParallel(nn.Module):
             mixed_precision,
             device_id,
             device_mesh,
+            has_policy=auto_wrap_policy is not None,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
+        ignored = checked_ignored(module, ignored_modules, ignored_states)
         self._settings: Settings = settings
+        self._ignored: Ignored = ignored
+        self._orig_buffer_dtypes: dict[str, torch.dtype] | None = None  # by clean name; None until buffers are cast
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"FullyShardedDataParallel: {type(module).__name__} has no forward, so its parameters are never "
+                "gathered. Wrap the modules inside it.",
+                stacklevel=2,
+            )
+        if auto_wrap_policy is not None:
+            options = {
+                "process_group": None if device_mesh is not None else settings.groups,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": list(ignored.params),
+                "device_mesh": device_mesh,
+            }
+            self._wrap_inside(module, auto_wrap_policy, options)
+        self._check_groups_inside(module)
+        if not use_orig_params:
+            check_flat(module, ignored)
+        device = settings.parallel.device
+        materialise(module, ignored, param_init_fn, device)
+        if sync_module_states:
+            broadcast(module, ignored, settings)
+        if settings.mixed_precision.keep_low_precision_grads:
+            keep_low_precision(module, ignored, settings)
         prepared = prepare_unit(
             (module,),
             settings.parallel,
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=settings.policy,
             offload_policy=settings.offload_policy,
-            ignored_params=ignored,
+            ignored_params=ignored.params,
         )
-        for group in prepared.commit().groups:
+        unit = prepared.commit()
+        for group in unit.groups:
             group.configure(fills_gradients=True)
+        if backward_prefetch is None:
+            unit.backward_prefetch = []
         self._fsdp_wrapped_module = module
+        self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
+
+    def _wrap_inside(self, module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
+        """Wrap what ``policy`` chooses inside of ``module``, inner modules first, with ``options``."""
+        check_nothing_is_wrapped(module)
+        ignored, precision = self._ignored, options["mixed_precision"]
+        chosen = chosen_by(policy, module, ignored.modules, ignored.params)
+        own = chosen if precision is None else {**chosen, **of_classes(module, precision._module_classes_to_ignore)}
+        if not self._settings.use_orig_params:
+            for each in (module, *own):
+                check_flat(each, Ignored(ignored.params, ignored.modules | (own.keys() - {each})))
+        if precision is not None:
+            chosen = add_full_precision(module, precision._module_classes_to_ignore, chosen)
+        wrapped = {
+            each: FullyShardedDataParallel(each, **{**options, **overrides}) for each, overrides in chosen.items()
+        }
+        replace_everywhere(module, wrapped)
+
+    def _check_groups_inside(self, module: nn.Module) -> None:
+        """Wrappers of a hybrid strategy must replicate over the same ranks."""
+        mine = self._settings
+        for inner in self.fsdp_modules(module):
+            theirs = inner._settings
+            if mine.strategy in HYBRID and theirs.strategy in HYBRID and _ranks_of(mine) != _ranks_of(theirs):
+                raise ValueError(
+                    f"FullyShardedDataParallel: {mine.strategy.name} expects the same process groups in all wrappers, "
+                    f"but a {type(inner.module).__name__} inside shards over {_ranks_of(theirs)[0]} and this one over "
+                    f"{_ranks_of(mine)[0]}. Pass one device_mesh to all of them."
+                )
 
     # What the wrapper is
 
@@ -143,8 +213,11 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, with inputs cast as ``MixedPrecision`` says."""
-        precision = self._settings.mixed_precision
-        casts = precision.cast_root_forward_inputs if self._is_root() else precision.cast_forward_inputs
+        precision, is_root = self._settings.mixed_precision, self._is_root()
+        if is_root and self._orig_buffer_dtypes is None:
+            for wrapper in self.fsdp_modules(self):
+                wrapper._cast_buffers()
+        casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
         if casts and precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
         return self._fsdp_wrapped_module(*args, **kwargs)
@@ -211,9 +284,11 @@ class FullyShardedDataParallel(nn.Module):
         """A sharded copy with the same values and settings, but no gradients. All ranks must copy."""
         memo[id(self)] = made = object.__new__(type(self))
         memo[id(self._settings)] = self._settings
+        memo[id(self._ignored)] = self._ignored
         copied_module(self._fsdp_wrapped_module, memo)
-        state = {name: value for name, value in vars(self).items() if name != "_flat"}
+        state = {name: value for name, value in vars(self).items() if name not in ("_flat", UNIT_ATTRIBUTE)}
         made.__dict__.update(copy.deepcopy(state, memo))
+        made.__dict__[UNIT_ATTRIBUTE] = unit_of(made._fsdp_wrapped_module)
         return made
 
     @property
@@ -225,3 +300,17 @@ class FullyShardedDataParallel(nn.Module):
     def _is_root(self) -> bool:
         unit = self._unit
         return unit.root is None or unit.is_root
+
+    def _cast_buffers(self) -> None:
+        """Cast buffers to ``MixedPrecision.buffer_dtype``, once."""
+        dtype = self._settings.mixed_precision.buffer_dtype
+        if self._orig_buffer_dtypes is None:
+            found = {} if dtype is None else cast_buffers(self._fsdp_wrapped_module, self._ignored, dtype)
+            self._orig_buffer_dtypes = found
+
+
+def _ranks_of(settings: Settings) -> tuple[list[int], list[int]]:
+    """The ranks that share shards, and those that hold copies."""
+    axes = (settings.parallel.shard, settings.parallel.replicate)
+    shard, replicate = ([] if a.group is None else dist.get_process_group_ranks(a.group) for a in axes)
+    return shard, replicate
