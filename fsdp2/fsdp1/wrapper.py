@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -11,25 +11,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
 from fsdp2.api.fully_shard import prepare_unit
+from fsdp2.fsdp1 import state_dict as state_dicts
 from fsdp2.fsdp1.flat_param import FlatParameter, flat_parameter
+from fsdp2.fsdp1.names import WRAPPED, clean_name
 from fsdp2.fsdp1.settings import ProcessGroups, Settings, checked_settings, ignored_params_of
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.runtime.root import Unit, unit_of
 from fsdp2.schedule.states import Lent
-
-WRAPPED = "_fsdp_wrapped_module"  # torch's name: it is part of the names of parameters
-_PREFIX = f"{WRAPPED}."
-
-
-def clean_name(name: str) -> str:
-    """``name`` of a parameter, buffer or module as it was before anything was wrapped."""
-    return name.replace(_PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -77,6 +80,7 @@ class FullyShardedDataParallel(nn.Module):
         )
         prepared.commit()
         self._fsdp_wrapped_module = module
+        state_dicts.install(self)
 
     # What the wrapper is
 
@@ -179,7 +183,7 @@ class FullyShardedDataParallel(nn.Module):
         modules = list(self.named_modules(prefix=prefix, remove_duplicate=False)) if recurse else [(prefix, self)]
         for name, module in modules:
             name = name and f"{name}."
-            if isinstance(module, FullyShardedDataParallel):
+            if isinstance(module, FullyShardedDataParallel) and recurse:  # it is a parameter of the wrapped module
                 flat = module._flat_param
                 if flat is not None and module._unit.lent is Lent.NOTHING:
                     yield f"{name}{WRAPPED}._flat_param", flat
@@ -199,6 +203,74 @@ class FullyShardedDataParallel(nn.Module):
             flat = self.__dict__["_flat"] = flat_parameter(groups[0])
         flat.follow_shards()
         return cast(FlatParameter, flat)
+
+    # State dicts
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """Set the kind of state dicts inside the block: see :meth:`set_state_dict_type`. Also after an exception, the
+        earlier settings come back."""
+        return state_dicts.types_set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings | None:
+        """Set the kind of state dicts of all wrappers in ``module``.
+
+        Full state dicts, the default, have whole tensors. Sharded ones have this rank's shards: DTensors if the wrapper
+        got a ``device_mesh``, else ShardedTensors. Local ones have one ``_flat_param`` per wrapper, as torch's class
+        lays it out; they fit only the same wrapping and number of ranks.
+
+        Returns:
+            What was set before; None if there are no wrappers.
+
+        Raises:
+            RuntimeError: a config is of another kind than ``state_dict_type``; wrappers have different settings.
+        """
+        return state_dicts.set_types(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The settings of the wrappers in ``module``; None if there are none.
+
+        Raises:
+            RuntimeError: wrappers have different settings.
+        """
+        return state_dicts.get_types(module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Parameters and buffers under their original names, of the kind that :meth:`set_state_dict_type` has set.
+        Collective, if it is a full or local one. Values do not change when the model is trained on.
+
+        Raises:
+            ScheduleError: a forward or backward runs.
+        """
+        return state_dicts.save(self, super().state_dict, args, kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole or sharded values, or local ones if they are set. All ranks must call it.
+
+        Raises:
+            RuntimeError: keys are missing or unexpected, or shapes differ, on some rank. No rank has loaded anything.
+            ScheduleError: a forward or backward runs.
+        """
+        return state_dicts.load(self, super().load_state_dict, state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dicts.load_into_wrapper(self, super()._load_from_state_dict, state_dict, prefix, *args)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What ``torch.distributed.checkpoint.state_dict`` asks, to leave the wrapper out of names."""
+        return state_dicts.names_for_checkpoints(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""
