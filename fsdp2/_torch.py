@@ -387,6 +387,13 @@ def is_sharded_tensor(value: object) -> bool:
     return names is not None and isinstance(value, names.ShardedTensor)
 
 
+def shape_of(value: object) -> torch.Size | None:
+    """The shape of a tensor; None of anything else. A ShardedTensor would warn that it is deprecated."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return cast(Any, value).metadata().size if is_sharded_tensor(value) else value.shape
+
+
 def local_shards(value: Any) -> list[torch.Tensor]:
     """This rank's parts of a ShardedTensor."""
     return [shard.tensor.detach() for shard in value.local_shards()]

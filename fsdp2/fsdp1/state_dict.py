@@ -36,6 +36,7 @@ from fsdp2.comm.backends import exchange
 from fsdp2.fsdp1.names import WRAPPED, Wrapper, clean_name, is_wrapper, wrappers_in
 from fsdp2.fsdp1.state_values import (
     CPU,
+    flat_problem,
     flat_value,
     full_values,
     is_replicated,
@@ -137,8 +138,8 @@ def types_set(
 ) -> Iterator[None]:
     """Set the kind inside the block. Torch's class keeps it after an exception; this restores what was set before."""
     wrappers = wrappers_in(module)
-    set_types(module, kind, config, optim_config)
     before = [_set_on(wrapper) for wrapper in wrappers]
+    set_types(module, kind, config, optim_config)
     try:
         yield
     finally:
@@ -155,8 +156,9 @@ def _check_alike(wrappers: Sequence[Wrapper], caller: str) -> None:
     for wrapper in wrappers[1:]:
         first, found = _set_on(wrappers[0]), _set_on(wrapper)
         if first != found:
+            inner = type(wrapper._fsdp_wrapped_module).__name__
             raise RuntimeError(
-                f"{caller}: a wrapper of {type(wrapper.module).__name__} has {found}, but the outermost one has "
+                f"{caller}: the wrapper of a {inner} has {found}, but the outermost one has "
                 f"{first}. Call set_state_dict_type on the inner wrappers with the settings of the outermost one first."
             )
 
@@ -209,7 +211,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
     """``nn.Module.state_dict``, which is ``call``. It collects the parameters themselves, and so ``replace_values``
     recognises them by identity, whatever hooks of the modules have made of their names."""
     given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **given}
-    check_idle(wrapper.module, "state_dict")
+    check_idle(wrapper._fsdp_wrapped_module, "state_dict")
     _effective(wrapper)  # may refuse
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
@@ -218,9 +220,10 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
         result = call(**{**given, "keep_vars": True})
     if not given.get("keep_vars", False):
         prefix = given.get("prefix", "")
+        detached: dict[int, torch.Tensor] = {}
         for name, value in result.items():
             if name.startswith(prefix) and isinstance(value, torch.Tensor) and not _torch.is_sharded_tensor(value):
-                result[name] = value.detach()
+                result[name] = detached.setdefault(id(value), value.detach())  # ties stay ties
     return result
 
 
@@ -232,7 +235,7 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
     is_left_out = kind is FULL and config.rank0_only and wrapper.rank != 0
     names = [name for name in state_dict if name.startswith(prefix)]
     found = {clean_name_in(name, prefix): state_dict.pop(name) for name in names}
-    buffers = {id(buffer) for buffer in wrapper.module.buffers()}
+    buffers = {id(buffer) for buffer in wrapper._fsdp_wrapped_module.buffers()}
     for name, value in found.items():
         if id(value) in buffers:
             value = _saved_buffer(wrapper, name.removeprefix(prefix), value, device)
@@ -329,11 +332,14 @@ def load(
 ) -> Any:
     """``nn.Module.load_state_dict``, which is ``call``, on the outermost wrapper. Collective. If it fails on some rank,
     it raises on all, and no rank has loaded anything."""
-    check_idle(wrapper.module, "load_state_dict")
+    check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
     given = _with_metadata_of_wrappers(wrapper, state_dict)
     axis = replicated(wrapper._settings.parallel).replicate
-    found = exchange(axis, _problem(wrapper, given, strict=strict))
-    if not any(found):
+    mine = _local_problem(wrapper, given), _doubt(wrapper, given, strict=strict)
+    problems, doubts = zip(*exchange(axis, mine), strict=True)
+    if any(problems):
+        raise RuntimeError(mine[0] or _of_another_rank(problems))
+    if not any(doubts):
         return call(given, strict=strict, assign=assign)
     with _restoring(wrapper) as restore:
         result, error = None, None
@@ -347,8 +353,12 @@ def load(
         restore()
         if error is not None:
             raise error
-        rank = next(i for i, each in enumerate(failed) if each)
-        raise RuntimeError(f"load_state_dict: nothing was loaded, because of rank {rank} of the group: {failed[rank]}")
+        raise RuntimeError(_of_another_rank(failed))
+
+
+def _of_another_rank(problems: Sequence[str | None]) -> str:
+    rank, problem = next((i, each) for i, each in enumerate(problems) if each)
+    return f"load_state_dict: nothing was loaded, because it failed on rank {rank} of the group: {problem}"
 
 
 def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -365,16 +375,29 @@ def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) 
     return made
 
 
-def _problem(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> str | None:
-    """Why loading ``state_dict`` may fail, as far as names and shapes tell. Hooks of modules may accept it anyway."""
+def _local_problem(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> str | None:
+    """Why a local state dict does not fit. Units of a local one communicate, so all ranks must know before."""
+    for path, module in wrapper.named_modules():
+        if is_wrapper(module) and _effective(module)[0] is LOCAL:
+            name = clean_name(f"{path}.{FLAT}" if path else FLAT)
+            for group in module._unit.groups:
+                problem = flat_problem(module, group, name, state_dict.get(name))
+                if problem is not None:
+                    return problem
+    return None
+
+
+def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> bool:
+    """Whether loading ``state_dict`` may fail, as far as names and shapes tell. Hooks of modules may accept it."""
+    if any(map(_torch.is_sharded_tensor, state_dict.values())):  # they may be cut otherwise
+        return True
     expected = _expected_shapes(wrapper)
-    names = set(expected) ^ set(state_dict) if strict else set()
-    wrong = {
-        name
+    if strict and set(expected) != set(state_dict):
+        return True
+    return any(
+        name in state_dict and shape is not None and _torch.shape_of(state_dict[name]) != shape
         for name, shape in expected.items()
-        if name in state_dict and shape is not None and getattr(state_dict[name], "shape", None) != shape
-    }
-    return ", ".join(sorted(names | wrong)[:4]) or None
+    )
 
 
 def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
@@ -428,7 +451,7 @@ def load_into_wrapper(
     wrapper: Wrapper, call: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
     """``nn.Module._load_from_state_dict``, which is ``call``, of a wrapper: keys get the names inside the wrapper."""
-    check_idle(wrapper.module, "load_state_dict")
+    check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
     *_, errors = rest
     wrapper.__dict__["_load_errors"] = errors
     kind, _ = _effective(wrapper)
@@ -436,15 +459,12 @@ def load_into_wrapper(
         if group.state is not GroupState.LENT:
             group.settle()
     pending: dict[ShardedParam, torch.Tensor] = {}
-    if kind is LOCAL:
-        for group in wrapper._unit.groups:
-            name = f"{prefix}{FLAT}"
-            if name not in state_dict:
-                raise RuntimeError(
-                    f"load_state_dict: '{name}' is missing. LOCAL_STATE_DICT is set, so the state dict must have the "
-                    "flat parameter of each wrapper. Set the kind of state dict that was saved."
-                )
-            pending |= locals_of_flat(wrapper, group, name, state_dict.pop(name))
+    for group in wrapper._unit.groups if kind is LOCAL else ():
+        value = state_dict.pop(f"{prefix}{FLAT}", None)
+        problem = flat_problem(wrapper, group, clean_name(f"{prefix}{FLAT}"), value)
+        if problem is not None:
+            raise RuntimeError(problem)
+        pending |= locals_of_flat(wrapper, group, value)
     wrapper.__dict__["_pending"] = pending
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}{WRAPPED}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
@@ -492,7 +512,7 @@ class CutLoaded:
 def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
     """For each name in the wrapped module, the child of the wrapper that has it: the wrapped module. Also for names
     that the wrapper itself has, such as ``module``."""
-    inner = wrapper.module
+    inner = wrapper._fsdp_wrapped_module
     names = [*_torch.parameters_dict(inner), *_torch.buffers_dict(inner), *dict(inner.named_children())]
     return {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
 

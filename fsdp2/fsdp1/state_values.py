@@ -104,9 +104,10 @@ def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
     shape = tuple(param.spec.sharded.shape)
     if not isinstance(value, torch.Tensor):
         return None
-    if not shape and tuple(value.shape) == (1,):  # as nn.Module: checkpoints of torch 0.3
-        value = value[0]
-    if tuple(value.shape) != shape:
+    found = _torch.shape_of(value)
+    if not shape and found == (1,) and not isinstance(value, DTensor):  # as nn.Module: checkpoints of torch 0.3
+        value, found = value[0], torch.Size(())
+    if found != shape:
         return None
     if _torch.is_sharded_tensor(value):
         return _local_of_sharded_tensor(param, value)
@@ -143,7 +144,7 @@ def _local_of_sharded_tensor(param: ShardedParam, value: torch.Tensor) -> torch.
             "into model.state_dict(), which cuts it anew."
         )
     locals_ = _torch.local_shards(value)
-    return locals_[0] if locals_ else torch.empty(param.shard_shape, dtype=value.dtype)
+    return locals_[0] if locals_ else torch.empty(param.shard_shape, dtype=param.dtypes.orig)
 
 
 # Local: a part of the flat parameter that torch's class makes
@@ -204,25 +205,34 @@ def flat_value(
     return _torch.sharded_tensor(own, pieces, (layout.numel,), wrapper.process_group, requires_grad=requires_grad)
 
 
-def locals_of_flat(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> dict[ShardedParam, torch.Tensor]:
-    """This rank's shards of the parameters of ``group``, from the flat parameter ``value``. Collective.
-
-    Raises:
-        ValueError: ``value`` has another layout, of another model or another number of ranks.
-    """
+def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> str | None:
+    """Why ``value`` cannot be the flat parameter of ``group`` under ``name`` on these ranks; None if it can."""
     layout = flat_layout(wrapper, group)
     start, stop = layout.interval(wrapper.rank)
-    locals_ = _torch.local_shards(value) if _torch.is_sharded_tensor(value) else []
-    found = [local.numel() for local in locals_]
-    numel = value.numel() if isinstance(value, torch.Tensor) and _torch.is_sharded_tensor(value) else None
-    if numel != layout.numel or found != [stop - start] * (stop > start):
-        shape = f" of {numel} elements" if numel is not None else ""
-        raise ValueError(
-            f"load_state_dict: '{name}' is a {type(value).__name__}{shape} with {sum(found)} elements on rank "
-            f"{wrapper.rank}, expected a ShardedTensor of {layout.numel} with {stop - start}. A local state dict fits "
-            "only the model, the wrapping and the number of ranks that it was saved with. Otherwise use a full or "
-            "sharded one."
+    if value is None:
+        return (
+            f"load_state_dict: '{name}' is missing. LOCAL_STATE_DICT is set, so the state dict must have the flat "
+            "parameter of each wrapper. Set the kind of state dict that was saved."
         )
+    shape, mine = _torch.shape_of(value), []
+    if _torch.is_sharded_tensor(value):
+        mine = [local.numel() for local in _torch.local_shards(value)]
+        if shape == (layout.numel,) and mine == [stop - start] * (stop > start):
+            return None
+    found = f" of shape {tuple(shape)}" if shape is not None else ""
+    return (
+        f"load_state_dict: '{name}' is a {type(value).__name__}{found} with {sum(mine)} elements on rank "
+        f"{wrapper.rank}, expected a ShardedTensor of shape {(layout.numel,)} with {stop - start}. A local state dict "
+        "fits only the model, the wrapping and the number of ranks that it was saved with. Use full or sharded ones to "
+        "change these."
+    )
+
+
+def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[ShardedParam, torch.Tensor]:
+    """This rank's shards of the parameters of ``group``, from the flat parameter ``value``. Collective."""
+    layout = flat_layout(wrapper, group)
+    start, stop = layout.interval(wrapper.rank)
+    locals_ = _torch.local_shards(value)
     dtype, device = group.params[0].dtypes.orig, group.mesh.device
     sent = torch.zeros(layout.chunk_numel, dtype=dtype, device=device)
     if locals_:
