@@ -61,9 +61,9 @@ def wrapped_model(front: Front, **options: Any) -> Any:
 
 @contextmanager
 def of_kind(front: Front, model: nn.Module, kind: StateDictType, *configs: Any) -> Iterator[None]:
-    """``state_dict_type`` without torch's warning that its class is deprecated."""
+    """``state_dict_type`` without torch's warnings that its class and ShardedTensors are deprecated."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP.state_dict_type", FutureWarning)
+        warnings.simplefilter("ignore", FutureWarning)
         with front.cls.state_dict_type(model, kind, *configs):
             yield
 
