@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.api.contexts import check_idle
+from fsdp2.api.state import collects_shards
 from fsdp2.comm.backends import exchange
 from fsdp2.fsdp1.names import WRAPPED, Wrapper, clean_name, is_wrapper, wrappers_in
 from fsdp2.fsdp1.state_values import (
@@ -231,10 +232,13 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
     """A hook behind ``nn.Module.state_dict``: what it has put into ``state_dict`` gets clean names and the values that
     the wrapper's settings ask for."""
     kind, config = _effective(wrapper)
-    device = CPU if config.offload_to_cpu else None
-    is_left_out = kind is FULL and config.rank0_only and wrapper.rank != 0
     names = [name for name in state_dict if name.startswith(prefix)]
     found = {clean_name_in(name, prefix): state_dict.pop(name) for name in names}
+    if collects_shards.get():
+        state_dict.update(found)
+        return
+    device = CPU if config.offload_to_cpu else None
+    is_left_out = kind is FULL and config.rank0_only and wrapper.rank != 0
     buffers = {id(buffer) for buffer in wrapper._fsdp_wrapped_module.buffers()}
     for name, value in found.items():
         if id(value) in buffers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,3 +189,25 @@ def test_a_module_named_like_an_attribute_of_the_wrapper_keeps_its_name_in_torch
     assert sorted(state) == ["module.bias", "module.weight", "rank.bias", "rank.weight"]
     set_model_state_dict(model, state)
     assert_same(dict(model.state_dict()), state)
+
+
+@pytest.mark.parametrize("wrapping", ["ours", "ours, original parameters"])
+@distributed(2)
+def test_safetensors_are_saved_and_loaded_from_shards(ctx: RankContext, wrapping: str, tmp_path: Path) -> None:
+    """Our tools read the shards, whatever kind of state dicts is set."""
+    model, other = made(ctx, wrapping, seed=1), made(ctx, wrapping, seed=2)
+    with of_kind(Front(ctx, fsdp2.fsdp1), model, SHARDED):
+        fsdp2.save_safetensors(model, tmp_path)
+    fsdp2.load_safetensors(other, tmp_path)
+    assert_same(whole(other), whole(model))
+
+
+@distributed(2)
+def test_a_copy_loads_into_itself(ctx: RankContext) -> None:
+    model = made(ctx, "ours", seed=1)
+    expected = whole(model)
+    copied = copy.deepcopy(model)
+    state = {name: value + 1 for name, value in copied.state_dict().items()}
+    copied.load_state_dict(state)
+    assert_same(whole(model), expected)
+    assert_same(dict(copied.state_dict()), state)
