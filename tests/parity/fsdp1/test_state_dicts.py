@@ -422,6 +422,24 @@ def test_loading_returns_and_raises_what_torchs_does(ctx: RankContext, use_orig_
 
 
 @distributed(2)
+def test_loading_sharded_values_returns_and_raises_what_torchs_does(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model, other = wrapped_model(front), wrapped_model(front)
+        with of_kind(front, model, SHARDED), of_kind(front, other, SHARDED):
+            state = other.state_dict()
+            expected = values_of(model)
+            less = {name: value for name, value in state.items() if name != "blocks.0.2.bias"}
+            result = [loaded(front, model, each) for each in ({}, less, {**state, "x": torch.ones(1)})]
+            result.append(loaded(front, model, {**state, "head.weight": state["norm.weight"]}))
+            if front.is_ours:
+                assert_same(values_of(model), expected)
+            result.append(loaded(front, model, {"x": torch.ones(1), **less}, strict=False))
+            return [*result, loaded(front, model, state), described(model.state_dict())]
+
+    same(ctx, scenario)
+
+
+@distributed(2)
 def test_failure_on_one_rank_raises_on_all_and_loads_nothing(ctx: RankContext) -> None:
     front = ours(ctx)
     model = wrapped_model(front)
