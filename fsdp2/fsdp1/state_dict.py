@@ -181,6 +181,11 @@ def _effective(wrapper: Wrapper) -> tuple[StateDictType, Any]:
 # What is in a unit
 
 
+def groups_of(wrapper: Wrapper) -> list[ParamGroup]:
+    """The parameter groups of the unit. A group is empty when another unit has taken over its tied parameters."""
+    return [group for group in wrapper._unit.groups if group.params]
+
+
 @dataclass(frozen=True)
 class Entry:
     """One parameter of a wrapper's unit. ``names``: its clean names, several if it is tied."""
@@ -200,7 +205,7 @@ def entries_of(module: nn.Module) -> list[Entry]:
     return [
         Entry(wrapper, group, param, tuple(name for slot in param.slots for name in names.get(slot, ())))
         for wrapper in wrappers_in(module)
-        for group in wrapper._unit.groups
+        for group in groups_of(wrapper)
         for param in group.params
     ]
 
@@ -214,7 +219,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
     given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **given}
     check_idle(wrapper._fsdp_wrapped_module, "state_dict")
     _effective(wrapper)  # may refuse
-    for group in wrapper._unit.groups:
+    for group in groups_of(wrapper):
         if group.state is not GroupState.LENT:
             group.settle()
     with torch.no_grad():
@@ -244,7 +249,7 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
         if id(value) in buffers:
             value = _saved_buffer(wrapper, name.removeprefix(prefix), value, device)
             found[name] = _LEFT_OUT if is_left_out else value
-    for group in wrapper._unit.groups:
+    for group in groups_of(wrapper):
         bound = _bound_in(group, found)
         params = list(dict.fromkeys(bound.values()))
         values: dict[ShardedParam, Any] = {}
@@ -384,7 +389,7 @@ def _local_problem(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> str | Non
     for path, module in wrapper.named_modules():
         if is_wrapper(module) and _effective(module)[0] is LOCAL:
             name = clean_name(f"{path}.{FLAT}" if path else FLAT)
-            for group in module._unit.groups:
+            for group in groups_of(module):
                 problem = flat_problem(module, group, name, state_dict.get(name))
                 if problem is not None:
                     return problem
@@ -410,8 +415,8 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
     expected: dict[str, torch.Size | None] = {}
     modules = list(wrapper.named_modules(remove_duplicate=False))
     for path, module in modules:
-        if is_wrapper(module) and _effective(module)[0] is LOCAL and cast(Any, module)._unit.groups:
-            groups = cast(Any, module)._unit.groups
+        if is_wrapper(module) and _effective(module)[0] is LOCAL and groups_of(module):
+            groups = groups_of(module)
             local |= {slot for group in groups for param in group.params for slot in param.slots}
             expected[clean_name(f"{path}.{FLAT}" if path else FLAT)] = None
     for path, module in modules:
@@ -451,25 +456,34 @@ def _plain_part(tensor: Any) -> torch.Tensor:
     return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
+@dataclass(frozen=True)
+class _Loading:
+    """One load of a wrapper. ``errors``: the list of the load, by which holders of parameters recognise it.
+    ``from_flat``: shards from a local state dict. ``held``: the parameters of each module that holds some."""
+
+    errors: list[str]
+    from_flat: dict[ShardedParam, torch.Tensor]
+    held: dict[nn.Module, list[tuple[ShardedParam, str]]]
+
+
 def load_into_wrapper(
     wrapper: Wrapper, call: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
     """``nn.Module._load_from_state_dict``, which is ``call``, of a wrapper: keys get the names inside the wrapper."""
     check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
-    *_, errors = rest
-    wrapper.__dict__["_load_errors"] = errors
     kind, _ = _effective(wrapper)
-    for group in wrapper._unit.groups:
+    from_flat: dict[ShardedParam, torch.Tensor] = {}
+    for group in groups_of(wrapper):
         if group.state is not GroupState.LENT:
             group.settle()
-    pending: dict[ShardedParam, torch.Tensor] = {}
-    for group in wrapper._unit.groups if kind is LOCAL else ():
-        value = state_dict.pop(f"{prefix}{FLAT}", None)
-        problem = flat_problem(wrapper, group, clean_name(f"{prefix}{FLAT}"), value)
-        if problem is not None:
-            raise RuntimeError(problem)
-        pending |= locals_of_flat(wrapper, group, value)
-    wrapper.__dict__["_pending"] = pending
+        if kind is LOCAL:
+            value = state_dict.pop(f"{prefix}{FLAT}", None)
+            problem = flat_problem(wrapper, group, clean_name(f"{prefix}{FLAT}"), value)
+            if problem is not None:
+                raise RuntimeError(problem)
+            from_flat |= locals_of_flat(wrapper, group, value)
+    *_, errors = rest
+    wrapper.__dict__["_loading"] = _Loading(errors, from_flat, _held_by_modules(wrapper))
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}{WRAPPED}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
     call(state_dict, prefix, *rest)
@@ -477,11 +491,10 @@ def load_into_wrapper(
 
 def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
     """A hook behind loading of a wrapper: messages name keys as the user knows them."""
-    wrapper.__dict__.pop("_pending", None)
+    loading = wrapper.__dict__.pop("_loading")
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = map(clean_name, names)
-    errors = wrapper.__dict__.pop("_load_errors", [])
-    errors[:] = [error.replace(f"{WRAPPED}.", "") for error in errors]
+    loading.errors[:] = [error.replace(f"{WRAPPED}.", "") for error in loading.errors]
 
 
 class CutLoaded:
@@ -490,27 +503,30 @@ class CutLoaded:
     def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = wrapper
 
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        pending = self._wrapper.__dict__.get("_pending", {})
-        for param, name in self._held_by(module):
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        loading = self._wrapper.__dict__.get("_loading")
+        *_, errors = rest
+        if loading is None or loading.errors is not errors:  # the module is loaded alone; or an earlier load has raised
+            loading = _Loading(errors, {}, _held_by_modules(self._wrapper))
+        for param, name in loading.held.get(module, ()):
             key = f"{prefix}{name}"
             bound: object = _torch.parameters_dict(module).get(name)
             if not isinstance(bound, DTensor):  # a whole parameter of summon_full_params; or the user has removed it
                 continue
-            local = pending.get(param)
+            local = loading.from_flat.get(param)
             if local is None and key in state_dict:
                 local = local_value(param, state_dict[key])
             if local is not None:  # else nn.Module says what is wrong
                 state_dict[key] = param.spec.sharded.dtensor(local.to(_torch.local_of(bound).device))
 
-    def _held_by(self, module: nn.Module) -> list[tuple[ShardedParam, str]]:
-        return [
-            (param, slot.name)
-            for group in self._wrapper._unit.groups
-            for param in group.params
-            for slot in param.slots
-            if slot.module is module
-        ]
+
+def _held_by_modules(wrapper: Wrapper) -> dict[nn.Module, list[tuple[ShardedParam, str]]]:
+    held: dict[nn.Module, list[tuple[ShardedParam, str]]] = {}
+    for group in groups_of(wrapper):
+        for param in group.params:
+            for slot in param.slots:
+                held.setdefault(slot.module, []).append((param, slot.name))
+    return held
 
 
 def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
@@ -526,6 +542,5 @@ def install(wrapper: Wrapper) -> None:
     wrapper.register_state_dict_post_hook(replace_values)
     wrapper.register_load_state_dict_post_hook(clean_up_load)
     hook = CutLoaded(wrapper)
-    slots = [slot for group in wrapper._unit.groups for param in group.params for slot in param.slots]
-    for module in dict.fromkeys(slot.module for slot in slots):
+    for module in _held_by_modules(wrapper):
         module.register_load_state_dict_pre_hook(hook)
