@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -12,11 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
 from fsdp2.api.fully_shard import prepare_unit
+from fsdp2.fsdp1 import state_dict as state_dicts
 from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,
     check_nothing_is_wrapped,
@@ -72,7 +82,8 @@ class FullyShardedDataParallel(nn.Module):
         ignored = checked_ignored(module, ignored_modules, ignored_states)
         self._settings: Settings = settings
         self._ignored: Ignored = ignored
-        self._orig_buffer_dtypes: dict[str, torch.dtype] | None = None  # by clean name; None until buffers are cast
+        self._orig_buffer_dtypes: dict[str, torch.dtype] = {}  # by clean name; of buffers that were cast
+        self._has_run = False
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 f"FullyShardedDataParallel: {type(module).__name__} has no forward, so its parameters are never "
@@ -120,6 +131,7 @@ class FullyShardedDataParallel(nn.Module):
             unit.backward_prefetch = []
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
+        state_dicts.install(self)
 
     def _wrap_inside(self, module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
         """Wrap what ``policy`` chooses inside of ``module``, inner modules first, with ``options``."""
@@ -214,7 +226,7 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, with inputs cast as ``MixedPrecision`` says."""
         precision, is_root = self._settings.mixed_precision, self._is_root()
-        if is_root and self._orig_buffer_dtypes is None:
+        if is_root and not self._has_run:
             for wrapper in self.fsdp_modules(self):
                 wrapper._cast_buffers()
         casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
@@ -253,7 +265,7 @@ class FullyShardedDataParallel(nn.Module):
         modules = list(self.named_modules(prefix=prefix, remove_duplicate=False)) if recurse else [(prefix, self)]
         for name, module in modules:
             name = name and f"{name}."
-            if isinstance(module, FullyShardedDataParallel):
+            if isinstance(module, FullyShardedDataParallel) and recurse:  # it is a parameter of the wrapped module
                 flat = module._flat_param
                 if flat is not None and module._unit.lent is Lent.NOTHING:
                     yield f"{name}{WRAPPED}._flat_param", flat
@@ -272,6 +284,74 @@ class FullyShardedDataParallel(nn.Module):
             groups[0].settle()  # takes over what the user has put in the place of shards
         flat = self.__dict__["_flat"] = flat_parameter(groups[0], self.__dict__.get("_flat"))
         return flat
+
+    # State dicts
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """Set the kind of state dicts inside the block: see :meth:`set_state_dict_type`. Also after an exception, the
+        earlier settings come back."""
+        return state_dicts.types_set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings | None:
+        """Set the kind of state dicts of all wrappers in ``module``.
+
+        Full state dicts, the default, have whole tensors. Sharded ones have this rank's shards: DTensors if the wrapper
+        got a ``device_mesh``, else ShardedTensors. Local ones have one ``_flat_param`` per wrapper, as torch's class
+        lays it out; they fit only the same wrapping and number of ranks.
+
+        Returns:
+            What was set before; None if there are no wrappers.
+
+        Raises:
+            RuntimeError: a config is of another kind than ``state_dict_type``; wrappers have different settings.
+        """
+        return state_dicts.set_types(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The settings of the wrappers in ``module``; None if there are none.
+
+        Raises:
+            RuntimeError: wrappers have different settings.
+        """
+        return state_dicts.get_types(module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Parameters and buffers under their original names, of the kind that :meth:`set_state_dict_type` has set.
+        Collective, if it is a full or local one. Values do not change when the model is trained on.
+
+        Raises:
+            ScheduleError: a forward or backward runs.
+        """
+        return state_dicts.save(self, super().state_dict, args, kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole or sharded values, or local ones if they are set. All ranks must call it.
+
+        Raises:
+            RuntimeError: keys are missing or unexpected, or shapes differ, on some rank. No rank has loaded anything.
+            ScheduleError: a forward or backward runs.
+        """
+        return state_dicts.load(self, super().load_state_dict, state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dicts.load_into_wrapper(self, super()._load_from_state_dict, state_dict, prefix, *args)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What ``torch.distributed.checkpoint.state_dict`` asks, to leave the wrapper out of names."""
+        return state_dicts.names_for_checkpoints(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""
@@ -304,9 +384,9 @@ class FullyShardedDataParallel(nn.Module):
     def _cast_buffers(self) -> None:
         """Cast buffers to ``MixedPrecision.buffer_dtype``, once."""
         dtype = self._settings.mixed_precision.buffer_dtype
-        if self._orig_buffer_dtypes is None:
-            found = {} if dtype is None else cast_buffers(self._fsdp_wrapped_module, self._ignored, dtype)
-            self._orig_buffer_dtypes = found
+        if dtype is not None and not self._has_run:
+            self._orig_buffer_dtypes = cast_buffers(self._fsdp_wrapped_module, self._ignored, dtype)
+        self._has_run = True
 
 
 def _ranks_of(settings: Settings) -> tuple[list[int], list[int]]:

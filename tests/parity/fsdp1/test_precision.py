@@ -98,7 +98,8 @@ def test_dtypes_and_losses_are_torchs(ctx: RankContext, name, use_orig_params, h
             if not precision.keep_low_precision_grads:
                 optimizer.step()
             optimizer.zero_grad()
-        return [*seen, [str(dtype) for dtype in inner.seen]]
+        saved = {name: str(value.dtype) for name, value in model.state_dict().items()}
+        return [*seen, [str(dtype) for dtype in inner.seen], saved]
 
     same(ctx, scenario)
 
