@@ -1,5 +1,7 @@
 """fsdp2: a composable ``fully_shard`` runtime for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from fsdp2 import extensions
 from fsdp2.api.contexts import no_sync, unsharded
 from fsdp2.api.fully_shard import fully_shard
@@ -29,6 +31,9 @@ from fsdp2.types import (
     TiedWeights,
 )
 
+if TYPE_CHECKING:
+    from fsdp2.fsdp1 import FullyShardedDataParallel, auto_shard
+
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
@@ -37,6 +42,7 @@ __all__ = [
     "DataParallelMeshDims",
     "ExtensionError",
     "FSDPModule",
+    "FullyShardedDataParallel",
     "GradientReductionHandle",
     "LoadedKeys",
     "MemoryLimitError",
@@ -48,6 +54,7 @@ __all__ = [
     "ScheduleError",
     "TiedWeights",
     "UnshardHandle",
+    "auto_shard",
     "clip_grad_norm_",
     "extensions",
     "flatten_optimizer",
@@ -68,3 +75,14 @@ __all__ = [
 
 _inner_gradients.register()
 _memory_limit.register()
+
+_OF_FSDP1 = ("FullyShardedDataParallel", "auto_shard")
+
+
+def __getattr__(name: str) -> Any:
+    """Import FSDP1's front at its first use: it imports torch's FSDP1, which takes longer than all of fsdp2."""
+    if name not in _OF_FSDP1:
+        raise AttributeError(f"module 'fsdp2' has no attribute {name!r}")
+    from fsdp2 import fsdp1
+
+    return getattr(fsdp1, name)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from fsdp2.fsdp1.auto_shard import auto_shard
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
 
@@ -42,4 +43,5 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "auto_shard",
 ]
