@@ -222,6 +222,8 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
     for group in groups_of(wrapper):
         if group.state is not GroupState.LENT:
             group.settle()
+            if not collects_shards.get():
+                group.shards.check_ready()
     with torch.no_grad():
         result = call(**{**given, "keep_vars": True})
     if not given.get("keep_vars", False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
+from fsdp2.api.contexts import gathered_together
+from fsdp2.fsdp1 import state_values
 from tests.harness.distributed import RankContext, distributed
 from tests.parity.fsdp1.fronts import Front, assert_same, batch, same
 
@@ -351,6 +354,36 @@ def test_full_values_have_memory_of_their_own_and_no_more(ctx: RankContext) -> N
 
 
 @distributed(2)
+def test_full_state_dict_is_one_of_the_model_without_wrappers(ctx: RankContext) -> None:
+    front = ours(ctx)
+    state, plain = wrapped_model(front).state_dict(), Model()
+    assert list(state) == list(plain.state_dict())
+    assert state._metadata["norm"] == {"version": 2}
+    plain.load_state_dict(state)
+    assert_same(dict(plain.state_dict()), dict(state))
+
+
+@distributed(2)
+def test_ranks_that_save_nothing_hold_one_unit_at_a_time(ctx: RankContext) -> None:
+    front, seen, counts = ours(ctx), [], []
+
+    def gathered(*args: Any) -> list[torch.Tensor]:
+        counts.append(sum(each() is not None for each in seen))
+        values = gathered_together(*args)
+        seen.extend(map(weakref.ref, values))
+        return values
+
+    model = wrapped_model(front)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_values, "gathered_together", gathered)
+        with of_kind(front, model, FULL, FullStateDictConfig(rank0_only=True)):
+            state = model.state_dict()
+    assert len(counts) == 4
+    assert ctx.rank == 0 or not any(counts)
+    assert len(state) == (0 if ctx.rank else 17)
+
+
+@distributed(2)
 def test_full_gathers_once_per_unit_and_sharded_not_at_all(ctx: RankContext) -> None:
     front = ours(ctx)
     model = wrapped_model(front)
@@ -499,6 +532,14 @@ def test_assigned_values_are_taken_over(ctx: RankContext) -> None:
     replicated.update((name, state[name]) for name in state if "running" in name)
     model.load_state_dict(replicated)
     assert_same(model.state_dict()["0.weight"], state["0.weight"] + 1)
+
+
+@distributed(2)
+def test_parameters_without_values_are_refused(ctx: RankContext) -> None:
+    model = ours(ctx).wrap(nn.Linear(3, 3))
+    model.to("meta")
+    with pytest.raises(RuntimeError, match="meta device"):
+        model.state_dict()
 
 
 @distributed(2)
