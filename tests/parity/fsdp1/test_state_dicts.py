@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -82,9 +83,9 @@ def described_value(value: Any) -> Any:
         return [
             "ShardedTensor",
             repr(value.metadata()),
-            [(repr(s.metadata), s.tensor.requires_grad, s.tensor.detach()) for s in shards],
+            [(repr(s.metadata), s.tensor.requires_grad, s.tensor.detach().clone()) for s in shards],
         ]
-    return value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def state_of(front: Front, model: nn.Module, kind: StateDictType, *configs: Any, **options: Any) -> dict[str, Any]:
@@ -406,15 +407,80 @@ def test_state_dict_of_whole_parameters_has_what_was_written(ctx: RankContext) -
     assert (sharded["weight"][2][0][2] == 2).all()
 
 
+class Scaled(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
 @distributed(2)
-def test_buffers_are_saved_in_their_original_dtype(ctx: RankContext) -> None:
-    front = ours(ctx)
-    model = front.wrap(nn.BatchNorm1d(3))
-    model._orig_buffer_dtypes = {"running_mean": torch.float32}
-    model.module.running_mean = model.module.running_mean.half()
-    assert model.state_dict()["running_mean"].dtype is torch.float32
-    model.load_state_dict(model.state_dict())
-    assert model.module.running_mean.dtype is torch.float16
+def test_buffers_that_were_cast_are_saved_in_their_original_dtype(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        precision = MixedPrecision(buffer_dtype=torch.float16)
+        inner = front.wrap(Scaled(3, 3), mixed_precision=precision)
+        model = front.wrap(nn.Sequential(inner, Scaled(3, 3)), mixed_precision=precision)
+        model(batch(ctx, 4, 3))  # torch's casts already when a state dict is made, and so loses bits
+        result: list[Any] = [[buffer.dtype for buffer in model.buffers()]]
+        result += [state_of(front, model, kind) for kind in (FULL, SHARDED)]  # torch's local ones stay cast
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        return [*result, dict(model.state_dict()), [buffer.dtype for buffer in model.buffers()]]
+
+    same(ctx, scenario)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_ignored_parameters_and_buffers_are_saved_as_they_are(ctx: RankContext, use_orig_params: bool) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model = Model()
+        model.head.bias.requires_grad_(True)
+        model.blocks[1] = front.wrap(model.blocks[1], use_orig_params=use_orig_params)
+        ignored = [model.blocks[0], model.norm]
+        model = front.wrap(model, use_orig_params=use_orig_params, ignored_modules=ignored)
+        result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
+        result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
+        if not use_orig_params:
+            result.append(state_of(front, model, LOCAL))
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        return [dict(sorted(each.items())) for each in [*result, model.state_dict()]]
+
+    same(ctx, scenario)
+
+
+@distributed(4)
+@pytest.mark.long
+def test_pair_of_process_groups_is_torchs(ctx: RankContext) -> None:
+    """Torch's local parts name ranks of their group as if these were ranks of the world. So local state dicts of the
+    second replica raise."""
+
+    def scenario(front: Front) -> list[Any]:
+        mesh = ctx.mesh_2d(2, 2)
+        groups = mesh.get_group("shard"), mesh.get_group("replicate")
+        model = wrapped_model(front, process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        result = [state_of(front, model, FULL), state_of(front, model, FULL, FullStateDictConfig(rank0_only=True))]
+        for name, value in state_of(front, model, SHARDED).items():
+            if isinstance(value, list):
+                _, metadata, parts = value
+                result.append({name: [metadata, [values for *_, values in parts]]})
+        models.append(model)
+        return result
+
+    models: list[Any] = []
+    same(ctx, scenario)
+    front, model = ours(ctx), models[-1]
+    expected = values_of(model)
+    for kind in (SHARDED, LOCAL):
+        with of_kind(front, model, kind):
+            state = model.state_dict()
+            refill(model)
+            model.load_state_dict(state)
+        assert_same(values_of(model), expected)
 
 
 # Loading
