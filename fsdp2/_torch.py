@@ -555,6 +555,8 @@ FULLY_SHARD_CHECKS = (
     ("torch.distributed.fsdp._fully_shard._fully_shard", "_validate_module"),
     ("torch.distributed._composable.replicate_with_fsdp", "_validate_module_common"),
 )
+# (module, name) of the function by which torch's checkpoints ask whether a module is a FullyShardedDataParallel.
+FSDP1_STATE = ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state_if_fully_sharded_module")
 
 
 def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> None:

@@ -222,6 +222,8 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
     for group in groups_of(wrapper):
         if group.state is not GroupState.LENT:
             group.settle()
+            if not collects_shards.get():
+                group.shards.check_ready()
     with torch.no_grad():
         result = call(**{**given, "keep_vars": True})
     if not given.get("keep_vars", False):
@@ -321,7 +323,7 @@ def _wholes(
 
 def _saved_buffer(wrapper: Wrapper, name: str, buffer: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """``buffer`` in the dtype that it had before ``MixedPrecision(buffer_dtype)`` cast it."""
-    dtype = wrapper.__dict__.get("_orig_buffer_dtypes", {}).get(name, buffer.dtype)
+    dtype = (wrapper._orig_buffer_dtypes or {}).get(name, buffer.dtype)
     return buffer.to(device=device or buffer.device, dtype=dtype)
 
 

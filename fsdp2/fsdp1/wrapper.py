@@ -383,6 +383,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             ScheduleError: a forward or backward runs.
+            RuntimeError: parameters are on the meta device.
         """
         return state_dicts.save(self, super().state_dict, args, kwargs)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     FullStateDictConfig,
     LocalStateDictConfig,
     ShardedStateDictConfig,
@@ -28,15 +29,16 @@ KINDS: dict[str, tuple[StateDictType, type[StateDictConfig], bool]] = {
     "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig, True),
     "sharded tensors": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, False),
     "DTensors": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, True),
+    "full, parameters offloaded": (StateDictType.FULL_STATE_DICT, FullStateDictConfig, True),
     "local": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig, False),
 }
 
 
-def stepped(ctx: RankContext, mesh: DeviceMesh | None, seed: int = 0) -> FullyShardedDataParallel:
+def stepped(ctx: RankContext, mesh: DeviceMesh | None, seed: int = 0, **options: Any) -> FullyShardedDataParallel:
     """A model after a step, so that the device still writes the shards when the state dict is asked for."""
     torch.manual_seed(seed)
-    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(64, 65), device_mesh=mesh), nn.BatchNorm1d(65))
-    model = FullyShardedDataParallel(model, device_mesh=mesh)
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(64, 65), device_mesh=mesh, **options), nn.BatchNorm1d(65))
+    model = FullyShardedDataParallel(model, device_mesh=mesh, **options)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(ctx.rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
     model(x.to(model.compute_device)).square().mean().backward()
@@ -72,7 +74,8 @@ def test_state_dict_has_the_values_of_the_cpu(ctx: RankContext, kind: str, offlo
     expected = on_cpu.state_dict()
     device.schedule(**SCHEDULES[schedule])
     meshes = [init_device_mesh(device.DEVICE, (2,)) if has_mesh else None for _ in range(2)]
-    model, other = (stepped(ctx, mesh, seed) for seed, mesh in enumerate(meshes))
+    options = {"cpu_offload": CPUOffload(True)} if "offloaded" in kind else {}
+    model, other = (stepped(ctx, mesh, seed, **options) for seed, mesh in enumerate(meshes))
     state = state_of(model, kind, offload_to_cpu=offload_to_cpu)
     with torch.no_grad():
         for param in model.parameters():
@@ -81,7 +84,7 @@ def test_state_dict_has_the_values_of_the_cpu(ctx: RankContext, kind: str, offlo
     wanted = "cpu" if offload_to_cpu else device.DEVICE
     assert {value.device.type for value in found.values()} == {wanted}
     if kind != "local":
-        like = expected if kind == "full" else parts(state_of(on_cpu, "DTensors"))
+        like = expected if "full" in kind else parts(state_of(on_cpu, "DTensors"))
         for name, value in found.items():
             torch.testing.assert_close(value.cpu(), like[name], rtol=0, atol=0)
     with FullyShardedDataParallel.state_dict_type(other, which):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,17 @@ import fsdp2
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import shared_pool
-from tests.parity.fsdp1.fronts import Front, assert_same
-from tests.parity.fsdp1.test_state_dicts import FULL, LOCAL, SHARDED, Model, of_kind, refill, wrapped_model
+from tests.parity.fsdp1.fronts import Front, assert_same, same
+from tests.parity.fsdp1.test_state_dicts import (
+    FULL,
+    LOCAL,
+    SHARDED,
+    Model,
+    described,
+    of_kind,
+    refill,
+    wrapped_model,
+)
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -177,6 +186,28 @@ def test_torchs_checkpoint_functions_take_our_class(ctx: RankContext, wrapping: 
     assert_same(whole(other), expected)
     on_host = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert_same(dict(sorted(on_host.items())), expected if ctx.rank == 0 else {})
+
+
+@pytest.mark.parametrize("has_mesh", [False, True])
+@distributed(2)
+def test_installed_class_is_torchs_for_its_checkpoint_functions(ctx: RankContext, has_mesh: bool) -> None:
+    def scenario(front: Front) -> list[Any]:
+        options = {"use_orig_params": True, "device_mesh": ctx.mesh_1d()} if has_mesh else {}
+        model, other = wrapped_model(front, **options), wrapped_model(front, **options)
+        result = []
+        with fsdp2.installed() if front.is_ours else nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for each in (StateDictOptions(), WHOLE):
+                state = get_model_state_dict(model, options=each)
+                result.append(described(state))
+                refill(other)
+                set_model_state_dict(other, state, options=each)
+                result.append(described(get_model_state_dict(other, options=each)))
+        return [dict(sorted(each.items())) for each in result]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # modules of the tests hold torch's names
+        same(ctx, scenario)
 
 
 @distributed(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -23,6 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
+from fsdp2.api.contexts import gathered_together
+from fsdp2.fsdp1 import state_values
 from tests.harness.distributed import RankContext, distributed
 from tests.parity.fsdp1.fronts import Front, assert_same, batch, same
 
@@ -79,9 +83,9 @@ def described_value(value: Any) -> Any:
         return [
             "ShardedTensor",
             repr(value.metadata()),
-            [(repr(s.metadata), s.tensor.requires_grad, s.tensor.detach()) for s in shards],
+            [(repr(s.metadata), s.tensor.requires_grad, s.tensor.detach().clone()) for s in shards],
         ]
-    return value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def state_of(front: Front, model: nn.Module, kind: StateDictType, *configs: Any, **options: Any) -> dict[str, Any]:
@@ -351,6 +355,36 @@ def test_full_values_have_memory_of_their_own_and_no_more(ctx: RankContext) -> N
 
 
 @distributed(2)
+def test_full_state_dict_is_one_of_the_model_without_wrappers(ctx: RankContext) -> None:
+    front = ours(ctx)
+    state, plain = wrapped_model(front).state_dict(), Model()
+    assert list(state) == list(plain.state_dict())
+    assert state._metadata["norm"] == {"version": 2}
+    plain.load_state_dict(state)
+    assert_same(dict(plain.state_dict()), dict(state))
+
+
+@distributed(2)
+def test_ranks_that_save_nothing_hold_one_unit_at_a_time(ctx: RankContext) -> None:
+    front, seen, counts = ours(ctx), [], []
+
+    def gathered(*args: Any) -> list[torch.Tensor]:
+        counts.append(sum(each() is not None for each in seen))
+        values = gathered_together(*args)
+        seen.extend(map(weakref.ref, values))
+        return values
+
+    model = wrapped_model(front)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_values, "gathered_together", gathered)
+        with of_kind(front, model, FULL, FullStateDictConfig(rank0_only=True)):
+            state = model.state_dict()
+    assert len(counts) == 4
+    assert ctx.rank == 0 or not any(counts)
+    assert len(state) == (0 if ctx.rank else 17)
+
+
+@distributed(2)
 def test_full_gathers_once_per_unit_and_sharded_not_at_all(ctx: RankContext) -> None:
     front = ours(ctx)
     model = wrapped_model(front)
@@ -373,15 +407,80 @@ def test_state_dict_of_whole_parameters_has_what_was_written(ctx: RankContext) -
     assert (sharded["weight"][2][0][2] == 2).all()
 
 
+class Scaled(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
 @distributed(2)
-def test_buffers_are_saved_in_their_original_dtype(ctx: RankContext) -> None:
-    front = ours(ctx)
-    model = front.wrap(nn.BatchNorm1d(3))
-    model._orig_buffer_dtypes = {"running_mean": torch.float32}
-    model.module.running_mean = model.module.running_mean.half()
-    assert model.state_dict()["running_mean"].dtype is torch.float32
-    model.load_state_dict(model.state_dict())
-    assert model.module.running_mean.dtype is torch.float16
+def test_buffers_that_were_cast_are_saved_in_their_original_dtype(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        precision = MixedPrecision(buffer_dtype=torch.float16)
+        inner = front.wrap(Scaled(3, 3), mixed_precision=precision)
+        model = front.wrap(nn.Sequential(inner, Scaled(3, 3)), mixed_precision=precision)
+        model(batch(ctx, 4, 3))  # torch's casts already when a state dict is made, and so loses bits
+        result: list[Any] = [[buffer.dtype for buffer in model.buffers()]]
+        result += [state_of(front, model, kind) for kind in (FULL, SHARDED)]  # torch's local ones stay cast
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        return [*result, dict(model.state_dict()), [buffer.dtype for buffer in model.buffers()]]
+
+    same(ctx, scenario)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_ignored_parameters_and_buffers_are_saved_as_they_are(ctx: RankContext, use_orig_params: bool) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model = Model()
+        model.head.bias.requires_grad_(True)
+        model.blocks[1] = front.wrap(model.blocks[1], use_orig_params=use_orig_params)
+        ignored = [model.blocks[0], model.norm]
+        model = front.wrap(model, use_orig_params=use_orig_params, ignored_modules=ignored)
+        result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
+        result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
+        if not use_orig_params:
+            result.append(state_of(front, model, LOCAL))
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        return [dict(sorted(each.items())) for each in [*result, model.state_dict()]]
+
+    same(ctx, scenario)
+
+
+@distributed(4)
+@pytest.mark.long
+def test_pair_of_process_groups_is_torchs(ctx: RankContext) -> None:
+    """Torch's local parts name ranks of their group as if these were ranks of the world. So local state dicts of the
+    second replica raise."""
+
+    def scenario(front: Front) -> list[Any]:
+        mesh = ctx.mesh_2d(2, 2)
+        groups = mesh.get_group("shard"), mesh.get_group("replicate")
+        model = wrapped_model(front, process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        result = [state_of(front, model, FULL), state_of(front, model, FULL, FullStateDictConfig(rank0_only=True))]
+        for name, value in state_of(front, model, SHARDED).items():
+            if isinstance(value, list):
+                _, metadata, parts = value
+                result.append({name: [metadata, [values for *_, values in parts]]})
+        models.append(model)
+        return result
+
+    models: list[Any] = []
+    same(ctx, scenario)
+    front, model = ours(ctx), models[-1]
+    expected = values_of(model)
+    for kind in (SHARDED, LOCAL):
+        with of_kind(front, model, kind):
+            state = model.state_dict()
+            refill(model)
+            model.load_state_dict(state)
+        assert_same(values_of(model), expected)
 
 
 # Loading
@@ -499,6 +598,14 @@ def test_assigned_values_are_taken_over(ctx: RankContext) -> None:
     replicated.update((name, state[name]) for name in state if "running" in name)
     model.load_state_dict(replicated)
     assert_same(model.state_dict()["0.weight"], state["0.weight"] + 1)
+
+
+@distributed(2)
+def test_parameters_without_values_are_refused(ctx: RankContext) -> None:
+    model = ours(ctx).wrap(nn.Linear(3, 3))
+    model.to("meta")
+    with pytest.raises(RuntimeError, match="meta device"):
+        model.state_dict()
 
 
 @distributed(2)
