@@ -238,6 +238,7 @@ def _commit(
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if not buffer.is_meta:
                 setattr(module, name, buffer.to(parallel.device))
+        _torch.mark_as_managed(module)
     for item in resolved:
         for record in item.records:
             setattr(record.param, SHARDED_AS, record.name)
