@@ -25,6 +25,7 @@ from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.executor import ActionFilter, Executor
 from fsdp2.runtime.rank_checks import UsedParams, check_agreement, compare, watch_for_stalls
+from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits
 from fsdp2.schedule.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import GroupState, Lent
@@ -257,6 +258,7 @@ class Root:
         self.is_reducing = False
         self.num_resets = 0
         self._used = UsedParams(())
+        self._split = SplitBackwards()
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._is_agreed = False  # the ranks have compared their units
         self._memory_limit: int | None = None
@@ -509,6 +511,8 @@ class Root:
         """The first unit's backward is about to begin."""
         _torch.at_end_of_backward(self.end_backward)
         self.skipping.begin_backward()
+        if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
+            self._watch_for_lost_gradients()
         self.executor.max_in_flight = max([unit.max_reductions for unit in self.units])
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:
             # Pre-hooks may read what was written since forward began.
@@ -538,11 +542,18 @@ class Root:
         self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not by_hand))
         self.executor.do(self.schedule.end_backward(self.skipping.backward.ended))
         self._end_pass()
+        self._split.end()
         if is_last:
+            self._split.forget()
             self._settle()
 
     def finalize_backward(self) -> None:
-        """Start reducing the gradients that backwards have left; the user asks for it."""
+        """Start reducing the gradients that backwards have left; the user asks for it.
+
+        Raises:
+            ScheduleError: the gradients of parameters were to be computed later, and are lost.
+        """
+        self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
         self._note("finalize_backward()", self.unit)
         self.skipping.reset()
         self.executor.do(self.schedule.finalize())
@@ -565,6 +576,20 @@ class Root:
         """A step's gradients have landed: make all ranks agree on which parameters have a gradient."""
         if any(unit.rules.reduces for unit in self.units):
             self._used.settle()
+
+    def _watch_for_lost_gradients(self) -> None:
+        """A backward begins that ends no step. Gradients that are reduced at once are not lost."""
+        kept = [(unit, rules) for unit, rules in zip(self.units, self.schedule.rules, strict=True) if not rules.reduces]
+        resharded = [
+            unit.name
+            for unit, rules in kept
+            if rules.after_forward is not AfterForward.KEEP or rules.reshard_after_backward
+            if any(group.unsharded.trainable for group in unit.groups)
+        ]
+        if resharded:
+            groups = [group for unit, _ in kept for group in unit.groups]
+            params = [group.params[index] for group in groups for index in group.unsharded.trainable]
+            self._split.begin(resharded[0], params)
 
     # Between passes
 
@@ -605,6 +630,7 @@ class Root:
         self.num_resets += 1
         self._come_to_rest()
         self._used.forget()
+        self._split.forget()
         self.schedule.awaits_finalization = False
         for unit in self.units:
             for group in unit.groups:
