@@ -26,6 +26,7 @@ from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.executor import ActionFilter, Executor
 from fsdp2.runtime.rank_checks import UsedParams, check_agreement, compare, watch_for_stalls
 from fsdp2.runtime.split_backward import SplitBackwards
+from fsdp2.runtime.ties import movable_ties
 from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits
 from fsdp2.schedule.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import GroupState, Lent
@@ -40,6 +41,8 @@ class UnitHooks(Protocol):
     """What the hooks of one unit call on the hooks of another; see ``hooks``."""
 
     def end_forward(self, output: Any) -> Any: ...
+
+    def hold(self, modules: Sequence[nn.Module]) -> None: ...
 
 
 class MakesFilter(Protocol):
@@ -152,6 +155,11 @@ class Unit:
         root.perform(Action.UNSHARD, self)
         for group in self.groups:
             group.note_writes()
+
+    def hold(self, modules: Sequence[nn.Module]) -> None:
+        """``modules`` hold parameters of the unit from now on."""
+        assert self.hooks is not None
+        self.hooks.hold(modules)
 
     def leave(self) -> None:
         """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
@@ -273,7 +281,11 @@ class Root:
         """Take over the units of the present tree; between passes only. If the units have changed, their order is
         recorded anew."""
         found = {unit: name for module in self.unit.modules for name, unit in units_under(module)}
-        _check_tree(self.class_name, list(found.items()))
+        named = list(found.items())
+        ties = movable_ties(named, lambda unit: self._rules_of(unit).after_forward is AfterForward.KEEP)
+        _check_tree(self.class_name, named)
+        for tie in ties:
+            tie.join()
         before, self.units = self.units, list(found)
         self._is_agreed = self._is_agreed and self.units == before
         self._seen_version = _Registered.tree_version
@@ -660,9 +672,8 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
     """Check that ``units`` with their names, the root first, can work under one root of class ``root_class``.
 
     Raises:
-        ScheduleError: a unit has settings that only a root may have, or parameters tied to another unit's.
+        ScheduleError: a unit has settings that only a root may have, or leaves out a tied parameter.
     """
-    _check_ties(units)
     for unit, name in units[1:]:
         settings = (
             (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
@@ -682,33 +693,6 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
                 "called on a module that contains both. Call fully_shard on the outermost module, too, or list the "
                 "parameter in ignored_params."
             )
-
-
-def _check_ties(units: Sequence[tuple[Unit, str]]) -> None:
-    """Check parameters of two units that the user has tied after ``fully_shard``. Each unit gathers the parameter for
-    itself, so none may gather it again before backward.
-
-    Raises:
-        ScheduleError: one of the two units is resharded after forward.
-    """
-    root = units[0][0]
-    holders: dict[int, tuple[Unit, str]] = {}
-    for unit, name in units:
-        for group in unit.groups:
-            for param in group.params if group.state is GroupState.SHARDED else ():
-                bound, full_name = param.bound(), f"{name}.{param.name}" if name else param.name
-                holder, other = holders.setdefault(id(bound), (unit, full_name))
-                keep = [
-                    each.rules.after_forward is AfterForward.KEEP or (each is root and each.auto_reshard)
-                    for each in (holder, unit)
-                ]
-                if holder is not unit and bound is not None and not all(keep):
-                    raise ScheduleError(
-                        f"parameters '{other}' and '{full_name}' are in two units, and were tied after fully_shard. "
-                        "One of the units is resharded after forward, so backward would not find the parameter. Tie "
-                        "parameters before fully_shard, which then moves them to a unit around both, or pass "
-                        "reshard_after_forward=False for both units."
-                    )
 
 
 def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:
