@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import Front, batch, same, train
 from tests.parity.fsdp1.test_training import GRAD_OP, wrapped_mlp
 
@@ -216,7 +217,7 @@ def test_a_step_after_an_exception(ctx: RankContext, use_orig_params) -> None:
     assert train(ctx, model, lambda params, lr: optimizer) == expected
 
 
-@pytest.mark.parametrize("where", ["model", "blocks"])
+@pytest.mark.parametrize("where", ["model", *long("blocks")])
 @distributed(2)
 def test_compiled(ctx: RankContext, where) -> None:
     def scenario(front: Front):
