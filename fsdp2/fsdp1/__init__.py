@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp2.fsdp1.flat_param import FlatParameter
+from fsdp2.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -1,0 +1,29 @@
+"""Names in a tree with wrappers, and where the wrappers are."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from fsdp2.fsdp1.settings import Settings
+
+WRAPPED = "_fsdp_wrapped_module"  # torch's name: it is part of the names of parameters
+_PREFIX = f"{WRAPPED}."
+
+Wrapper: TypeAlias = Any  # a FullyShardedDataParallel; to import the class would be a circle
+
+
+def clean_name(name: str) -> str:
+    """``name`` of a parameter, buffer or module as it was before anything was wrapped."""
+    return name.replace(_PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)
+
+
+def wrappers_in(module: nn.Module) -> list[Wrapper]:
+    """The wrappers in ``module``, ``module`` included, outer ones first."""
+    return [each for each in module.modules() if is_wrapper(each)]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is a FullyShardedDataParallel."""
+    return isinstance(vars(module).get("_settings"), Settings)
