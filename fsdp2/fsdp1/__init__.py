@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
@@ -28,6 +29,7 @@ from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "FSDPExtensions",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -44,4 +46,5 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "set_fsdp_extensions",
 ]

@@ -18,6 +18,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.contexts import check_idle, check_not_lent, gathered_together, is_first_rank, lent_whole, params_under
 from fsdp2.comm.backends import exchange
+from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
@@ -48,12 +49,22 @@ def summoned(
         yield
         return
     with _lent(module, [wrapper._unit for wrapper in wrappers], recurse=recurse) as (params, units):
+        lent = {param for mine in params.values() for param in mine}
+        extended = {param: known for param, known in extended_in(wrappers_in(module)).items() if param in lent}
+        if with_grads and extended:
+            name = next(iter(extended)).full_name
+            raise NotImplementedError(
+                f"{_CALLER}: with_grads=True, but parameter '{name}' was transformed by FSDPExtensions. Read gradients "
+                "from .grad of the shards."
+            )
         grads: dict[ShardedParam, torch.Tensor | None] = {}
         with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
             if with_grads:
                 for group, mine in params.items():
                     _bind_gradients(group, mine, is_here=not rank0_only or is_first_rank(group.mesh))
+            bind_shown(extended)
             yield
+            bind_plain(extended)
             if with_grads and writeback:
                 grads = {param: _bound(param).grad for mine in params.values() for param in mine}
         _write_gradients(grads)

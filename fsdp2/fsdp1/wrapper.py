@@ -17,7 +17,7 @@ from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
 from fsdp2.api.fully_shard import prepare_unit
 from fsdp2.api.module import UnshardHandle
-from fsdp2.fsdp1 import comm_hooks, full_params
+from fsdp2.fsdp1 import comm_hooks, extensions, full_params
 from fsdp2.fsdp1.flat_param import FlatParameter, flat_parameter
 from fsdp2.fsdp1.settings import ProcessGroups, Settings, checked_settings, ignored_params_of
 from fsdp2.group.param import Slot
@@ -69,17 +69,19 @@ class FullyShardedDataParallel(nn.Module):
             use_orig_params=use_orig_params,
         )
         self._settings: Settings = settings
-        prepared = prepare_unit(
-            (module,),
-            settings.parallel,
-            reshard_after_forward=settings.reshard_after_forward,
-            mp_policy=settings.policy,
-            offload_policy=settings.offload_policy,
-            ignored_params=ignored,
-        )
+        with extensions.flattened(module, ignored) as extension:
+            prepared = prepare_unit(
+                (module,),
+                settings.parallel,
+                reshard_after_forward=settings.reshard_after_forward,
+                mp_policy=settings.policy,
+                offload_policy=settings.offload_policy,
+                ignored_params=ignored,
+            )
         for group in prepared.commit().groups:
             group.configure(fills_gradients=True)
         self._fsdp_wrapped_module = module
+        extensions.install(self, extension)
 
     # What the wrapper is
 
@@ -303,6 +305,7 @@ class FullyShardedDataParallel(nn.Module):
         copied_module(self._fsdp_wrapped_module, memo)
         state = {name: value for name, value in vars(self).items() if name != "_flat"}
         made.__dict__.update(copy.deepcopy(state, memo))
+        extensions.install(made, extensions.extension_of(made))
         return made
 
     @property
