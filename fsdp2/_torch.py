@@ -340,6 +340,74 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+# ShardedTensors: what torch's FSDP1 has in sharded state dicts. Their module is private, and slow to import.
+
+
+class Piece(NamedTuple):
+    """A part of a ShardedTensor: the rank in its group that has it, where it starts, and its shape."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def sharded_tensor(
+    local: torch.Tensor,
+    pieces: Sequence[Piece],
+    shape: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """``local``, this rank's part, as a ShardedTensor that has ``pieces``. A rank without a piece may pass anything of
+    the right dtype and device."""
+    from torch.distributed._shard import sharded_tensor as names
+    from torch.distributed._shard.metadata import ShardMetadata
+
+    kind = local.device.type
+    num_devices = 1 if kind == "cpu" else torch.get_device_module(kind).device_count()
+    metadata, locals_ = [], []
+    for piece in pieces:
+        rank = dist.get_global_rank(group, piece.rank)
+        place = f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank % num_devices}"
+        metadata.append(ShardMetadata(list(piece.offsets), list(piece.sizes), place))
+        if piece.rank == group.rank():
+            locals_.append(names.Shard(local.requires_grad_(requires_grad), metadata[-1]))
+    properties = names.TensorProperties(
+        dtype=local.dtype, requires_grad=requires_grad, memory_format=torch.contiguous_format
+    )
+    described = names.ShardedTensorMetadata(metadata, torch.Size(shape), properties)
+    make = names.ShardedTensor._init_from_local_shards_and_global_metadata
+    return make(locals_, sharded_tensor_metadata=described, process_group=group)
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether ``value`` is a ShardedTensor."""
+    names = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return names is not None and isinstance(value, names.ShardedTensor)
+
+
+def shape_of(value: object) -> torch.Size | None:
+    """The shape of a tensor; None of anything else. A ShardedTensor would warn that it is deprecated."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return cast(Any, value).metadata().size if is_sharded_tensor(value) else value.shape
+
+
+def local_shards(value: Any) -> list[torch.Tensor]:
+    """This rank's parts of a ShardedTensor."""
+    return [shard.tensor.detach() for shard in value.local_shards()]
+
+
+def pieces_of(value: Any) -> list[list[tuple[int, int]]]:
+    """For each part of a ShardedTensor on any rank, its interval along each dim."""
+    return [
+        [(offset, offset + size) for offset, size in zip(part.shard_offsets, part.shard_sizes, strict=True)]
+        for part in value.metadata().shards_metadata
+        if all(part.shard_sizes)
+    ]
+
+
 # Tools that watch
 
 _COMM_MODE = "torch.distributed.tensor.debug._comm_mode"
@@ -487,6 +555,8 @@ FULLY_SHARD_CHECKS = (
     ("torch.distributed.fsdp._fully_shard._fully_shard", "_validate_module"),
     ("torch.distributed._composable.replicate_with_fsdp", "_validate_module_common"),
 )
+# (module, name) of the function by which torch's checkpoints ask whether a module is a FullyShardedDataParallel.
+FSDP1_STATE = ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state_if_fully_sharded_module")
 
 
 def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> None:
@@ -504,6 +574,16 @@ def sets_attributes_plainly(module: nn.Module) -> bool:
 def parameters_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dict that holds a module's own parameters."""
     return module._parameters
+
+
+def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dict that holds a module's own buffers."""
+    return module._buffers
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers that state dicts have."""
+    return {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
 # Wrapper subclasses

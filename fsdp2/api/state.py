@@ -1,9 +1,12 @@
-"""``fully_shard.state(module)``: what ``torch.distributed.pipelining`` calls on a sharded stage, by torch's names."""
+"""``fully_shard.state(module)``: what ``torch.distributed.pipelining`` calls on a sharded stage, by torch's names. And
+the state dict that tools read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -37,3 +40,16 @@ def state_of(module: nn.Module) -> FSDPState | None:
     """The state of ``module``; None if ``module`` was not given to ``fully_shard``."""
     unit = unit_of(module)
     return None if unit is None else FSDPState(unit)
+
+
+collects_shards = ContextVar("collects_shards", default=False)  # whether ``bound_state`` runs
+
+
+def bound_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict of ``model`` with the parameters and buffers themselves. Front ends whose state dicts have other
+    values look at ``collects_shards``."""
+    token = collects_shards.set(True)
+    try:
+        return model.state_dict(keep_vars=True)
+    finally:
+        collects_shards.reset(token)

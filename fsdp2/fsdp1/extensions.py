@@ -69,8 +69,8 @@ class FSDPExtensions(ABC):
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Return this rank's part of the whole ``tensor`` for a sharded state dict, as a ``ShardedTensor``: for wrappers
-        without a device mesh."""
+        """Return this rank's part of the whole ``tensor`` for a sharded state dict, as a ``ShardedTensor``. Called for
+        wrappers without a device mesh."""
 
     @abstractmethod
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
@@ -207,8 +207,8 @@ def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
 
 @contextmanager
 def flattened(module: nn.Module, ignored: Collection[nn.Parameter]) -> Iterator[Extension | None]:
-    """Inside the block, parameters under ``module`` that no unit has yet are plain, as the current extension makes them.
-    They stay so, unless the block raises.
+    """Inside the block, parameters under ``module`` that no unit has yet are plain, as the current extension makes
+    them. They stay so, unless the block raises.
 
     Raises:
         ExtensionError: the extension returns something of the wrong kind or shape. Nothing has changed then.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh, replicated
+from fsdp2.runtime.root import unit_of
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -22,6 +28,7 @@ KEEPS_PARAMETERS = (
 )
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+DeviceId = int | torch.device | None
 
 
 @dataclass(frozen=True)
@@ -64,29 +71,67 @@ class Settings:
         """None: True, but False for the root, whose parameters backward needs first."""
         return False if self.strategy in KEEPS_PARAMETERS else None
 
+    @property
+    def groups(self) -> ProcessGroups:
+        """The ``process_group`` argument that stands for the same ranks."""
+        replicas = self.parallel.replicate.group
+        if self.strategy in HYBRID and replicas is not None:
+            return self.process_group, replicas
+        return self.process_group
+
 
 def checked_settings(
+    module: nn.Module,
     process_group: ProcessGroups,
     sharding_strategy: ShardingStrategy | None,
     cpu_offload: CPUOffload | None,
     backward_prefetch: BackwardPrefetch | None,
     mixed_precision: MixedPrecision | None,
-    device_id: int | torch.device | None,
+    device_id: DeviceId,
     device_mesh: DeviceMesh | None,
-    **others: Any,
+    *,
+    has_policy: bool,
+    forward_prefetch: bool,
+    limit_all_gathers: bool,
+    use_orig_params: bool,
 ) -> Settings:
     """The settings of one wrapper.
 
     Raises:
-        ValueError: arguments contradict each other.
+        ValueError: arguments contradict each other, or do not say over which ranks to shard.
+        TypeError: an argument is of the wrong type.
     """
+    for name, value, cls in (
+        ("module", module, nn.Module),
+        ("sharding_strategy", sharding_strategy, ShardingStrategy),
+        ("cpu_offload", cpu_offload, CPUOffload),
+        ("backward_prefetch", backward_prefetch, BackwardPrefetch),
+        ("mixed_precision", mixed_precision, MixedPrecision),
+    ):
+        if not isinstance(value, cls) and (value is not None or name == "module"):
+            expected = f"an {cls.__name__}" if name == "module" else f"a {cls.__name__} or None"
+            raise TypeError(
+                f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. Pass {expected}."
+            )
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-    mesh = device_mesh or _mesh_of(process_group)
+    mesh = device_mesh
+    if process_group is not None and device_mesh is not None:
+        raise ValueError(
+            "FullyShardedDataParallel: got process_group and device_mesh, expected one of them. Pass device_mesh only."
+        )
+    if mesh is None:
+        mesh = _mesh_of(process_group, strategy, _device_type(module, device_id), has_policy=has_policy)
+    _check_mesh(mesh, strategy)
+    _check_device(device_id, mesh.device_type)
     parallel = parallel_mesh(mesh)
     group = parallel.shard.group
-    assert group is not None
+    assert group is not None  # a mesh of one or two axes has one
+    if strategy not in HYBRID and parallel.shard.size == 1:
+        strategy = ShardingStrategy.NO_SHARD  # one rank: all strategies do the same
     if strategy is ShardingStrategy.NO_SHARD:
         parallel = replicated(parallel)
+    if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        _warn_of_late_prefetch()
     return Settings(
         parallel=parallel,
         device_mesh=device_mesh,
@@ -95,16 +140,220 @@ def checked_settings(
         mixed_precision=mixed_precision or MixedPrecision(),
         cpu_offload=cpu_offload or CPUOffload(),
         backward_prefetch=backward_prefetch,
-        **others,
+        forward_prefetch=forward_prefetch,
+        limit_all_gathers=limit_all_gathers,
+        use_orig_params=use_orig_params,
     )
 
 
-def _mesh_of(process_group: ProcessGroups) -> DeviceMesh:
+@cache
+def _warn_of_late_prefetch() -> None:
+    warnings.warn(
+        "FullyShardedDataParallel: BACKWARD_POST does the same as BACKWARD_PRE here: the next unit is gathered while "
+        "this unit's backward runs. Pass backward_prefetch=None to gather it afterwards, with less memory.",
+        stacklevel=5,
+    )
+
+
+def _check_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> None:
+    expected = 2 if strategy in HYBRID else 1
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"FullyShardedDataParallel: device_mesh is a {type(mesh).__name__}, expected a DeviceMesh. Build one with "
+            "init_device_mesh(device_type, shape)."
+        )
+    if mesh.ndim != expected:
+        axes = "two axes (replicate, shard)" if expected == 2 else "one axis"
+        raise ValueError(
+            f"FullyShardedDataParallel: device_mesh has {mesh.ndim} axes, {strategy.name} expects {axes}. Pass a mesh "
+            "or submesh with these axes."
+        )
+
+
+# Devices
+
+
+def _device_type(module: nn.Module, device_id: DeviceId) -> str:
+    """Where parameters live: on ``device_id``, else where the module is, else on the accelerator, if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if isinstance(device_id, torch.device):
+        return device_id.type
+    if device_id is not None:
+        if accelerator is None:
+            raise ValueError(
+                f"FullyShardedDataParallel: device_id={device_id}, but torch finds no accelerator. Pass "
+                'device_id=torch.device("cpu"), or no device_id.'
+            )
+        return accelerator.type
+    found = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
+    if len(found) > 1:
+        raise RuntimeError(
+            f"FullyShardedDataParallel: parameters are on {' and '.join(sorted(found))}, expected one type of device. "
+            "Move the module to one device first."
+        )
+    return found.pop() if found else accelerator.type if accelerator else "cpu"
+
+
+def _check_device(device_id: DeviceId, device_type: str) -> None:
+    """``device_id`` must be the device that the mesh stands for: this process' current one."""
+    if device_id is None:
+        return
+    device = device_id if isinstance(device_id, torch.device) else torch.device(device_type, device_id)
+    current = None if device_type == "cpu" else torch.get_device_module(device_type).current_device()
+    if device.type != device_type or (current is not None and device.index not in (None, current)):
+        found = device_type if current is None else f"{device_type}:{current}"
+        raise ValueError(
+            f"FullyShardedDataParallel: device_id is {device}, but this process shards on {found}. Call "
+            f"torch.{device.type}.set_device(device_id) first, and pass a mesh or process group of that device."
+        )
+
+
+# Meshes
+
+# By the names of their groups: wrappers of one model share a mesh. All ranks make the same meshes, and free none alone.
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], DeviceMesh]] = WeakKeyDictionary()
+
+
+def _mesh_of(
+    process_group: ProcessGroups, strategy: ShardingStrategy, device_type: str, *, has_policy: bool
+) -> DeviceMesh:
+    if not dist.is_initialized():
+        default_mesh()
+    assert dist.group.WORLD is not None
+    made = _meshes.setdefault(dist.group.WORLD, {})
+    if process_group is None and strategy in HYBRID:
+        if not has_policy:
+            raise ValueError(
+                f"FullyShardedDataParallel: {strategy.name} without auto_wrap_policy expects process_group, a pair of "
+                "groups (shard, replicate), or device_mesh, so that all wrappers of a model use the same groups."
+            )
+        mesh = _mesh_of_nodes(strategy, device_type)
+        made[device_type, mesh.get_group(1).group_name, mesh.get_group(0).group_name] = mesh
+        return mesh
     if process_group is None:
-        return default_mesh()
-    raise NotImplementedError
+        groups: tuple[dist.ProcessGroup, ...] = (dist.group.WORLD,)
+    elif strategy in HYBRID:
+        if not (isinstance(process_group, tuple) and _are_groups(process_group) and len(process_group) == 2):
+            raise ValueError(
+                f"FullyShardedDataParallel: process_group is a {type(process_group).__name__}, {strategy.name} expects "
+                "a tuple of two process groups: (shard, replicate)."
+            )
+        groups = process_group
+    elif _are_groups((process_group,)):
+        groups = (process_group,)  # type: ignore[assignment]
+    else:
+        raise ValueError(
+            f"FullyShardedDataParallel: process_group is a {type(process_group).__name__}, {strategy.name} expects one "
+            "process group."
+        )
+    key = (device_type, *(group.group_name for group in groups))
+    if key not in made:
+        made[key] = _mesh_of_groups(groups, device_type)
+    return made[key]
 
 
-def ignored_params_of(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> set[nn.Parameter]:
-    """The parameters that stay as they are."""
-    return set()
+def _are_groups(groups: Iterable[object]) -> bool:
+    return all(isinstance(group, dist.ProcessGroup) for group in groups)
+
+
+def _mesh_of_groups(groups: tuple[dist.ProcessGroup, ...], device_type: str) -> DeviceMesh:
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=("shard",))
+    shard, replicate = groups
+    mine = dist.get_process_group_ranks(shard)
+    rows: list[list[int]] = [[] for _ in range(replicate.size())]
+    dist.all_gather_object(rows, mine, group=replicate)
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([replicate, shard], device_type, torch.tensor(rows), mesh_dim_names=names)
+
+
+def _mesh_of_nodes(strategy: ShardingStrategy, device_type: str) -> DeviceMesh:
+    """Shard inside of each node, replicate over nodes."""
+    given = os.environ.get("LOCAL_WORLD_SIZE")
+    per_node = (
+        int(given) if given else 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
+    )
+    world_size = dist.get_world_size()
+    if per_node < 1 or world_size % per_node:
+        found = f"{per_node} ranks per node" if per_node else "no LOCAL_WORLD_SIZE"
+        raise ValueError(
+            f"FullyShardedDataParallel: {strategy.name} shards inside of each node, but found {found} for {world_size} "
+            "ranks. Start the job with torchrun, or pass process_group, a pair of groups (shard, replicate), or "
+            "device_mesh."
+        )
+    return init_device_mesh(device_type, (world_size // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+
+
+# What is ignored
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What stays as it is: parameters, and modules with all modules inside."""
+
+    params: frozenset[nn.Parameter]
+    modules: frozenset[nn.Module]
+
+
+def checked_ignored(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> Ignored:
+    """What the user wants to leave alone in ``module``.
+
+    Raises:
+        ValueError: both arguments are given; ``ignored_states`` mixes parameters and modules; a wrapper is ignored.
+        TypeError: ``ignored_modules`` has something that is no module.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "FullyShardedDataParallel: got ignored_modules and ignored_states, expected one of them. Pass "
+            "ignored_states only."
+        )
+    states = _listed("ignored_states", ignored_states)
+    modules = _listed("ignored_modules", ignored_modules)
+    types = sorted({type(state).__name__ for state in states})
+    if not all(isinstance(each, nn.Module) for each in modules):
+        wrong = sorted({type(each).__name__ for each in modules if not isinstance(each, nn.Module)})
+        raise (ValueError if isinstance(ignored_modules, (list, tuple, set)) else TypeError)(
+            f"FullyShardedDataParallel: ignored_modules has a {wrong[0]}, expected modules only. Pass parameters as "
+            "ignored_states."
+        )
+    params = [state for state in states if isinstance(state, nn.Parameter)]
+    if params and len(params) < len(states):
+        raise ValueError(
+            f"FullyShardedDataParallel: ignored_states has {' and '.join(types)}, expected parameters only or modules "
+            "only."
+        )
+    if not params:
+        if not all(isinstance(state, nn.Module) for state in states):
+            raise ValueError(
+                f"FullyShardedDataParallel: ignored_states has {' and '.join(types)}, expected parameters only or "
+                "modules only."
+            )
+        modules += states
+    for each in modules:
+        if unit_of(each) is not None or getattr(each, "_fsdp_wrapped_module", None) is not None:
+            raise ValueError(
+                f"FullyShardedDataParallel: an ignored module, a {type(each).__name__}, is sharded already. Ignore "
+                "modules before they are wrapped."
+            )
+    inner = frozenset(child for each in modules for child in each.modules())
+    if module in inner:
+        warnings.warn(
+            f"FullyShardedDataParallel: the wrapped {type(module).__name__} itself is ignored, so nothing is sharded. "
+            "Ignore modules inside it.",
+            stacklevel=4,
+        )
+    return Ignored(frozenset(params) | {param for each in inner for param in each.parameters()}, inner)
+
+
+def _listed(name: str, given: object) -> list[Any]:
+    if given is None:
+        return []
+    if not isinstance(given, Iterable) or (isinstance(given, nn.Module) and not hasattr(given, "__iter__")):
+        raise TypeError(
+            f"FullyShardedDataParallel: {name} is a {type(given).__name__}, expected an iterable. Pass a list."
+        )
+    return list(given)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -11,27 +12,37 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
 from fsdp2.api.fully_shard import prepare_unit
 from fsdp2.api.module import UnshardHandle
-from fsdp2.fsdp1 import comm_hooks, extensions, full_params
+from fsdp2.fsdp1 import comm_hooks, extensions, full_params, state_dict as state_dicts
+from fsdp2.fsdp1.auto_wrap import (
+    add_full_precision,
+    check_nothing_is_wrapped,
+    chosen_by,
+    of_classes,
+    replace_everywhere,
+)
 from fsdp2.fsdp1.flat_param import FlatParameter, flat_parameter
-from fsdp2.fsdp1.settings import ProcessGroups, Settings, checked_settings, ignored_params_of
+from fsdp2.fsdp1.init_states import broadcast, cast_buffers, check_flat, keep_low_precision, materialise
+from fsdp2.fsdp1.names import WRAPPED, clean_name
+from fsdp2.fsdp1.settings import HYBRID, DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
-from fsdp2.runtime.root import Unit, unit_of
+from fsdp2.runtime.root import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2.schedule.states import GroupState, Lent
-
-WRAPPED = "_fsdp_wrapped_module"  # torch's name: it is part of the names of parameters
-_PREFIX = f"{WRAPPED}."
-
-
-def clean_name(name: str) -> str:
-    """``name`` of a parameter, buffer or module as it was before anything was wrapped."""
-    return name.replace(_PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -46,7 +57,7 @@ class FullyShardedDataParallel(nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: DeviceId = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -55,8 +66,8 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        ignored = ignored_params_of(module, ignored_modules, ignored_states)
         settings = checked_settings(
+            module,
             process_group,
             sharding_strategy,
             cpu_offload,
@@ -64,24 +75,94 @@ class FullyShardedDataParallel(nn.Module):
             mixed_precision,
             device_id,
             device_mesh,
+            has_policy=auto_wrap_policy is not None,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
+        ignored = checked_ignored(module, ignored_modules, ignored_states)
         self._settings: Settings = settings
-        with extensions.flattened(module, ignored) as extension:
+        self._ignored: Ignored = ignored
+        self._orig_buffer_dtypes: dict[str, torch.dtype] = {}  # by clean name; of buffers that were cast
+        self._has_run = False
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"FullyShardedDataParallel: {type(module).__name__} has no forward, so its parameters are never "
+                "gathered. Wrap the modules inside it.",
+                stacklevel=2,
+            )
+        if auto_wrap_policy is not None:
+            options = {
+                "process_group": None if device_mesh is not None else settings.groups,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": list(ignored.params),
+                "device_mesh": device_mesh,
+            }
+            self._wrap_inside(module, auto_wrap_policy, options)
+        self._check_groups_inside(module)
+        if not use_orig_params:
+            check_flat(module, ignored)
+        device = settings.parallel.device
+        materialise(module, ignored, param_init_fn, device)
+        if sync_module_states:
+            broadcast(module, ignored, settings)
+        if settings.mixed_precision.keep_low_precision_grads:
+            keep_low_precision(module, ignored, settings)
+        with extensions.flattened(module, ignored.params) as extension:
             prepared = prepare_unit(
                 (module,),
                 settings.parallel,
                 reshard_after_forward=settings.reshard_after_forward,
                 mp_policy=settings.policy,
                 offload_policy=settings.offload_policy,
-                ignored_params=ignored,
+                ignored_params=ignored.params,
             )
-        for group in prepared.commit().groups:
+        unit = prepared.commit()
+        for group in unit.groups:
             group.configure(fills_gradients=True)
+        if backward_prefetch is None:
+            unit.backward_prefetch = []
         self._fsdp_wrapped_module = module
+        self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
+        state_dicts.install(self)
         extensions.install(self, extension)
+
+    def _wrap_inside(self, module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
+        """Wrap what ``policy`` chooses inside of ``module``, inner modules first, with ``options``."""
+        check_nothing_is_wrapped(module)
+        ignored, precision = self._ignored, options["mixed_precision"]
+        chosen = chosen_by(policy, module, ignored.modules, ignored.params)
+        own = chosen if precision is None else {**chosen, **of_classes(module, precision._module_classes_to_ignore)}
+        if not self._settings.use_orig_params:
+            for each in (module, *own):
+                check_flat(each, Ignored(ignored.params, ignored.modules | (own.keys() - {each})))
+        if precision is not None:
+            chosen = add_full_precision(module, precision._module_classes_to_ignore, chosen)
+        wrapped = {
+            each: FullyShardedDataParallel(each, **{**options, **overrides}) for each, overrides in chosen.items()
+        }
+        replace_everywhere(module, wrapped)
+
+    def _check_groups_inside(self, module: nn.Module) -> None:
+        """Wrappers of a hybrid strategy must replicate over the same ranks."""
+        mine = self._settings
+        for inner in self.fsdp_modules(module):
+            theirs = inner._settings
+            if mine.strategy in HYBRID and theirs.strategy in HYBRID and _ranks_of(mine) != _ranks_of(theirs):
+                raise ValueError(
+                    f"FullyShardedDataParallel: {mine.strategy.name} expects the same process groups in all wrappers, "
+                    f"but a {type(inner.module).__name__} inside shards over {_ranks_of(theirs)[0]} and this one over "
+                    f"{_ranks_of(mine)[0]}. Pass one device_mesh to all of them."
+                )
 
     # What the wrapper is
 
@@ -147,8 +228,11 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, with inputs cast as ``MixedPrecision`` says."""
-        precision = self._settings.mixed_precision
-        casts = precision.cast_root_forward_inputs if self._is_root() else precision.cast_forward_inputs
+        precision, is_root = self._settings.mixed_precision, self._is_root()
+        if is_root and not self._has_run:
+            for wrapper in self.fsdp_modules(self):
+                wrapper._cast_buffers()
+        casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
         if casts and precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
         return self._fsdp_wrapped_module(*args, **kwargs)
@@ -271,7 +355,7 @@ class FullyShardedDataParallel(nn.Module):
         modules = list(self.named_modules(prefix=prefix, remove_duplicate=False)) if recurse else [(prefix, self)]
         for name, module in modules:
             name = name and f"{name}."
-            if isinstance(module, FullyShardedDataParallel):
+            if isinstance(module, FullyShardedDataParallel) and recurse:  # it is a parameter of the wrapped module
                 flat = module._flat_param
                 if flat is not None and module._unit.lent is Lent.NOTHING:
                     yield f"{name}{WRAPPED}._flat_param", flat
@@ -291,6 +375,75 @@ class FullyShardedDataParallel(nn.Module):
         flat = self.__dict__["_flat"] = flat_parameter(groups[0], self.__dict__.get("_flat"))
         return flat
 
+    # State dicts
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """Set the kind of state dicts inside the block: see :meth:`set_state_dict_type`. Also after an exception, the
+        earlier settings come back."""
+        return state_dicts.types_set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings | None:
+        """Set the kind of state dicts of all wrappers in ``module``.
+
+        Full state dicts, the default, have whole tensors. Sharded ones have this rank's shards: DTensors if the wrapper
+        got a ``device_mesh``, else ShardedTensors. Local ones have one ``_flat_param`` per wrapper, as torch's class
+        lays it out; they fit only the same wrapping and number of ranks.
+
+        Returns:
+            What was set before; None if there are no wrappers.
+
+        Raises:
+            RuntimeError: a config is of another kind than ``state_dict_type``; wrappers have different settings.
+        """
+        return state_dicts.set_types(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The settings of the wrappers in ``module``; None if there are none.
+
+        Raises:
+            RuntimeError: wrappers have different settings.
+        """
+        return state_dicts.get_types(module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Parameters and buffers under their original names, of the kind that :meth:`set_state_dict_type` has set.
+        Collective, if it is a full or local one. Values do not change when the model is trained on.
+
+        Raises:
+            ScheduleError: a forward or backward runs.
+            RuntimeError: parameters are on the meta device.
+        """
+        return state_dicts.save(self, super().state_dict, args, kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole or sharded values, or local ones if they are set. All ranks must call it.
+
+        Raises:
+            RuntimeError: keys are missing or unexpected, or shapes differ, on some rank. No rank has loaded anything.
+            ScheduleError: a forward or backward runs.
+        """
+        return state_dicts.load(self, super().load_state_dict, state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dicts.load_into_wrapper(self, super()._load_from_state_dict, state_dict, prefix, *args)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What ``torch.distributed.checkpoint.state_dict`` asks, to leave the wrapper out of names."""
+        return state_dicts.names_for_checkpoints(self)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""
         self._unit.reshard()
@@ -302,10 +455,12 @@ class FullyShardedDataParallel(nn.Module):
         """A sharded copy with the same values and settings, but no gradients. All ranks must copy."""
         memo[id(self)] = made = object.__new__(type(self))
         memo[id(self._settings)] = self._settings
+        memo[id(self._ignored)] = self._ignored
         copied_module(self._fsdp_wrapped_module, memo)
-        state = {name: value for name, value in vars(self).items() if name != "_flat"}
+        state = {name: value for name, value in vars(self).items() if name not in ("_flat", UNIT_ATTRIBUTE)}
         made.__dict__.update(copy.deepcopy(state, memo))
         extensions.install(made, extensions.extension_of(made))
+        made.__dict__[UNIT_ATTRIBUTE] = unit_of(made._fsdp_wrapped_module)
         return made
 
     @property
@@ -317,3 +472,17 @@ class FullyShardedDataParallel(nn.Module):
     def _is_root(self) -> bool:
         unit = self._unit
         return unit.root is None or unit.is_root
+
+    def _cast_buffers(self) -> None:
+        """Cast buffers to ``MixedPrecision.buffer_dtype``, once."""
+        dtype = self._settings.mixed_precision.buffer_dtype
+        if dtype is not None and not self._has_run:
+            self._orig_buffer_dtypes = cast_buffers(self._fsdp_wrapped_module, self._ignored, dtype)
+        self._has_run = True
+
+
+def _ranks_of(settings: Settings) -> tuple[list[int], list[int]]:
+    """The ranks that share shards, and those that hold copies."""
+    axes = (settings.parallel.shard, settings.parallel.replicate)
+    shard, replicate = ([] if a.group is None else dist.get_process_group_ranks(a.group) for a in axes)
+    return shard, replicate

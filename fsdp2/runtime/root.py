@@ -211,7 +211,7 @@ class Watch:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``fully_shard`` made of ``module``."""
+    """The unit that ``fully_shard`` made of ``module``; of a wrapper, the unit of the module inside."""
     return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
@@ -324,7 +324,7 @@ class Root:
     def _is_in_tree(self, unit: Unit) -> bool:
         """Whether the unit's module is still at its old place in the tree."""
         try:
-            return self.unit.modules[0].get_submodule(unit.name) in unit.modules
+            return unit_of(self.unit.modules[0].get_submodule(unit.name)) is unit
         except AttributeError:
             return unit is self.unit
 

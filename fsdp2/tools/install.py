@@ -90,6 +90,7 @@ class _Installation:
                 self._check_for_our_modules(owner, name)
             for module in sources:
                 self._change_class(module)
+            self._show_our_wrappers()
             self._exchange(self.theirs, _NAMES_OF_SOURCES)
         except BaseException:
             self.restore()
@@ -113,6 +114,26 @@ class _Installation:
         before = type(module)
         module.__class__ = _Source
         self._undo.append(lambda: setattr(module, "__class__", before))
+
+    def _show_our_wrappers(self) -> None:
+        """Let ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's own state, go on with
+        our wrappers."""
+        owner, name = _torch.FSDP1_STATE
+        of_torch = getattr(_imported(owner), name, None)
+        if of_torch is None:
+            return
+        from fsdp2.fsdp1.names import is_wrapper
+
+        def state_of(module: nn.Module) -> Any:
+            return module if is_wrapper(module) else of_torch(module)
+
+        self._put(name, of_torch, state_of)
+        self._undo.append(lambda: self._put(name, state_of, of_torch))
+
+    def _put(self, name: str, old: object, new: object) -> None:
+        for module in _loaded_modules():
+            if _is_of_torch(module.__name__) and vars(module).get(name) is old:
+                setattr(module, name, new)
 
     def _check_for_our_modules(self, owner: str, name: str) -> None:
         """Let torch's ``fully_shard`` and ``replicate`` refuse modules that fsdp2 has sharded."""

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2.api.state import bound_state
 from fsdp2.comm.backends import exchange
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.weights import (
@@ -223,7 +224,7 @@ def _check_alike(digests: Sequence[str]) -> None:
 
 
 def _warn_of_others(model: nn.Module, axis: Axis) -> None:
-    others = [name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, torch.Tensor)]
+    others = [name for name, value in bound_state(model).items() if not isinstance(value, torch.Tensor)]
     if others and axis.rank == 0:
         warnings.warn(f"{_CALLER}: not saved, because these are no tensors: {', '.join(others)}", stacklevel=3)
 

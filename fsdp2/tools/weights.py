@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2.api.contexts import check_idle, gathered, gathered_together, joined, packed
+from fsdp2.api.state import bound_state
 from fsdp2.comm.backends import exchange
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
@@ -163,7 +164,7 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
     managed = {id(param.sharded): (group, param) for group in groups for param in group.params}
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in bound_state(model).items():
         if isinstance(tensor, torch.Tensor):  # modules may have other things in it, as "extra state"
             tensors[id(tensor)] = tensor
             names.setdefault(id(tensor), []).append(name)

@@ -31,6 +31,7 @@ class Front:
         """``module`` in the class, on the CPU."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", message="FSDP will not all-gather|.* has no forward")
             return self.names.FullyShardedDataParallel(module, **{"device_id": CPU, **options})
 
     @property

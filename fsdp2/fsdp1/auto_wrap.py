@@ -1,0 +1,161 @@
+"""Which modules a policy of ``torch.distributed.fsdp.wrap`` chooses, and how they are wrapped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.fsdp1.names import is_wrapper
+from fsdp2.plan.dtypes import cast_floating
+from fsdp2.runtime.root import unit_of
+
+Overrides = dict[nn.Module, dict[str, Any]]
+
+
+def chosen_by(
+    policy: Any,
+    model: nn.Module,
+    ignored_modules: Collection[nn.Module] = frozenset(),
+    ignored_params: Collection[nn.Parameter] = frozenset(),
+) -> Overrides:
+    """The modules inside of ``model`` that ``policy`` chooses, inner ones first, each with the options that the policy
+    overrides. ``model`` itself is not among them.
+
+    Args:
+        policy: a ``ModuleWrapPolicy``, a ``CustomPolicy``, or a function ``(module, recurse, nonwrapped_numel)``.
+
+    Raises:
+        TypeError: ``policy`` is none of these.
+        ValueError: a ``CustomPolicy`` returns something else than a bool or a dict.
+    """
+    found: Overrides
+    if hasattr(policy, "_run_policy"):
+        found = policy._run_policy(model, set(ignored_modules), {})
+    elif callable(policy):
+        found = {}
+        _ask(policy, model, ignored_modules, ignored_params, found, is_root=True)
+    else:
+        raise TypeError(
+            f"auto_wrap_policy is a {type(policy).__name__}, expected a policy of torch.distributed.fsdp.wrap or a "
+            "function (module, recurse, nonwrapped_numel)."
+        )
+    return {module: found[module] for module in inner_first(model) if module in found and module is not model}
+
+
+def _ask(
+    policy: Callable[..., bool],
+    module: nn.Module,
+    ignored_modules: Collection[nn.Module],
+    ignored_params: Collection[nn.Parameter],
+    found: Overrides,
+    *,
+    is_root: bool = False,
+) -> int:
+    """Ask ``policy`` about ``module`` and all modules inside. Returns how many elements the chosen ones take."""
+    numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
+    if module in found:  # a shared module
+        return numel
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    children = [child for child in module.children() if child not in ignored_modules]
+    taken = sum(_ask(policy, child, ignored_modules, ignored_params, found) for child in children)
+    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        found[module] = {}
+        return numel
+    return taken
+
+
+def inner_first(model: nn.Module) -> list[nn.Module]:
+    """All modules of ``model``, each once, behind the modules inside it."""
+    seen: dict[nn.Module, None] = {}
+    entered: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module not in entered:
+            entered.add(module)
+            for child in module.children():
+                visit(child)
+            seen[module] = None
+
+    visit(model)
+    return list(seen)
+
+
+def check_nothing_is_wrapped(model: nn.Module) -> None:
+    """Refuse a policy for a model that is sharded in part.
+
+    Raises:
+        ValueError: names the first module that is sharded.
+    """
+    for name, module in model.named_modules():
+        if unit_of(module) is not None:
+            raise ValueError(
+                f"FullyShardedDataParallel: auto_wrap_policy expects a model without wrappers, but module '{name}', a "
+                f"{type(module).__name__}, is sharded already. Wrap by the policy alone, or by hand alone."
+            )
+
+
+def add_full_precision(model: nn.Module, classes: Collection[type[nn.Module]], chosen: Overrides) -> Overrides:
+    """``chosen`` with all modules of ``classes``, without mixed precision: they compute in fp32. Their inputs are cast
+    to fp32, and their outputs to the dtype of the inputs."""
+    found = of_classes(model, classes)
+    if not found:
+        return chosen
+    names = ", ".join(sorted({type(module).__name__ for module in found}))
+    warnings.warn(
+        f"FullyShardedDataParallel: modules of type {names} get a wrapper of their own that computes in full "
+        "precision. To change this, pass MixedPrecision(_module_classes_to_ignore=...).",
+        stacklevel=5,
+    )
+    for module in found:
+        compute_in_fp32(module)
+    added = {**chosen, **{module: {**chosen.get(module, {}), "mixed_precision": None} for module in found}}
+    return {module: added[module] for module in inner_first(model) if module in added}
+
+
+def of_classes(model: nn.Module, classes: Collection[type[nn.Module]]) -> Overrides:
+    """The modules of ``classes`` inside of ``model``."""
+    kept = tuple(classes)
+    return {module: {} for module in model.modules() if isinstance(module, kept) and module is not model}
+
+
+def compute_in_fp32(module: nn.Module) -> None:
+    """Cast floating-point inputs of ``module`` to fp32, and its outputs back."""
+    before: list[torch.dtype] = []  # of inputs; forwards of one module can nest
+
+    def cast_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
+        before.append(dtypes[0] if dtypes else torch.float32)
+        return cast_floating(args, torch.float32)
+
+    def cast_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return cast_floating(output, before.pop())
+
+    module.register_forward_pre_hook(cast_inputs, prepend=False)
+    module.register_forward_hook(cast_output, prepend=False)
+
+
+def replace_everywhere(model: nn.Module, wrapped: Mapping[nn.Module, nn.Module]) -> None:
+    """Put wrappers in the place of modules of ``model``, in all parents. Wrappers keep what they wrap."""
+    inside = set(wrapped.values())
+    for parent in dict.fromkeys(model.modules()):
+        if parent not in inside:
+            for name, child in list(parent._modules.items()):
+                if child is not None and child in wrapped:
+                    setattr(parent, name, wrapped[child])
+
+
+def modules_outside_units(model: nn.Module, ignored: Collection[nn.Module] = frozenset()) -> Iterator[nn.Module]:
+    """The modules of ``model`` that no wrapper inside manages, and that are not ignored; parents first."""
+    waiting, seen = [model], {model}
+    for module in waiting:
+        yield module
+        for child in module.children():
+            is_managed = unit_of(child) is not None or is_wrapper(child)
+            if child not in seen and not is_managed and child not in ignored:
+                seen.add(child)
+                waiting.append(child)

@@ -1,0 +1,129 @@
+"""What happens to parameters and buffers before they are sharded: made, moved, made equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2 import _torch
+from fsdp2.fsdp1.auto_wrap import modules_outside_units
+from fsdp2.fsdp1.names import clean_name
+from fsdp2.fsdp1.settings import Ignored, Settings
+
+
+def own_states(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of ``module`` itself."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def materialise(
+    module: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
+) -> None:
+    """Give values to parameters and buffers on the meta device: by ``param_init_fn``, called for each module outside
+    other wrappers, or by ``reset_parameters`` of the modules that have any.
+
+    Raises:
+        ValueError: ``param_init_fn`` cannot be called.
+        AttributeError: a module has no ``reset_parameters``. Nothing has changed then.
+        RuntimeError: a parameter is on the meta device still.
+    """
+    modules = list(modules_outside_units(module, ignored.modules))
+    if not any(state.is_meta and state not in ignored.params for each in modules for state in own_states(each)):
+        return
+    if param_init_fn is not None:
+        if not callable(param_init_fn):
+            raise ValueError(
+                f"FullyShardedDataParallel: param_init_fn is a {type(param_init_fn).__name__}, expected a function of "
+                "a module."
+            )
+        for each in modules:
+            param_init_fn(each)
+    else:
+        with_states = [each for each in modules if own_states(each)]
+        for each in with_states:
+            if not callable(getattr(each, "reset_parameters", None)):
+                raise AttributeError(
+                    f"FullyShardedDataParallel: the model is on the meta device, and {type(each).__name__} has no "
+                    "reset_parameters(). Add this method, or pass param_init_fn."
+                )
+        with torch.no_grad():
+            for each in with_states:
+                each.to_empty(device=device, recurse=False)
+                each.reset_parameters()  # type: ignore[operator]
+    for each in modules:
+        for name, param in each.named_parameters(recurse=False):
+            if param.is_meta and param not in ignored.params:
+                raise RuntimeError(
+                    f"FullyShardedDataParallel: parameter '{name}' of a {type(each).__name__} is still on the meta "
+                    "device after param_init_fn. param_init_fn must give values to the module's own parameters."
+                )
+
+
+def broadcast(module: nn.Module, ignored: Ignored, settings: Settings) -> None:
+    """Copy parameters and buffers from the first rank to all ranks that shard or replicate them. Collective."""
+    modules = list(modules_outside_units(module, ignored.modules))
+    states: Iterable[Tensor] = chain.from_iterable(map(own_states, modules))
+    parallel = settings.parallel
+    with torch.no_grad():
+        for state in dict.fromkeys(state for state in states if state not in ignored.params):
+            travelling = state.detach().to(parallel.device).contiguous()
+            for axis in (parallel.replicate, parallel.shard):
+                if axis.group is not None and axis.size > 1:
+                    dist.broadcast(travelling, group=axis.group, group_src=0)
+            if travelling is not state:
+                state.copy_(travelling)
+
+
+def check_flat(module: nn.Module, ignored: Ignored) -> None:
+    """Refuse what cannot be one flat parameter.
+
+    Raises:
+        ValueError: parameters differ in dtype or in ``requires_grad``; one is a scalar or a tensor subclass.
+    """
+    named = {
+        param: f"{type(each).__name__}.{name}"
+        for each in modules_outside_units(module, ignored.modules)
+        for name, param in each.named_parameters(recurse=False)
+        if param not in ignored.params
+    }
+    for what, value_of in (("dtype", lambda p: p.dtype), ("requires_grad", lambda p: p.requires_grad)):
+        first: dict[object, str] = {}
+        for param, name in named.items():
+            first.setdefault(value_of(param), name)
+        if len(first) > 1:
+            (a, name_a), (b, name_b) = list(first.items())[:2]
+            raise ValueError(
+                f"FullyShardedDataParallel: {name_a} has {what}={a} and {name_b} has {what}={b}. One flat parameter "
+                f"expects one {what}. Pass use_orig_params=True, or wrap these modules separately."
+            )
+    for param, name in named.items():
+        if not param.shape:
+            raise ValueError(
+                f"FullyShardedDataParallel: {name} is a scalar, which a flat parameter cannot hold. Make it a tensor "
+                "of one element, or pass use_orig_params=True."
+            )
+
+
+def keep_low_precision(module: nn.Module, ignored: Ignored, settings: Settings) -> None:
+    """Let gradients keep the dtype of the reduction (``keep_low_precision_grads``)."""
+    dtype = settings.policy.reduce_dtype
+    for each in modules_outside_units(module, ignored.modules) if dtype is not None else ():
+        for param in each.parameters(recurse=False):
+            if param.is_floating_point() and param not in ignored.params:
+                _torch.set_grad_dtype(param, dtype)
+
+
+def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Cast the floating-point buffers of ``module`` outside other wrappers. Returns their dtypes before, by name."""
+    names = {each: f"{name}." if name else "" for name, each in module.named_modules()}
+    before = {}
+    for each in modules_outside_units(module, ignored.modules):
+        for name, buffer in each.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                before[clean_name(f"{names[each]}{name}")] = buffer.dtype
+                each._buffers[name] = buffer.to(dtype)
+    return before

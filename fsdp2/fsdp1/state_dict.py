@@ -1,0 +1,548 @@
+"""State dicts of the model: which kind each wrapper makes, saving, and loading.
+
+Saving: ``nn.Module`` collects the shards; then each wrapper gives its parameters their clean names, and replaces them
+by values of its kind, unit by unit. Loading: each module that holds parameters turns loaded values into shards, just
+before ``nn.Module`` copies them; so it does not matter what has renamed keys on the way.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.api.contexts import check_idle
+from fsdp2.api.state import collects_shards
+from fsdp2.comm.backends import exchange
+from fsdp2.fsdp1.names import WRAPPED, Wrapper, clean_name, is_wrapper, wrappers_in
+from fsdp2.fsdp1.state_values import (
+    CPU,
+    flat_problem,
+    flat_value,
+    full_values,
+    is_replicated,
+    local_value,
+    locals_of_flat,
+    sharded_value,
+    uses_dtensor,
+)
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.plan.mesh import replicated
+from fsdp2.schedule.states import GroupState
+from fsdp2.types import ScheduleError
+
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
+FLAT = "_flat_param"
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+# Which kind
+
+
+def settings_of(wrapper: Wrapper) -> StateDictSettings:
+    """The kind of state dicts that ``wrapper`` makes. ``_use_dtensor`` says whether sharded values are DTensors.
+
+    Raises:
+        RuntimeError: local state dicts, which cannot have DTensors, are set on a wrapper with a device mesh.
+    """
+    found = _set_on(wrapper)
+    if not uses_dtensor(wrapper):
+        return found
+    if found.state_dict_type is LOCAL and not is_replicated(wrapper):
+        raise RuntimeError(
+            "LOCAL_STATE_DICT is set on a FullyShardedDataParallel with a device_mesh. Local state dicts have "
+            "ShardedTensors, which know no mesh. Set SHARDED_STATE_DICT, or do not pass device_mesh."
+        )
+    configs: list[Any] = [found.state_dict_config, found.optim_state_dict_config]
+    model, optim = (replace(each, _use_dtensor=True) if hasattr(each, "_use_dtensor") else each for each in configs)
+    return StateDictSettings(found.state_dict_type, model, optim)
+
+
+def get_types(module: nn.Module) -> StateDictSettings | None:
+    """What all wrappers in ``module`` have set; None if there are no wrappers, as in torch.
+
+    Raises:
+        RuntimeError: they have set different things.
+    """
+    wrappers = wrappers_in(module)
+    _check_alike(wrappers, "get_state_dict_type")
+    return settings_of(wrappers[0]) if wrappers else None
+
+
+def set_types(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings | None:
+    """Set the kind of state dicts of all wrappers in ``module``. Returns what was set; None if there are no wrappers.
+
+    Raises:
+        RuntimeError: a config is of another kind; the wrappers have set different kinds. Nothing has changed then.
+    """
+    if kind not in _CONFIGS:
+        raise TypeError(f"set_state_dict_type: state_dict_type must be a StateDictType, not {kind!r}.")
+    expected, optim_expected = _CONFIGS[kind]
+    made = StateDictSettings(kind, config or expected(), optim_config or optim_expected())
+    for name, given, cls in (
+        ("state_dict_config", made.state_dict_config, expected),
+        ("optim_state_dict_config", made.optim_state_dict_config, optim_expected),
+    ):
+        if type(given) is not cls:
+            raise RuntimeError(
+                f"set_state_dict_type({kind.name}): {name} is a {type(given).__name__}, expected a {cls.__name__}."
+            )
+    wrappers = wrappers_in(module)
+    _check_alike(wrappers, "set_state_dict_type")
+    before = _set_on(wrappers[0]) if wrappers else None
+    for wrapper in wrappers:
+        wrapper.__dict__["_state_dict_settings"] = made
+    return before
+
+
+@contextmanager
+def types_set(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """Set the kind inside the block. Torch's class keeps it after an exception; this restores what was set before."""
+    wrappers = wrappers_in(module)
+    before = [_set_on(wrapper) for wrapper in wrappers]
+    set_types(module, kind, config, optim_config)
+    try:
+        yield
+    finally:
+        for wrapper, settings in zip(wrappers, before, strict=True):
+            wrapper.__dict__["_state_dict_settings"] = settings
+
+
+def _set_on(wrapper: Wrapper) -> StateDictSettings:
+    found: StateDictSettings | None = wrapper.__dict__.get("_state_dict_settings")
+    return found or StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+
+
+def _check_alike(wrappers: Sequence[Wrapper], caller: str) -> None:
+    for wrapper in wrappers[1:]:
+        first, found = _set_on(wrappers[0]), _set_on(wrapper)
+        if first != found:
+            inner = type(wrapper._fsdp_wrapped_module).__name__
+            raise RuntimeError(
+                f"{caller}: the wrapper of a {inner} has {found}, but the outermost one has "
+                f"{first}. Call set_state_dict_type on the inner wrappers with the settings of the outermost one first."
+            )
+
+
+def _effective(wrapper: Wrapper) -> tuple[StateDictType, Any]:
+    """The kind and the config that count: parameters that are not sharded are always saved as they are."""
+    settings = settings_of(wrapper)
+    if not is_replicated(wrapper):
+        return settings.state_dict_type, settings.state_dict_config
+    if settings.state_dict_type is not FULL or settings.state_dict_config != FullStateDictConfig():
+        warnings.warn(
+            "FullyShardedDataParallel with NO_SHARD: parameters are whole on each rank, so state dicts are always full "
+            "and on all ranks, whatever set_state_dict_type says.",
+            stacklevel=4,
+        )
+    return FULL, FullStateDictConfig()
+
+
+# What is in a unit
+
+
+def groups_of(wrapper: Wrapper) -> list[ParamGroup]:
+    """The parameter groups of the unit. A group is empty when another unit has taken over its tied parameters."""
+    return [group for group in wrapper._unit.groups if group.params]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of a wrapper's unit. ``names``: its clean names, several if it is tied."""
+
+    wrapper: Wrapper
+    group: ParamGroup
+    param: ShardedParam
+    names: tuple[str, ...]
+
+
+def entries_of(module: nn.Module) -> list[Entry]:
+    """The parameters of all wrappers in ``module``, under their clean names in ``module``, outer wrappers first."""
+    names: dict[Slot, list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for short in _torch.parameters_dict(child):
+            names.setdefault(Slot(child, short), []).append(clean_name(f"{path}.{short}" if path else short))
+    return [
+        Entry(wrapper, group, param, tuple(name for slot in param.slots for name in names.get(slot, ())))
+        for wrapper in wrappers_in(module)
+        for group in groups_of(wrapper)
+        for param in group.params
+    ]
+
+
+# Saving
+
+
+def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Any:
+    """``nn.Module.state_dict``, which is ``call``. It collects the parameters themselves, and so ``replace_values``
+    recognises them by identity, whatever hooks of the modules have made of their names."""
+    given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **given}
+    check_idle(wrapper._fsdp_wrapped_module, "state_dict")
+    _effective(wrapper)  # may refuse
+    for group in groups_of(wrapper):
+        if group.state is not GroupState.LENT:
+            group.settle()
+            if not collects_shards.get():
+                group.shards.check_ready()
+    with torch.no_grad():
+        result = call(**{**given, "keep_vars": True})
+    if not given.get("keep_vars", False):
+        prefix = given.get("prefix", "")
+        detached: dict[int, torch.Tensor] = {}
+        for name, value in result.items():
+            if name.startswith(prefix) and isinstance(value, torch.Tensor) and not _torch.is_sharded_tensor(value):
+                result[name] = detached.setdefault(id(value), value.detach())  # ties stay ties
+    return result
+
+
+def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook behind ``nn.Module.state_dict``: what it has put into ``state_dict`` gets clean names and the values that
+    the wrapper's settings ask for."""
+    kind, config = _effective(wrapper)
+    names = [name for name in state_dict if name.startswith(prefix)]
+    found = {clean_name_in(name, prefix): state_dict.pop(name) for name in names}
+    if collects_shards.get():
+        state_dict.update(found)
+        return
+    device = CPU if config.offload_to_cpu else None
+    is_left_out = kind is FULL and config.rank0_only and wrapper.rank != 0
+    buffers = {id(buffer) for buffer in wrapper._fsdp_wrapped_module.buffers()}
+    for name, value in found.items():
+        if id(value) in buffers:
+            value = _saved_buffer(wrapper, name.removeprefix(prefix), value, device)
+            found[name] = _LEFT_OUT if is_left_out else value
+    for group in groups_of(wrapper):
+        bound = _bound_in(group, found)
+        params = list(dict.fromkeys(bound.values()))
+        values: dict[ShardedParam, Any] = {}
+        if kind is SHARDED:
+            values = {
+                param: sharded_value(
+                    param, _shard_of(group, param), wrapper, device=device, use_dtensor=config._use_dtensor
+                )
+                for param in params
+            }
+        elif kind is FULL:
+            values = dict(zip(params, _wholes(group, params, device, is_left_out=is_left_out), strict=True))
+        elif params:  # LOCAL
+            whole = _wholes(group, group.params, None)
+            found = {f"{prefix}{FLAT}": flat_value(wrapper, group, whole, device), **found}
+            values = dict.fromkeys(params, _LEFT_OUT)
+        for name, param in bound.items():
+            found[name] = values[param]
+    state_dict.update((name, value) for name, value in found.items() if value is not _LEFT_OUT)
+    _add_clean_metadata(state_dict, prefix)
+
+
+_LEFT_OUT = object()  # stands for a value that is not saved on this rank
+
+
+def clean_name_in(name: str, prefix: str) -> str:
+    """``name`` without the part that the wrapper behind ``prefix`` has added."""
+    rest = name.removeprefix(prefix)
+    return prefix + rest.removeprefix(f"{WRAPPED}.")
+
+
+def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedParam]:
+    """The names in ``found`` of parameters of ``group``, or of what ``summon_full_params`` has put in their place."""
+    known = {
+        id(_torch.parameters_dict(slot.module).get(slot.name)): param for param in group.params for slot in param.slots
+    }
+    known.pop(id(None), None)
+    return {name: known[id(value)] for name, value in found.items() if id(value) in known}
+
+
+def _lent_value(group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
+    """The whole parameter, if ``summon_full_params`` has bound it here."""
+    if group.state is not GroupState.LENT:
+        return None
+    bound = getattr(param.slots[0].module, param.slots[0].name)
+    if bound is param.sharded:
+        raise ScheduleError(
+            f"state_dict: parameter '{param.full_name}' is whole only on the first rank, in "
+            "summon_full_params(rank0_only=True). Call state_dict outside of the block."
+        )
+    return bound.detach()
+
+
+def _shard_of(group: ParamGroup, param: ShardedParam) -> torch.Tensor:
+    lent = _lent_value(group, param)
+    return _torch.local_of(param.sharded).detach() if lent is None else param.shard_of(lent)
+
+
+def _wholes(
+    group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None, *, is_left_out: bool = False
+) -> list[Any]:
+    lent = [_lent_value(group, param) for param in params]
+    if any(value is not None for value in lent):
+        return [_LEFT_OUT if is_left_out else value.to(device or value.device, copy=True) for value in lent]  # type: ignore[union-attr]
+    locals_ = [_torch.local_of(param.sharded).detach() for param in params]
+    wholes = full_values(group, params, locals_, None if is_left_out else device) if params else []
+    return [_LEFT_OUT] * len(params) if is_left_out else wholes
+
+
+def _saved_buffer(wrapper: Wrapper, name: str, buffer: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """``buffer`` in the dtype that it had before ``MixedPrecision(buffer_dtype)`` cast it."""
+    dtype = (wrapper._orig_buffer_dtypes or {}).get(name, buffer.dtype)
+    return buffer.to(device=device or buffer.device, dtype=dtype)
+
+
+def _add_clean_metadata(state_dict: Any, prefix: str) -> None:
+    """Note versions of modules under clean names, too, so that models without wrappers find them."""
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        for name in [name for name in metadata if WRAPPED in name and name.startswith(prefix[:-1])]:
+            metadata[clean_name(name)] = metadata[name]
+
+
+# Loading
+
+
+def load(
+    wrapper: Wrapper, call: Callable[..., Any], state_dict: Mapping[str, Any], *, strict: bool, assign: bool
+) -> Any:
+    """``nn.Module.load_state_dict``, which is ``call``, on the outermost wrapper. Collective. If it fails on some rank,
+    it raises on all, and no rank has loaded anything."""
+    check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
+    given = _with_metadata_of_wrappers(wrapper, state_dict)
+    axis = replicated(wrapper._settings.parallel).replicate
+    mine = _local_problem(wrapper, given), _doubt(wrapper, given, strict=strict)
+    problems, doubts = zip(*exchange(axis, mine), strict=True)
+    if any(problems):
+        raise RuntimeError(mine[0] or _of_another_rank(problems))
+    if not any(doubts):
+        return call(given, strict=strict, assign=assign)
+    with _restoring(wrapper) as restore:
+        result, error = None, None
+        try:
+            result = call(given, strict=strict, assign=assign)
+        except Exception as raised:
+            error = raised
+        failed = exchange(axis, None if error is None else str(error))
+        if error is None and not any(failed):
+            return result
+        restore()
+        if error is not None:
+            raise error
+        raise RuntimeError(_of_another_rank(failed))
+
+
+def _of_another_rank(problems: Sequence[str | None]) -> str:
+    rank, problem = next((i, each) for i, each in enumerate(problems) if each)
+    return f"load_state_dict: nothing was loaded, because it failed on rank {rank} of the group: {problem}"
+
+
+def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A copy of ``state_dict`` whose metadata has the names of modules in wrappers. The user's stays as it is."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"load_state_dict: expected a dict of tensors, got a {type(state_dict).__name__}.")
+    made: Any = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        made._metadata = OrderedDict((name, dict(value)) for name, value in metadata.items())
+        for path, _ in wrapper.named_modules(remove_duplicate=False):
+            if path not in metadata and clean_name(path) in metadata:
+                made._metadata[path] = dict(metadata[clean_name(path)])
+    return made
+
+
+def _local_problem(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> str | None:
+    """Why a local state dict does not fit. Units of a local one communicate, so all ranks must know before."""
+    for path, module in wrapper.named_modules():
+        if is_wrapper(module) and _effective(module)[0] is LOCAL:
+            name = clean_name(f"{path}.{FLAT}" if path else FLAT)
+            for group in groups_of(module):
+                problem = flat_problem(module, group, name, state_dict.get(name))
+                if problem is not None:
+                    return problem
+    return None
+
+
+def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> bool:
+    """Whether loading ``state_dict`` may fail, as far as names and shapes tell. Hooks of modules may accept it."""
+    if any(map(_torch.is_sharded_tensor, state_dict.values())):  # they may be cut otherwise
+        return True
+    expected = _expected_shapes(wrapper)
+    if strict and set(expected) != set(state_dict):
+        return True
+    return any(
+        name in state_dict and shape is not None and _torch.shape_of(state_dict[name]) != shape
+        for name, shape in expected.items()
+    )
+
+
+def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
+    """The keys of a state dict, with shapes of tensors; None if any shape may come. Local values count as such."""
+    local: set[Slot] = set()
+    expected: dict[str, torch.Size | None] = {}
+    modules = list(wrapper.named_modules(remove_duplicate=False))
+    for path, module in modules:
+        if is_wrapper(module) and _effective(module)[0] is LOCAL and groups_of(module):
+            groups = groups_of(module)
+            local |= {slot for group in groups for param in group.params for slot in param.slots}
+            expected[clean_name(f"{path}.{FLAT}" if path else FLAT)] = None
+    for path, module in modules:
+        tensors = {**_torch.parameters_dict(module), **_torch.persistent_buffers(module)}
+        for short, tensor in tensors.items():
+            if tensor is not None and Slot(module, short) not in local:
+                expected[clean_name(f"{path}.{short}" if path else short)] = tensor.shape
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            expected[clean_name(f"{path}._extra_state" if path else "_extra_state")] = None
+    return expected
+
+
+@contextmanager
+def _restoring(wrapper: Wrapper) -> Iterator[Callable[[], None]]:
+    """A function that puts back all parameters and buffers of ``wrapper`` with the values they have now."""
+    bound: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]] = [
+        (
+            cast(Any, place),
+            dict(place),
+            {key: _plain_part(value).clone() for key, value in place.items() if value is not None},
+        )
+        for module in wrapper.modules()
+        for place in (_torch.parameters_dict(module), _torch.buffers_dict(module))
+    ]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for place, objects, values in bound:
+                place.update(objects)
+                for key, value in values.items():
+                    _plain_part(place[key]).copy_(value)
+
+    yield restore
+
+
+def _plain_part(tensor: Any) -> torch.Tensor:
+    return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """One load of a wrapper. ``errors``: the list of the load, by which holders of parameters recognise it.
+    ``from_flat``: shards from a local state dict. ``held``: the parameters of each module that holds some."""
+
+    errors: list[str]
+    from_flat: dict[ShardedParam, torch.Tensor]
+    held: dict[nn.Module, list[tuple[ShardedParam, str]]]
+
+
+def load_into_wrapper(
+    wrapper: Wrapper, call: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """``nn.Module._load_from_state_dict``, which is ``call``, of a wrapper: keys get the names inside the wrapper."""
+    check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
+    kind, _ = _effective(wrapper)
+    from_flat: dict[ShardedParam, torch.Tensor] = {}
+    for group in groups_of(wrapper):
+        if group.state is not GroupState.LENT:
+            group.settle()
+        if kind is LOCAL:
+            value = state_dict.pop(f"{prefix}{FLAT}", None)
+            problem = flat_problem(wrapper, group, clean_name(f"{prefix}{FLAT}"), value)
+            if problem is not None:
+                raise RuntimeError(problem)
+            from_flat |= locals_of_flat(wrapper, group, value)
+    *_, errors = rest
+    wrapper.__dict__["_loading"] = _Loading(errors, from_flat, _held_by_modules(wrapper))
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}{WRAPPED}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+    call(state_dict, prefix, *rest)
+
+
+def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
+    """A hook behind loading of a wrapper: messages name keys as the user knows them."""
+    loading = wrapper.__dict__.pop("_loading")
+    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+        names[:] = map(clean_name, names)
+    loading.errors[:] = [error.replace(f"{WRAPPED}.", "") for error in loading.errors]
+
+
+class CutLoaded:
+    """A hook before loading of a module that holds parameters of ``wrapper``: loaded values become shards."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._wrapper = wrapper
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        loading = self._wrapper.__dict__.get("_loading")
+        *_, errors = rest
+        if loading is None or loading.errors is not errors:  # the module is loaded alone; or an earlier load has raised
+            loading = _Loading(errors, {}, _held_by_modules(self._wrapper))
+        for param, name in loading.held.get(module, ()):
+            key = f"{prefix}{name}"
+            bound: object = _torch.parameters_dict(module).get(name)
+            if not isinstance(bound, DTensor):  # a whole parameter of summon_full_params; or the user has removed it
+                continue
+            local = loading.from_flat.get(param)
+            if local is None and key in state_dict:
+                local = local_value(param, state_dict[key])
+            if local is not None:  # else nn.Module says what is wrong
+                state_dict[key] = param.spec.sharded.dtensor(local.to(_torch.local_of(bound).device))
+
+
+def _held_by_modules(wrapper: Wrapper) -> dict[nn.Module, list[tuple[ShardedParam, str]]]:
+    held: dict[nn.Module, list[tuple[ShardedParam, str]]] = {}
+    for group in groups_of(wrapper):
+        for param in group.params:
+            for slot in param.slots:
+                held.setdefault(slot.module, []).append((param, slot.name))
+    return held
+
+
+def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
+    """For each name in the wrapped module, the child of the wrapper that has it: the wrapped module. Also for names
+    that the wrapper itself has, such as ``module``."""
+    inner = wrapper._fsdp_wrapped_module
+    names = [*_torch.parameters_dict(inner), *_torch.buffers_dict(inner), *dict(inner.named_children())]
+    return {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
+
+
+def install(wrapper: Wrapper) -> None:
+    """Register the hooks for state dicts of ``wrapper``, before the user can register his."""
+    wrapper.register_state_dict_post_hook(replace_values)
+    wrapper.register_load_state_dict_post_hook(clean_up_load)
+    hook = CutLoaded(wrapper)
+    for module in _held_by_modules(wrapper):
+        module.register_load_state_dict_pre_hook(hook)

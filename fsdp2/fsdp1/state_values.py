@@ -1,0 +1,253 @@
+"""One parameter in state dicts: whole, sharded, or as a part of torch's flat parameter; and back to this rank's shard.
+
+Values that go into a state dict never share memory with the shards: later steps do not change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2 import _torch
+from fsdp2.api.contexts import gathered_together
+from fsdp2.comm.streams import wait_for
+from fsdp2.fsdp1.names import Wrapper
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.hooked_params import is_plain
+from fsdp2.group.param import ShardedParam
+
+CPU = torch.device("cpu")
+_ALIGNMENT_NBYTES = 16  # of parameters in torch's flat parameter, with use_orig_params
+
+
+# Whole
+
+
+def full_value(
+    group: ParamGroup, param: ShardedParam, local: torch.Tensor, device: torch.device | None = None
+) -> torch.Tensor:
+    """The whole tensor of which ``local`` is this rank's part, cut as ``param`` is. Collective over the shard axis."""
+    return full_values(group, [param], [local], device)[0]
+
+
+def full_values(
+    group: ParamGroup,
+    params: Sequence[ShardedParam],
+    locals_: Sequence[torch.Tensor],
+    device: torch.device | None = None,
+) -> list[torch.Tensor]:
+    """``full_value`` of many, in one launch. All are on ``device``; None means the device of the mesh."""
+    plain = [i for i, local in enumerate(locals_) if is_plain(local)]
+    got = gathered_together(group, [params[i] for i in plain], [locals_[i] for i in plain]) if plain else []
+    whole = dict(zip(plain, got, strict=True))
+    del got
+    values = []
+    for i, param in enumerate(params):
+        value = whole.pop(i) if i in whole else param.spec.sharded.dtensor(locals_[i]).full_tensor()
+        value = value if device is None or value.device == device else value.to(device)
+        values.append(param.spec.unsharded_tensor(_owned(value, locals_[i])))
+    return values
+
+
+def _owned(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``value`` in memory of its own, with nothing else in it."""
+    memory = value.untyped_storage()
+    is_own = memory.data_ptr() != local.untyped_storage().data_ptr()
+    return value if is_own and memory.nbytes() == value.nbytes else value.clone()
+
+
+# Sharded
+
+
+def uses_dtensor(wrapper: Wrapper) -> bool:
+    """Whether sharded values are DTensors, as the user has given a device mesh."""
+    return wrapper._settings.device_mesh is not None
+
+
+def sharded_value(
+    param: ShardedParam,
+    local: torch.Tensor,
+    wrapper: Wrapper,
+    *,
+    device: torch.device | None = None,
+    use_dtensor: bool | None = None,
+) -> torch.Tensor:
+    """``local``, this rank's part of a tensor that is cut as ``param`` is, as state dicts have it: a DTensor if the
+    user gave a device mesh, else a ShardedTensor. It has a copy of ``local``, on ``device``. Not collective."""
+    own = torch.empty_like(local, device=device or param.mesh.device).copy_(local)
+    if not param.layout.shape and param.spec.unsharded is None:
+        return own  # every rank has the whole scalar
+    if uses_dtensor(wrapper) if use_dtensor is None else use_dtensor:
+        return param.spec.sharded.dtensor(own)
+    layout = param.layout
+    starts = [(rank, *layout.interval(rank)) for rank in range(layout.num_shards)]
+    rest = layout.shape[1:]
+    pieces = [
+        _torch.Piece(rank, (start, *[0] * len(rest)), (stop - start, *rest))
+        for rank, start, stop in starts
+        if stop > start or rank == 0
+    ]
+    return _torch.sharded_tensor(own, pieces, layout.shape, wrapper.process_group)
+
+
+def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
+    """This rank's shard of a loaded ``value``: whole, DTensor or ShardedTensor. It may share the memory of ``value``.
+    None if ``value`` is no tensor or has another shape. Collective if a DTensor is sharded otherwise.
+
+    Raises:
+        ValueError: a ShardedTensor is sharded otherwise.
+    """
+    shape = tuple(param.spec.sharded.shape)
+    if not isinstance(value, torch.Tensor):
+        return None
+    found = _torch.shape_of(value)
+    if not shape and found == (1,) and not isinstance(value, DTensor):  # as nn.Module: checkpoints of torch 0.3
+        value, found = value[0], torch.Size(())
+    if found != shape:
+        return None
+    if _torch.is_sharded_tensor(value):
+        return _local_of_sharded_tensor(param, value)
+    if isinstance(value, DTensor):
+        return _local_of_dtensor(param, value)
+    if param.spec.unsharded is not None:  # also cut over model axes
+        mine = param.spec.sharded
+        return _torch.local_of(distribute_tensor(value, mine.mesh, mine.placements, src_data_rank=None))
+    return param.shard_of(value.detach())
+
+
+def _local_of_dtensor(param: ShardedParam, value: DTensor) -> torch.Tensor:
+    mine = param.spec.sharded
+    same_ranks = value.device_mesh == mine.mesh or torch.equal(value.device_mesh.mesh, mine.mesh.mesh)
+    if same_ranks and value.placements == mine.placements:
+        return _torch.local_of(value).detach()
+    if value.device_mesh == mine.mesh:
+        return value.redistribute(placements=mine.placements).to_local().detach()
+    whole = value.full_tensor().detach()
+    local = local_value(param, whole)
+    assert local is not None  # the shape is right
+    return local
+
+
+def _local_of_sharded_tensor(param: ShardedParam, value: torch.Tensor) -> torch.Tensor:
+    layout = param.layout
+    expected = [(start, stop) for start, stop in map(layout.interval, range(layout.num_shards)) if stop > start]
+    rest = [(0, size) for size in layout.shape[1:]]
+    found = sorted(_torch.pieces_of(value))
+    if found != [[each, *rest] for each in expected] and layout.numel:
+        raise ValueError(
+            f"load_state_dict: '{param.full_name}' is a ShardedTensor in {len(found)} pieces, expected "
+            f"{len(expected)}, cut along dim 0: it was saved on other ranks. Load it by torch.distributed.checkpoint "
+            "into model.state_dict(), which cuts it anew."
+        )
+    locals_ = _torch.local_shards(value)
+    return locals_[0] if locals_ else torch.empty(param.shard_shape, dtype=param.dtypes.orig)
+
+
+# Local: a part of the flat parameter that torch's class makes
+
+
+@dataclass(frozen=True)
+class TorchFlat:
+    """Where parameters lie in the flat parameter of torch's class: one behind the other, in whole. Each rank has an
+    equal part. ``offsets``: of each parameter. ``chunk_numel``: of the longest part."""
+
+    offsets: tuple[int, ...]
+    numel: int
+    chunk_numel: int
+
+    def interval(self, rank: int) -> tuple[int, int]:
+        """The part of ``rank``."""
+        start = min(rank * self.chunk_numel, self.numel)
+        return start, min(start + self.chunk_numel, self.numel)
+
+
+def torch_flat(numels: Sequence[int], itemsize: int, num_ranks: int, *, aligned: bool) -> TorchFlat:
+    """The layout of parameters of ``numels``. ``aligned``: as with ``use_orig_params``, each parameter starts at a
+    multiple of 16 bytes, and the whole divides by the number of ranks."""
+    step = max(_ALIGNMENT_NBYTES // itemsize, 1) if aligned else 1
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(-(-end // step) * step)
+        end = offsets[-1] + numel
+    if aligned:
+        end = -(-end // num_ranks) * num_ranks
+    return TorchFlat(tuple(offsets), end, -(-end // num_ranks))
+
+
+def flat_layout(wrapper: Wrapper, group: ParamGroup) -> TorchFlat:
+    """Of the parameters of ``group``, the unit of ``wrapper``."""
+    numels = [param.layout.numel for param in group.params]
+    itemsize = group.params[0].dtypes.orig.itemsize
+    return torch_flat(numels, itemsize, wrapper.world_size, aligned=wrapper._settings.use_orig_params)
+
+
+def flat_value(
+    wrapper: Wrapper, group: ParamGroup, wholes: Sequence[torch.Tensor], device: torch.device | None
+) -> torch.Tensor:
+    """This rank's part of torch's flat parameter, a ShardedTensor, of whole parameters. Not collective."""
+    layout = flat_layout(wrapper, group)
+    start, stop = layout.interval(wrapper.rank)
+    own = wholes[0].new_zeros(stop - start, device=device or group.mesh.device)
+    for offset, whole in zip(layout.offsets, wholes, strict=True):
+        first, last = max(start, offset), min(stop, offset + whole.numel())
+        if last > first:
+            own[first - start : last - start].copy_(whole.reshape(-1)[first - offset : last - offset])
+    pieces = [
+        _torch.Piece(rank, (begin,), (end - begin,))
+        for rank, (begin, end) in enumerate(map(layout.interval, range(wrapper.world_size)))
+        if end > begin
+    ]
+    requires_grad = any(param.sharded.requires_grad for param in group.params)
+    return _torch.sharded_tensor(own, pieces, (layout.numel,), wrapper.process_group, requires_grad=requires_grad)
+
+
+def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> str | None:
+    """Why ``value`` cannot be the flat parameter of ``group`` under ``name`` on these ranks; None if it can."""
+    layout = flat_layout(wrapper, group)
+    start, stop = layout.interval(wrapper.rank)
+    if value is None:
+        return (
+            f"load_state_dict: '{name}' is missing. LOCAL_STATE_DICT is set, so the state dict must have the flat "
+            "parameter of each wrapper. Set the kind of state dict that was saved."
+        )
+    shape, mine = _torch.shape_of(value), []
+    if _torch.is_sharded_tensor(value):
+        mine = [local.numel() for local in _torch.local_shards(value)]
+        if shape == (layout.numel,) and mine == [stop - start] * (stop > start):
+            return None
+    found = f" of shape {tuple(shape)}" if shape is not None else ""
+    return (
+        f"load_state_dict: '{name}' is a {type(value).__name__}{found} with {sum(mine)} elements on rank "
+        f"{wrapper.rank}, expected a ShardedTensor of shape {(layout.numel,)} with {stop - start}. A local state dict "
+        "fits only the model, the wrapping and the number of ranks that it was saved with. Use full or sharded ones to "
+        "change these."
+    )
+
+
+def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[ShardedParam, torch.Tensor]:
+    """This rank's shards of the parameters of ``group``, from the flat parameter ``value``. Collective."""
+    layout = flat_layout(wrapper, group)
+    start, stop = layout.interval(wrapper.rank)
+    locals_ = _torch.local_shards(value)
+    dtype, device = group.params[0].dtypes.orig, group.mesh.device
+    sent = torch.zeros(layout.chunk_numel, dtype=dtype, device=device)
+    if locals_:
+        sent[: stop - start].copy_(locals_[0].detach())
+    got = sent
+    if wrapper.world_size > 1:
+        got = sent.new_empty(layout.chunk_numel * wrapper.world_size)
+        wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
+    pairs = zip(group.params, layout.offsets, strict=True)
+    return {
+        param: param.shard_of(got[offset : offset + param.layout.numel].view(param.layout.shape))
+        for param, offset in pairs
+    }
+
+
+def is_replicated(wrapper: Wrapper) -> bool:
+    """Whether parameters are whole on each rank, so that state dicts are always full."""
+    return wrapper._settings.strategy is ShardingStrategy.NO_SHARD

@@ -1,0 +1,114 @@
+"""``MixedPrecision`` of the class: the dtypes of torch's, and its losses."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
+from tests.parity.fsdp1.fronts import Front, batch, same
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Layer(nn.Linear):
+    """Notes the dtype that it computes in."""
+
+    seen: list[torch.dtype]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += [x.dtype, self.weight.dtype]
+        return super().forward(x)
+
+
+class Norm(nn.Module):
+    """Stands for a batch normalisation, which the CPU has no mixed dtypes of."""
+
+    seen: list[torch.dtype]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("mean", torch.full((8,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += [x.dtype, self.weight.dtype, self.mean.dtype]
+        return (x - self.mean.to(x.dtype)) * self.weight
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.norm, self.exit = Layer(8, 8), Norm(), Layer(8, 4)
+        self.register_buffer("scale", torch.full((8,), 1.1))
+        self.entry.seen = self.norm.seen = self.exit.seen = self.seen = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        self.seen += [x.dtype, self.scale.dtype]
+        return self.exit(self.norm(x * self.scale.to(x.dtype)))
+
+
+mixed = functools.partial(MixedPrecision, _module_classes_to_ignore=(Norm,))
+PRECISIONS = {
+    "bf16": mixed(BF16),
+    "bf16, reduced in fp32": mixed(BF16, FP32),
+    "bf16, buffers too": mixed(BF16, BF16, BF16),
+    "reduced in bf16": mixed(reduce_dtype=BF16),
+    "low gradients": mixed(BF16, BF16, keep_low_precision_grads=True),
+    "all inputs cast": mixed(BF16, cast_forward_inputs=True),
+    "no inputs cast": mixed(BF16, cast_root_forward_inputs=False),
+    "no classes in fp32": MixedPrecision(BF16, _module_classes_to_ignore=()),
+    "fp16": mixed(FP16, FP16, FP16),
+}
+
+
+@pytest.mark.parametrize("has_policy", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, *long(False)])
+@pytest.mark.parametrize("name", PRECISIONS)
+@distributed(2)
+def test_dtypes_and_losses_are_torchs(ctx: RankContext, name, use_orig_params, has_policy) -> None:
+    precision = PRECISIONS[name]
+
+    def scenario(front: Front):
+        inner = Model()
+        options = {"mixed_precision": precision, "use_orig_params": use_orig_params}
+        if has_policy:
+            options["auto_wrap_policy"] = ModuleWrapPolicy({nn.Linear})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = front.wrap(inner, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for step in range(2):
+            x = batch(ctx, 4, 8, seed=step)
+            if not precision.cast_root_forward_inputs:
+                x = x.to(BF16)
+            loss = model(x).float().square().mean()
+            loss.backward()
+            grads = {param.grad.dtype for param in model.parameters() if param.grad is not None and param.numel()}
+            seen += [loss.detach(), sorted(map(str, grads))]
+            if not precision.keep_low_precision_grads:
+                optimizer.step()
+            optimizer.zero_grad()
+        saved = {name: str(value.dtype) for name, value in model.state_dict().items()}
+        return [*seen, [str(dtype) for dtype in inner.seen], saved]
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_classes_in_full_precision_are_named_once(ctx: RankContext) -> None:
+    def scenario(front: Front):
+        with pytest.warns(UserWarning, match="Norm") as found:
+            front.wrap(Model(), mixed_precision=mixed(BF16), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        return len([each for each in found if "precision" in str(each.message)])
+
+    same(ctx, scenario)

@@ -1,0 +1,617 @@
+"""Model state dicts of every kind, entry by entry as with torch's class."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp2
+from fsdp2.api.contexts import gathered_together
+from fsdp2.fsdp1 import state_values
+from tests.harness.distributed import RankContext, distributed
+from tests.parity.fsdp1.fronts import Front, assert_same, batch, same
+
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
+
+
+class Model(nn.Module):
+    """Sizes that do not divide; a buffer that is not saved; a norm with an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 1)
+        self.register_buffer("saved", torch.arange(3.0))
+        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+        self.head.bias.requires_grad_(False)
+
+
+def wrapped_model(front: Front, **options: Any) -> Any:
+    """A wrapper in a wrapper, one around a module without parameters of its own, and the root."""
+    model = Model()
+    frozen_too = options.get("use_orig_params", False)
+    model.head.bias.requires_grad_(not frozen_too)
+    model.blocks[0][0] = front.wrap(model.blocks[0][0], **options)
+    model.blocks[0][2] = front.wrap(model.blocks[0][2], **options)
+    model.blocks[0] = front.wrap(model.blocks[0], **options)
+    model.norm = front.wrap(model.norm, **options)
+    return front.wrap(model, **options)
+
+
+@contextmanager
+def of_kind(front: Front, model: nn.Module, kind: StateDictType, *configs: Any) -> Iterator[None]:
+    """``state_dict_type`` without torch's warnings that its class and ShardedTensors are deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with front.cls.state_dict_type(model, kind, *configs):
+            yield
+
+
+def described(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Entries for ``assert_same``: ShardedTensors as their metadata and local parts."""
+    return {name: described_value(value) for name, value in state_dict.items()}
+
+
+def described_value(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        return [
+            "ShardedTensor",
+            repr(value.metadata()),
+            [(repr(s.metadata), s.tensor.requires_grad, s.tensor.detach().clone()) for s in shards],
+        ]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def state_of(front: Front, model: nn.Module, kind: StateDictType, *configs: Any, **options: Any) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with of_kind(front, model, kind, *configs):
+            return described(model.state_dict(**options))
+
+
+def ours(ctx: RankContext) -> Front:
+    return Front(ctx, fsdp2.fsdp1)
+
+
+def values_of(module: nn.Module) -> dict[str, Any]:
+    """What this rank has, by name."""
+    return {
+        f"{path}.{name}": (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
+        for path, child in module.named_modules()
+        for name, each in [*child._parameters.items(), *child._buffers.items()]
+    }
+
+
+def refill(module: nn.Module) -> None:
+    """Give all parameters and buffers other values. State dicts share the memory of buffers."""
+    with torch.no_grad():
+        for child in module.modules():
+            for param in child._parameters.values():
+                param.fill_(7)
+            for name, buffer in child._buffers.items():
+                if name not in child._non_persistent_buffers_set:
+                    setattr(child, name, torch.full_like(buffer, 7))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2, 4)
+def test_every_kind_is_torchs(ctx: RankContext, use_orig_params: bool) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model = wrapped_model(front, use_orig_params=use_orig_params)
+        result = [state_of(front, model, FULL), state_of(front, model, FULL, prefix="a.b.", keep_vars=True)]
+        result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
+        result.append(state_of(front, model, SHARDED))
+        result.append(state_of(front, model.blocks[0], SHARDED, ShardedStateDictConfig(offload_to_cpu=True)))
+        if not use_orig_params:  # else torch's has leftovers of its flattening, which it cannot load again
+            result.append(state_of(front, model, LOCAL))
+            result.append(state_of(front, nn.Sequential(model), LOCAL, LocalStateDictConfig(offload_to_cpu=True)))
+        return result
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_local_with_original_parameters_has_torchs_layout_and_nothing_else(ctx: RankContext) -> None:
+    """Torch aligns parameters to 16 bytes. It also returns pieces of parameters, and cannot load the result."""
+
+    def scenario(front: Front) -> list[Any]:
+        model = front.wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), use_orig_params=True)
+        found = state_of(front, model, LOCAL)
+        kind, metadata, ((place, requires_grad, values),) = found["_flat_param"]
+        padding = values == 42  # torch's filling
+        values[padding] = 0
+        if front.is_ours:
+            assert list(found) == ["_flat_param"]
+        return [kind, metadata, place, requires_grad, values]
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_device_mesh_makes_sharded_values_dtensors_and_refuses_local_ones(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model = wrapped_model(front, device_mesh=ctx.mesh_1d(), use_orig_params=True)
+        result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
+        with of_kind(front, model, SHARDED):
+            model.state_dict()  # torch's sets _use_dtensor here only
+            result.append(front.cls.get_state_dict_type(model))
+        with of_kind(front, model, LOCAL), pytest.raises(RuntimeError, match=r"device_mesh|DeviceMesh"):
+            model.state_dict()
+        return result
+
+    same(ctx, scenario)
+
+
+@distributed(4)
+@pytest.mark.long
+def test_hsdp_is_torchs(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        options = {"device_mesh": ctx.mesh_2d(2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        model = wrapped_model(front, **options)
+        return [state_of(front, model, FULL), state_of(front, model, SHARDED)]
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_no_shard_is_always_full_and_says_so(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model = wrapped_model(front, sharding_strategy=ShardingStrategy.NO_SHARD)
+        result = [state_of(front, model, kind) for kind in (FULL, SHARDED, LOCAL)]
+        with of_kind(front, model, SHARDED), pytest.warns(UserWarning, match="NO_SHARD"):
+            model.load_state_dict(model.state_dict())
+        return result
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_offloaded_full_state_dict_is_whole_where_torchs_crashes(ctx: RankContext) -> None:
+    """On the CPU, torch 2.13 reads freed memory here. So ours is compared with its own without offloading."""
+    front = ours(ctx)
+    model = wrapped_model(front)
+    expected = state_of(front, model, FULL)
+    assert_same(state_of(front, model, FULL, FullStateDictConfig(offload_to_cpu=True)), expected)
+    on_rank_0 = state_of(front, model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
+    assert_same(on_rank_0, expected if ctx.rank == 0 else {})
+
+
+# Settings
+
+
+@distributed(2)
+def test_settings_come_and_go_as_with_torchs(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model = nn.Sequential(front.wrap(nn.Linear(3, 3)), front.wrap(nn.Linear(3, 3)))
+        get, result = front.cls.get_state_dict_type, []
+        result.append(get(model))
+        with of_kind(front, model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
+            result.append(get(model))
+            with of_kind(front, model[0], LOCAL):
+                result.append(get(model[0]))
+            result.append(get(model[1]))
+        result.append(get(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result.append(front.cls.set_state_dict_type(model, LOCAL))
+            optim_config = FullOptimStateDictConfig(rank0_only=True)
+            result.append(front.cls.set_state_dict_type(model, FULL, FullStateDictConfig(), optim_config))
+            for wrong in ([FullStateDictConfig()], [None, FullOptimStateDictConfig()]):
+                with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
+                    front.cls.set_state_dict_type(model, SHARDED, *wrong)
+            result.append(get(model))
+        return [*result, get(nn.Linear(2, 2))]
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_settings_come_back_after_an_exception_and_unlike_ones_are_refused(ctx: RankContext) -> None:
+    """Torch's class keeps the settings after an exception, and fails at the end of a block without wrappers."""
+    front = ours(ctx)
+    model = nn.Sequential(front.wrap(nn.Linear(3, 3)), front.wrap(nn.Linear(3, 3)))
+    before = front.cls.get_state_dict_type(model)
+    with pytest.raises(KeyError), of_kind(front, model, SHARDED):
+        raise KeyError
+    assert front.cls.get_state_dict_type(model) == before
+    with of_kind(front, nn.Linear(2, 2), SHARDED):
+        pass
+    with of_kind(front, model[0], SHARDED):
+        for call in (lambda: front.cls.get_state_dict_type(model), lambda: front.cls.set_state_dict_type(model, LOCAL)):
+            with pytest.raises(RuntimeError, match="outermost one has"):
+                call()
+        assert front.cls.get_state_dict_type(model[1]) == before
+
+
+# What else is in a model
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+
+class Extra(nn.Linear):
+    """With a state of its own."""
+
+    extra = 3
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.extra = state["extra"]
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@distributed(2)
+def test_ties_extra_states_hooks_and_checkpoint_wrappers_are_saved_and_loaded(ctx: RankContext, kind) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def made(front: Front) -> nn.Module:
+        model = nn.Sequential(Tied(), Extra(3, 3), checkpoint_wrapper(nn.Linear(5, 3)), nn.ReLU())
+        model[1] = front.wrap(model[1], use_orig_params=True)
+        model[2] = front.wrap(model[2], use_orig_params=True)
+        model = nn.Sequential(front.wrap(model, use_orig_params=True), nn.Linear(2, 2))
+
+        def add(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+            state_dict[f"{prefix}added"] = sorted(name for name in state_dict if name.startswith(prefix))
+
+        model[0].register_state_dict_post_hook(add)
+        return model
+
+    def scenario(front: Front) -> dict[str, Any]:
+        model = made(front)
+        found = state_of(front, model, kind)
+        if not front.is_ours:  # torch's shares freed memory between tied entries
+            found["0.0.b.weight"] = found["0.0.a.weight"]
+        return dict(sorted(found.items()))
+
+    same(ctx, scenario)
+    front = ours(ctx)
+    model = made(front)
+    expected = values_of(model)
+    with of_kind(front, model, kind):
+        state = model.state_dict()
+        assert state["0.0.a.weight"] is state["0.0.b.weight"]
+        del state["0.added"]
+        refill(model[0])
+        model[0].module[1].module.extra = 0
+        model.load_state_dict(state)
+    assert_same(values_of(model), expected)
+    assert model[0].module[1].module.extra == 3
+
+
+@distributed(2)
+def test_wrappers_inside_modules_and_modules_inside_wrappers_have_state_dicts(ctx: RankContext) -> None:
+    front = ours(ctx)
+    plain = Model()
+    whole = {name: value.clone() for name, value in plain.state_dict().items()}
+    torch.manual_seed(0)
+    model = wrapped_model(front)
+    # A module inside a wrapper has the shards, as with fully_shard, and takes whole values.
+    inner = model.module.head
+    assert inner.state_dict()["weight"].placements == (Shard(0),)
+    inner.load_state_dict({name: whole[f"head.{name}"] for name in ("weight", "bias")})
+    model.module.load_state_dict(whole)
+    assert_same(dict(model.state_dict()), whole)
+    # A plain module around wrappers takes what it gives.
+    refill(model)
+    around = nn.ModuleDict({"x": model})
+    result = around.load_state_dict({f"x.{name}": value for name, value in whole.items()})
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert_same(dict(around.state_dict()), {f"x.{name}": value for name, value in whole.items()})
+
+
+@distributed(2)
+def test_values_stay_when_the_model_is_trained_on(ctx: RankContext) -> None:
+    front = ours(ctx)
+    model = front.wrap(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
+    states = [state_of(front, model, kind) for kind in (FULL, SHARDED, LOCAL)]
+    expected = [{name: str(value) for name, value in state.items()} for state in states]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(batch(ctx, 2, 3)).sum().backward()
+    optimizer.step()
+    assert [{name: str(value) for name, value in state.items()} for state in states] == expected
+    assert str(state_of(front, model, FULL)) != str(expected[0])
+
+
+@distributed(2)
+def test_full_values_have_memory_of_their_own_and_no_more(ctx: RankContext) -> None:
+    front = ours(ctx)
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        for value in wrapped_model(front, sharding_strategy=strategy).state_dict().values():
+            assert value.untyped_storage().nbytes() == value.nbytes
+
+
+@distributed(2)
+def test_full_state_dict_is_one_of_the_model_without_wrappers(ctx: RankContext) -> None:
+    front = ours(ctx)
+    state, plain = wrapped_model(front).state_dict(), Model()
+    assert list(state) == list(plain.state_dict())
+    assert state._metadata["norm"] == {"version": 2}
+    plain.load_state_dict(state)
+    assert_same(dict(plain.state_dict()), dict(state))
+
+
+@distributed(2)
+def test_ranks_that_save_nothing_hold_one_unit_at_a_time(ctx: RankContext) -> None:
+    front, seen, counts = ours(ctx), [], []
+
+    def gathered(*args: Any) -> list[torch.Tensor]:
+        counts.append(sum(each() is not None for each in seen))
+        values = gathered_together(*args)
+        seen.extend(map(weakref.ref, values))
+        return values
+
+    model = wrapped_model(front)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_values, "gathered_together", gathered)
+        with of_kind(front, model, FULL, FullStateDictConfig(rank0_only=True)):
+            state = model.state_dict()
+    assert len(counts) == 4
+    assert ctx.rank == 0 or not any(counts)
+    assert len(state) == (0 if ctx.rank else 17)
+
+
+@distributed(2)
+def test_full_gathers_once_per_unit_and_sharded_not_at_all(ctx: RankContext) -> None:
+    front = ours(ctx)
+    model = wrapped_model(front)
+    for kind, expected in ((FULL, 4), (SHARDED, 0)):
+        with of_kind(front, model, kind), CommDebugMode() as mode:
+            model.state_dict()
+        assert mode.get_total_counts() == expected
+
+
+@distributed(2)
+def test_state_dict_of_whole_parameters_has_what_was_written(ctx: RankContext) -> None:
+    """Inside of ``unsharded``, as torch's class inside of ``summon_full_params``."""
+    front = ours(ctx)
+    model = front.wrap(nn.Linear(3, 5))
+    with fsdp2.unsharded(model), torch.no_grad():
+        model.module.weight.fill_(2.0)
+        full, sharded = model.state_dict(), state_of(front, model, SHARDED)
+        model.module.weight.fill_(3.0)
+    assert_same(full["weight"], torch.full((5, 3), 2.0))
+    assert (sharded["weight"][2][0][2] == 2).all()
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+@distributed(2)
+def test_buffers_that_were_cast_are_saved_in_their_original_dtype(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        precision = MixedPrecision(buffer_dtype=torch.float16)
+        inner = front.wrap(Scaled(3, 3), mixed_precision=precision)
+        model = front.wrap(nn.Sequential(inner, Scaled(3, 3)), mixed_precision=precision)
+        model(batch(ctx, 4, 3))  # torch's casts already when a state dict is made, and so loses bits
+        result: list[Any] = [[buffer.dtype for buffer in model.buffers()]]
+        result += [state_of(front, model, kind) for kind in (FULL, SHARDED)]  # torch's local ones stay cast
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        return [*result, dict(model.state_dict()), [buffer.dtype for buffer in model.buffers()]]
+
+    same(ctx, scenario)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_ignored_parameters_and_buffers_are_saved_as_they_are(ctx: RankContext, use_orig_params: bool) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model = Model()
+        model.head.bias.requires_grad_(True)
+        model.blocks[1] = front.wrap(model.blocks[1], use_orig_params=use_orig_params)
+        ignored = [model.blocks[0], model.norm]
+        model = front.wrap(model, use_orig_params=use_orig_params, ignored_modules=ignored)
+        result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
+        result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
+        if not use_orig_params:
+            result.append(state_of(front, model, LOCAL))
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        return [dict(sorted(each.items())) for each in [*result, model.state_dict()]]
+
+    same(ctx, scenario)
+
+
+@distributed(4)
+@pytest.mark.long
+def test_pair_of_process_groups_is_torchs(ctx: RankContext) -> None:
+    """Torch's local parts name ranks of their group as if these were ranks of the world. So local state dicts of the
+    second replica raise."""
+
+    def scenario(front: Front) -> list[Any]:
+        mesh = ctx.mesh_2d(2, 2)
+        groups = mesh.get_group("shard"), mesh.get_group("replicate")
+        model = wrapped_model(front, process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        result = [state_of(front, model, FULL), state_of(front, model, FULL, FullStateDictConfig(rank0_only=True))]
+        for name, value in state_of(front, model, SHARDED).items():
+            if isinstance(value, list):
+                _, metadata, parts = value
+                result.append({name: [metadata, [values for *_, values in parts]]})
+        models.append(model)
+        return result
+
+    models: list[Any] = []
+    same(ctx, scenario)
+    front, model = ours(ctx), models[-1]
+    expected = values_of(model)
+    for kind in (SHARDED, LOCAL):
+        with of_kind(front, model, kind):
+            state = model.state_dict()
+            refill(model)
+            model.load_state_dict(state)
+        assert_same(values_of(model), expected)
+
+
+# Loading
+
+
+def loaded(front: Front, model: nn.Module, state: dict[str, Any], **options: Any) -> Any:
+    """What loading returns or raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = model.load_state_dict(state, **options)
+    except Exception as error:
+        return type(error).__name__, str(error).replace("_fsdp_wrapped_module.", "")
+    return list(result.missing_keys), list(result.unexpected_keys)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_loading_returns_and_raises_what_torchs_does(ctx: RankContext, use_orig_params: bool) -> None:
+    """Afterwards, torch's class has loaded a part. Ours has loaded nothing."""
+
+    def scenario(front: Front) -> list[Any]:
+        model = wrapped_model(front, use_orig_params=use_orig_params)
+        state = model.state_dict()
+        expected = values_of(model)
+        other = {name: torch.full_like(value, 3) for name, value in state.items()}
+        less = {name: value for name, value in other.items() if name != "blocks.0.2.bias"}
+        wrong = {**other, "blocks.0.0.weight": torch.zeros(4, 3)}
+        result = [loaded(front, model, each) for each in ({}, less, {**other, "x": torch.ones(1)}, wrong)]
+        result += [loaded(front, model, {**other, "x": torch.ones(1)} | {"head.weight": torch.ones(2)})]
+        result += [loaded(front, model, wrong, strict=False)]
+        if front.is_ours:
+            assert_same(values_of(model), expected)
+        result.append(loaded(front, model, {"x": torch.ones(1), **less}, strict=False))
+        return [*result, loaded(front, model, other), dict(model.state_dict())]
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_loading_sharded_values_returns_and_raises_what_torchs_does(ctx: RankContext) -> None:
+    def scenario(front: Front) -> list[Any]:
+        model, other = wrapped_model(front), wrapped_model(front)
+        with of_kind(front, model, SHARDED), of_kind(front, other, SHARDED):
+            state = other.state_dict()
+            expected = values_of(model)
+            less = {name: value for name, value in state.items() if name != "blocks.0.2.bias"}
+            result = [loaded(front, model, each) for each in ({}, less, {**state, "x": torch.ones(1)})]
+            result.append(loaded(front, model, {**state, "head.weight": state["norm.weight"]}))
+            if front.is_ours:
+                assert_same(values_of(model), expected)
+            result.append(loaded(front, model, {"x": torch.ones(1), **less}, strict=False))
+            return [*result, loaded(front, model, state), described(model.state_dict())]
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_failure_on_one_rank_raises_on_all_and_loads_nothing(ctx: RankContext) -> None:
+    front = ours(ctx)
+    model = wrapped_model(front)
+    before = values_of(model)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    if ctx.rank == 1:
+        del state["norm.weight"]
+    with pytest.raises(RuntimeError, match=r"norm\.weight"):
+        model.load_state_dict(state)
+    assert_same(values_of(model), before)
+    model.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_every_kind_is_loaded_again(ctx: RankContext, use_orig_params: bool) -> None:
+    front = ours(ctx)
+    model = wrapped_model(front, use_orig_params=use_orig_params)
+    expected = values_of(model)
+    for kind in (FULL, SHARDED, LOCAL):
+        with of_kind(front, model, kind):
+            state = model.state_dict()
+            refill(model)
+            model.load_state_dict(state)
+        assert_same(values_of(model), expected)
+    with of_kind(front, model, LOCAL):
+        local = model.state_dict()
+        refill(model)
+        before = values_of(model)
+        right, local["blocks.0.2._flat_param"] = local["blocks.0.2._flat_param"], local["_flat_param"]
+        with pytest.raises(RuntimeError, match=r"'blocks\.0\.2\._flat_param'.*number of ranks"):
+            model.load_state_dict(local)
+        local["blocks.0.2._flat_param"] = right
+        if ctx.rank == 1:
+            del local["_flat_param"]
+        with pytest.raises(
+            RuntimeError,
+            match=r"rank 1 of the group: .*'_flat_param' is missing|load_state_dict: '_flat_param' is missing",
+        ):
+            model.load_state_dict(local)
+        assert_same(values_of(model), before)
+
+
+@distributed(2)
+def test_assigned_values_are_taken_over(ctx: RankContext) -> None:
+    """``assign=True`` replaces parameters, also those on the meta device."""
+    front = ours(ctx)
+    model = front.wrap(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), use_orig_params=True)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert_same(dict(model.state_dict()), state)
+    assert model(batch(ctx, 4, 3)).shape == (4, 5)
+    replicated = {
+        name: DTensor.from_local(value + 1, ctx.mesh_1d(), [Replicate()]) if value.ndim else value
+        for name, value in state.items()
+    }
+    replicated.update((name, state[name]) for name in state if "running" in name)
+    model.load_state_dict(replicated)
+    assert_same(model.state_dict()["0.weight"], state["0.weight"] + 1)
+
+
+@distributed(2)
+def test_parameters_without_values_are_refused(ctx: RankContext) -> None:
+    model = ours(ctx).wrap(nn.Linear(3, 3))
+    model.to("meta")
+    with pytest.raises(RuntimeError, match="meta device"):
+        model.state_dict()
+
+
+@distributed(2)
+def test_refused_while_a_forward_runs(ctx: RankContext) -> None:
+    front = ours(ctx)
+    model = front.wrap(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    model.module[1].register_forward_hook(lambda *_: model.state_dict())
+    with pytest.raises(fsdp2.ScheduleError, match="forward"):
+        model(batch(ctx, 2, 3))
