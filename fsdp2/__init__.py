@@ -1,5 +1,7 @@
 """fsdp2: a composable ``fully_shard`` runtime for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from fsdp2 import extensions
 from fsdp2.api.contexts import no_sync, unsharded
 from fsdp2.api.fully_shard import fully_shard
@@ -29,6 +31,9 @@ from fsdp2.types import (
     TiedWeights,
 )
 
+if TYPE_CHECKING:
+    from fsdp2.fsdp1 import FSDPExtensions, FullyShardedDataParallel, auto_shard, set_fsdp_extensions
+
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
@@ -36,7 +41,9 @@ __all__ = [
     "CommunicationError",
     "DataParallelMeshDims",
     "ExtensionError",
+    "FSDPExtensions",
     "FSDPModule",
+    "FullyShardedDataParallel",
     "GradientReductionHandle",
     "LoadedKeys",
     "MemoryLimitError",
@@ -48,6 +55,7 @@ __all__ = [
     "ScheduleError",
     "TiedWeights",
     "UnshardHandle",
+    "auto_shard",
     "clip_grad_norm_",
     "extensions",
     "flatten_optimizer",
@@ -59,6 +67,7 @@ __all__ = [
     "no_sync",
     "register_fsdp_forward_method",
     "save_safetensors",
+    "set_fsdp_extensions",
     "share_comm_ctx",
     "stream_full_params",
     "trace",
@@ -68,3 +77,14 @@ __all__ = [
 
 _inner_gradients.register()
 _memory_limit.register()
+
+_OF_FSDP1 = ("FSDPExtensions", "FullyShardedDataParallel", "auto_shard", "set_fsdp_extensions")
+
+
+def __getattr__(name: str) -> Any:
+    """Import FSDP1's front at its first use: it imports torch's FSDP1, which takes longer than all of fsdp2."""
+    if name not in _OF_FSDP1:
+        raise AttributeError(f"module 'fsdp2' has no attribute {name!r}")
+    from fsdp2 import fsdp1
+
+    return getattr(fsdp1, name)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2.fsdp1.names import is_wrapper
+from fsdp2.fsdp1.torch_names import run_policy
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.runtime.root import unit_of
 
@@ -32,17 +33,15 @@ def chosen_by(
         TypeError: ``policy`` is none of these.
         ValueError: a ``CustomPolicy`` returns something else than a bool or a dict.
     """
-    found: Overrides
-    if hasattr(policy, "_run_policy"):
-        found = policy._run_policy(model, set(ignored_modules), {})
-    elif callable(policy):
+    found = run_policy(policy, model, set(ignored_modules))
+    if found is None:
+        if not callable(policy):
+            raise TypeError(
+                f"the wrapping policy is a {type(policy).__name__}, expected a policy of torch.distributed.fsdp.wrap "
+                "or a function (module, recurse, nonwrapped_numel)."
+            )
         found = {}
         _ask(policy, model, ignored_modules, ignored_params, found, is_root=True)
-    else:
-        raise TypeError(
-            f"auto_wrap_policy is a {type(policy).__name__}, expected a policy of torch.distributed.fsdp.wrap or a "
-            "function (module, recurse, nonwrapped_numel)."
-        )
     return {module: found[module] for module in inner_first(model) if module in found and module is not model}
 
 

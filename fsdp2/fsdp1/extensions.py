@@ -206,9 +206,11 @@ def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
 
 
 @contextmanager
-def flattened(module: nn.Module, ignored: Collection[nn.Parameter]) -> Iterator[Extension | None]:
+def flattened(
+    module: nn.Module, ignored: Collection[nn.Parameter], *, keeps: bool = True
+) -> Iterator[Extension | None]:
     """Inside the block, parameters under ``module`` that no unit has yet are plain, as the current extension makes
-    them. They stay so, unless the block raises.
+    them. If it ``keeps`` them, they stay so, unless the block raises.
 
     Raises:
         ExtensionError: the extension returns something of the wrong kind or shape. Nothing has changed then.
@@ -242,11 +244,14 @@ def flattened(module: nn.Module, ignored: Collection[nn.Parameter]) -> Iterator[
                 extension.by_slot[slot] = known
         yield extension
     except BaseException:
-        for param in made:
-            delattr(param, _TRANSFORMED)
-            for _, slot in found[param]:
-                _torch.parameters_dict(slot.module)[slot.name] = param
+        keeps = False
         raise
+    finally:
+        if not keeps:
+            for param in made:
+                delattr(param, _TRANSFORMED)
+                for _, slot in found[param]:
+                    _torch.parameters_dict(slot.module)[slot.name] = param
 
 
 def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[tuple[str, Slot]]]:
@@ -285,7 +290,7 @@ class _Shows:
     forward on parameters that were kept, since a backward frees what its forward has recorded."""
 
     def __init__(self, group: ParamGroup, extension: Extension) -> None:
-        self._group, self._extension = group, extension
+        self._group, self.extension = group, extension
         self._is_new = False
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
@@ -293,8 +298,8 @@ class _Shows:
         shown: list[Any] = []
         with torch.enable_grad():  # a forward is recomputed in backward, where gradients are disabled
             for param, parameter in zip(self._group.params, parameters, strict=True):
-                known = self._extension.of(param)
-                shown.append(parameter if known is None else self._extension.show(known, parameter))
+                known = self.extension.of(param)
+                shown.append(parameter if known is None else self.extension.show(known, parameter))
         return shown
 
     def before_forward(self) -> None:
@@ -354,6 +359,13 @@ def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object
             return value
         return extension.gathered(param.full_name, value, wrapper._settings.device_mesh, shape)
     return value if known is None else extension.plain(known, value, shape)
+
+
+def plain_value(group: ParamGroup, param: ShardedParam, bound: torch.Tensor) -> torch.Tensor:
+    """``bound``, which stands in the place of ``param`` of ``group``, as it would be without an extension."""
+    shows = group.shows
+    known = shows.extension.of(param) if isinstance(shows, _Shows) else None
+    return bound if known is None else shows.extension.plain(known, bound, param.layout.shape)  # type: ignore[union-attr]
 
 
 def bind_shown(extended: Mapping[ShardedParam, tuple[Extension, Extended]]) -> None:

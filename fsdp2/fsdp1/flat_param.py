@@ -7,13 +7,14 @@ theirs. An optimizer that gets the flat parameters steps once per unit.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.comm.memory import alias
+from fsdp2.fsdp1.torch_names import as_subclass
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import contiguous_stride
@@ -136,7 +137,7 @@ def flat_parameter(group: ParamGroup, before: FlatParameter | None = None) -> Fl
     the shards have moved to a device of another type."""
     (flat,) = group.shards.flats.values()
     if before is None or before._group is not group or before.device.type != flat.device.type:
-        before = torch.Tensor._make_subclass(FlatParameter, flat.detach(), True)
+        before = cast(FlatParameter, as_subclass(flat.detach(), FlatParameter, requires_grad=True))
         before._group, before._flat, before._seen, before._flat_grad = group, flat.new_empty(0), [], None
     before.follow_shards()
     return before

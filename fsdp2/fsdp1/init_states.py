@@ -20,6 +20,33 @@ def own_states(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
+def check_materialise(module: nn.Module, ignored: Ignored, param_init_fn: object) -> None:
+    """Refuse what :func:`materialise` could not do.
+
+    Raises:
+        ValueError: ``param_init_fn`` cannot be called.
+        AttributeError: a module has no ``reset_parameters``.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(
+            f"FullyShardedDataParallel: param_init_fn is a {type(param_init_fn).__name__}, expected a function of a "
+            "module."
+        )
+    for each in _to_materialise(module, ignored) if param_init_fn is None else ():
+        if own_states(each) and not callable(getattr(each, "reset_parameters", None)):
+            raise AttributeError(
+                f"FullyShardedDataParallel: the model is on the meta device, and {type(each).__name__} has no "
+                "reset_parameters(). Add this method, or pass param_init_fn."
+            )
+
+
+def _to_materialise(module: nn.Module, ignored: Ignored) -> list[nn.Module]:
+    """The modules outside other wrappers, if one of them has something on the meta device."""
+    modules = list(modules_outside_units(module, ignored.modules))
+    states = (state for each in modules for state in own_states(each))
+    return modules if any(state.is_meta and state not in ignored.params for state in states) else []
+
+
 def materialise(
     module: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
 ) -> None:
@@ -27,33 +54,18 @@ def materialise(
     other wrappers, or by ``reset_parameters`` of the modules that have any.
 
     Raises:
-        ValueError: ``param_init_fn`` cannot be called.
-        AttributeError: a module has no ``reset_parameters``. Nothing has changed then.
         RuntimeError: a parameter is on the meta device still.
     """
-    modules = list(modules_outside_units(module, ignored.modules))
-    if not any(state.is_meta and state not in ignored.params for each in modules for state in own_states(each)):
-        return
+    modules = _to_materialise(module, ignored)
     if param_init_fn is not None:
-        if not callable(param_init_fn):
-            raise ValueError(
-                f"FullyShardedDataParallel: param_init_fn is a {type(param_init_fn).__name__}, expected a function of "
-                "a module."
-            )
         for each in modules:
             param_init_fn(each)
     else:
-        with_states = [each for each in modules if own_states(each)]
-        for each in with_states:
-            if not callable(getattr(each, "reset_parameters", None)):
-                raise AttributeError(
-                    f"FullyShardedDataParallel: the model is on the meta device, and {type(each).__name__} has no "
-                    "reset_parameters(). Add this method, or pass param_init_fn."
-                )
         with torch.no_grad():
-            for each in with_states:
-                each.to_empty(device=device, recurse=False)
-                each.reset_parameters()  # type: ignore[operator]
+            for each in modules:
+                if own_states(each):
+                    each.to_empty(device=device, recurse=False)
+                    each.reset_parameters()  # type: ignore[operator]
     for each in modules:
         for name, param in each.named_parameters(recurse=False):
             if param.is_meta and param not in ignored.params:

@@ -16,16 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
+from fsdp2.fsdp1.torch_names import HYBRID, KEEPS_PARAMETERS
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh, replicated
 from fsdp2.runtime.root import unit_of
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-KEEPS_PARAMETERS = (
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy._HYBRID_SHARD_ZERO2,
-    ShardingStrategy.NO_SHARD,
-)
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 DeviceId = int | torch.device | None
@@ -109,7 +103,7 @@ def checked_settings(
         ("mixed_precision", mixed_precision, MixedPrecision),
     ):
         if not isinstance(value, cls) and (value is not None or name == "module"):
-            expected = f"an {cls.__name__}" if name == "module" else f"a {cls.__name__} or None"
+            expected = "an nn.Module" if name == "module" else f"a {cls.__name__} or None"
             raise TypeError(
                 f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. Pass {expected}."
             )
@@ -210,7 +204,8 @@ def _check_device(device_id: DeviceId, device_type: str) -> None:
 
 # Meshes
 
-# By the names of their groups: wrappers of one model share a mesh. All ranks make the same meshes, and free none alone.
+# Wrappers of one model share a mesh. I4: all ranks must decide alike whether to communicate. So keys are plain values,
+# and nothing is freed before the world's group is.
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], DeviceMesh]] = WeakKeyDictionary()
 
 

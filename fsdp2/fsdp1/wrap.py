@@ -3,11 +3,6 @@
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
-    _module_wrap_policy,
-    _or_policy,
-    _Policy,
-    _recursive_wrap,
-    _wrap_module_cls_individually,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
@@ -16,14 +11,11 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
+from fsdp2.fsdp1.torch_names import PRIVATE_POLICIES
+
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
-    "_Policy",
-    "_module_wrap_policy",
-    "_or_policy",
-    "_recursive_wrap",
-    "_wrap_module_cls_individually",
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
@@ -31,3 +23,5 @@ __all__ = [
     "transformer_auto_wrap_policy",
     "wrap",
 ]
+
+globals().update(PRIVATE_POLICIES)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 
 from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
-from fsdp2.api.fully_shard import prepare_unit
+from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
 from fsdp2.fsdp1 import comm_hooks, extensions, full_params, state_dict as state_dicts
 from fsdp2.fsdp1.auto_wrap import (
@@ -36,9 +36,17 @@ from fsdp2.fsdp1.auto_wrap import (
     replace_everywhere,
 )
 from fsdp2.fsdp1.flat_param import FlatParameter, flat_parameter
-from fsdp2.fsdp1.init_states import broadcast, cast_buffers, check_flat, keep_low_precision, materialise
+from fsdp2.fsdp1.init_states import (
+    broadcast,
+    cast_buffers,
+    check_flat,
+    check_materialise,
+    keep_low_precision,
+    materialise,
+)
 from fsdp2.fsdp1.names import WRAPPED, clean_name
-from fsdp2.fsdp1.settings import HYBRID, DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
+from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
+from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.runtime.root import UNIT_ATTRIBUTE, Unit, unit_of
@@ -46,6 +54,42 @@ from fsdp2.schedule.states import GroupState, Lent
 
 
 class FullyShardedDataParallel(nn.Module):
+    """Shards the parameters of ``module``, as torch's class of this name, on the runtime of :func:`fsdp2.fully_shard`.
+
+    The wrapper and what it wraps form one unit: parameters that no wrapper inside manages are gathered together, and
+    their gradients are reduced together. Build the optimizer after wrapping.
+
+    Args:
+        module: the module to wrap. Its class and its names stay.
+        process_group: the ranks to shard over; for hybrid strategies a pair (shard, replicate). Default: all ranks.
+        sharding_strategy: ``FULL_SHARD``, the default, frees parameters between forward and backward. ``SHARD_GRAD_OP``
+            keeps them. ``NO_SHARD`` keeps them whole and averages gradients. ``HYBRID_SHARD`` and
+            ``_HYBRID_SHARD_ZERO2`` shard over one group of ranks and replicate over another.
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and optimizer states on the host.
+        auto_wrap_policy: which modules inside get a wrapper of their own: a policy of ``fsdp2.fsdp1.wrap``, or a
+            function ``(module, recurse, nonwrapped_numel)``.
+        backward_prefetch: None gathers one unit at a time in backward. ``BACKWARD_PRE`` and ``BACKWARD_POST`` do the
+            same here: they gather the next unit while one runs.
+        mixed_precision: the dtypes of parameters, reductions and buffers, and which inputs are cast.
+        ignored_modules, ignored_states: modules or parameters that stay as they are. Pass one of the two.
+        param_init_fn: gives values to the parameters of one module on the meta device. Default: the module's
+            ``to_empty`` and ``reset_parameters``.
+        device_id: the device to shard on: an index, or a device. Default: that of the module, else the accelerator.
+        sync_module_states: copy parameters and buffers from the first rank to all ranks.
+        forward_prefetch, limit_all_gathers: accepted, without effect: units are always gathered ahead in forward, and
+            two at a time hold memory.
+        use_orig_params: True: the parameters are DTensors under their own names. False, the default: one flat, 1-D
+            parameter per wrapper stands for them, and an optimizer steps once per wrapper. Then the parameters of a
+            wrapper have one dtype, and are trained all or none.
+        device_mesh: the ranks as a mesh, instead of ``process_group``: one axis, or (replicate, shard).
+
+    Raises:
+        ValueError: arguments contradict each other; parameters cannot form one flat parameter; ``module`` is wrapped.
+        TypeError: an argument is of the wrong type.
+
+    Source: Zhao et al., "PyTorch FSDP", VLDB 2023; the interface of ``torch.distributed.fsdp``.
+    """
+
     def __init__(
         self,
         module: nn.Module,
@@ -91,6 +135,7 @@ class FullyShardedDataParallel(nn.Module):
                 "gathered. Wrap the modules inside it.",
                 stacklevel=2,
             )
+        check_materialise(module, ignored, param_init_fn)
         if auto_wrap_policy is not None:
             options = {
                 "process_group": None if device_mesh is not None else settings.groups,
@@ -118,14 +163,7 @@ class FullyShardedDataParallel(nn.Module):
         if settings.mixed_precision.keep_low_precision_grads:
             keep_low_precision(module, ignored, settings)
         with extensions.flattened(module, ignored.params) as extension:
-            prepared = prepare_unit(
-                (module,),
-                settings.parallel,
-                reshard_after_forward=settings.reshard_after_forward,
-                mp_policy=settings.policy,
-                offload_policy=settings.offload_policy,
-                ignored_params=ignored.params,
-            )
+            prepared = self._prepared(module)
         unit = prepared.commit()
         for group in unit.groups:
             group.configure(fills_gradients=True)
@@ -136,9 +174,22 @@ class FullyShardedDataParallel(nn.Module):
         state_dicts.install(self)
         extensions.install(self, extension)
 
+    def _prepared(self, module: nn.Module) -> PreparedUnit:
+        settings = self._settings
+        return prepare_unit(
+            (module,),
+            settings.parallel,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=settings.policy,
+            offload_policy=settings.offload_policy,
+            ignored_params=self._ignored.params,
+        )
+
     def _wrap_inside(self, module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
         """Wrap what ``policy`` chooses inside of ``module``, inner modules first, with ``options``."""
         check_nothing_is_wrapped(module)
+        with extensions.flattened(module, self._ignored.params, keeps=False):
+            self._prepared(module)  # refuses parameters that cannot be sharded, before anything is wrapped
         ignored, precision = self._ignored, options["mixed_precision"]
         chosen = chosen_by(policy, module, ignored.modules, ignored.params)
         own = chosen if precision is None else {**chosen, **of_classes(module, precision._module_classes_to_ignore)}
@@ -169,7 +220,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module; of a ``checkpoint_wrapper``, the module inside it."""
-        return getattr(self._fsdp_wrapped_module, "_checkpoint_wrapped_module", self._fsdp_wrapped_module)
+        return inside_checkpoint(self._fsdp_wrapped_module)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:

@@ -12,54 +12,27 @@ from typing import Any
 
 import pytest
 
-from tests.clients.compare import files_in, parameters_of
+from tests.clients.compare import parameters_of
 from tests.clients.hugging_face import allow_fsdp_on_cpu, hf_client
-from tests.clients.test_checkpoint import on_two_ranks as on_checkpoint_ranks
-from tests.clients.test_fabric import on_ranks as on_fabric_ranks
 from tests.clients.test_pipelining import on_four_ranks as on_pipeline_ranks
-from tests.clients.test_torchao import on_two_ranks as on_ao_ranks
-from tests.clients.test_torchtitan import adapt_to_cpu, on_ranks as on_titan_ranks
 from tests.docs.markdown import ROOT, programs
 
 PAGE = ROOT / "docs" / "clients.md"
 BLOCKS = [block for _, blocks in programs(PAGE) for block in blocks]
-NAMES = ["accelerate", "peft", "Trainer", "DistributedConfig"]
-NAMES += ["torchtitan", "torchao", "Fabric", "pipelining", "checkpoints"]
+NAMES = ["accelerate", "DistributedConfig", "pipelining"]
 assert len(BLOCKS) == len(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", NAMES[:2])
 @hf_client()
 def test_the_lines_run_the_same(rank: int, folder: Path, name: str) -> Any:
     allow_fsdp_on_cpu()
     return parameters_after(name, folder)
 
 
-@on_titan_ranks(2)
-def test_the_lines_of_torchtitan_run_the_same(rank: int, folder: Path) -> Any:
-    adapt_to_cpu()
-    return parameters_after("torchtitan", folder)
-
-
-@on_ao_ranks
-def test_the_lines_of_torchao_run_the_same(rank: int, folder: Path) -> Any:
-    return parameters_after("torchao", folder)
-
-
-@on_fabric_ranks(2)
-def test_the_lines_of_fabric_run_the_same(rank: int, folder: Path) -> Any:
-    return parameters_after("Fabric", folder)
-
-
 @on_pipeline_ranks
 def test_the_lines_of_pipelining_run_the_same(rank: int, folder: Path) -> Any:
     return parameters_after("pipelining", folder)
-
-
-@on_checkpoint_ranks("safetensors")
-def test_the_lines_of_checkpoints_run_the_same(rank: int, folder: Path) -> Any:
-    parameters = parameters_after("checkpoints", folder)
-    return parameters, files_in(folder)
 
 
 def parameters_after(name: str, folder: Path) -> Any:

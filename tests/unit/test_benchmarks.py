@@ -210,7 +210,7 @@ class TestPages:
     def test_every_script_is_shown_with_what_it_was_run_with(self) -> None:
         shown = {marker for path in PAGES.values() for marker in markers(path.read_text())}
         names = {name for kind, name in shown if kind == "table"}
-        assert {name for kind, name in shown if kind == "run"} == set(RESULTS)
+        assert {name for kind, name in shown if kind == "run"} == {*RESULTS, "machine"}
         assert {name.partition(".")[0] for name in names} == {*RESULTS, "summary"}
         assert names - {"summary"} <= set(tables(RESULTS))
         assert set(PARTS) <= names
@@ -239,6 +239,17 @@ class TestPages:
             part(table, Part(columns=("theirs",)), "PARTS")
         with pytest.raises(KeyError, match="PARTS: there is no 'b' in the results"):
             part(table, Part(rows=("b",)), "PARTS")
+
+    def test_a_run_names_its_machine_where_most_runs_have_another(self) -> None:
+        results = {name: _record(_table(["a", 1, 0.5])) for name in ("first", "second", "other")}
+        for name, record in results.items():
+            record["machine"] = {"name": "Other" if name == "other" else "Usual", "cores": 4}
+            record["torch"] = "2.13.0"
+        shown = render("".join(f"<!-- run {name} -->\n<!-- /run -->\n" for name in ("machine", *results)), results)
+        usual, first, second, other = (line for line in shown.splitlines() if not line.startswith("<"))
+        assert usual == "Usual, 4 CPU cores, torch 2.13.0"
+        assert "Usual" not in first + second
+        assert "Other, 4 CPU cores, torch 2.13.0, commit" in other
 
     def test_rendering_replaces_what_is_between_markers_and_nothing_else(self) -> None:
         results = {"example": {**_record(_table(["a|b", "12", 0.25], note="Of two\nlines."))}}

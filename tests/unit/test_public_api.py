@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed.fsdp as theirs
 from expecttest import assert_expected_inline
 
 import fsdp2
+from fsdp2 import fsdp1
 
 # What torch 2.13 has and fsdp2 does not have yet. A name that arrives is taken off this list, or a test fails.
 ARGUMENTS_TO_COME: set[str] = set()
@@ -21,7 +24,7 @@ METHODS_TO_COME: set[str] = set()
 # What later versions of torch added behind all other arguments, with these defaults.
 NEWER_ARGUMENTS = {("param_dtype_override_fn", inspect.Parameter.KEYWORD_ONLY, "None")}  # 2.15
 NAMES_TO_COME: set[str] = set()
-# FullyShardedDataParallel, the wrapper class that fully_shard replaced, and what belongs to it.
+# What belongs to FullyShardedDataParallel is in fsdp2.fsdp1.
 NAMES_OF_THE_WRAPPER_CLASS = {
     "BackwardPrefetch",
     "CPUOffload",
@@ -70,6 +73,7 @@ CommunicationError
 DataParallelMeshDims
 ExtensionError
 FSDPModule
+FullyShardedDataParallel
 GradientReductionHandle
 LoadedKeys
 MemoryLimitError
@@ -81,6 +85,7 @@ ReduceScatter
 ScheduleError
 TiedWeights
 UnshardHandle
+auto_shard
 clip_grad_norm_
 extensions
 flatten_optimizer
@@ -105,10 +110,33 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert getattr(fsdp2, name).__doc__, name
 
 
+def test_names_of_the_wrapper_class_are_in_its_folder() -> None:
+    assert set(fsdp1.__all__) >= NAMES_OF_THE_WRAPPER_CLASS
+    same = NAMES_OF_THE_WRAPPER_CLASS - {"FullyShardedDataParallel"}
+    assert all(getattr(fsdp1, name) is getattr(theirs, name) for name in same)
+    assert fsdp2.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
+
+
+def test_importing_the_package_imports_no_fsdp1_of_torch() -> None:
+    """It takes longer to import than all of fsdp2."""
+    code = "import sys, fsdp2; assert 'torch.distributed.fsdp' not in sys.modules; fsdp2.FullyShardedDataParallel"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@on_the_checked_torch
+def test_the_wrapper_class_has_torchs_arguments() -> None:
+    ours, torchs = fsdp1.FullyShardedDataParallel, theirs.FullyShardedDataParallel
+    assert _arguments(ours) == _arguments(torchs)
+    for name in set(_public_methods(ours)) & {name for name in vars(torchs) if not name.startswith("_")}:
+        expected = [name for name, _, _ in _arguments(getattr(torchs, name))]
+        found = [name for name, _, _ in _arguments(getattr(ours, name))]
+        assert "args" in expected or found[: len(expected)] == expected, name
+
+
 @on_the_checked_torch
 def test_names_are_those_of_torch_but_for_the_listed_ones() -> None:
     public = {name for name in theirs.__all__ if not name.startswith("_")}
-    assert public - set(fsdp2.__all__) == NAMES_TO_COME | NAMES_OF_THE_WRAPPER_CLASS
+    assert public - set(fsdp2.__all__) == NAMES_TO_COME | (NAMES_OF_THE_WRAPPER_CLASS - {"FullyShardedDataParallel"})
 
 
 def test_fully_shard_takes_the_arguments_of_torch_but_for_the_listed_ones() -> None:

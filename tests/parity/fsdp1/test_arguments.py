@@ -78,9 +78,9 @@ def test_types_are_checked(ctx: RankContext) -> None:
     for name, value in (("sharding_strategy", "FULL"), ("mixed_precision", torch.bfloat16), ("cpu_offload", True)):
         with pytest.raises(TypeError, match=f"FullyShardedDataParallel: {name} is a .*, expected a "):
             wrap(mlp(), **{name: value})
-    with pytest.raises(TypeError, match="expected an Module"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module"):
         wrap("model")
-    with pytest.raises(TypeError, match="auto_wrap_policy is a set"):
+    with pytest.raises(TypeError, match="policy is a set"):
         wrap(mlp(), auto_wrap_policy={nn.Linear})
     with pytest.raises(ValueError, match="device_id=0, but torch finds no accelerator"):
         wrap(mlp(), device_id=0)
@@ -98,8 +98,11 @@ def test_models_that_stay_on_the_meta_device_are_refused(ctx: RankContext) -> No
     wrap = Front(ctx, fsdp2.fsdp1).wrap
     with torch.device("meta"):
         model, other = nn.Sequential(NoReset()), mlp()
-    with pytest.raises(AttributeError, match="NoReset has no reset_parameters"):
-        wrap(model)
+    partly = nn.Sequential(nn.Linear(2, 2, device="meta"), NoReset())
+    for refused_model, options in ((model, {}), (partly, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})})):
+        with pytest.raises(AttributeError, match="NoReset has no reset_parameters"):
+            wrap(refused_model, **options)
+        assert all(unit_of(module) is None for module in refused_model.modules())
     with pytest.raises(RuntimeError, match="'weight' of a Linear is still on the meta device after param_init_fn"):
         wrap(other, param_init_fn=lambda module: None)
 

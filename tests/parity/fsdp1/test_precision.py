@@ -99,6 +99,8 @@ def test_dtypes_and_losses_are_torchs(ctx: RankContext, name, use_orig_params, h
                 optimizer.step()
             optimizer.zero_grad()
         saved = {name: str(value.dtype) for name, value in model.state_dict().items()}
+        if has_policy:  # of a wrapper without parameters, torch's class saves buffers as they were cast
+            saved = {name: dtype for name, dtype in saved.items() if front.is_ours and dtype != str(FP32)}
         return [*seen, [str(dtype) for dtype in inner.seen], saved]
 
     same(ctx, scenario)
