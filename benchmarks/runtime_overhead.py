@@ -7,8 +7,8 @@ allocation, copies in and out of buffers, binding, DTensor gradients. The model 
 thread. At width 16 the copies are negligible, unless parameters are padded to many more ranks than they have rows; at
 width 256 they are not. The Llama is that of Hugging Face's transformers; its embedding and head, in the root's group,
 are a part of what is divided by the number of layers. Times are CPU time, since nothing waits, but for those of setting
-up; the least of several rounds in which all take turns. Compiling a whole sharded model takes up
-to a quarter longer, and its steps are shorter.
+up; the least of several rounds in which all take turns. Compiling a whole sharded model takes
+as long, and its steps are shorter.
 
     python benchmarks/runtime_overhead.py [--rounds 5] [--only TABLE ...] [--profile [{blocks,llama}]]
 """

@@ -503,7 +503,16 @@ def watch_calls(
                 node._register_hook_dict(owner)
         return output
 
+    _keep_out_of_graphs(watched)
     module.__dict__["_compiled_call_impl"] = watched
+
+
+def _keep_out_of_graphs(function: Callable[..., Any]) -> None:
+    """Let the compiler run ``function`` as it is, and compile what it calls. ``torch.compiler.disable`` with
+    ``recursive=False`` would put a wrapper around each call; ``skip_code`` would import the compiler."""
+    frames = torch._C._dynamo.eval_frame
+    as_usual = frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, as_usual))
 
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -526,6 +535,14 @@ def composable_apis(module: nn.Module) -> Collection[str]:
     """The names of the composable APIs that were applied to ``module``, such as ``fully_shard`` and ``replicate``. Each
     of them looks into torch's registry, which is private, for the others."""
     return module.__dict__.get(REGISTRY_KEY, ())
+
+
+def mark_as_managed(module: nn.Module) -> None:
+    """Mark a ``module`` whose parameters are sharded, as torch's ``fully_shard`` does. The compiler then leaves the
+    module's parameters alone; otherwise, it lists all of them, as static, for each module that it meets. Hugging Face's
+    ``generate`` keeps the ranks of a model with this mark in step."""
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 def register_composable_api(module: nn.Module, name: str) -> None:

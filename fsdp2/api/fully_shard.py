@@ -248,6 +248,7 @@ class PreparedUnit:
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if not buffer.is_meta:
                     setattr(module, name, buffer.to(self.parallel.device))
+            _torch.mark_as_managed(module)
         for item in self.resolved:
             for record in item.records:
                 setattr(record.param, SHARDED_AS, record.name)

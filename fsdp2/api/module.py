@@ -268,7 +268,8 @@ class FSDPModule:
         for the handle before the next forward.
 
         Raises:
-            ScheduleError: not a root; manual finalization is off; a backward runs; an earlier handle is still pending.
+            ScheduleError: not a root; manual finalization is off; a backward runs; an earlier handle is still pending;
+                the backwards have lost gradients of parameters, because a unit was resharded.
         """
         root = self._root("finalize_backward").form_root()
         problem = None

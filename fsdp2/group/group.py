@@ -136,6 +136,17 @@ class ParamGroup:
     def give_up(self, param: ShardedParam) -> None:
         """Another group manages ``param`` from now on."""
         self.shards.give_up(self.params.index(param))
+        self._follow_params()
+
+    def hold(self, param: ShardedParam, slots: Sequence[Slot]) -> None:
+        """Manage ``param``, which may be new, in ``slots``, too. Other groups have given these up."""
+        if param not in self.params:
+            self.shards.take(param)
+        param.slots = tuple(dict.fromkeys([*param.slots, *slots]))
+        self._follow_params()
+
+    def _follow_params(self) -> None:
+        """``params`` or their slots have changed, before the first use."""
         self.gradients.count()
         self._unbind()
         self._bindings = Bindings(self.params)

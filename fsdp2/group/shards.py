@@ -106,6 +106,11 @@ class GroupShards:
         del self._params[index]
         self._replace(self._locals[:index] + self._locals[index + 1 :])
 
+    def take(self, param: ShardedParam) -> None:
+        """Manage ``param`` from now on."""
+        self._params.append(param)
+        self._replace([*self._locals, _torch.local_of(param.sharded)])
+
     def are_written(self) -> bool:
         """Whether somebody has written to the shards since they were placed."""
         return _torch.versions_of(self._versioned) != self._placed_versions

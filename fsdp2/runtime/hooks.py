@@ -72,11 +72,16 @@ class ModuleHooks:
             module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(post_forward)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
-        holders = list(dict.fromkeys(slot.module for slot in slots))
+        self.modules, self.functions = list(unit.modules), [pre_forward, post_forward]
+        self.hold([slot.module for slot in slots])
+
+    def hold(self, modules: Iterable[nn.Module]) -> None:
+        """Install what modules need that hold parameters of the unit directly."""
+        holders = list(dict.fromkeys(modules))
         for install in _installers:
-            install(unit, holders)
-        self.modules = [*unit.modules, *holders]
-        self.functions = [pre_forward, post_forward, *_install_state_dict_hooks(holders, unit)]
+            install(self._unit, holders)
+        self.modules += holders
+        self.functions += _install_state_dict_hooks(holders, self._unit)
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._runs_method:

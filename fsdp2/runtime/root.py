@@ -25,6 +25,8 @@ from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.executor import ActionFilter, Executor
 from fsdp2.runtime.rank_checks import UsedParams, check_agreement, compare, watch_for_stalls
+from fsdp2.runtime.split_backward import SplitBackwards
+from fsdp2.runtime.ties import movable_ties
 from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits
 from fsdp2.schedule.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import GroupState, Lent
@@ -39,6 +41,8 @@ class UnitHooks(Protocol):
     """What the hooks of one unit call on the hooks of another; see ``hooks``."""
 
     def end_forward(self, output: Any) -> Any: ...
+
+    def hold(self, modules: Sequence[nn.Module]) -> None: ...
 
 
 class MakesFilter(Protocol):
@@ -152,6 +156,11 @@ class Unit:
         for group in self.groups:
             group.note_writes()
 
+    def hold(self, modules: Sequence[nn.Module]) -> None:
+        """``modules`` hold parameters of the unit from now on."""
+        assert self.hooks is not None
+        self.hooks.hold(modules)
+
     def leave(self) -> None:
         """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
         inside its own child: if a forward of the present root still counts as running, that forward has raised."""
@@ -257,6 +266,7 @@ class Root:
         self.is_reducing = False
         self.num_resets = 0
         self._used = UsedParams(())
+        self._split = SplitBackwards()
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._is_agreed = False  # the ranks have compared their units
         self._memory_limit: int | None = None
@@ -271,7 +281,11 @@ class Root:
         """Take over the units of the present tree; between passes only. If the units have changed, their order is
         recorded anew."""
         found = {unit: name for module in self.unit.modules for name, unit in units_under(module)}
-        _check_tree(self.class_name, list(found.items()))
+        named = list(found.items())
+        ties = movable_ties(named, lambda unit: self._rules_of(unit).after_forward is AfterForward.KEEP)
+        _check_tree(self.class_name, named)
+        for tie in ties:
+            tie.join()
         before, self.units = self.units, list(found)
         self._is_agreed = self._is_agreed and self.units == before
         self._seen_version = _Registered.tree_version
@@ -509,6 +523,8 @@ class Root:
         """The first unit's backward is about to begin."""
         _torch.at_end_of_backward(self.end_backward)
         self.skipping.begin_backward()
+        if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
+            self._watch_for_lost_gradients()
         self.executor.max_in_flight = max([unit.max_reductions for unit in self.units])
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:
             # Pre-hooks may read what was written since forward began.
@@ -538,11 +554,18 @@ class Root:
         self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not by_hand))
         self.executor.do(self.schedule.end_backward(self.skipping.backward.ended))
         self._end_pass()
+        self._split.end()
         if is_last:
+            self._split.forget()
             self._settle()
 
     def finalize_backward(self) -> None:
-        """Start reducing the gradients that backwards have left; the user asks for it."""
+        """Start reducing the gradients that backwards have left; the user asks for it.
+
+        Raises:
+            ScheduleError: the gradients of parameters were to be computed later, and are lost.
+        """
+        self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
         self._note("finalize_backward()", self.unit)
         self.skipping.reset()
         self.executor.do(self.schedule.finalize())
@@ -565,6 +588,20 @@ class Root:
         """A step's gradients have landed: make all ranks agree on which parameters have a gradient."""
         if any(unit.rules.reduces for unit in self.units):
             self._used.settle()
+
+    def _watch_for_lost_gradients(self) -> None:
+        """A backward begins that ends no step. Gradients that are reduced at once are not lost."""
+        kept = [(unit, rules) for unit, rules in zip(self.units, self.schedule.rules, strict=True) if not rules.reduces]
+        resharded = [
+            unit.name
+            for unit, rules in kept
+            if rules.after_forward is not AfterForward.KEEP or rules.reshard_after_backward
+            if any(group.unsharded.trainable for group in unit.groups)
+        ]
+        if resharded:
+            groups = [group for unit, _ in kept for group in unit.groups]
+            params = [group.params[index] for group in groups for index in group.unsharded.trainable]
+            self._split.begin(resharded[0], params)
 
     # Between passes
 
@@ -605,6 +642,7 @@ class Root:
         self.num_resets += 1
         self._come_to_rest()
         self._used.forget()
+        self._split.forget()
         self.schedule.awaits_finalization = False
         for unit in self.units:
             for group in unit.groups:
@@ -634,9 +672,8 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
     """Check that ``units`` with their names, the root first, can work under one root of class ``root_class``.
 
     Raises:
-        ScheduleError: a unit has settings that only a root may have, or parameters tied to another unit's.
+        ScheduleError: a unit has settings that only a root may have, or leaves out a tied parameter.
     """
-    _check_ties(units)
     for unit, name in units[1:]:
         settings = (
             (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
@@ -656,33 +693,6 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
                 "called on a module that contains both. Call fully_shard on the outermost module, too, or list the "
                 "parameter in ignored_params."
             )
-
-
-def _check_ties(units: Sequence[tuple[Unit, str]]) -> None:
-    """Check parameters of two units that the user has tied after ``fully_shard``. Each unit gathers the parameter for
-    itself, so none may gather it again before backward.
-
-    Raises:
-        ScheduleError: one of the two units is resharded after forward.
-    """
-    root = units[0][0]
-    holders: dict[int, tuple[Unit, str]] = {}
-    for unit, name in units:
-        for group in unit.groups:
-            for param in group.params if group.state is GroupState.SHARDED else ():
-                bound, full_name = param.bound(), f"{name}.{param.name}" if name else param.name
-                holder, other = holders.setdefault(id(bound), (unit, full_name))
-                keep = [
-                    each.rules.after_forward is AfterForward.KEEP or (each is root and each.auto_reshard)
-                    for each in (holder, unit)
-                ]
-                if holder is not unit and bound is not None and not all(keep):
-                    raise ScheduleError(
-                        f"parameters '{other}' and '{full_name}' are in two units, and were tied after fully_shard. "
-                        "One of the units is resharded after forward, so backward would not find the parameter. Tie "
-                        "parameters before fully_shard, which then moves them to a unit around both, or pass "
-                        "reshard_after_forward=False for both units."
-                    )
 
 
 def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:

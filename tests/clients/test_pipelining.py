@@ -26,7 +26,8 @@ V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # the first rank has 
 SPLITS_BACKWARD = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
 SCHEDULES = (*OF_ONE_STAGE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLITS_BACKWARD)
 SHARE = 1 / NUM_MICRO
-on_four_ranks = client(num_ranks=4, preload=["torch.distributed.pipelining", "torch._dynamo"])
+PRELOAD = ("torch.distributed.pipelining", "torch._dynamo")
+on_four_ranks = client(num_ranks=4, preload=PRELOAD)
 
 
 class Block(nn.Module):
@@ -158,7 +159,6 @@ def once(seen: dict[str, list[Any]], step: int) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "reshard_after_forward"),
-    # With torch's runtime as well, gradients are lost if a later forward reshards before the weights' backward.
     [(name, False) for name in SCHEDULES]
     + [pytest.param(name, True, marks=pytest.mark.long) for name in SCHEDULES if name not in SPLITS_BACKWARD],
 )
@@ -174,7 +174,18 @@ def test_each_schedule_reduces_once_per_step(
     return {**seen, "reductions": seen["reductions"][1:]}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SPLITS_BACKWARD)
+@client(num_ranks=4, preload=PRELOAD, fails=("in check_gradients", "finds shards, and these gradients are lost"))
+def test_gradients_that_a_split_backward_would_lose_are_an_error(rank: int, folder: Path, schedule: str) -> None:
+    """With torch's runtime, there is none: only this test notices."""
+    dist.init_process_group("gloo")
+    train(schedule, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), reshard_after_forward=True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reshards"), [(name, False) for name in SCHEDULES] + [("ScheduleInterleaved1F1B", True)]
+)
 @distributed(4)
-def test_without_install_stages_reduce_once_by_hand(ctx: RankContext, schedule: str) -> None:
-    once(train(schedule, ctx.mesh(pp=2, dp=2), reshard_after_forward=False, is_by_hand=True), step=1)
+def test_without_install_stages_reduce_once_by_hand(ctx: RankContext, schedule: str, reshards: bool) -> None:
+    mesh = ctx.mesh(pp=2, dp=2)
+    once(train(schedule, mesh, reshard_after_forward=reshards, is_by_hand=True), step=1)

@@ -64,6 +64,11 @@ def breaks() -> list[str]:
     return sorted({reason.partition("\n")[0] for reason in counters["graph_break"]})
 
 
+def unsupported() -> list[str]:
+    """What the compiler could not trace, the first line of each reason; it leaves such frames to Python, or breaks."""
+    return sorted({reason.partition("\n")[0] for reason in counters["unimplemented"]})
+
+
 def train(model: Any, called: Any = None) -> list[Tensor]:
     """Steps of two micro-batches and an evaluation; after the warm-up, compiling anything is an error. Returns all
     outputs. ``called`` is what is run, if that is not ``model``."""

@@ -20,8 +20,9 @@ from tests.distributed.compile_support import (
     num_graphs,
     start_compiling,
     train,
+    unsupported,
 )
-from tests.distributed.support import batch, seeded, shard
+from tests.distributed.support import Stack, batch, seeded, shard
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
 
@@ -51,6 +52,16 @@ def test_graphs_break_at_the_units_and_nowhere_else(ctx: RankContext, way: str, 
     assert num_graphs() == NUM_GRAPHS
     assert breaks() == ["Skip calling `torch.compiler.disable()`d function"]
     assert_alike(outputs, train(shard(ctx, seeded(Unrolled), reshard_after_forward=kept)))
+
+
+@distributed(2)
+def test_calls_that_the_compiler_leaves_to_python_are_watched_without_it(ctx: RankContext) -> None:
+    """At a break in a loop, the compiler gives up on the frame: the calls of that frame run as they are."""
+    start_compiling()
+    model = shard(ctx, seeded(Stack))
+    outputs = train(model, _compile(model, WAYS[0]))
+    assert unsupported() == ["Skip calling `torch.compiler.disable()`d function"], unsupported()
+    assert_alike(outputs, train(shard(ctx, seeded(Stack))))
 
 
 @distributed(2)

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from fsdp2 import FSDPModule, GradientReductionHandle, fully_shard
+from fsdp2 import FSDPModule, GradientReductionHandle, ScheduleError, fully_shard
 from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
@@ -315,3 +315,51 @@ def test_model_of_one_unit(ctx: RankContext) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())  # type: ignore[attr-defined]
     model.finalize_backward()
     _assert_gradients_are_those_of(model, (0,), num_blocks=1)
+
+
+def _in_two_halves(model: Any, seed: int) -> None:
+    """As zero-bubble pipeline schedules do: gradients of the input, then those of the parameters at hand."""
+    x = batch(seed).requires_grad_()
+    loss = model(x).square().mean()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@distributed(2)
+def test_gradients_that_the_second_half_of_a_backward_loses_are_an_error(ctx: RankContext, kept: bool) -> None:
+    model = _by_hand(ctx, reshard_after_forward=not kept)
+    step(model, 5)  # parameters are there
+    model.finalize_backward()
+    model.zero_grad()
+    for seed in (1, 2):
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        _in_two_halves(model, seed)
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    if not kept:
+        with pytest.raises(ScheduleError, match=r"unit '\(root\)' is resharded .* Pass reshard_after_forward=False"):
+            model.finalize_backward()
+        model.reset_iter_state()
+        for seed in (1, 2):
+            step(model, seed)
+    model.finalize_backward()
+    _assert_gradients_are_those_of(model, (1, 2))
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@distributed(2)
+def test_backwards_that_keep_or_reduce_their_gradients_lose_none(ctx: RankContext, reduces: bool) -> None:
+    model = _by_hand(ctx)
+    model.set_requires_gradient_sync(reduces)
+    torch.autograd.grad(model(x := batch().requires_grad_()).sum(), x)  # as pipelining does, to find out shapes
+    for seed in (1, 2, 3):
+        step(model, seed)
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    _assert_gradients_are_those_of(model, (1, 2, 3))

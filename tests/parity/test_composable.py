@@ -84,6 +84,21 @@ def test_a_model_of_one_runtime_is_refused_by_the_other(ctx: RankContext) -> Non
         oracle().fully_shard(ours, mesh=ctx.mesh_1d())
 
 
+@distributed(2)
+def test_the_same_modules_are_marked_for_the_compiler_and_for_generate(ctx: RankContext) -> None:
+    def marked(runtime: Runtime) -> dict[str, list[str]]:
+        model = nn.Sequential(_model(), _model(), nn.Linear(3, 6), _model())
+        replicate(model[3])
+        for module in (model[0][0], model[0], model):
+            runtime.fully_shard(module, mesh=ctx.mesh_1d())
+        return {name: sorted(key for key in vars(module) if "_fsdp_" in key) for name, module in model.named_modules()}
+
+    found = marked(subject())
+    assert found == marked(oracle())
+    assert found["0.2"] == ["_fsdp_use_orig_params", "_is_fsdp_managed_module"]
+    assert found["3"] == []
+
+
 @beyond_torch("it has states of its own")
 @distributed(2)
 def test_the_state_of_a_module_is_found_by_torchs_name(ctx: RankContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal import two_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -353,3 +355,71 @@ def ran_alone_first(ctx: RankContext) -> None:
 
     raises(RuntimeError, lambda: run(theirs))
     assert run(fsdp2).isfinite()
+
+
+@ROWS("a pre-hook that sends a wrapper tensor")
+def wrapper_payload(ctx: RankContext) -> None:
+    def before(self: Any, *_: Any) -> Any:
+        return (self,), None
+
+    @torch.no_grad()
+    def after(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+    results = []
+    for package in BOTH:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 8, bias=False)
+        data = layer.weight.detach()
+        layer.weight = nn.Parameter(two_tensor.TwoTensor(data, 2 * data))
+        package.fully_shard(layer, mesh=ctx.mesh_1d())
+        local: Any = layer.weight._local_tensor  # to_local() makes another object
+        local.fsdp_pre_all_gather = types.MethodType(before, local)
+        local.fsdp_post_all_gather = types.MethodType(after, local)
+        results.append(layer(torch.ones(2, 4)).detach())
+    ours, other = results
+    assert torch.equal(ours.b, 2 * ours.a)
+    assert torch.equal(other, ours.b)
+
+
+class _Forces(nn.Module):
+    """Its forward takes a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force * self.energy(x)
+
+
+@ROWS("`torch.autograd.grad(create_graph=True)` inside a forward")
+def gradients_inside_a_forward(ctx: RankContext) -> None:
+    """On the CPU, both work. ``tests/accelerator`` runs our tests of such forwards on a simulated device."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), _Forces())
+    models = [layers, *(copy.deepcopy(layers) for _ in BOTH)]
+    for package, each in zip(BOTH, models[1:], strict=True):
+        for unit in (each[1], each):
+            package.fully_shard(unit, mesh=ctx.mesh_1d())
+    for each in models:
+        each(torch.ones(2, 4)).square().sum().backward()
+    expected, *found = ([parameter.grad for parameter in each.parameters()] for each in models)
+    for grads in found:
+        for grad, other in zip(grads, expected, strict=True):
+            assert isinstance(grad, DTensor)
+            assert other is not None
+            torch.testing.assert_close(grad.full_tensor(), other)
+
+
+@ROWS("a model that the other's `fully_shard` was given")
+def of_the_other_runtime(ctx: RankContext) -> None:
+    layers = [nn.Linear(4, 4) for _ in BOTH]
+    for package, layer in zip(BOTH, layers, strict=True):
+        package.fully_shard(layer, mesh=ctx.mesh_1d())
+    error = raises(AssertionError, lambda: theirs.fully_shard(layers[0], mesh=ctx.mesh_1d()))
+    assert "has already been applied" in str(error)
+    error = raises(ValueError, lambda: fsdp2.fully_shard(layers[1], mesh=ctx.mesh_1d()))
+    assert "torch.distributed.fsdp.fully_shard" in str(error)
+    assert "fsdp2.fully_shard" in str(error)
