@@ -32,7 +32,7 @@ from fsdp2.types import (
 )
 
 if TYPE_CHECKING:
-    from fsdp2.fsdp1 import FullyShardedDataParallel, auto_shard
+    from fsdp2.fsdp1 import FSDPExtensions, FullyShardedDataParallel, auto_shard, set_fsdp_extensions
 
 __all__ = [
     "AllGather",
@@ -41,6 +41,7 @@ __all__ = [
     "CommunicationError",
     "DataParallelMeshDims",
     "ExtensionError",
+    "FSDPExtensions",
     "FSDPModule",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
@@ -66,6 +67,7 @@ __all__ = [
     "no_sync",
     "register_fsdp_forward_method",
     "save_safetensors",
+    "set_fsdp_extensions",
     "share_comm_ctx",
     "stream_full_params",
     "trace",
@@ -76,7 +78,7 @@ __all__ = [
 _inner_gradients.register()
 _memory_limit.register()
 
-_OF_FSDP1 = ("FullyShardedDataParallel", "auto_shard")
+_OF_FSDP1 = ("FSDPExtensions", "FullyShardedDataParallel", "auto_shard", "set_fsdp_extensions")
 
 
 def __getattr__(name: str) -> Any:

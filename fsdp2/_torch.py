@@ -649,3 +649,10 @@ def rewrapped(like: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tenso
     """A tensor of ``like``'s class, shape and context that is made of ``inner``."""
     _, context = cast(Any, like).__tensor_flatten__()
     return cast(torch.Tensor, type(like).__tensor_unflatten__(inner, context, like.shape, like.stride()))  # type: ignore[attr-defined]
+
+
+def default_comm_hooks() -> Any:
+    """The module of torch's communication hooks for its first FSDP."""
+    from torch.distributed.algorithms._comm_hooks import default_hooks
+
+    return default_hooks

@@ -8,7 +8,7 @@ truth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -23,7 +23,7 @@ from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
-from fsdp2.runtime.root import units_under
+from fsdp2.runtime.root import Unit, units_under
 from fsdp2.schedule.schedule import Pass
 from fsdp2.schedule.states import GroupState, Lent
 from fsdp2.types import ScheduleError
@@ -83,7 +83,20 @@ def unsharded(
 
     Source: ``FullyShardedDataParallel.summon_full_params`` of PyTorch, with its arguments.
     """
-    lent = _params_under(module)
+    units = [unit for _, unit in units_under(module)]
+    with lent_whole(params_under(module), units, writeback, rank0_only, offload_to_cpu):
+        yield
+
+
+@contextmanager
+def lent_whole(
+    lent: Mapping[ParamGroup, Sequence[ShardedParam]],
+    units: Sequence[Unit],
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+) -> Iterator[None]:
+    """``unsharded`` of the parameters ``lent``. Those of ``units`` that are lent completely run as if not sharded."""
     meshes = dict.fromkeys(group.mesh for group in lent) if rank0_only and writeback else {}
     with ExitStack() as stack:
         whole = set()  # groups that this rank gets completely
@@ -91,12 +104,12 @@ def unsharded(
             group.settle()
             group.lend()
             stack.callback(group.take_back)
-            is_here = not rank0_only or _all_ranks(group.mesh).rank == 0
+            is_here = not rank0_only or is_first_rank(group.mesh)
             if is_here and len(params) == len(group.params):
                 whole.add(group)
             for param in params:
                 _hand_out(group, param, is_here=is_here, device=torch.device("cpu") if offload_to_cpu else None)
-        for _, unit in units_under(module):
+        for unit in units:
             stack.callback(setattr, unit, "lent", unit.lent)
             unit.lent = Lent.ALL if whole.issuperset(unit.groups) else Lent.PART
         with _raising_on_all_ranks(meshes):
@@ -108,6 +121,11 @@ def unsharded(
                 for param in params:
                     value = _from_first_rank(values[param], param, group.mesh) if rank0_only else values[param]
                     _torch.local_of(param.sharded).copy_(param.shard_of(value))
+
+
+def is_first_rank(mesh: ParallelMesh) -> bool:
+    """Whether this is the first data-parallel rank of ``mesh``."""
+    return _all_ranks(mesh).rank == 0
 
 
 @contextmanager
@@ -131,9 +149,14 @@ def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
     return mine
 
 
-def _params_under(module: nn.Module) -> dict[ParamGroup, list[ShardedParam]]:
-    """The sharded parameters under ``module``, by group, in the order of the module tree (the same on all ranks)."""
-    check_idle(module, "unsharded")
+def params_under(module: nn.Module, caller: str = "unsharded") -> dict[ParamGroup, list[ShardedParam]]:
+    """The sharded parameters under ``module``, by group, in the order of the module tree (the same on all ranks).
+
+    Raises:
+        ValueError: there are none.
+        ScheduleError: a forward or backward runs; some are lent already.
+    """
+    check_idle(module, caller)
     by_slot = groups_by_slot()
     found: dict[ParamGroup, list[ShardedParam]] = {}
     slots = [Slot(child, name) for child in module.modules() for name in _torch.parameters_dict(child)]
@@ -143,16 +166,25 @@ def _params_under(module: nn.Module) -> dict[ParamGroup, list[ShardedParam]]:
             params.append(group.params[index])
     if not found:
         raise ValueError(
-            f"unsharded: no parameter under this {type(module).__name__} is sharded. Pass the model that fully_shard "
+            f"{caller}: no parameter under this {type(module).__name__} is sharded. Pass the model that fully_shard "
             "was called on, or a module in it."
         )
-    for group in found:
+    check_not_lent(found, caller)
+    return found
+
+
+def check_not_lent(groups: Iterable[ParamGroup], caller: str) -> None:
+    """Refuse parameters that another block holds.
+
+    Raises:
+        ScheduleError: a group of ``groups`` is lent.
+    """
+    for group in groups:
         if group.state is GroupState.LENT:
             raise ScheduleError(
-                f"unsharded: another unsharded(...) block already holds parameters of unit '{group.name}'. Leave that "
+                f"{caller}: another {caller}(...) block already holds parameters of unit '{group.name}'. Leave that "
                 "block first."
             )
-    return found
 
 
 def check_idle(module: nn.Module, caller: str) -> None:

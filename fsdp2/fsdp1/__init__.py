@@ -22,12 +22,15 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp2.fsdp1.auto_shard import auto_shard
+from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
 from fsdp2.fsdp1.flat_param import FlatParameter
+from fsdp2.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "FSDPExtensions",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -37,6 +40,7 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -44,4 +48,5 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "auto_shard",
+    "set_fsdp_extensions",
 ]

@@ -34,6 +34,7 @@ from fsdp2 import _torch
 from fsdp2.api.contexts import check_idle
 from fsdp2.api.state import collects_shards
 from fsdp2.comm.backends import exchange
+from fsdp2.fsdp1 import extensions
 from fsdp2.fsdp1.names import WRAPPED, Wrapper, clean_name, is_wrapper, wrappers_in
 from fsdp2.fsdp1.state_values import (
     CPU,
@@ -255,7 +256,11 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
         bound = _bound_in(group, found)
         params = list(dict.fromkeys(bound.values()))
         values: dict[ShardedParam, Any] = {}
-        if kind is SHARDED:
+        if kind is SHARDED and extensions.extension_of(wrapper) is not None:
+            for param, whole in zip(params, _wholes(group, params, None), strict=True):
+                value = extensions.chunked_value(wrapper, param, whole)
+                values[param] = value if device is None else value.to(device)
+        elif kind is SHARDED:
             values = {
                 param: sharded_value(
                     param, _shard_of(group, param), wrapper, device=device, use_dtensor=config._use_dtensor
@@ -263,7 +268,8 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
                 for param in params
             }
         elif kind is FULL:
-            values = dict(zip(params, _wholes(group, params, device, is_left_out=is_left_out), strict=True))
+            for param, whole in zip(params, _wholes(group, params, device, is_left_out=is_left_out), strict=True):
+                values[param] = whole if whole is _LEFT_OUT else extensions.shown_value(wrapper, param, whole)
         elif params:  # LOCAL
             whole = _wholes(group, group.params, None)
             found = {f"{prefix}{FLAT}": flat_value(wrapper, group, whole, device), **found}
@@ -302,7 +308,7 @@ def _lent_value(group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
             f"state_dict: parameter '{param.full_name}' is whole only on the first rank, in "
             "summon_full_params(rank0_only=True). Call state_dict outside of the block."
         )
-    return bound.detach()
+    return extensions.plain_value(group, param, bound.detach())
 
 
 def _shard_of(group: ParamGroup, param: ShardedParam) -> torch.Tensor:
@@ -517,7 +523,7 @@ class CutLoaded:
                 continue
             local = loading.from_flat.get(param)
             if local is None and key in state_dict:
-                local = local_value(param, state_dict[key])
+                local = local_value(param, extensions.loaded_value(self._wrapper, param, state_dict[key]))
             if local is not None:  # else nn.Module says what is wrong
                 state_dict[key] = param.spec.sharded.dtensor(local.to(_torch.local_of(bound).device))
 

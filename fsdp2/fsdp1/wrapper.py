@@ -26,7 +26,8 @@ from torch.distributed.fsdp import (
 from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
-from fsdp2.fsdp1 import state_dict as state_dicts
+from fsdp2.api.module import UnshardHandle
+from fsdp2.fsdp1 import comm_hooks, extensions, full_params, state_dict as state_dicts
 from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,
     check_nothing_is_wrapped,
@@ -161,7 +162,9 @@ class FullyShardedDataParallel(nn.Module):
             broadcast(module, ignored, settings)
         if settings.mixed_precision.keep_low_precision_grads:
             keep_low_precision(module, ignored, settings)
-        unit = self._prepared(module).commit()
+        with extensions.flattened(module, ignored.params) as extension:
+            prepared = self._prepared(module)
+        unit = prepared.commit()
         for group in unit.groups:
             group.configure(fills_gradients=True)
         if backward_prefetch is None:
@@ -169,6 +172,7 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
         state_dicts.install(self)
+        extensions.install(self, extension)
 
     def _prepared(self, module: nn.Module) -> PreparedUnit:
         settings = self._settings
@@ -184,7 +188,8 @@ class FullyShardedDataParallel(nn.Module):
     def _wrap_inside(self, module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
         """Wrap what ``policy`` chooses inside of ``module``, inner modules first, with ``options``."""
         check_nothing_is_wrapped(module)
-        self._prepared(module)  # refuses parameters that cannot be sharded, before anything is wrapped
+        with extensions.flattened(module, self._ignored.params, keeps=False):
+            self._prepared(module)  # refuses parameters that cannot be sharded, before anything is wrapped
         ignored, precision = self._ignored, options["mixed_precision"]
         chosen = chosen_by(policy, module, ignored.modules, ignored.params)
         own = chosen if precision is None else {**chosen, **of_classes(module, precision._module_classes_to_ignore)}
@@ -295,7 +300,94 @@ class FullyShardedDataParallel(nn.Module):
             )
         return no_sync(self)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients in place so that their norm, taken over all ranks, is at most ``max_norm``. All ranks
+        must call it: see :func:`fsdp2.clip_grad_norm_`.
+
+        Args:
+            max_norm: the largest norm that is not changed.
+            norm_type: any positive number, or ``float("inf")``.
+
+        Returns:
+            The norm before clipping, of the widest dtype among the gradients; fp32 if this rank has none.
+
+        Raises:
+            RuntimeError: the wrapper is not the root.
+            ScheduleError: a forward or backward runs.
+        """
+        return full_params.clip(self, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce all gradients by ``hook``, which also divides them: the runtime divides nothing then.
+
+        Under ``NO_SHARD``, or with one rank, ``hook(state, gradients)`` gets a unit's flat gradients and reduces them
+        in place. Otherwise ``hook(state, gradients, shard)`` gets flat gradients ``[W * n]``, and writes the reduced
+        elements ``[r * n, (r + 1) * n)`` into ``shard`` ``[n]`` on rank r. Both have the reduce dtype; the hook may
+        replace their ``data`` by another dtype, as the hooks of torch do. Which element belongs to which parameter
+        differs from torch's class: the message has each rank's part of all parameters behind each other, padded.
+
+        Args:
+            state: the first argument of each call.
+            hook: one of ``torch.distributed.algorithms._comm_hooks``, or the user's own.
+
+        Raises:
+            ValueError: ``hook`` is not callable.
+            RuntimeError: the wrapper is not the root; a wrapper has a hook already, or a hybrid strategy.
+        """
+        comm_hooks.register(self, state, hook)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this wrapper's parameters ahead of its next forward. With ``async_op``, return a handle at once."""
+        self._unit.unshard()
+        handle = UnshardHandle(self._unit.groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     # Parameters and buffers
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Inside the block, the parameters of the wrappers in ``module`` are whole, plain, and have their original
+        names, with ``use_orig_params=False``, too. All ranks enter and leave the block together. If the block raises,
+        nothing is written. See :func:`fsdp2.unsharded`.
+
+        Args:
+            module: any module; nothing happens if it contains no wrapper.
+            recurse: False: only the parameters of ``module`` itself, without those of inner wrappers.
+            writeback: copy values into the shards when the block ends.
+            rank0_only: only the first rank has whole parameters.
+            offload_to_cpu: whole parameters are on the host.
+            with_grads: parameters have their whole gradients, too; ``writeback`` writes these as well.
+
+        Raises:
+            NotImplementedError: ``rank0_only`` with ``writeback``; ``with_grads`` with ``offload_to_cpu`` or with
+                ``use_orig_params=False``.
+            ScheduleError: a forward or backward runs; another block holds the parameters.
+        """
+        return full_params.summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call ``fn`` on each module, inner ones first, while the parameters of its unit are whole. What ``fn`` writes
+        is written into the shards. All ranks must call it."""
+        with full_params.summoned(self, recurse=False):
+            return super().apply(fn)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers with their names; inside ``summon_full_params``, without the names of wrappers."""
+        cleans = self._unit.lent is not Lent.NOTHING
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield clean_name(name) if cleans else name, buffer
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -418,6 +510,7 @@ class FullyShardedDataParallel(nn.Module):
         copied_module(self._fsdp_wrapped_module, memo)
         state = {name: value for name, value in vars(self).items() if name not in ("_flat", UNIT_ATTRIBUTE)}
         made.__dict__.update(copy.deepcopy(state, memo))
+        extensions.install(made, extensions.extension_of(made))
         made.__dict__[UNIT_ATTRIBUTE] = unit_of(made._fsdp_wrapped_module)
         return made
 

@@ -58,7 +58,8 @@ class Unused(Enum):
 @dataclass(frozen=True)
 class GroupOptions:
     """What the user configures for one group: its gradients and its communication. ``fills_gradients``: if a parameter
-    of the group has a gradient, the others get zeros, as in a flat parameter."""
+    of the group has a gradient, the others get zeros, as in a flat parameter. ``hook_reduces``: the hook gets the sums
+    over the shard axis, and does what the all-reduce would do."""
 
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
@@ -68,6 +69,7 @@ class GroupOptions:
     reduce_scatter: ReduceScatter | None = None
     reduce_axis: Axis | None = None
     fills_gradients: bool = False
+    hook_reduces: bool = False
 
     @property
     def bound(self) -> tuple[object, ...]:
@@ -393,7 +395,8 @@ class GroupGradients:
     # From the reduction to the shards
 
     def _landing_stages(self) -> list[Stage]:
-        return [_all_reduce, self._land] if self._mesh.replicate.size > 1 else [self._land]
+        reduces = self._mesh.replicate.size > 1 and not self.options.hook_reduces
+        return [_all_reduce, self._land] if reduces else [self._land]
 
     def _start_landing(self, summed: Reduction) -> Reduction:
         """Land sums over the shard axis; no further reduction adds to them."""

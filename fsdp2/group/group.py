@@ -47,6 +47,7 @@ class ParamGroup:
         keeps_storage: resharding does not free the memory of the unsharded parameters.
         is_stale: users may have replaced parameters since the last check.
         stamp: write stamp of the shards, noted by ``note_writes`` for what was gathered; None if not noted.
+        shows: makes what compute reads of the unsharded parameters, if that is not the parameters themselves.
         on_transition: called at each change of state, if an observer is set.
         on_parameters: called when the unsharded parameters were made, or when the set of trainable ones changed.
     """
@@ -58,6 +59,7 @@ class ParamGroup:
         self.keeps_storage = False
         self.state = GroupState.SHARDED
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
+        self.shows: Callable[[Sequence[nn.Parameter]], Sequence[nn.Parameter]] | None = None
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self.on_parameters: Callable[[ParamGroup], None] | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
@@ -271,7 +273,12 @@ class ParamGroup:
             self._tell_parameters()
         elif unsharded.versioned:  # they hold the values again that autograd has saved
             _torch.set_versions(unsharded.versioned, unsharded.saved_versions)
-        self._rebind(unsharded.parameters)
+        self.show()
+
+    def show(self) -> None:
+        """Bind what compute reads. The unsharded parameters are there."""
+        parameters = self.unsharded.parameters
+        self._rebind(parameters if self.shows is None else self.shows(parameters))
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that the user started, unless it was already waited for or undone."""

@@ -72,6 +72,7 @@ Comm
 CommunicationError
 DataParallelMeshDims
 ExtensionError
+FSDPExtensions
 FSDPModule
 FullyShardedDataParallel
 GradientReductionHandle
@@ -97,6 +98,7 @@ memory_plan
 no_sync
 register_fsdp_forward_method
 save_safetensors
+set_fsdp_extensions
 share_comm_ctx
 stream_full_params
 trace

@@ -1,0 +1,119 @@
+"""The user's hook in the place of the reduction: ``register_comm_hook``, with the hooks of torch and of users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.settings import HYBRID
+from fsdp2.group.reduce_scatter import AllReduceHook
+from fsdp2.types import ReduceScatter
+
+Hook = Callable[..., Any]
+
+_KEY = "_comm_hook"  # attribute of wrappers that have a hook
+
+
+class Compress:
+    """Does what the hooks of torch that compress do. Those call ``record_stream``, which the CPU does not have."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, state: Any, gradients: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+        gradients.data = gradients.data.to(self._dtype)
+        if shard is None:
+            _torch.default_comm_hooks().allreduce_hook(state, gradients)
+            gradients.data = gradients.data.to(state.parameter_type)
+        else:
+            shard.data = shard.data.to(self._dtype)
+            _torch.default_comm_hooks().reduce_scatter_hook(state, gradients, shard)
+            shard.data = shard.data.to(state.parameter_type)
+
+
+class HookedReduceScatter(ReduceScatter):
+    """``hook(state, gradients, shard)`` as the reduce-scatter."""
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        self._state, self._hook = state, hook
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        dtype = output_tensor.dtype
+        self._hook(self._state, input_tensor, output_tensor)
+        _restore_dtype(output_tensor, dtype)
+        return None
+
+
+class HookedAllReduce:
+    """``hook(state, gradients)`` as the all-reduce, in place."""
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        self._state, self._hook = state, hook
+
+    def __call__(self, gradients: torch.Tensor) -> None:
+        dtype = gradients.dtype
+        self._hook(self._state, gradients)
+        _restore_dtype(gradients, dtype)
+
+
+def _compressed_dtype(hook: Hook) -> torch.dtype | None:
+    """The dtype that travels with one of torch's hooks that compress."""
+    hooks = _torch.default_comm_hooks()
+    known = ((hooks.fp16_compress_hook, torch.float16), (hooks.bf16_compress_hook, torch.bfloat16))
+    return next((dtype for each, dtype in known if hook is each), None)
+
+
+def _restore_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Hooks that compress leave their results in the dtype that their state says."""
+    if tensor.dtype is not dtype:
+        tensor.data = tensor.data.to(dtype)
+
+
+def register(wrapper: Wrapper, state: object, hook: Hook) -> None:
+    """See :meth:`FullyShardedDataParallel.register_comm_hook`."""
+    if not callable(hook):
+        raise ValueError(f"register_comm_hook: the hook must be callable, found {hook!r} ({type(hook).__name__}).")
+    if not wrapper.check_is_root():
+        raise RuntimeError(
+            "register_comm_hook: this FullyShardedDataParallel is inside another one. Call register_comm_hook on the "
+            "outermost one; the hook is then used for all inner ones."
+        )
+    wrappers: list[Wrapper] = wrappers_in(wrapper)
+    for each in wrappers:
+        inner = type(each._fsdp_wrapped_module).__name__
+        if each.sharding_strategy in HYBRID:
+            raise RuntimeError(
+                f"register_comm_hook: the wrapper of a {inner} has {each.sharding_strategy}, which reduces in two "
+                "steps. Hooks work with FULL_SHARD, SHARD_GRAD_OP and NO_SHARD."
+            )
+        if _KEY in each.__dict__:
+            raise RuntimeError(
+                f"register_comm_hook: the wrapper of a {inner} has a hook already. Register one hook, once, that does "
+                "all that is needed."
+            )
+    dtype = _compressed_dtype(hook)
+    for each in wrappers:
+        each.__dict__[_KEY] = hook
+        if dtype is not None and each.compute_device.type == "cpu":
+            hook = Compress(dtype)
+        for group in each._unit.groups:
+            if group.mesh.shard.size > 1:
+                group.configure(reduce_scatter=HookedReduceScatter(state, hook), gradient_divide_factor=1.0)
+            else:
+                run = AllReduceHook(HookedAllReduce(state, hook))
+                group.configure(all_reduce_hook=run, hook_reduces=True, gradient_divide_factor=1.0)

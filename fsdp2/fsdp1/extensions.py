@@ -1,0 +1,394 @@
+"""Six methods by which a user's tensor type is sharded, shown, saved and loaded: ``FSDPExtensions``.
+
+A wrapper keeps the extension that was set when it was made. Without one, nothing here runs: the runtime itself knows
+DTensors of tensor parallelism and the all-gather hooks of tensor subclasses. Rule: each result of a user's method is
+checked here, and an error names the method and the parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.fsdp1.names import Wrapper
+from fsdp2.group.group import ParamGroup, groups_by_slot
+from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.schedule.states import GroupState
+from fsdp2.types import ExtensionError
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_KEY = "_extended"  # attribute of wrappers that have an extension
+_TRANSFORMED = "_fsdp2_transformed_as"  # attribute of the original parameter: its name
+
+
+class FSDPExtensions(ABC):
+    """How ``FullyShardedDataParallel`` handles parameters of a tensor type of its user. Subclass it, and pass an
+    instance to :func:`set_fsdp_extensions`. All ranks set the same.
+
+    Source: the private class of the same name in PyTorch.
+    """
+
+    @abstractmethod
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """Called with each parameter when its wrapper is made, and with whole values that are written or loaded.
+
+        Returns:
+            The plain tensor that is sharded, and what ``post_unflatten_transform`` needs to make the parameter of it.
+            ``(tensor, None)`` leaves the parameter as it is.
+        """
+
+    @abstractmethod
+    def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
+        """Make what compute reads, of the shape of the original parameter, by differentiable operations: before each
+        forward, and before each backward whose parameters were resharded. Also for ``summon_full_params`` and for
+        values in state dicts.
+
+        Args:
+            tensor: the whole plain tensor. Its memory is valid until the parameters are resharded.
+            param_extension: what ``pre_flatten_transform`` returned.
+        """
+
+    @abstractmethod
+    def chunk_tensor(
+        self,
+        tensor: torch.Tensor,
+        rank: int,
+        world_size: int,
+        num_devices_per_node: int,
+        pg: dist.ProcessGroup,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """Return this rank's part of the whole ``tensor`` for a sharded state dict, as a ``ShardedTensor``. Called for
+        wrappers without a device mesh."""
+
+    @abstractmethod
+    def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
+        """The same as a ``DTensor``: for wrappers with a device mesh."""
+
+    @abstractmethod
+    def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """Take a loaded ``ShardedTensor``. Return a ``ShardedTensor`` of the plain tensor, and its local shards."""
+
+    @abstractmethod
+    def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
+        """Take a loaded ``DTensor``. Return the whole plain tensor."""
+
+
+_METHODS = tuple(sorted(FSDPExtensions.__abstractmethods__))
+_current: FSDPExtensions | None = None
+
+
+def set_fsdp_extensions(extensions: FSDPExtensions | None) -> None:
+    """Let wrappers that are made from now on use ``extensions``; None: the default again. Wrappers keep what was set
+    when they were made.
+
+    Raises:
+        TypeError: ``extensions`` lacks methods.
+    """
+    global _current
+    missing = [name for name in _METHODS if not callable(getattr(extensions, name, None))]
+    if extensions is not None and (missing or inspect.isclass(extensions)):
+        raise TypeError(
+            f"set_fsdp_extensions: expected an instance of FSDPExtensions or None, found {extensions!r}"
+            + (f" without {', '.join(missing)}." if missing else ", a class. Pass an instance.")
+        )
+    _current = extensions
+
+
+# When a wrapper is made
+
+
+@dataclass(frozen=True)
+class Extended:
+    """One parameter that an extension has made plain. ``shape``: of what compute reads."""
+
+    name: str
+    extension: Any
+    shape: torch.Size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Extended:
+        return self
+
+
+class Extension:
+    """The extension of one wrapper, and the parameters of its unit that it has made plain. Copies of the wrapper share
+    the user's object."""
+
+    def __init__(self, user: FSDPExtensions) -> None:
+        self.user = user
+        self.by_slot: dict[Slot, Extended] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Extension:
+        made = Extension(self.user)
+        made.by_slot = {Slot(memo.get(id(slot.module), slot.module), slot.name): e for slot, e in self.by_slot.items()}
+        return made
+
+    def of(self, param: ShardedParam) -> Extended | None:
+        """What is known of ``param``; None if the extension has left it as it is."""
+        return next((self.by_slot[slot] for slot in param.slots if slot in self.by_slot), None)
+
+    # The six methods, with checks
+
+    def flatten(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """``pre_flatten_transform``."""
+        result = self.user.pre_flatten_transform(tensor)
+        if not isinstance(result, tuple) or len(result) != 2:
+            _refuse("pre_flatten_transform", name, result, "a tuple (tensor, param_extension)")
+        plain, extension = result
+        if extension is not None and type(plain) not in _PLAIN:
+            _refuse("pre_flatten_transform", name, plain, "a plain torch.Tensor in front of the param_extension")
+        return plain.detach() if extension is not None else tensor, extension
+
+    def show(self, known: Extended, plain: torch.Tensor) -> torch.Tensor:
+        """``post_unflatten_transform``."""
+        made = self.user.post_unflatten_transform(plain, known.extension)
+        if not isinstance(made, torch.Tensor) or made.shape != known.shape:
+            _refuse("post_unflatten_transform", known.name, made, f"a tensor of shape {tuple(known.shape)}")
+        return made
+
+    def plain(self, known: Extended, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The plain tensor of ``shape`` in ``value``, which the user has written or loaded."""
+        if type(value) in _PLAIN and tuple(value.shape) == tuple(shape):
+            return value.detach()
+        plain, extension = self.flatten(known.name, value)
+        if extension is None or tuple(plain.shape) != tuple(shape):
+            _refuse("pre_flatten_transform", known.name, plain, f"a plain tensor of shape {tuple(shape)}")
+        return plain
+
+    def chunk(self, name: str, whole: torch.Tensor, wrapper: Wrapper, shapes: Collection[torch.Size]) -> torch.Tensor:
+        """``chunk_dtensor``, or ``chunk_tensor`` without a device mesh."""
+        mesh, group = wrapper._settings.device_mesh, wrapper.process_group
+        if mesh is not None:
+            method, made = "chunk_dtensor", self.user.chunk_dtensor(whole, group.rank(), mesh)
+        else:
+            per_node = max(torch.get_device_module(whole.device.type).device_count(), 1)
+            method = "chunk_tensor"
+            made = self.user.chunk_tensor(whole, group.rank(), group.size(), per_node, group)
+        is_kind = isinstance(made, DTensor) if mesh is not None else isinstance(made, torch.Tensor)
+        if not is_kind or _torch.shape_of(made) not in shapes:
+            kind = "a DTensor" if mesh is not None else "a ShardedTensor"
+            _refuse(method, name, made, f"{kind} whose whole shape is {' or '.join(str(tuple(s)) for s in shapes)}")
+        return made
+
+    def loaded_shards(self, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """``pre_load_state_dict_transform``. Returns the ShardedTensor of the plain tensor."""
+        result = self.user.pre_load_state_dict_transform(tensor)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list):
+            _refuse("pre_load_state_dict_transform", name, result, "a tuple (tensor, list of its local shards)")
+        if not isinstance(result[0], torch.Tensor) or _torch.shape_of(result[0]) != torch.Size(shape):
+            _refuse("pre_load_state_dict_transform", name, result[0], f"a ShardedTensor of shape {tuple(shape)}")
+        return result[0]
+
+    def gathered(self, name: str, tensor: DTensor, mesh: DeviceMesh | None, shape: Sequence[int]) -> torch.Tensor:
+        """``all_gather_dtensor``."""
+        made = self.user.all_gather_dtensor(tensor, mesh)
+        if type(made) not in _PLAIN or tuple(made.shape) != tuple(shape):
+            _refuse("all_gather_dtensor", name, made, f"a plain tensor of shape {tuple(shape)}")
+        return made.detach()
+
+
+def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
+    text = f"a {type(found).__name__}"
+    if isinstance(found, torch.Tensor):
+        text += f" of shape {tuple(_torch.shape_of(found) or ())}"
+    raise ExtensionError(f"FSDPExtensions.{method} returned {text} for parameter '{name}', expected {expected}.")
+
+
+@contextmanager
+def flattened(
+    module: nn.Module, ignored: Collection[nn.Parameter], *, keeps: bool = True
+) -> Iterator[Extension | None]:
+    """Inside the block, parameters under ``module`` that no unit has yet are plain, as the current extension makes
+    them. If it ``keeps`` them, they stay so, unless the block raises.
+
+    Raises:
+        ExtensionError: the extension returns something of the wrong kind or shape. Nothing has changed then.
+        ValueError: a parameter is tied to one that an inner wrapper has transformed.
+    """
+    if _current is None:
+        yield None
+        return
+    extension = Extension(_current)
+    found = _own_slots(module, ignored)
+    made: dict[nn.Parameter, tuple[nn.Parameter, Extended]] = {}
+    for param, slots in found.items():
+        name = slots[0][0]
+        earlier = getattr(param, _TRANSFORMED, None)
+        if earlier is not None:
+            raise ValueError(
+                f"FullyShardedDataParallel: parameter '{name}' is tied to '{earlier}', which an extension has "
+                "transformed in an inner wrapper. Put both into one wrapper."
+            )
+        with torch.no_grad():
+            plain, param_extension = extension.flatten(name, param)
+            if param_extension is not None:
+                known = Extended(name, param_extension, param.shape)
+                extension.show(known, plain)  # refuses wrong results before anything has changed
+                made[param] = nn.Parameter(plain, requires_grad=param.requires_grad), known
+    try:
+        for param, (plain_param, known) in made.items():
+            setattr(param, _TRANSFORMED, known.name)
+            for _, slot in found[param]:
+                _torch.parameters_dict(slot.module)[slot.name] = plain_param
+                extension.by_slot[slot] = known
+        yield extension
+    except BaseException:
+        keeps = False
+        raise
+    finally:
+        if not keeps:
+            for param in made:
+                delattr(param, _TRANSFORMED)
+                for _, slot in found[param]:
+                    _torch.parameters_dict(slot.module)[slot.name] = param
+
+
+def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[tuple[str, Slot]]]:
+    """The parameters that the wrapper around ``module`` will take, with their names and places."""
+    taken, ignored = groups_by_slot(), set(ignored)
+    found: dict[nn.Parameter, list[tuple[str, Slot]]] = {}
+    for path, child in module.named_modules():
+        for name, param in _torch.parameters_dict(child).items():
+            slot = Slot(child, name)
+            if param is not None and slot not in taken and param not in ignored:
+                found.setdefault(param, []).append((f"{path}.{name}" if path else name, slot))
+    return found
+
+
+def install(wrapper: Wrapper, extension: Extension | None) -> None:
+    """Let the groups of ``wrapper`` show parameters as ``extension`` makes them."""
+    if extension is None:
+        return
+    wrapper.__dict__[_KEY] = extension
+    groups = [g for g in wrapper._unit.groups if any(extension.of(param) is not None for param in g.params)]
+    if not groups:
+        return
+    shows = [_Shows(group, extension) for group in groups]
+
+    def before_forward(*_: Any) -> None:
+        for each in shows:
+            each.before_forward()
+
+    for group, each in zip(groups, shows, strict=True):
+        group.shows = each
+    wrapper._fsdp_wrapped_module.register_forward_pre_hook(before_forward)
+
+
+class _Shows:
+    """Makes what compute reads of one group's unsharded parameters: once per gather, and once more for each further
+    forward on parameters that were kept, since a backward frees what its forward has recorded."""
+
+    def __init__(self, group: ParamGroup, extension: Extension) -> None:
+        self._group, self.extension = group, extension
+        self._is_new = False
+
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+        self._is_new = True
+        shown: list[Any] = []
+        with torch.enable_grad():  # a forward is recomputed in backward, where gradients are disabled
+            for param, parameter in zip(self._group.params, parameters, strict=True):
+                known = self.extension.of(param)
+                shown.append(parameter if known is None else self.extension.show(known, parameter))
+        return shown
+
+    def before_forward(self) -> None:
+        if self._group.state is GroupState.UNSHARDED and not self._is_new:
+            self._group.show()
+        self._is_new = False
+
+
+# For whole parameters and state dicts
+
+
+def extension_of(wrapper: Wrapper) -> Extension | None:
+    """The extension of ``wrapper``, if it was made with one."""
+    found: Extension | None = wrapper.__dict__.get(_KEY)
+    return found
+
+
+def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, tuple[Extension, Extended]]:
+    """The parameters of ``wrappers`` that extensions have made plain."""
+    return {
+        param: (extension, known)
+        for wrapper in wrappers
+        if (extension := extension_of(wrapper)) is not None
+        for group in wrapper._unit.groups
+        for param in group.params
+        if (known := extension.of(param)) is not None
+    }
+
+
+def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+    """``whole`` of ``param`` as a full state dict has it."""
+    extension = extension_of(wrapper)
+    known = None if extension is None else extension.of(param)
+    return whole if extension is None or known is None else extension.show(known, whole).detach()
+
+
+def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+    """``whole`` of ``param`` as a sharded state dict of a wrapper with an extension has it."""
+    extension = extension_of(wrapper)
+    assert extension is not None
+    known = extension.of(param)
+    shown = whole if known is None else extension.show(known, whole).detach()
+    return extension.chunk(param.full_name, shown, wrapper, {shown.shape, whole.shape})
+
+
+def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
+    """A loaded ``value`` of ``param`` as it would be without an extension: whole and plain, or a ShardedTensor."""
+    extension = extension_of(wrapper)
+    if extension is None or not isinstance(value, torch.Tensor):
+        return value
+    shape = param.spec.sharded.shape if param.spec.unsharded is None else param.layout.shape
+    if _torch.is_sharded_tensor(value):
+        return extension.loaded_shards(param.full_name, value, shape)
+    known = extension.of(param)
+    if isinstance(value, DTensor):
+        if known is None and param.spec.unsharded is not None:
+            return value
+        return extension.gathered(param.full_name, value, wrapper._settings.device_mesh, shape)
+    return value if known is None else extension.plain(known, value, shape)
+
+
+def plain_value(group: ParamGroup, param: ShardedParam, bound: torch.Tensor) -> torch.Tensor:
+    """``bound``, which stands in the place of ``param`` of ``group``, as it would be without an extension."""
+    shows = group.shows
+    known = shows.extension.of(param) if isinstance(shows, _Shows) else None
+    return bound if known is None else shows.extension.plain(known, bound, param.layout.shape)  # type: ignore[union-attr]
+
+
+def bind_shown(extended: Mapping[ShardedParam, tuple[Extension, Extended]]) -> None:
+    """Replace whole plain parameters, which are bound, by what the extensions make of them."""
+    for param, (extension, known) in extended.items():
+        module, name = param.slots[0]
+        bound = getattr(module, name)
+        if bound is not param.sharded:  # else it is whole on another rank only
+            with torch.no_grad():
+                _bind(param, extension.show(known, bound.detach()), requires_grad=bound.requires_grad)
+
+
+def bind_plain(extended: Mapping[ShardedParam, tuple[Extension, Extended]]) -> None:
+    """The reverse: plain tensors of what the user has left."""
+    for param, (extension, known) in extended.items():
+        bound = next((b for m, n in param.slots if (b := getattr(m, n, None)) is not None), None)
+        if isinstance(bound, torch.Tensor) and bound is not param.sharded:
+            with torch.no_grad():
+                plain = extension.plain(known, bound.detach(), param.layout.shape)
+            _bind(param, plain, requires_grad=bound.requires_grad)
+
+
+def _bind(param: ShardedParam, value: torch.Tensor, *, requires_grad: bool) -> None:
+    made = nn.Parameter(value.detach(), requires_grad=requires_grad)
+    for module, name in param.slots:
+        setattr(module, name, made)

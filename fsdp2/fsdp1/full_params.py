@@ -1,0 +1,199 @@
+"""Whole parameters and gradients: ``summon_full_params``, ``apply``, and the norm of all gradients.
+
+Parameters come from ``fsdp2.unsharded``, and gradients follow them. A wrapper alone (``recurse=False``) is its unit:
+the parameters in it that no inner wrapper has taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.api.contexts import check_idle, check_not_lent, gathered_together, is_first_rank, lent_whole, params_under
+from fsdp2.comm.backends import exchange
+from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
+from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.plan.mesh import replicated
+from fsdp2.runtime.root import Unit, units_under
+from fsdp2.tools.clip import clip_grad_norm_
+
+_CALLER = "summon_full_params"
+
+Lent = Mapping[ParamGroup, Sequence[ShardedParam]]
+
+
+@contextmanager
+def summoned(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """See :meth:`FullyShardedDataParallel.summon_full_params`."""
+    wrappers: list[Wrapper] = wrappers_in(module)
+    if not recurse:
+        wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+    _check_arguments(wrappers, writeback, rank0_only, offload_to_cpu, with_grads)
+    if not any(wrapper._unit.groups for wrapper in wrappers):
+        yield
+        return
+    with _lent(module, [wrapper._unit for wrapper in wrappers], recurse=recurse) as (params, units):
+        lent = {param for mine in params.values() for param in mine}
+        extended = {param: known for param, known in extended_in(wrappers_in(module)).items() if param in lent}
+        if with_grads and extended:
+            name = next(iter(extended)).full_name
+            raise NotImplementedError(
+                f"{_CALLER}: with_grads=True, but parameter '{name}' was transformed by FSDPExtensions. Read gradients "
+                "from .grad of the shards."
+            )
+        grads: dict[ShardedParam, torch.Tensor | None] = {}
+        with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
+            if with_grads:
+                for group, mine in params.items():
+                    _bind_gradients(group, mine, is_here=not rank0_only or is_first_rank(group.mesh))
+            bind_shown(extended)
+            yield
+            bind_plain(extended)
+            if with_grads and writeback:
+                grads = {param: _bound(param).grad for mine in params.values() for param in mine}
+        _write_gradients(grads)
+
+
+@contextmanager
+def _lent(module: nn.Module, own: Sequence[Unit], *, recurse: bool) -> Iterator[tuple[Lent, Sequence[Unit]]]:
+    """The parameters to lend, and their units."""
+    if recurse:
+        yield params_under(module, _CALLER), [unit for _, unit in units_under(module)]
+        return
+    check_idle(module, _CALLER)
+    groups = [group for unit in own for group in unit.groups]
+    check_not_lent(groups, _CALLER)
+    yield {group: group.params for group in groups}, own
+
+
+def _check_arguments(
+    wrappers: Sequence[Wrapper], writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> None:
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            f"{_CALLER}: writeback=True with rank0_only=True is not supported, as in torch's class. Pass "
+            "writeback=False to read values, or use fsdp2.unsharded(module, rank0_only=True), which writes the values "
+            "of the first rank on all ranks."
+        )
+    if with_grads and offload_to_cpu:
+        raise NotImplementedError(
+            f"{_CALLER}: with_grads=True with offload_to_cpu=True is not supported, as in torch's class. Leave "
+            "gradients on the device, and copy them inside the block."
+        )
+    flat = [wrapper for wrapper in wrappers if not wrapper._settings.use_orig_params]
+    if with_grads and flat:
+        raise NotImplementedError(
+            f"{_CALLER}: with_grads=True, but the wrapper of a {type(flat[0]._fsdp_wrapped_module).__name__} has "
+            "use_orig_params=False. Pass use_orig_params=True to FullyShardedDataParallel."
+        )
+    if offload_to_cpu and not rank0_only and any(wrapper.compute_device.type != "cpu" for wrapper in wrappers):
+        warnings.warn(
+            f"{_CALLER}: offload_to_cpu=True without rank0_only=True: each rank copies all parameters to the memory of "
+            "its host. Pass rank0_only=True unless all ranks need them.",
+            stacklevel=4,
+        )
+
+
+# Gradients
+
+
+def _bound(param: ShardedParam) -> torch.Tensor:
+    module, name = param.slots[0]
+    return cast(torch.Tensor, getattr(module, name))
+
+
+def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], *, is_here: bool) -> None:
+    """Give the whole ``params``, which are bound, their whole gradients. Ranks without a gradient contribute zeros, if
+    another rank has one."""
+    mine = [None if param.sharded.grad is None else param.sharded.grad.dtype for param in params]
+    for_each = zip(*exchange(replicated(group.mesh).replicate, mine), strict=True)
+    dtypes = [next((dtype for dtype in found if dtype is not None), None) for found in for_each]
+    there = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+    locals_ = [_local_gradient(params[i], cast(torch.dtype, dtypes[i])) for i in there]
+    wholes = gathered_together(group, [params[i] for i in there], locals_) if there else []
+    if not is_here:
+        return
+    for i, whole, local in zip(there, wholes, locals_, strict=True):
+        own = whole.clone() if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else whole
+        bound = _bound(params[i])
+        grad = params[i].spec.unsharded_tensor(own)
+        if grad.dtype is not bound.dtype:
+            _torch.set_grad_dtype(bound, grad.dtype)
+        bound.grad = grad
+
+
+def _local_gradient(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
+    grad = param.sharded.grad
+    if grad is None:
+        return torch.zeros_like(_torch.local_of(param.sharded), dtype=dtype, requires_grad=False)
+    return _torch.local_of(grad)
+
+
+def _write_gradients(grads: Mapping[ShardedParam, torch.Tensor | None]) -> None:
+    """Write the whole ``grads`` into the gradients of the shards. None removes the gradient."""
+    for param, whole in grads.items():
+        if whole is None:
+            param.sharded.grad = None
+            continue
+        local = whole if param.spec.unsharded is None else param.spec.local_gradient(whole)
+        shard = param.shard_of(local)
+        if param.sharded.grad is not None:
+            _torch.local_of(param.sharded.grad).copy_(shard)
+        else:
+            own = shard.clone().to(_torch.local_of(param.sharded).device)
+            _torch.set_grads([param.sharded], [own], _torch.dtensors_placed_like)
+
+
+# The norm of all gradients
+
+
+def clip(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch.Tensor:
+    """See :meth:`FullyShardedDataParallel.clip_grad_norm_`."""
+    if not wrapper.check_is_root():
+        raise RuntimeError(
+            "clip_grad_norm_: this FullyShardedDataParallel is inside another one, whose gradients count, too. Call "
+            "clip_grad_norm_ on the outermost one."
+        )
+    check_idle(wrapper._fsdp_wrapped_module, "clip_grad_norm_")
+    params = _all_params(wrapper)
+    grads = [param.grad for param in params if param.grad is not None]
+    total = clip_grad_norm_(params, float(max_norm), float(norm_type))
+    if grads:
+        return total.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
+    warnings.warn(
+        f"clip_grad_norm_: there are no gradients on rank {wrapper.rank}, so the norm is returned as {total.dtype}.",
+        stacklevel=3,
+    )
+    return total
+
+
+def _all_params(wrapper: Wrapper) -> list[torch.Tensor]:
+    """The shards of all parameters in ``wrapper``, and parameters that are not sharded. Never what a kept unit has
+    bound in their place."""
+    sharded: dict[Slot, nn.Parameter] = {}
+    for _, unit in units_under(wrapper):
+        for group in unit.groups:
+            sharded |= {slot: param.sharded for param in group.params for slot in param.slots}
+    found = {
+        sharded.get(Slot(module, name), param): None
+        for module in wrapper.modules()
+        for name, param in _torch.parameters_dict(module).items()
+        if param is not None
+    }
+    return list(found)

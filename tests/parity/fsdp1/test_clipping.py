@@ -1,0 +1,98 @@
+"""``clip_grad_norm_`` of the class, in both modes."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2.fsdp1
+from tests.harness.distributed import RankContext, distributed
+from tests.parity.fsdp1.fronts import Front, batch, same
+from tests.parity.fsdp1.test_training import FULL, NO_SHARD, wrapped_mlp
+
+OURS = functools.partial(Front, names=fsdp2.fsdp1)
+both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
+
+
+class Sum(nn.Module):
+    """The sum of the outputs of three parts, the first in its own dtype."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.third = parts
+
+    def forward(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.first(x.to(dtype)).float().sum() + self.second(x).sum() + self.third(x).sum()
+
+
+@both_modes
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
+@distributed(2, 4)
+def test_clipping_by_all_norms(ctx: RankContext, strategy, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        made = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        found = []
+        for step, (max_norm, norm_type) in enumerate([(0.1, 2), (0.1, math.inf), (0.5, 1), (100, 3.0), (0, 2.0)]):
+            loss = model(batch(ctx, 3, 8, seed=step)).square().mean()
+            loss.backward()
+            found += [loss.detach(), model.clip_grad_norm_(max_norm, norm_type)]
+            made.step()
+            made.zero_grad()
+        return found
+
+    same(ctx, scenario, exact=False)  # norms are summed in another order
+
+
+@both_modes
+@distributed(2)
+def test_a_mix_of_strategies_and_dtypes(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(1)
+            inner = front.wrap(nn.Linear(8, 6).to(dtype), use_orig_params=use_orig_params)
+            other = front.wrap(nn.Linear(8, 6), use_orig_params=use_orig_params, sharding_strategy=NO_SHARD)
+            model = front.wrap(Sum(inner, other, nn.Linear(8, 6)), use_orig_params=use_orig_params)
+            model(batch(ctx, 3, 8), dtype).backward()
+            found.append(model.clip_grad_norm_(0.5))
+        low = front.wrap(nn.Linear(8, 6).to(torch.bfloat16), use_orig_params=use_orig_params)
+        low(batch(ctx, 3, 8).bfloat16()).sum().backward()
+        return [*found, low.clip_grad_norm_(0.5)]
+
+    same(ctx, scenario, exact=False)
+
+
+@both_modes
+@distributed(2)
+def test_clipping_without_gradients_or_not_on_the_root(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params)
+        model(batch(ctx, 3, 8))
+        with pytest.raises(RuntimeError, match=r"root|outermost"):
+            model.module[0].clip_grad_norm_(1.0)
+        with pytest.warns(UserWarning, match="gradients"):
+            return model.clip_grad_norm_(1.0)
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_gradients_that_the_user_made_are_clipped(ctx: RankContext, use_orig_params) -> None:
+    # A flat parameter's gradient may be the user's own tensor, whose parts become the shards' gradients.
+    model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params)
+    model(batch(ctx, 3, 8)).sum().backward()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    numel = sum(p.numel() for p in nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 7), nn.Linear(7, 4)).parameters())
+    norm = model.clip_grad_norm_(1.0)
+    torch.testing.assert_close(norm, torch.tensor(float(numel)).sqrt())
+    for param in model.parameters():
+        parts = [grad for _, grad in param.parts(param.grad)] if not use_orig_params else [param.grad.to_local()]
+        for grad in parts:
+            torch.testing.assert_close(grad, torch.full_like(grad, 1 / math.sqrt(numel)))

@@ -1,0 +1,278 @@
+"""``FSDPExtensions``: a user's extension, refused results, and tensor parallelism without one, as torch's class."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2.fsdp1
+from tests.docs.markdown import ROOT
+from tests.harness.distributed import RankContext, distributed
+from tests.parity.fsdp1.fronts import Front, assert_same, batch, same, train
+
+OURS = functools.partial(Front, names=fsdp2.fsdp1)
+both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+
+@functools.cache
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("log_weights", ROOT / "docs" / "examples" / "log_weights.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def extension_set(extensions: Any) -> Iterator[Counter]:
+    """Inside the block, wrappers get ``extensions``. Counts the calls of its methods."""
+    calls: Counter[str] = Counter()
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            calls[name] += 1
+            return getattr(extensions, name)
+
+    counted = Counted()
+    fsdp2.set_fsdp_extensions(counted)
+    calls.clear()
+    try:
+        yield calls
+    finally:
+        fsdp2.set_fsdp_extensions(None)
+
+
+class Plain(nn.Module):
+    """The same layer without the tensor type."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_outputs, num_inputs))
+        self.bias = nn.Parameter(torch.zeros(num_outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.exp(), self.bias)
+
+
+def model_of(layer: Any, ctx: RankContext, **options: Any) -> Any:
+    torch.manual_seed(0)
+    wrap = OURS(ctx).wrap
+    model = nn.Sequential(wrap(layer(8, 5), **options), nn.ReLU(), layer(5, 3))
+    return wrap(model, **options)
+
+
+@both_modes
+@distributed(2)
+def test_a_users_type_trains_as_plain_parameters_do(ctx: RankContext, use_orig_params) -> None:
+    expected = train(ctx, model_of(Plain, ctx, use_orig_params=use_orig_params), num_steps=4)
+    with extension_set(example().LogExtensions()) as calls:
+        model = model_of(example().PositiveLinear, ctx, use_orig_params=use_orig_params)
+    assert calls == {"pre_flatten_transform": 4, "post_unflatten_transform": 2}  # the latter to check it
+    assert_same(expected, train(ctx, model, num_steps=4))
+    assert calls["post_unflatten_transform"] <= 2 + 4 * 2 * 2
+    other = copy.deepcopy(model)
+    assert_same(train(ctx, model), train(ctx, other))
+
+
+@both_modes
+@pytest.mark.parametrize("with_mesh", [True, False])
+@distributed(2)
+def test_a_users_type_is_shown_whole_saved_and_loaded(ctx: RankContext, with_mesh, use_orig_params) -> None:
+    log = example()
+    options: dict[str, Any] = {"use_orig_params": use_orig_params}
+    if with_mesh:
+        options["device_mesh"] = init_device_mesh("cpu", (2,))
+    with extension_set(log.LogExtensions()) as calls:
+        model, other = (model_of(log.PositiveLinear, ctx, **options) for _ in range(2))
+    train(ctx, model)
+    with model.summon_full_params(model), torch.no_grad():
+        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+        assert isinstance(model.module[0].weight, log.LogTensor)
+        assert isinstance(model.module[2].weight, log.LogTensor)
+        inside = model.state_dict()
+        model.module[2].weight.add_(1)
+    for kind in (FULL, SHARDED):
+        calls.clear()
+        with model.state_dict_type(model, kind), other.state_dict_type(other, kind):
+            saved = model.state_dict()
+            for param in other.parameters():
+                param.detach().zero_()
+            other.load_state_dict(saved)
+            again = other.state_dict()
+        assert list(saved) == list(inside) == list(again)
+        if kind is FULL:
+            assert type(saved["0.weight"]) is type(inside["0.weight"]) is log.LogTensor
+            assert torch.equal(saved["2.weight"], weights["2.weight"] + 1)
+            assert torch.equal(inside["2.weight"], weights["2.weight"])
+            assert_same(*({k: v.as_subclass(torch.Tensor) for k, v in each.items()} for each in (saved, again)))
+        else:
+            chunk, load = (
+                ("chunk_dtensor", "all_gather_dtensor")
+                if with_mesh
+                else (
+                    "chunk_tensor",
+                    "pre_load_state_dict_transform",
+                )
+            )
+            assert isinstance(saved["0.weight"], DTensor) == with_mesh
+            assert (calls[chunk], calls[load]) == (8, 4)  # two models were saved, one was loaded
+    assert_same(train(ctx, model), train(ctx, other))
+
+
+def wrong_results(log: Any) -> list[tuple[str, Any]]:
+    return [
+        ("pre_flatten_transform", lambda tensor: tensor),
+        ("pre_flatten_transform", lambda tensor: (tensor, "log")),  # not plain
+        ("post_unflatten_transform", lambda tensor, extension: None),
+        ("post_unflatten_transform", lambda tensor, extension: tensor[1:]),
+    ]
+
+
+@distributed(2)
+def test_wrong_results_at_construction_change_nothing(ctx: RankContext) -> None:
+    log = example()
+    for method, wrong in wrong_results(log):
+        extensions = log.LogExtensions()
+        setattr(extensions, method, wrong)
+        layer = log.PositiveLinear(4, 4)
+        before = dict(layer.named_parameters())
+        with extension_set(extensions), pytest.raises(fsdp2.ExtensionError, match=f"{method}.*'weight'"):
+            OURS(ctx).wrap(layer)
+        assert all(param is before[name] for name, param in layer.named_parameters())
+        with extension_set(log.LogExtensions()):  # nothing has been left behind
+            train(ctx, OURS(ctx).wrap(layer, use_orig_params=True), shape=(3, 4))
+
+
+@distributed(2)
+def test_wrong_results_in_state_dicts_name_method_and_parameter(ctx: RankContext) -> None:
+    log = example()
+    mesh = init_device_mesh("cpu", (2,))
+    cases = [
+        (mesh, "chunk_dtensor", lambda tensor, rank, mesh: torch.zeros(4, 4)),
+        (None, "chunk_tensor", lambda tensor, *rest: torch.zeros(3)),
+        (mesh, "all_gather_dtensor", lambda tensor, mesh: tensor),
+        (None, "pre_load_state_dict_transform", lambda tensor: tensor),
+    ]
+    for device_mesh, method, wrong in cases:
+        extensions = log.LogExtensions()
+        with extension_set(extensions):
+            model = OURS(ctx).wrap(log.PositiveLinear(4, 4), use_orig_params=True, device_mesh=device_mesh)
+        before = [param.to_local().clone() for param in model.parameters()]
+        with model.state_dict_type(model, SHARDED):
+            saved = None if method.startswith("chunk") else model.state_dict()
+            setattr(extensions, method, wrong)
+            with pytest.raises((fsdp2.ExtensionError, RuntimeError), match=f"{method}.*'weight'"):
+                model.state_dict() if saved is None else model.load_state_dict(saved)
+        for value, param in zip(before, model.parameters(), strict=True):
+            assert torch.equal(value, param.to_local())
+        train(ctx, model, shape=(3, 4))
+
+
+@distributed(2)
+def test_what_is_no_extension_is_refused(ctx: RankContext) -> None:
+    with pytest.raises(TypeError, match="chunk_dtensor"):
+        fsdp2.set_fsdp_extensions(object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a class"):
+        fsdp2.set_fsdp_extensions(example().LogExtensions)
+    with pytest.raises(TypeError):
+        fsdp2.FSDPExtensions()  # type: ignore[abstract]
+
+
+def tensor_parallel(front: Front, use_orig_params: bool) -> nn.Module:
+    """TP inside of FSDP; two of four layers are cut by TP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4), nn.Linear(4, 4))
+    model = parallelize_module(plain, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return front.wrap(model, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
+
+
+def whole(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state_dict.items()}
+
+
+@both_modes
+@distributed(4)
+def test_tensor_parallelism_needs_no_extension(ctx: RankContext, use_orig_params) -> None:
+    saved = []
+
+    def data(step: int) -> torch.Tensor:  # the same on ranks of one model
+        return torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + ctx.rank // 2))
+
+    def scenario(front: Front):
+        model = tensor_parallel(front, use_orig_params)
+        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        results = []
+        for step in range(3):
+            loss = model(data(step)).square().mean()
+            loss.backward()
+            made.step()
+            made.zero_grad()
+            results.append(loss.detach())
+        for kind in (FULL, SHARDED):
+            with front.cls.state_dict_type(model, kind):
+                saved.append(model.state_dict())
+                results.append(whole(saved[-1]))
+                model.load_state_dict(saved[-1])
+        return [*results, model(data(9)).detach()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's state_dict_type is deprecated
+        same(ctx, scenario, exact=False)
+    for kind, theirs in zip((FULL, SHARDED), saved, strict=False):  # the first two are those of torch's class
+        model = tensor_parallel(OURS(ctx), use_orig_params)
+        with model.state_dict_type(model, kind):
+            model.load_state_dict(theirs)
+            assert_same(whole(theirs), whole(model.state_dict()))
+
+
+class Reading(nn.Module):
+    """Recomputes its only layer in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = example().PositiveLinear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@distributed(2)
+def test_a_users_type_is_there_when_a_forward_is_repeated_or_recomputed(ctx: RankContext, strategy) -> None:
+    losses = []
+    for log in (False, True):
+        torch.manual_seed(0)
+        with extension_set(example().LogExtensions()) as calls:
+            inner = Reading() if log else Plain(4, 4)
+            model = nn.Sequential(OURS(ctx).wrap(inner, sharding_strategy=strategy), nn.Linear(4, 2))
+            model = OURS(ctx).wrap(model, sharding_strategy=strategy)
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            model(batch(ctx, 3, 4))
+        calls.clear()
+        for step in range(3):
+            both = model(batch(ctx, 3, 4, seed=step)).sum() + model(batch(ctx, 3, 4, seed=step + 5)).square().sum()
+            both.backward()
+            made.step()
+            made.zero_grad()
+            losses.append(both.detach())
+        assert not log or calls["post_unflatten_transform"] <= 3 * 3  # two forwards, and a backward
+    assert_same(losses[:3], losses[3:])

@@ -1,0 +1,258 @@
+"""``summon_full_params``, ``apply`` and ``_unshard``: whole parameters as with torch's class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2.fsdp1
+from tests.harness.distributed import RankContext, distributed
+from tests.parity.fsdp1.fronts import Front, batch, same, train
+from tests.parity.fsdp1.test_training import GRAD_OP, NO_SHARD, wrapped_mlp
+
+OURS = functools.partial(Front, names=fsdp2.fsdp1)
+both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
+
+
+class Normed(nn.Module):
+    """Two layers and a buffer in a wrapper, a tied weight, and a frozen one."""
+
+    def __init__(self, front: Front, **options) -> None:
+        super().__init__()
+        self.body = front.wrap(nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 8)), **options)
+        self.head, self.again = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.again.weight = self.head.weight
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=options.get("use_orig_params") is not True)
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.head(self.body(x))) * self.scale.sum()
+
+
+def values(module: nn.Module, *, grads: bool = False) -> dict[str, object]:
+    found = {name: param.detach().clone() for name, param in module.named_parameters()}
+    assert not any(isinstance(value, DTensor) for value in found.values())
+    if grads:
+        found |= {f"{name}.grad": None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+    return dict(sorted(found.items()))
+
+
+@both_modes
+@pytest.mark.parametrize("strategy", [None, NO_SHARD])
+@distributed(2, 4)
+def test_whole_parameters_and_buffers_under_clean_names(ctx: RankContext, strategy, use_orig_params) -> None:
+    def scenario(front: Front):
+        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+        model = front.wrap(Normed(front, **options), **options)
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(ctx, 3, 8)).sum().backward()
+        made.step()
+        found = []
+        with front.cls.summon_full_params(model):
+            found += [values(model), values(model.module), values(model.body), sorted(dict(model.named_buffers()))]
+            with torch.no_grad():
+                for i, (_, param) in enumerate(sorted(model.named_parameters())):
+                    param.mul_(0.5).add_(i)
+        with front.cls.summon_full_params(model, writeback=False):
+            found.append(values(model))
+        with front.cls.summon_full_params(nn.ModuleList([model.body]), recurse=True, writeback=False):
+            found.append(values(model.body))
+        return [*found, model(batch(ctx, 3, 8, seed=3)).detach()]
+
+    same(ctx, scenario, exact=ctx.world_size == 2)
+
+
+@both_modes
+@distributed(2)
+def test_what_is_written_back(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params)
+        summon: Callable = front.cls.summon_full_params
+        found = []
+        with summon(model, writeback=False), torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        with summon(model, writeback=False, rank0_only=True):
+            found.append(values(model) if ctx.rank == 0 else None)
+        with summon(model, recurse=False):
+            found.append([model.module[4].weight.shape, model.module[4].bias.detach().clone()])
+            with torch.no_grad():
+                model.module[4].weight.mul_(2)
+            with summon(model.module[0]):
+                found.append(model.module[0].weight.detach().clone())
+        with summon(model.module[2], recurse=False), torch.no_grad():
+            model.module[2].bias.fill_(3)
+        with summon(nn.Linear(2, 2)), summon(nn.Linear(2, 2), recurse=False):  # no wrapper: nothing happens
+            pass
+        with summon(model, writeback=False):
+            found.append(values(model))
+        return [*found, *train(ctx, model)]
+
+    same(ctx, scenario)
+
+
+@distributed(2)
+def test_apply_initialises_whole_parameters(ctx: RankContext) -> None:
+    def scenario(front: Front):
+        seen = []
+
+        def init(module: nn.Module) -> None:
+            seen.append(type(module).__name__)
+            if isinstance(module, nn.Linear):
+                nn.init.kaiming_uniform_(module.weight)
+                nn.init.constant_(module.bias, 0.25)
+
+        losses = []
+        for use_orig_params in (True, False):
+            model = wrapped_mlp(front, use_orig_params=use_orig_params)
+            torch.manual_seed(5)
+            assert model.apply(init) is model
+            losses += train(ctx, model)
+        return [seen, losses]
+
+    same(ctx, scenario)
+
+
+@pytest.mark.parametrize("strategy", [None, NO_SHARD])
+@distributed(2, 4)
+def test_gradients_are_read_and_written_whole(ctx: RankContext, strategy) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=True)
+        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        found = []
+        for step in range(3):
+            model(batch(ctx, 3, 8, seed=step)).square().mean().backward()
+            with front.cls.summon_full_params(model, with_grads=True, writeback=step != 2 or strategy is NO_SHARD):
+                # Under NO_SHARD, torch's class writes in any case.
+                found.append(values(model, grads=True))
+                for _, param in sorted(model.named_parameters()):
+                    param.grad.mul_(torch.arange(1.0, 1 + param.numel()).view_as(param) / 10)
+            made.step()
+            made.zero_grad()
+        with front.cls.summon_full_params(model, with_grads=True):
+            found.append(values(model, grads=True))
+        return found
+
+    same(ctx, scenario, exact=ctx.world_size == 2)
+
+
+@distributed(2)
+def test_gradients_made_or_removed_in_the_block_reach_the_shards(ctx: RankContext) -> None:
+    model = wrapped_mlp(OURS(ctx), use_orig_params=True)
+    model(batch(ctx, 3, 8)).sum().backward()
+    first, *rest = model.parameters()
+    if ctx.rank == 1:
+        first.grad = None  # on one rank: the others' part is still there
+    with fsdp2.fsdp1.FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        assert all(param.grad.shape == param.shape for param in model.parameters())
+        assert model.module[0].weight.grad[:8].any()
+        assert not model.module[0].weight.grad[8:].any()
+        model.module[0].weight.grad = torch.full((16, 8), 2.0)
+        model.module[4].bias.grad = None
+    assert torch.equal(first.grad.full_tensor(), torch.full((16, 8), 2.0))
+    assert [param.grad is None for param in rest] == [False] * 4 + [True]
+
+
+@both_modes
+@distributed(2)
+def test_refused_arguments_and_moments(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params)
+        summon = front.cls.summon_full_params
+        found = []
+        for options in (
+            {"rank0_only": True, "writeback": True},
+            {"with_grads": True, "offload_to_cpu": True, "writeback": False, "rank0_only": True},
+            {"with_grads": use_orig_params, "rank0_only": True},
+            {"with_grads": not use_orig_params, "writeback": use_orig_params, "rank0_only": use_orig_params},
+        ):
+            with pytest.raises(NotImplementedError), summon(model, **options):
+                pass
+        with summon(model), pytest.raises((RuntimeError, AssertionError)), summon(model):
+            pass
+
+        def inside(*_) -> None:
+            with pytest.raises((RuntimeError, AssertionError)), summon(model):
+                pass
+            found.append("refused")
+
+        hook = model.module[1].register_forward_hook(inside)
+        model(batch(ctx, 3, 8)).sum().backward()
+        hook.remove()
+        return [*found, *train(ctx, model)]
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_offloaded_whole_parameters_are_on_the_cpu_and_written_back(ctx: RankContext, use_orig_params) -> None:
+    # Torch's class reads freed memory in this case on the CPU, and refuses it with NO_SHARD.
+    for strategy in (None, NO_SHARD):
+        model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params, sharding_strategy=strategy)
+        with model.summon_full_params(model, offload_to_cpu=True), torch.no_grad():
+            for param in model.parameters():
+                assert param.device.type == "cpu"
+                param.fill_(1.5)
+        with model.summon_full_params(model, writeback=False):
+            assert all(value.eq(1.5).all() for value in values(model).values())
+
+
+@distributed(2)
+def test_nothing_is_written_if_the_block_raises(ctx: RankContext) -> None:
+    # Torch's class writes what the block has left behind.
+    model = wrapped_mlp(OURS(ctx), use_orig_params=True)
+    model(batch(ctx, 3, 8)).sum().backward()
+    before = [(param.to_local().clone(), param.grad.to_local().clone()) for param in model.parameters()]
+
+    def block() -> None:
+        with model.summon_full_params(model, with_grads=True), torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+                param.grad.zero_()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        block()
+    for (value, grad), param in zip(before, model.parameters(), strict=True):
+        assert torch.equal(param.to_local(), value)
+        assert torch.equal(param.grad.to_local(), grad)
+
+
+@both_modes
+@distributed(2)
+def test_modules_run_on_whole_parameters_without_gradients(ctx: RankContext, use_orig_params) -> None:
+    model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params)
+    expected = model(batch(ctx, 3, 8)).detach()
+    with model.summon_full_params(model), torch.no_grad():
+        assert torch.equal(model(batch(ctx, 3, 8)), expected)
+        if ctx.rank == 0:  # nothing is communicated
+            model.module(batch(ctx, 3, 8))
+
+
+@both_modes
+@distributed(2)
+def test_unshard_ahead_of_forward(ctx: RankContext, use_orig_params) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params, sharding_strategy=GRAD_OP)
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            if step or front.is_ours:  # before the first forward, torch's class raises
+                handle = model._unshard(async_op=True)
+                handle.wait()
+                handle.wait()
+                assert model._unshard() is None
+            loss = model(batch(ctx, 3, 8, seed=step)).sum()
+            loss.backward()
+            made.step()
+            made.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    same(ctx, scenario)
