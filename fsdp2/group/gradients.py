@@ -250,7 +250,8 @@ class GroupGradients:
                 continue  # autograd itself accumulates in reduce dtype
             grad = param.take_unsharded_grad()
             if grad is not None:
-                param.accumulate(grad.to(param.compute_dtypes.reduce))
+                is_first = param.accumulated is None
+                param.accumulate(grad.to(param.compute_dtypes.reduce) if is_first else grad)  # else rounded twice
 
     def reduce(self, unused: Unused) -> Reduction | None:
         """Start reducing the gradients that this and earlier backwards left; None if there are none."""
