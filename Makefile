@@ -3,7 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 SCRIPTS ?=
-CLIENTS ?= tests/clients
 # Two processes, each with its own ranks: one computes while the other waits for messages.
 PYTEST := $(BIN)/pytest -n 2 --timeout 300
 
@@ -25,7 +24,7 @@ test-all: .venv/.installed ## run all tests; only the long ones with ARGS="-m lo
 	$(PYTEST) -m "" $(ARGS)
 
 clients: .venv/.clients ## run libraries that call fully_shard with torch's runtime and with ours, and compare
-	$(PYTEST) -n 0 -m "" $(CLIENTS) $(ARGS)
+	$(PYTEST) -n 0 -m "" tests/clients $(ARGS)
 
 lint: .venv/.installed ## check style, formatting and types
 	$(BIN)/ruff check

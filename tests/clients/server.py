@@ -54,13 +54,16 @@ def serve(runtime: str, preload: Sequence[str], connection: Connection) -> None:
     try:
         while True:
             call: Call = connection.recv()
-            connection.send(_answers(runtime, call))
+            answer, has_hung = _answers(runtime, call)
+            if has_hung and runtime == "torch":  # once in 600 cases, on a busy machine; ours has no second try
+                answer, _ = _answers(runtime, call)
+            connection.send(answer)
     except (EOFError, ConnectionError):
         pass
 
 
-def _answers(runtime: str, call: Call) -> list[Any] | str:
-    """What each rank returned; a text if one of them failed."""
+def _answers(runtime: str, call: Call) -> tuple[list[Any] | str, bool]:
+    """What each rank returned, or a text if one of them failed; and whether the time was over before one had failed."""
     folder = Path(tempfile.mkdtemp(prefix="fsdp2-client-"))
     port = _free_port()
     pids = []
@@ -70,7 +73,7 @@ def _answers(runtime: str, call: Call) -> list[Any] | str:
             _run_rank(runtime, call, rank, port, folder)
         pids.append(pid)
     deadline = time.monotonic() + call.timeout_s
-    failed = _wait(pids, deadline)
+    failed, has_hung = _wait(pids, deadline)
     results = [folder / f"result.{rank}" for rank in range(call.num_ranks)]
     answer: list[Any] | str
     if failed or not all(path.exists() for path in results):
@@ -80,12 +83,13 @@ def _answers(runtime: str, call: Call) -> list[Any] | str:
     else:
         answer = [pickle.loads(path.read_bytes()) for path in results]
     shutil.rmtree(folder, ignore_errors=True)
-    return answer
+    return answer, has_hung
 
 
-def _wait(pids: list[int], deadline: float) -> bool:
-    """Wait for all ranks; True if one failed or the time is over. The others are ended two seconds later."""
-    waiting, failed = list(pids), False
+def _wait(pids: list[int], deadline: float) -> tuple[bool, bool]:
+    """Wait for all ranks: whether one failed or the time is over, and whether it is over and none had failed. Two
+    seconds after a failure, the others are ended."""
+    waiting, failed, has_hung = list(pids), False, False
     while waiting:
         for pid in list(waiting):
             found, status = os.waitpid(pid, os.WNOHANG)
@@ -94,13 +98,13 @@ def _wait(pids: list[int], deadline: float) -> bool:
                 if status:
                     failed, deadline = True, min(deadline, time.monotonic() + 2)
         if waiting and time.monotonic() > deadline:
-            failed = True
+            failed, has_hung = True, not failed
             for pid in waiting:
                 os.kill(pid, signal.SIGABRT)  # faulthandler writes where it stands
                 os.waitpid(pid, 0)
             break
         time.sleep(0.01)
-    return failed
+    return failed, has_hung
 
 
 def _run_rank(runtime: str, call: Call, rank: int, port: int, folder: Path) -> None:
