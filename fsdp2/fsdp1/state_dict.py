@@ -329,7 +329,7 @@ def _wholes(
 
 def _saved_buffer(wrapper: Wrapper, name: str, buffer: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """``buffer`` in the dtype that it had before ``MixedPrecision(buffer_dtype)`` cast it."""
-    dtype = (wrapper._orig_buffer_dtypes or {}).get(name, buffer.dtype)
+    dtype = wrapper._orig_buffer_dtypes.get(name, buffer.dtype)
     return buffer.to(device=device or buffer.device, dtype=dtype)
 
 

@@ -312,6 +312,25 @@ def test_ties_extra_states_hooks_and_checkpoint_wrappers_are_saved_and_loaded(ct
 
 
 @distributed(2)
+def test_a_parameter_tied_across_wrappers_is_saved_under_both_names(ctx: RankContext) -> None:
+    """The outer unit takes it over. Torch's class leaves a part of it with the inner wrapper."""
+    front = ours(ctx)
+    model = Tied()
+    model.a = front.wrap(model.a)
+    model = front.wrap(model)
+    for kind in (FULL, SHARDED, LOCAL):
+        with of_kind(front, model, kind):
+            state = model.state_dict()
+            expected = values_of(model)
+            refill(model)
+            model.load_state_dict(state)
+        assert_same(values_of(model), expected)
+        if kind is not LOCAL:
+            assert sorted(state) == ["a.bias", "a.weight", "b.bias", "b.weight"]
+            assert state["a.weight"] is state["b.weight"]
+
+
+@distributed(2)
 def test_wrappers_inside_modules_and_modules_inside_wrappers_have_state_dicts(ctx: RankContext) -> None:
     front = ours(ctx)
     plain = Model()
