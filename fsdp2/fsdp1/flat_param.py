@@ -19,6 +19,8 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import contiguous_stride
 
+_DATA: Any = torch.Tensor.data  # the descriptor
+
 
 class FlatParameter(nn.Parameter):
     """The shards of one unit on this rank, as one 1-D parameter: ``[numel]``, the dtype of the parameters.
@@ -66,12 +68,30 @@ class FlatParameter(nn.Parameter):
             param.sharded.requires_grad_(requires_grad)
         return self
 
+    @property
+    def data(self) -> torch.Tensor:
+        return cast(torch.Tensor, _DATA.__get__(self))
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Give the shards other values, also of another dtype: clients of torch's class upcast parameters so."""
+        with torch.no_grad():
+            for param, part in self.parts(value):
+                (param.sharded.data,) = _torch.dtensors_placed_like([param.sharded], [part])
+        self._group.is_stale = True
+        self._group.settle()
+        self.follow_shards()
+
+    @property
+    def _fqns(self) -> tuple[str, ...]:
+        return tuple(param.name for param in self._group.params)
+
     def follow_shards(self) -> None:
         """Take over the memory of the shards, if the shards have moved or were cast."""
         (flat,) = self._group.shards.flats.values()
         if flat is not self._flat and flat.device.type == self.device.type:
             self._flat, self._flat_grad = flat, None
-            self.data = flat.detach()
+            _DATA.__set__(self, flat.detach())
             self._group.shards.share(self)
 
     def parts(self, flat: torch.Tensor) -> list[tuple[ShardedParam, torch.Tensor]]:

@@ -407,7 +407,7 @@ class FullyShardedDataParallel(nn.Module):
         for name, module in modules:
             name = name and f"{name}."
             if isinstance(module, FullyShardedDataParallel) and recurse:  # it is a parameter of the wrapped module
-                flat = module._flat_param
+                flat = module._listed_flat_param
                 if flat is not None and module._unit.lent is Lent.NOTHING:
                     yield f"{name}{WRAPPED}._flat_param", flat
                     hidden |= {slot for param in flat._group.params for slot in param.slots}
@@ -417,14 +417,29 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        """The flat parameter of this wrapper; None with ``use_orig_params``, or without parameters."""
+        """All parameters of the unit as one; None if there are none, or if they have several dtypes."""
         groups = self._unit.groups
-        if self._settings.use_orig_params or not groups:
+        if not groups or len(groups[0].shards.flats) != 1:
             return None
         if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
             groups[0].settle()  # takes over what the user has put in the place of shards
         flat = self.__dict__["_flat"] = flat_parameter(groups[0], self.__dict__.get("_flat"))
         return flat
+
+    @property
+    def _listed_flat_param(self) -> FlatParameter | None:
+        """The flat parameter, if it stands for the original ones."""
+        return None if self._settings.use_orig_params else self._flat_param
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether the unit has parameters. Clients of torch's class ask for it."""
+        return bool(self._unit.groups)
+
+    @property
+    def _handle(self) -> FlatParameter | None:
+        """What clients of torch's class write attributes to."""
+        return self._flat_param
 
     # State dicts
 
@@ -507,17 +522,19 @@ class FullyShardedDataParallel(nn.Module):
         memo[id(self)] = made = object.__new__(type(self))
         memo[id(self._settings)] = self._settings
         memo[id(self._ignored)] = self._ignored
-        copied_module(self._fsdp_wrapped_module, memo)
+        copied = copied_module(self._unit.modules[0], memo)
         state = {name: value for name, value in vars(self).items() if name not in ("_flat", UNIT_ATTRIBUTE)}
         made.__dict__.update(copy.deepcopy(state, memo))
         extensions.install(made, extensions.extension_of(made))
-        made.__dict__[UNIT_ATTRIBUTE] = unit_of(made._fsdp_wrapped_module)
+        made.__dict__[UNIT_ATTRIBUTE] = unit_of(copied)
         return made
 
     @property
     def _unit(self) -> Unit:
-        unit = unit_of(self._fsdp_wrapped_module)
-        assert unit is not None  # __init__ makes it
+        """The unit of the module that was wrapped. Users may put another module around that one later, such as a
+        ``checkpoint_wrapper``."""
+        unit = unit_of(self)
+        assert unit is not None  # __init__ sets it
         return unit
 
     def _is_root(self) -> bool:
@@ -528,7 +545,7 @@ class FullyShardedDataParallel(nn.Module):
         """Cast buffers to ``MixedPrecision.buffer_dtype``, once."""
         dtype = self._settings.mixed_precision.buffer_dtype
         if dtype is not None and not self._has_run:
-            self._orig_buffer_dtypes = cast_buffers(self._fsdp_wrapped_module, self._ignored, dtype)
+            self._orig_buffer_dtypes = cast_buffers(self._unit.modules[0], self._ignored, dtype)
         self._has_run = True
 
 

@@ -26,7 +26,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-import fsdp2.fsdp1
 from tests.docs.migrating.rows import (
     Rows,
     actions,
@@ -64,7 +63,8 @@ def test_row_works_as_it_is(cell: str) -> None:
 
 def _with_our_class(ctx: RankContext, cell: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(globals(), "FullyShardedDataParallel", fsdp2.fsdp1.FullyShardedDataParallel)
+        patched.setitem(globals(), "FullyShardedDataParallel", fsdp2.FullyShardedDataParallel)
+        warnings.filterwarnings("ignore", message=".* BACKWARD_POST does the same")
         ROWS[cell][0](ctx)
 
 

@@ -9,7 +9,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2.fsdp1
@@ -231,5 +235,47 @@ def test_compiled(ctx: RankContext, where) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The .grad attribute")  # the compiler looks at it
             return train(ctx, model)
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_activation_checkpointing_after_wrapping(ctx: RankContext, use_orig_params) -> None:
+    """Accelerate does it in this order: the checkpoint comes between the wrapper and its module."""
+
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params)
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+        found = train(ctx, model)
+        with torch.no_grad(), front.cls.summon_full_params(model):
+            names = [name for name, _ in model.named_parameters()]
+        return [*found, names, type(model[0].module)]
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
+def test_clients_upcast_flat_parameters(ctx: RankContext, use_orig_params) -> None:
+    """As accelerate does for a model in low precision, before the first forward."""
+
+    def scenario(front: Front):
+        options = {"use_orig_params": use_orig_params, "mixed_precision": MixedPrecision(torch.bfloat16)}
+        model = front.wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16(), **options)
+        for module in front.cls.fsdp_modules(model):
+            assert module._has_params
+            param = module._flat_param
+            param.data = param.data.to(torch.float32)
+            module._handle._orig_param_dtype = torch.float32
+        made = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            loss = model(batch(ctx, 3, 8, seed=step)).float().square().mean()
+            loss.backward()
+            made.step()
+            made.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, {str(param.dtype) for param in model.parameters()}, len(param._fqns)]
 
     same(ctx, scenario)
