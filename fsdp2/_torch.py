@@ -394,6 +394,12 @@ def shape_of(value: object) -> torch.Size | None:
     return cast(Any, value).metadata().size if is_sharded_tensor(value) else value.shape
 
 
+def dtype_of(value: torch.Tensor) -> torch.dtype:
+    """The dtype of a tensor. A ShardedTensor would warn that it is deprecated."""
+    found = cast(Any, value).metadata().tensor_properties.dtype if is_sharded_tensor(value) else value.dtype
+    return cast(torch.dtype, found)
+
+
 def local_shards(value: Any) -> list[torch.Tensor]:
     """This rank's parts of a ShardedTensor."""
     return [shard.tensor.detach() for shard in value.local_shards()]

@@ -1,0 +1,415 @@
+"""Loading state dicts of optimizers: from names, with whole or sharded values, to what an optimizer over wrapped
+parameters loads; and other keys for state dicts of plain models. All values are copies: steps do not change what was
+loaded from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import OptimStateKeyType
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.comm.backends import exchange
+from fsdp2.fsdp1.names import clean_name
+from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
+from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, whole_of_pieces
+from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
+from fsdp2.fsdp1.state_values import is_replicated, local_value
+
+_STEP = "step"  # a count, whatever the shape of the parameter; Optimizer.load_state_dict knows the name, too
+
+
+def loadable(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    *,
+    is_named: bool = False,
+    group: Any = None,
+) -> dict[str, Any]:
+    """``optim_state_dict_to_load``: of the kind that is set."""
+    settings = get_types(model)
+    rank0_only = (
+        settings is not None
+        and settings.state_dict_type is FULL
+        and getattr(settings.optim_state_dict_config, "rank0_only", False)
+    )
+    return to_load(model, optim, given, rank0_only=rank0_only, is_named=is_named, group=group)
+
+
+@torch.no_grad()
+def to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    given: Mapping[str, Any] | None,
+    *,
+    rank0_only: bool = False,
+    is_named: bool = False,
+    group: Any = None,
+    optim_input: OptimInput = None,
+    is_collective: bool = True,
+) -> dict[str, Any]:
+    """The state dict ``given``, with keys that are names, as ``optim`` loads it. With ``is_collective``, it fails on
+    all ranks or on none.
+
+    Raises:
+        ValueError: ``given`` does not fit the model or the optimizer, on some rank.
+    """
+    owners = Owners(model, groups_in(model, optim, optim_input))
+    fetch: Fetch = _itself
+    if rank0_only:
+        given, fetch = broadcast_structure(given, group, owners.wrappers[0].compute_device)
+    problem, ways = None, []
+    try:
+        check(owners, given)
+        assert given is not None
+        ways = _ways(owners, given["state"])
+        if rank0_only and ways:
+            raise ValueError(
+                f"optim_state_dict_to_load: with rank0_only, the first rank has whole states, but {ways[0][1]!r} of "
+                f"{ways[0][0]!r} is sharded. Set SHARDED_STATE_DICT to load sharded states."
+            )
+    except ValueError as error:
+        problem = str(error)
+    if is_collective:
+        _raise_on_all(owners, problem, [] if rank0_only else ways)
+    elif problem is not None:
+        raise ValueError(problem)
+    assert given is not None
+    keys = _keys_of(model, owners, is_named=is_named)
+    state: dict[Any, Any] = {}
+    problem = None
+    for owner in owners:
+        try:
+            found = _states_of(owner, given["state"], fetch)
+        except ValueError as error:
+            found, problem = {}, problem or str(error)
+        if found:
+            state[keys[id(owner.param)]] = found
+    others = {key: _of_no_parameter(each, fetch) for key, each in given["state"].items() if key not in owners.known}
+    if is_collective:
+        _raise_on_all(owners, problem, [])
+    elif problem is not None:
+        raise ValueError(problem)
+    state |= others
+    made: dict[str, Any] = {"state": state}
+    if "param_groups" in given:
+        made["param_groups"] = _param_groups(owners, given["param_groups"], keys)
+    return made
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _raise_on_all(owners: Owners, problem: str | None, ways: Sequence[object]) -> None:
+    """Raise on all ranks if one has a problem, or if ranks would communicate about different values."""
+    found: list[tuple[str | None, Any]] = exchange(owners.axis, (problem, ways))
+    for rank, (theirs, _) in enumerate(found):
+        if theirs is not None:
+            raise ValueError(problem or f"optim_state_dict_to_load: it failed on rank {rank}: {theirs}")
+    for rank, (_, theirs) in enumerate(found):
+        if theirs != found[0][1]:
+            names = sorted({str(way[0]) for way in {*theirs} ^ {*found[0][1]}})
+            raise ValueError(
+                f"optim_state_dict_to_load: ranks 0 and {rank} have different sharded states of {listed(names)}. "
+                "Pass what all ranks have saved or loaded together."
+            )
+
+
+# Whether it fits
+
+
+def check(owners: Owners, given: Any) -> None:
+    """Raise ValueError if ``given`` does not fit the model and the optimizer. Without communication."""
+    if owners.problem is not None:
+        raise ValueError(owners.problem)
+    if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
+        found = f"the keys {listed(given)}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        raise ValueError(
+            f"optim_state_dict_to_load: expected a dict with 'state' and 'param_groups', found {found}. Pass what "
+            "optim_state_dict returns; with rank0_only, on the first rank."
+        )
+    state, groups = given["state"], given.get("param_groups")
+    names_in_groups = [name for each in groups or () for name in each["params"]]
+    if any(isinstance(name, int) for name in [*state, *names_in_groups]):
+        raise ValueError(
+            "optim_state_dict_to_load: the keys are numbers of parameters, expected names. Convert them by "
+            "rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model, optim=optim), with the model and "
+            "optimizer that it was saved with."
+        )
+    strange = [name for name in dict.fromkeys(names_in_groups) if name not in owners.known]
+    if strange:
+        raise ValueError(
+            f"optim_state_dict_to_load: the state dict has parameters that the model does not have: {listed(strange)}. "
+            "It was saved with another model."
+        )
+    mine = {name for owner in owners for names in owner.names for name in names}
+    extra = [name for name in [*names_in_groups, *state] if name in owners.known and name not in mine]
+    if extra:
+        raise ValueError(
+            "optim_state_dict_to_load: the state dict has parameters that the optimizer does not have: "
+            f"{listed(dict.fromkeys(extra))}. Pass them to the optimizer, too, or remove them from the state dict."
+        )
+    if groups is not None:
+        has = set(names_in_groups)
+        missing = [names[0] for owner in owners for names in owner.names if has.isdisjoint(names)]
+        if missing:
+            raise ValueError(
+                f"optim_state_dict_to_load: parameters of the optimizer are not in the state dict: {listed(missing)}. "
+                "Make the optimizer over the parameters that the saved one had."
+            )
+        _param_groups(owners, groups, {id(owner.param): 0 for owner in owners})
+    problems = [problem for owner in owners for problem in _shape_problems(owner, state)]
+    if problems:
+        raise ValueError(f"optim_state_dict_to_load: states do not fit their parameters: {listed(problems)}.")
+    for owner in owners:
+        if owner.is_flat:
+            _check_flat_states(owner, _states_by_name(owner, state))
+
+
+def _shape_problems(owner: Owner, state: Mapping[str, States]) -> list[str]:
+    problems = []
+    found = _states_by_name(owner, state)
+    for entry, names, states in zip(owner.entries, owner.names, found, strict=bool(owner.entries)):
+        expected = tuple(entry.param.spec.sharded.shape)
+        for name, value in (states or {}).items():
+            shape = _shape(value)
+            is_own = isinstance(value, DTensor) and not owner.is_flat  # optimizers may reduce states over dims
+            if shape and shape != expected and not is_own:
+                problems.append(f"'{name}' of '{names[0]}' has shape {shape}, expected {expected}")
+    return problems
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    found = value.shape if isinstance(value, Remote) else _torch.shape_of(value)
+    return None if found is None else tuple(found)
+
+
+def _states_by_name(owner: Owner, state: Mapping[str, States]) -> list[States | None]:
+    """For each parameter of ``owner``, its states, under any of its tied names; None if there are none."""
+    return [next((state[name] for name in names if state.get(name)), None) for names in owner.names]
+
+
+def _check_flat_states(owner: Owner, found: Sequence[States | None]) -> None:
+    """Flat parameters have one set of states, so those of their parameters must agree."""
+    present = [each for each in found if each is not None]
+    names = [each[0] for each in owner.names]
+    if not present:
+        return
+    if any(each.keys() != present[0].keys() for each in present):
+        kinds = listed(f"'{name}': {sorted(each)}" for name, each in zip(names, found, strict=True) if each is not None)
+        raise ValueError(
+            f"optim_state_dict_to_load: parameters of one flat parameter have different states: {kinds}. Load them "
+            "with use_orig_params=True."
+        )
+    for state in present[0]:
+        values = [None if each is None else each[state] for each in found]
+        if _has_dims(next((value for value in values if value is not None), None)):
+            dtypes = {str(_dtype(value)) for value in values if value is not None}
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"optim_state_dict_to_load: state '{state}' of parameters of one flat parameter has the dtypes "
+                    f"{sorted(dtypes)}: {listed(names)}. Load it with use_orig_params=True."
+                )
+        elif any(_differ(value, values[0]) for value in values):
+            raise ValueError(
+                f"optim_state_dict_to_load: state '{state}' differs between parameters of one flat parameter: "
+                f"{listed(f'{name!r}: {value}' for name, value in zip(names, values, strict=True))}. Load it with "
+                "use_orig_params=True."
+            )
+
+
+def _has_dims(value: Any) -> bool:
+    return bool(_shape(value))
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return _torch.dtype_of(value) if isinstance(value, torch.Tensor) else getattr(value, "dtype", None)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype != b.dtype or not torch.equal(a.cpu(), b.cpu())
+    return isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor) or bool(a != b)
+
+
+def _ways(owners: Owners, state: Mapping[str, States]) -> list[tuple[str, str, str]]:
+    """The sharded values that are loaded, and how they are sharded: ranks communicate about some of them."""
+    ways = []
+    for owner in owners:
+        for names, states in zip(owner.names, _states_by_name(owner, state), strict=True):
+            for name, value in sorted((states or {}).items()):
+                if isinstance(value, DTensor):
+                    ways.append((names[0], name, f"{value.placements} {value.device_mesh.shape}"))
+                elif _torch.is_sharded_tensor(value):
+                    ways.append((names[0], name, "ShardedTensor"))
+    return ways
+
+
+# The states of one parameter of the optimizer
+
+
+def _states_of(owner: Owner, state: Mapping[str, States], fetch: Fetch) -> States:
+    found = _states_by_name(owner, state)
+    if not any(found):
+        return {}
+    if not owner.entries:
+        return {name: _loaded_whole(value, fetch) for name, value in sorted((found[0] or {}).items())}
+    if not owner.is_flat:
+        entry = owner.entries[0]
+        return {name: _loaded(entry, name, value, fetch) for name, value in sorted((found[0] or {}).items())}
+    present = next(each for each in found if each is not None)
+    made: States = {}
+    for name in sorted(present):
+        values = [None if each is None else each[name] for each in found]
+        first = next((value for value in values if value is not None), None)
+        if not _has_dims(first):
+            made[name] = _copied(first)
+            continue
+        flat = torch.zeros_like(owner.param, dtype=_dtype(first), requires_grad=False)
+        flat = flat.as_subclass(torch.Tensor)
+        parts = dict(owner.param.parts(flat))  # type: ignore[attr-defined]
+        for entry, value in zip(owner.entries, values, strict=True):
+            if value is not None:
+                parts[entry.param].copy_(_local(entry, value, fetch))
+        made[name] = flat
+    return made
+
+
+def _loaded(entry: Entry, name: str, value: Any, fetch: Fetch) -> Any:
+    """``value`` as the state of a sharded parameter."""
+    shape = _shape(value)
+    if shape is None or (not shape and (name == _STEP or entry.param.layout.shape)):
+        return _copied(value)
+    if shape != tuple(entry.param.spec.sharded.shape):  # a DTensor of an optimizer that reduces states
+        return value.detach().clone()
+    held = _torch.local_of(entry.param.sharded)
+    local = _local(entry, value, fetch)
+    return entry.param.spec.sharded.dtensor(local.to(held.device, copy=True).contiguous())
+
+
+def _local(entry: Entry, value: Any, fetch: Fetch) -> torch.Tensor:
+    if _torch.is_sharded_tensor(value) and is_replicated(entry.wrapper):
+        value = whole_of_pieces(value, entry.wrapper)
+    local = local_value(entry.param, fetch(value))
+    assert local is not None  # the shape was checked
+    return local
+
+
+def _loaded_whole(value: Any, fetch: Fetch) -> Any:
+    return _copied(fetch(value))
+
+
+def _of_no_parameter(value: Any, fetch: Fetch) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _of_no_parameter(each, fetch) for key, each in value.items()}
+    return _loaded_whole(value, fetch)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+# Groups and keys
+
+
+def _keys_of(model: nn.Module, owners: Owners, *, is_named: bool) -> dict[int, Any]:
+    if not is_named:
+        return {id(owner.param): i for i, owner in enumerate(owners)}
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {id(owner.param): names.get(id(owner.param), owner.names[0][0]) for owner in owners}
+
+
+def _param_groups(owners: Owners, groups: Sequence[Mapping[str, Any]], keys: Mapping[int, Any]) -> list[dict[str, Any]]:
+    """For each group of the optimizer, in its order, what was saved for its parameters. Torch's class keeps the order
+    that was saved; ``Optimizer.load_state_dict`` then takes one parameter's states for another's.
+
+    Raises:
+        ValueError: parameters of one group were in groups with different options.
+    """
+    by_name = {name: group for group in groups for name in group["params"]}
+    made = []
+    for i, group in enumerate(owners.groups):
+        names = [[name for name in each if name in by_name] for owner in group for each in owner.names]
+        saved = {id(by_name[each[0]]): by_name[each[0]] for each in names if each}
+        options = [_options(each) for each in saved.values()]
+        if not options:  # an empty group
+            options = [_options(groups[i])] if i < len(groups) else [{}]
+        if any(_options_differ(options[0], each) for each in options[1:]):
+            firsts = [next(name for name in each["params"]) for each in saved.values()]
+            raise ValueError(
+                f"optim_state_dict_to_load: group {i} of the optimizer has parameters of {len(options)} saved groups "
+                f"with different options, such as {listed(firsts)}. Make the groups as they were saved."
+            )
+        made.append({**copy.deepcopy(options[0]), "params": [keys[id(owner.param)] for owner in group]})
+    return made
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Without names: the optimizer keeps its own."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _options_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() != b.keys() or any(_differ(a[name], b[name]) for name in a)
+
+
+# Other keys
+
+
+def rekeyed(
+    given: dict[str, Any],
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """``given`` with names as keys, or with the numbers that parameters have in ``optim``. The same object, if its keys
+    are so already.
+
+    Raises:
+        ValueError: the keys are of both kinds; or parameters that the model or optimizer does not have.
+    """
+    if key_type not in OptimStateKeyType:
+        raise TypeError(f"rekey_optim_state_dict: expected an OptimStateKeyType, not {key_type!r}.")
+    keys = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
+    kinds = {type(key) for key in keys}
+    if not kinds <= {str} and not kinds <= {int}:
+        raise ValueError(
+            f"rekey_optim_state_dict: keys must be all names or all numbers, found {listed(map(repr, keys))}."
+        )
+    wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int
+    if kinds <= {wanted}:
+        return given
+    params = [param for group in groups_in(model, optim, optim_input) for param in group]
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(clean_name(name))
+    strange = [i for i, param in enumerate(params) if id(param) not in names]
+    if strange:
+        raise ValueError(
+            f"rekey_optim_state_dict: parameters {listed(strange)} of the optimizer are not in the model. Pass the "
+            "model that the optimizer was made for."
+        )
+    table: dict[Any, Any] = {}
+    for i, param in enumerate(params):
+        table |= {i: names[id(param)][0]} if wanted is str else dict.fromkeys(names[id(param)], i)
+    missing = [key for key in dict.fromkeys(keys) if key not in table]
+    if missing:
+        raise ValueError(
+            f"rekey_optim_state_dict: the optimizer of this model has no parameters {listed(map(repr, missing))}. Pass "
+            "a model without wrappers, or with use_orig_params=True, and its optimizer."
+        )
+    return {
+        "state": {table[key]: states for key, states in given["state"].items()},
+        "param_groups": [
+            {**copy.deepcopy(group), "params": sorted(table[key] for key in group["params"])}
+            for group in given["param_groups"]
+        ],
+    }

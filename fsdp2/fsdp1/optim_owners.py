@@ -1,0 +1,128 @@
+"""Whose states: the parameters of an optimizer, as parameters of a model with wrappers, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.fsdp1.flat_param import FlatParameter
+from fsdp2.fsdp1.names import clean_name, wrappers_in
+from fsdp2.fsdp1.state_dict import Entry, entries_of
+from fsdp2.plan.mesh import Axis, replicated
+
+OptimInput: TypeAlias = Sequence[dict[str, Any]] | Iterable[nn.Parameter] | None
+States: TypeAlias = dict[str, Any]  # of one parameter, by the optimizer's names
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A parameter of an optimizer. ``entries``: the sharded parameters that it stands for, several if it is flat; none
+    if no wrapper has it. ``names``: the clean names of these; for each, the first one of tied names comes first."""
+
+    param: nn.Parameter
+    entries: tuple[Entry, ...]
+    names: tuple[tuple[str, ...], ...]
+
+    @property
+    def is_flat(self) -> bool:
+        return isinstance(self.param, FlatParameter)
+
+
+class Owners:
+    """The parameters of an optimizer in a model, group by group. ``problem``: why they cannot be in this model."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self.wrappers = wrappers_in(model)
+        if not self.wrappers:
+            raise ValueError(
+                f"optimizer state dict: there is no FullyShardedDataParallel in the {type(model).__name__}. Pass the "
+                "wrapped model."
+            )
+        order = _names_in_order(model)
+        entries = [each for each in entries_of(model) if each.names]
+        managed = {id(each.param.sharded): each for each in entries}
+        flats: dict[int, list[Entry]] = {}
+        for each in entries:
+            flats.setdefault(id(each.group), []).append(each)
+        by_param: dict[int, list[str]] = {}
+        for name, param in order.items():
+            by_param.setdefault(id(param), []).append(name)
+        rank = {name: i for i, name in enumerate(order)}
+        self.groups: list[list[Owner]] = []
+        unknown = []
+        for i, group in enumerate(groups):
+            self.groups.append([])
+            for j, param in enumerate(group):
+                found: Sequence[Entry] = ()
+                if isinstance(param, FlatParameter):
+                    found = flats.get(id(param._group), ())
+                elif id(param) in managed:
+                    found = [managed[id(param)]]
+                names = [tuple(sorted(each.names, key=rank.__getitem__)) for each in found]
+                if not found and id(param) in by_param:
+                    names = [tuple(by_param[id(param)])]
+                if not names:
+                    unknown.append(f"parameter {j} of group {i} with shape {tuple(param.shape)}")
+                self.groups[-1].append(Owner(param, tuple(found), tuple(names)))
+        self.known = {name for each in entries for name in each.names} | {clean_name(name) for name in order}
+        self.problem = None
+        if unknown:
+            self.problem = (
+                f"optimizer state dict: {listed(unknown)} of the optimizer are not parameters of this model. Pass the "
+                "model whose parameters() the optimizer got, and make the optimizer after the model is wrapped."
+            )
+
+    def __iter__(self) -> Iterator[Owner]:
+        return (owner for group in self.groups for owner in group)
+
+    @property
+    def axis(self) -> Axis:
+        """All ranks that have the model: those of the largest wrapper."""
+        return max(
+            (replicated(each._settings.parallel).replicate for each in self.wrappers), key=lambda axis: axis.size
+        )
+
+
+def _names_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters that are bound in ``model``, under all of their clean names."""
+    return {
+        clean_name(f"{path}.{short}" if path else short): param
+        for path, child in model.named_modules(remove_duplicate=False)
+        for short, param in _torch.parameters_dict(child).items()
+        if param is not None
+    }
+
+
+def groups_in(model: nn.Module, optim: torch.optim.Optimizer | None, given: OptimInput) -> list[list[nn.Parameter]]:
+    """The parameters of an optimizer, group by group. ``given``: what was passed to it, if ``optim`` itself is not
+    known; None means the parameters of ``model``.
+
+    Raises:
+        TypeError, ValueError: ``given`` is nothing that an optimizer takes.
+    """
+    if optim is not None:
+        return [list(group["params"]) for group in optim.param_groups]
+    if given is None:
+        return [list(model.parameters())]
+    try:
+        values: list[Any] = list(given)
+    except TypeError as error:
+        raise TypeError(f"optim_input: expected parameters or groups of them, not {given!r}.") from error
+    if not values:
+        raise ValueError("optim_input: there are no parameters in it.")
+    if all(isinstance(each, torch.Tensor) for each in values):
+        return [values]
+    if not all(isinstance(each, dict) and "params" in each for each in values):
+        raise TypeError("optim_input: expected parameters, or dicts with 'params', and not both kinds.")
+    return [list(each["params"]) for each in values]
+
+
+def listed(names: Iterable[object], limit: int = 10) -> str:
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + more

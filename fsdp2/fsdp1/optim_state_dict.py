@@ -1,0 +1,316 @@
+"""Saving state dicts of optimizers over wrapped models: by names of parameters, with whole or sharded values.
+
+A state that is cut as the parameter is (``Cut``) becomes whole or sharded; other states are copied. All
+values are copies: later steps do not change what was saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.comm.backends import exchange
+from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
+from fsdp2.fsdp1.optim_values import chunked_value
+from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
+from fsdp2.fsdp1.state_values import CPU, full_values, is_replicated, sharded_value
+
+
+class Part(NamedTuple):
+    """One parameter of an optimizer's parameter, with its name and its states on this rank."""
+
+    owner: Owner
+    entry: Entry
+    name: str
+    states: States
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A state of this rank that is cut as its parameter is."""
+
+    local: torch.Tensor
+
+
+def saved(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: Mapping[str, Any] | None = None,
+    *,
+    group: Any = None,
+) -> dict[str, Any]:
+    """``optim_state_dict``: of the kind that is set."""
+    settings = get_types(model)
+    config = None if settings is None else settings.optim_state_dict_config
+    return save(
+        model,
+        optim,
+        given,
+        is_full=settings is None or settings.state_dict_type is FULL,
+        rank0_only=getattr(config, "rank0_only", False),
+        offload=getattr(config, "offload_to_cpu", True),
+        group=group,
+    )
+
+
+@torch.no_grad()
+def save(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: Mapping[str, Any] | None = None,
+    *,
+    is_full: bool,
+    rank0_only: bool = False,
+    offload: bool = True,
+    group: Any = None,
+) -> dict[str, Any]:
+    """The state dict ``given`` of ``optim``, by default what it has now, by names. Collective.
+
+    Raises:
+        ValueError: the optimizer has parameters of another model.
+        RuntimeError: a rank lacks states of a shard that it has.
+    """
+    given = optim.state_dict() if given is None else given
+    owners = Owners(model, groups_in(model, optim, None))
+    by_key = _owners_by_key(model, owners, given["state"])
+    problem, copied = owners.problem, {}
+    cut: list[Part] = []
+    if problem is None:
+        try:
+            cut = _cut_states(owners, by_key, given["state"])
+        except ValueError as error:
+            problem = str(error)
+    merged = _agreed(owners, cut, problem)
+    is_saved = not (is_full and rank0_only) or _torch_rank(group) == 0
+    device = CPU if offload else None
+    results = _full(merged, device, is_saved=is_saved) if is_full else _sharded(merged, device)
+    if not is_saved:
+        return {}
+    for key, states in given["state"].items():
+        owner = by_key.get(key)
+        if owner is None:
+            warnings.warn(
+                f"optim_state_dict: state {key!r} belongs to no parameter of the optimizer. It is saved as it is.",
+                stacklevel=4,
+            )
+            copied[key] = copy.deepcopy(states)
+        elif not owner.entries:
+            results[owner.names[0][0]] = {
+                name: _copied(value, device if isinstance(value, torch.Tensor) else None)
+                for name, value in states.items()
+            }
+    made: dict[str, Any] = {"state": {**results, **copied}}
+    if "param_groups" in given:
+        keys = _keys(model, owners, given["state"])
+        names = {key: [each[0] for each in owner.names] for key, owner in keys.items()}
+        made["param_groups"] = [
+            {**copy.deepcopy(each), "params": [name for key in each["params"] for name in names[key]]}
+            for each in given["param_groups"]
+        ]
+    return made
+
+
+def _torch_rank(group: Any) -> int:
+    return torch.distributed.get_rank(group)
+
+
+def _keys(model: nn.Module, owners: Owners, states: Mapping[Any, Any]) -> dict[Any, Owner]:
+    """The keys of an optimizer's state dict: numbers, or names if the optimizer has such."""
+    is_named = bool(states) and isinstance(next(iter(states)), str)
+    if not is_named:
+        return dict(enumerate(owners))
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {names.get(id(owner.param), owner.names[0][0]): owner for owner in owners if owner.names}
+
+
+def _owners_by_key(model: nn.Module, owners: Owners, states: Mapping[Any, Any]) -> dict[Any, Owner]:
+    keys = _keys(model, owners, states)
+    return {key: keys[key] for key in states if key in keys}
+
+
+def _cut_states(owners: Owners, by_key: Mapping[Any, Owner], states: Mapping[Any, States]) -> list[Part]:
+    """For each parameter of a wrapper, in the optimizer's order, its name and states; those like its shard as
+    ``Cut``."""
+    found = {id(owner.param): states[key] for key, owner in by_key.items()}
+    parts = []
+    for owner in owners:
+        if owner.entries:
+            each = zip(owner.entries, owner.names, _split(owner, found.get(id(owner.param))), strict=True)
+            parts += [Part(owner, entry, names[0], mine) for entry, names, mine in each]
+    return parts
+
+
+def _split(owner: Owner, states: States | None) -> list[States]:
+    """The states of each parameter that ``owner`` stands for."""
+    results: list[States] = [{} for _ in owner.entries]
+    for name, value in (states or {}).items():
+        if not owner.is_flat:
+            results[0][name] = _as_cut(owner.entries[0], value)
+        elif isinstance(value, torch.Tensor) and value.dim():
+            if value.shape != owner.param.shape:
+                raise ValueError(
+                    f"optim_state_dict: state '{name}' of the flat parameter of {listed(n[0] for n in owner.names)} "
+                    f"has shape {tuple(value.shape)}, expected {tuple(owner.param.shape)}, that of the flat parameter. "
+                    "Use use_orig_params=True with optimizers whose states have other shapes."
+                )
+            parts = dict(owner.param.parts(value))  # type: ignore[attr-defined]
+            for result, entry in zip(results, owner.entries, strict=True):
+                result[name] = Cut(parts[entry.param])
+        else:
+            for result in results:
+                result[name] = value
+    return results
+
+
+def _as_cut(entry: Entry, value: Any) -> Any:
+    spec = entry.param.spec.sharded
+    if isinstance(value, DTensor):
+        is_cut = tuple(value.shape) == tuple(spec.shape) and value.placements == spec.placements
+        return Cut(_torch.local_of(value)) if is_cut else value
+    is_local = isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == tuple(entry.param.shard_shape)
+    return Cut(value) if is_local else value
+
+
+def _agreed(owners: Owners, cut: list[Part], problem: str | None) -> list[Part]:
+    """``cut`` with the states that other ranks have, where this rank's shard is empty. All ranks have the same states
+    then, or all raise."""
+    signature = [(name, entry.param.shard_shape, _kinds(states)) for _, entry, name, states in cut]
+    found: list[tuple[str | None, Any]] = exchange(owners.axis, (problem, signature))
+    for rank, (theirs, _) in enumerate(found):
+        if theirs is not None:
+            other = f"optim_state_dict: it failed on rank {rank} of the model's ranks: {theirs}"
+            raise ValueError(problem or other)
+    kinds = [[(name, kind) for name, _, kind in each] for _, each in found]
+    if all(each == kinds[0] for each in kinds):
+        return cut
+    lacking: dict[str, list[int]] = {}
+    wanted: dict[str, dict[str, str]] = {}
+    for _, each in found:
+        for name, _, kind in each:
+            wanted.setdefault(name, {}).update(kind)
+    for rank, (_, each) in enumerate(found):
+        has = {name: (shape, kind) for name, shape, kind in each}
+        for name, kind in wanted.items():
+            shape, mine = has.get(name, ((1,), {}))
+            lacks = {state for state in kind if state not in mine}
+            if lacks and (0 not in shape or any(kind[state] == "DTensor" for state in lacks)):
+                lacking.setdefault(name, []).append(rank)
+    if lacking:
+        ranks = listed(f"'{name}' (ranks {listed(each)})" for name, each in lacking.items())
+        raise RuntimeError(
+            f"optim_state_dict: ranks lack optimizer states that other ranks have, of {ranks}. Step the optimizer on "
+            "all ranks, with the same parameters."
+        )
+    values: list[dict[str, States]] = exchange(
+        owners.axis,
+        {
+            name: {key: _plain(value) for key, value in states.items() if not isinstance(value, Cut)}
+            for _, _, name, states in cut
+        },
+    )
+    result = []
+    for owner, entry, name, states in cut:
+        merged = dict(states)
+        for state, kind in wanted[name].items():
+            if state in merged:
+                continue
+            if kind.startswith("cut "):
+                dtype = getattr(torch, kind.removeprefix("cut torch."))
+                local = torch.empty(entry.param.shard_shape, dtype=dtype, device=entry.group.mesh.device)
+                merged[state] = Cut(local)
+            else:
+                merged[state] = next(each[name][state] for each in values if state in each.get(name, {}))
+        result.append(Part(owner, entry, name, merged))
+    return result
+
+
+def _kinds(states: States) -> dict[str, str]:
+    kinds = {}
+    for name, value in sorted(states.items()):
+        if isinstance(value, Cut):
+            kinds[name] = f"cut {value.local.dtype}"
+        else:
+            kinds[name] = "DTensor" if isinstance(value, DTensor) else "other"
+    return kinds
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
+
+
+def _full(merged: list[Part], device: torch.device | None, *, is_saved: bool) -> dict[str, States]:
+    """Whole values, one launch for all parameters of a unit and a state."""
+    results: dict[str, States] = {name: {} for _, _, name, states in merged if states}
+    launches: dict[tuple[int, str], list[tuple[Entry, str, torch.Tensor]]] = {}
+    for owner, entry, name, states in merged:
+        for state, value in sorted(states.items(), key=lambda item: _order(item, is_flat=owner.is_flat)):
+            results[name][state] = None  # the place
+            if isinstance(value, Cut):
+                launches.setdefault((id(entry.group), state), []).append((entry, name, value.local))
+            elif isinstance(value, DTensor):
+                whole = value.full_tensor()
+                results[name][state] = _copied(whole, device or (None if whole.dim() else CPU))
+            else:
+                results[name][state] = _copied(value, _scalar_device(owner, value, device))
+    for (_, state), each in launches.items():
+        group = each[0][0].group
+        wholes = full_values(
+            group, [entry.param for entry, _, _ in each], [local for _, _, local in each], device if is_saved else None
+        )
+        for (_, name, _), whole in zip(each, wholes, strict=True):
+            results[name][state] = whole if is_saved else None
+    return results
+
+
+def _sharded(merged: list[Part], device: torch.device | None) -> dict[str, States]:
+    results: dict[str, States] = {}
+    for owner, entry, name, states in merged:
+        if states:
+            results[name] = {
+                state: _sharded_state(owner, entry, value, device)
+                for state, value in sorted(states.items(), key=lambda item: _order(item, is_flat=owner.is_flat))
+            }
+    return results
+
+
+def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device | None) -> Any:
+    if isinstance(value, DTensor):
+        return _copied(value.full_tensor(), CPU) if not value.dim() else value.detach().clone()
+    if not isinstance(value, Cut):
+        return _copied(value, _scalar_device(owner, value, device))
+    if not is_replicated(entry.wrapper):
+        return sharded_value(entry.param, value.local, entry.wrapper, device=device)
+    if owner.is_flat:  # as torch's class: of the whole value, each rank saves a part
+        return chunked_value(value.local, entry.wrapper, device)
+    return _copied(value.local, device)
+
+
+def _order(item: tuple[str, Any], *, is_flat: bool) -> tuple[int, str]:
+    """Torch's order of the states of a parameter."""
+    name, value = item
+    if isinstance(value, Cut):
+        return (0 if is_flat else 3), name
+    return (1 if isinstance(value, torch.Tensor) else 2) if is_flat else (
+        2 if isinstance(value, torch.Tensor) else 1
+    ), name
+
+
+def _scalar_device(owner: Owner, value: Any, device: torch.device | None) -> torch.device | None:
+    """Counts of original parameters are saved on the CPU, as torch's class does."""
+    is_count = isinstance(value, torch.Tensor) and not value.dim() and not owner.is_flat
+    return CPU if is_count else device
+
+
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """A copy in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    return copy.deepcopy(value)

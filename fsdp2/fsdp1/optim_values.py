@@ -1,0 +1,97 @@
+"""Values of optimizer state dicts: cut otherwise than parameters are, or held by the first rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp2 import _torch
+from fsdp2.fsdp1.names import Wrapper
+
+
+def chunked_value(whole: torch.Tensor, wrapper: Wrapper, device: torch.device | None) -> torch.Tensor:
+    """This rank's part of ``whole``, which all ranks of ``wrapper`` have: a DTensor with a device mesh, else a
+    ShardedTensor. Not collective."""
+    num_ranks, size = wrapper.world_size, whole.shape[0]
+    step = -(-size // num_ranks)
+    intervals = [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(num_ranks)]
+    start, stop = intervals[wrapper.rank]
+    own = whole[start:stop].detach().to(device or whole.device, copy=True)
+    mesh = wrapper._settings.device_mesh
+    if mesh is not None:
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    rest = whole.shape[1:]
+    pieces = [
+        _torch.Piece(rank, (first, *[0] * len(rest)), (last - first, *rest))
+        for rank, (first, last) in enumerate(intervals)
+        if last > first or rank == 0
+    ]
+    return _torch.sharded_tensor(own, pieces, whole.shape, wrapper.process_group)
+
+
+def whole_of_pieces(value: Any, wrapper: Wrapper) -> torch.Tensor:
+    """The whole value of a ShardedTensor over the ranks of ``wrapper``. Collective."""
+    metadata = value.metadata()
+    whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=wrapper.compute_device)
+    for shard in value.local_shards():
+        part = whole
+        for dim, (start, size) in enumerate(zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        part.copy_(shard.tensor.detach())
+    # Bytes: one rank has each element, the others zeros. A sum of floats would lose the sign of zeros.
+    dist.all_reduce(whole.view(-1).view(torch.uint8), group=wrapper.process_group)
+    return whole
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A tensor that only the first rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Fetch: TypeAlias = Callable[[Any], Any]  # makes a Remote, or what the first rank has, a tensor on all ranks
+
+
+def broadcast_structure(
+    given: Mapping[str, Any] | None, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[dict[str, Any], Fetch]:
+    """The state dict of the first rank on all ranks, with a ``Remote`` for each tensor; and what fetches one. All ranks
+    must fetch the same ones, in the same order."""
+    is_first = dist.get_rank(group) == 0
+    described: list[Any] = [_described(given) if is_first else None]
+    dist.broadcast_object_list(described, group=group, group_src=0)
+    (structure,) = described
+
+    def fetch(value: Any) -> Any:
+        if isinstance(value, Remote):
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+        elif is_first and _travels(value):
+            tensor = value.detach().to(device).contiguous()
+        else:
+            return value
+        dist.broadcast(tensor, group=group, group_src=0)
+        return tensor
+
+    return (dict(given) if is_first and given is not None else structure), fetch
+
+
+def _travels(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, DTensor) or _torch.is_sharded_tensor(value):
+            return value.shape
+        return Remote(tuple(value.shape), value.dtype) if _travels(value) else value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _described(each) for key, each in value.items()}
+    return value
