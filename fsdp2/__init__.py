@@ -32,7 +32,9 @@ from fsdp2.types import (
 )
 
 if TYPE_CHECKING:
-    from fsdp2.fsdp1 import FSDPExtensions, FullyShardedDataParallel, auto_shard, set_fsdp_extensions
+    from fsdp2.fsdp1.by_policy import auto_shard
+    from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
+    from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "AllGather",

@@ -52,7 +52,7 @@ _NAMES: dict[str, Any] = {
     "share_comm_ctx": share_comm_ctx,
 }
 _NAMES_OF_SOURCES: dict[str, Any] = {**_NAMES, "AllGather": AllGather, "ReduceScatter": ReduceScatter}
-_NAMES_OF_FSDP1 = ("FlatParameter", "FullyShardedDataParallel")
+_NAMES_OF_FSDP1 = ("FlatParameter", "FullyShardedDataParallel", "ShardedGradScaler")
 
 _logger = logging.getLogger("fsdp2")
 
