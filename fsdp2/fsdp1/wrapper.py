@@ -645,8 +645,8 @@ class FullyShardedDataParallel(nn.Module):
         copied = copied_module(self._unit.modules[0], memo)
         state = {name: value for name, value in vars(self).items() if name not in ("_flat", UNIT_ATTRIBUTE)}
         made.__dict__.update(copy.deepcopy(state, memo))
-        extensions.install(made, extensions.extension_of(made))
         made.__dict__[UNIT_ATTRIBUTE] = unit_of(copied)
+        extensions.install(made, extensions.extension_of(made))
         return made
 
     @property
