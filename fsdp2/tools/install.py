@@ -259,11 +259,11 @@ def _report(installation: _Installation) -> None:
 
 
 def _holders(theirs: dict[str, Any]) -> dict[str, list[str]]:
-    """Modules outside of torch that hold torch's names."""
+    """Modules outside of torch and fsdp2 that hold torch's names."""
     ids = {id(value) for value in theirs.values()}
     found: dict[str, list[str]] = {}
     for module in _loaded_modules():
-        if not _is_of_torch(module.__name__):
+        if not _is_of_torch(module.__name__) and module.__name__.split(".")[0] != "fsdp2":
             names = sorted(name for name, value in list(vars(module).items()) if id(value) in ids)
             if names:
                 found[module.__name__] = names

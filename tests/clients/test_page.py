@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,12 +13,17 @@ from typing import Any
 
 import pytest
 
-from tests.clients.compare import parameters_of
+from tests.clients.compare import files_in, parameters_of
 from tests.clients.hugging_face import allow_fsdp_on_cpu, hf_client
+from tests.clients.test_checkpoint import on_two_ranks as on_checkpoint_ranks
+from tests.clients.test_fabric import on_ranks as on_fabric_ranks
 from tests.clients.test_pipelining import on_four_ranks as on_pipeline_ranks
+from tests.clients.test_torchao import on_two_ranks as on_ao_ranks
+from tests.clients.test_torchtitan import adapt_to_cpu, on_ranks as on_titan_ranks
 from tests.docs.markdown import ROOT, programs
 
 PAGE = ROOT / "docs" / "clients.md"
+EXAMPLES = ROOT / "docs" / "examples" / "clients"
 BLOCKS = [block for _, blocks in programs(PAGE) for block in blocks]
 NAMES = ["accelerate", "DistributedConfig", "pipelining"]
 assert len(BLOCKS) == len(NAMES)
@@ -30,9 +36,48 @@ def test_the_lines_run_the_same(rank: int, folder: Path, name: str) -> Any:
     return parameters_after(name, folder)
 
 
+@pytest.mark.parametrize("name", ["peft", "trainer"])
+@hf_client()
+def test_the_example_runs_the_same(rank: int, folder: Path, name: str) -> Any:
+    allow_fsdp_on_cpu()
+    return parameters_of_example(name, folder)
+
+
+@on_titan_ranks(2)
+def test_the_example_of_torchtitan_runs_the_same(rank: int, folder: Path) -> Any:
+    adapt_to_cpu()
+    return parameters_of_example("torchtitan", folder)
+
+
+@on_ao_ranks
+def test_the_example_of_torchao_runs_the_same(rank: int, folder: Path) -> Any:
+    return parameters_of_example("torchao", folder)
+
+
+@on_fabric_ranks(2)
+def test_the_example_of_fabric_runs_the_same(rank: int, folder: Path) -> Any:
+    return parameters_of_example("fabric", folder)
+
+
+@on_checkpoint_ranks("safetensors")
+def test_the_example_of_checkpoints_runs_the_same(rank: int, folder: Path) -> Any:
+    return parameters_of_example("checkpoints", folder), files_in(folder)
+
+
+def test_every_example_runs() -> None:
+    found = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert found == {f"with_{name}" for name in ("peft", "trainer", "torchtitan", "torchao", "fabric", "checkpoints")}
+
+
 @on_pipeline_ranks
 def test_the_lines_of_pipelining_run_the_same(rank: int, folder: Path) -> Any:
     return parameters_after("pipelining", folder)
+
+
+def parameters_of_example(name: str, folder: Path) -> Any:
+    """Run the example; its model's parameters."""
+    os.chdir(folder)
+    return parameters_of(runpy.run_path(str(EXAMPLES / f"with_{name}.py"), run_name="__main__")["model"])
 
 
 def parameters_after(name: str, folder: Path) -> Any:

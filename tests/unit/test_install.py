@@ -106,8 +106,9 @@ def test_modules_that_hold_torchs_names_are_named(monkeypatch: pytest.MonkeyPatc
     client = ModuleType("client_of_torch")
     client.shard = BEFORE["fully_shard"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "client_of_torch", client)
-    with pytest.warns(UserWarning, match=r"client_of_torch \(shard\)"):
+    with pytest.warns(UserWarning, match=r"client_of_torch \(shard\)") as warned:
         fsdp2.install()
+    assert "fsdp2.fsdp1" not in str(warned[0].message)
     fsdp2.uninstall()
     assert client.shard is BEFORE["fully_shard"]
 
