@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,11 @@ def test_fsdp_trains_the_same(rank: int, folder: Path, name: str) -> Any:
     return train(loaded(folder, rank, {"fsdp_size": 2}, name), rank, name)
 
 
-# transformers ties its embeddings after fully_shard. torch then reduces two gradients, and fsdp2 their sum.
-@hf_client(tolerance=Tolerance(rtol=1e-5, atol=1e-6))
+# transformers ties embeddings after fully_shard. torch then reduces two gradients, and fsdp2 their sum.
+tied_client = functools.partial(hf_client, tolerance=Tolerance(rtol=1e-5, atol=1e-6))
+
+
+@tied_client()
 def test_gpt2_trains_alike(rank: int, folder: Path) -> Any:
     model = loaded(folder, rank, {"fsdp_size": 2}, "gpt2")
     return {**train(model, rank, "gpt2"), "tied": model.lm_head.weight is model.transformer.wte.weight}
@@ -64,8 +68,8 @@ def test_pinned_offload_needs_an_accelerator_in_torch(rank: int, folder: Path) -
     train(loaded(folder, rank, {"fsdp_size": 2, "fsdp_cpu_offload": True}), rank, num_steps=1)
 
 
-@hf_client()
-def test_tied_embeddings_train_the_same(rank: int, folder: Path) -> Any:
+@tied_client()
+def test_tied_embeddings_train_alike(rank: int, folder: Path) -> Any:
     model = loaded(folder, rank, {"fsdp_size": 2}, tie_word_embeddings=True)
     return {**train(model, rank), "tied": model.lm_head.weight is model.model.embed_tokens.weight}
 
