@@ -7,7 +7,7 @@ SCRIPTS ?=
 PYTEST := $(BIN)/pytest -n 2 --timeout 300
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all clients lint bench bench-check gpu docs clean
+.PHONY: help train test test-all mutations clients lint bench bench-check gpu docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
@@ -22,6 +22,9 @@ test: .venv/.installed ## run the tests, but for the long ones
 
 test-all: .venv/.installed ## run all tests; only the long ones with ARGS="-m long"
 	$(PYTEST) -m "" $(ARGS)
+
+mutations: .venv/.installed ## put each of 100 defects into a copy of the package; say which test notices it
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 clients: .venv/.clients ## run libraries that call fully_shard with torch's runtime and with ours, and compare
 	$(PYTEST) -n 0 -m "" tests/clients $(ARGS)

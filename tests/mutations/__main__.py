@@ -1,0 +1,130 @@
+"""Put each defect of ``mutations.py`` into a copy of the package, and see which test notices it.
+
+    python -m tests.mutations              # all of them: about an hour on 2 cores
+    python -m tests.mutations 17 40-44     # some, by number
+    python -m tests.mutations --jobs 2
+
+The short tests run first, then those that only ``make test-all`` runs. ``noticed.md`` gets a row for each defect; the
+exit code is 1 if no test notices one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutations.mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("noticed.md")
+HEAD = """# Which test notices which defect
+
+Written by `python -m tests.mutations`. "Short": a test of `make test`; "long": one that only `make test-all` runs.
+
+| number | file | without | with | suite | test |
+|---|---|---|---|---|---|
+"""
+TIMEOUT_S = 900
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", help="of mutations: 17, or 40-44; default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at the same time")
+    args = parser.parse_args()
+    numbers = sorted({number for text in args.numbers for number in _range(text)}) or range(len(MUTATIONS))
+    rows = _rows_of_table()
+    with tempfile.TemporaryDirectory() as folder:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for job in range(args.jobs):
+            trees.put(_copy_of_package(Path(folder, str(job))))
+
+        def row_of(number: int) -> str:
+            tree = trees.get()
+            try:
+                return _row(number, *_noticed_by(MUTATIONS[number], tree))
+            finally:
+                trees.put(tree)
+
+        with ThreadPoolExecutor(args.jobs) as executor:
+            for number, row in zip(numbers, executor.map(row_of, numbers), strict=True):
+                rows[number] = row
+                print(row, flush=True)
+                TABLE.write_text(HEAD + "\n".join(rows[each] for each in sorted(rows)) + "\n")
+    sys.exit("no test" in "".join(rows[number] for number in numbers))
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _rows_of_table() -> dict[int, str]:
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    return {int(found[1]): line for line in lines if (found := re.match(r"\| (\d+) \|", line))}
+
+
+def _copy_of_package(tree: Path) -> Path:
+    unneeded = shutil.ignore_patterns(".*", "__pycache__", "runs", "dist")
+    shutil.copytree(ROOT, tree, ignore=unneeded)
+    return tree
+
+
+def _noticed_by(mutation: Mutation, tree: Path) -> tuple[str, str]:
+    """The suite, and the first of its tests that fails."""
+    with mutated(tree / "fsdp2" / mutation.file, mutation):
+        for suite, marked in (("short", "not long"), ("long", "long")):
+            failed = first_failure(tree, mutation.tests, marked)
+            if failed is not None:
+                return suite, failed
+    return "neither", "no test"
+
+
+@contextmanager
+def mutated(path: Path, mutation: Mutation) -> Iterator[None]:
+    text = path.read_text()
+    path.write_text(text.replace(mutation.before, mutation.after))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
+def first_failure(tree: Path, tests: tuple[str, ...], marked: str) -> str | None:
+    options = ["-x", "-q", "--no-header", "-n", "0", "-p", "no:cacheprovider", "--timeout", "150", "-m", marked]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        ended = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    if ended.returncode in (0, 5):  # all pass, or none is marked so
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    return failed[1] if failed else f"pytest ends with {ended.returncode}"
+
+
+def _row(number: int, suite: str, test: str) -> str:
+    mutation = MUTATIONS[number]
+    before, after = (_in_one_line(text) for text in (mutation.before, mutation.after))
+    return f"| {number} | {mutation.file} | {before} | {after} | {suite} | {test.removeprefix('tests/')} |"
+
+
+def _in_one_line(text: str) -> str:
+    """The lines that differ matter, not how far they are indented."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"`{' ⏎ '.join(lines)}`".replace("|", "\\|") if lines else ""
+
+
+if __name__ == "__main__":
+    main()
