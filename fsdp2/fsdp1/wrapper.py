@@ -287,14 +287,14 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, with inputs cast as ``MixedPrecision`` says."""
-        precision, is_root = self._settings.mixed_precision, self._is_root()
+        precision, is_root = self._settings.mixed_precision, self._unit.is_root
         if is_root and not self._has_run:
             for wrapper in self.fsdp_modules(self):
                 wrapper._cast_buffers()
         casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
         if casts and precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # spares two calls of __getattr__
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside the block reduce nothing: see :func:`fsdp2.no_sync`. Call it on the root.
@@ -656,10 +656,6 @@ class FullyShardedDataParallel(nn.Module):
         unit = unit_of(self)
         assert unit is not None  # __init__ sets it
         return unit
-
-    def _is_root(self) -> bool:
-        unit = self._unit
-        return unit.root is None or unit.is_root
 
     def _cast_buffers(self) -> None:
         """Cast buffers to ``MixedPrecision.buffer_dtype``, once."""
