@@ -7,6 +7,7 @@ on its own, and whether the backend averages. All ranks issue all calls in the s
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -190,10 +191,13 @@ class PeerComm(AxisComm):
         copy_own = _copies(own, inputs)
 
         def launch() -> Sequence[Waitable]:
-            works: list[Waitable] = [self._group.send([part], target, self._gather_tag) for part, target in sends]
-            works += [self._group.recv([part], source, self._gather_tag) for part, source in receives]
+            messages = _Messages()
+            for part, target in sends:
+                messages.add(self._group.send([part], target, self._gather_tag))
+            for part, source in receives:
+                messages.add(self._group.recv([part], source, self._gather_tag))
             copy_own()
-            return works
+            return (messages,)
 
         return lambda: _torch.counted_as(_ALL_GATHER, launch) if _torch.num_modes() else launch()
 
@@ -216,26 +220,45 @@ class PeerComm(AxisComm):
             output[mine.numel() :].zero_()
             output = output[: mine.numel()]
         received = [output, *(torch.empty_like(output) for _ in self._sources[1:])]
-        works = [
-            self._group.send([parts[target]], target, self._reduce_tag)
-            for target in self._targets
-            if parts[target].numel() > 0
-        ]
+        messages = _Messages()
+        for target in self._targets:
+            if parts[target].numel() > 0:
+                messages.add(self._group.send([parts[target]], target, self._reduce_tag))
         if mine.numel() > 0:
             for buffer, source in zip(received, self._sources, strict=True):
-                works.append(self._group.recv([buffer], source, self._reduce_tag))
-        return _PeerSum(works, received, mine)
+                messages.add(self._group.recv([buffer], source, self._reduce_tag))
+        return _PeerSum(messages, received, mine)
+
+
+_in_flight: set[_Messages] = set()
+
+
+class _Messages:
+    """Messages that gloo sends and receives. If their owner goes away without waiting for them, they stay in
+    ``_in_flight``: a message that finds no memory to arrive in blocks its connection, for whatever comes later."""
+
+    def __init__(self) -> None:
+        self._works: deque[dist.Work] = deque()
+        _in_flight.add(self)
+
+    def add(self, work: dist.Work) -> None:
+        self._works.append(work)
+
+    def wait(self) -> None:
+        """Wait for those that nobody has waited for: after an interrupt, the next call waits for the others."""
+        while self._works:
+            self._works.popleft().wait()
+        _in_flight.discard(self)
 
 
 class _PeerSum:
     """Messages in flight, and the sum to compute when the messages have arrived."""
 
-    def __init__(self, works: list[dist.Work], received: list[torch.Tensor], mine: torch.Tensor) -> None:
-        self._works, self._received, self._mine = works, received, mine
+    def __init__(self, messages: _Messages, received: list[torch.Tensor], mine: torch.Tensor) -> None:
+        self._messages, self._received, self._mine = messages, received, mine
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        self._messages.wait()
         output, *others = self._received
         for other in [*others, self._mine]:
             output.add_(other)

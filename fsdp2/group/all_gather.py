@@ -21,6 +21,7 @@ from fsdp2.comm.offload import FlatStage
 from fsdp2.comm.streams import Streams, Waitable, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
+from fsdp2.types import CommunicationError
 
 Sized = list[tuple[torch.UntypedStorage, int]]
 FlatShards = dict[torch.dtype, torch.Tensor]
@@ -57,9 +58,15 @@ class GatherHooks(Protocol):
 
 class GatheredMemory:
     """The storages that one group gathers into, empty at first. All plain parameters share one. Each tensor that hooks
-    receive has its own, since hooks expect the tensor at the start of a storage."""
+    receive has its own, since hooks expect the tensor at the start of a storage.
+
+    Attributes:
+        is_lost: a collective has failed or was not launched as a whole. Messages of other ranks may arrive in the
+            memory, or leave from it, at any time: so nothing of the gathers into it is freed any more.
+    """
 
     def __init__(self, plan: GatherPlan, device: torch.device) -> None:
+        self.is_lost = False
         self.shared = torch.UntypedStorage(0, device=device)
         self._own = {step.index: torch.UntypedStorage(0, device=device) for step in plan.hooked}
 
@@ -154,7 +161,11 @@ class Gather:
             except BaseException:
                 self._forget_memory()
                 raise
-            works = self._launch()
+            try:
+                works = self._launch()
+            except BaseException:
+                self.gathered.is_lost = True
+                raise
             if not works:  # the gather stream orders the arrival behind the collective
                 try:
                     self._arrive()
@@ -166,8 +177,12 @@ class Gather:
 
     def _forget_memory(self) -> None:
         """Free the memory now. Nothing else uses it: the gather is not in flight, or ordered on the gather stream."""
-        for storage, _ in self._all_memory:
-            storage.resize_(0)
+        self._empty([storage for storage, _ in self._all_memory])
+
+    def _empty(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        if not self.gathered.is_lost:
+            for storage in storages:
+                storage.resize_(0)
 
     def wait(self) -> None:
         """After this call, the current stream may use the gathered tensors.
@@ -189,21 +204,24 @@ class Gather:
         self._is_in_flight, self._has_arrived, self._done = False, True, None
         if not has_arrived:
             self._wait_for_works()
-            for storage in self._passing:
-                storage.resize_(0)
+            self._empty(self._passing)
         self._streams.wait_here(done)  # compute waits for the gather stream: compute releases what that fills
 
     def release(self, *, keeps_memory: bool = False) -> None:
         """Free the unsharded tensors once the compute enqueued so far has read them. With ``keeps_memory``, free
         nothing; the next gather waits for that compute before it writes the memory."""
-        if keeps_memory:
+        if keeps_memory or self.gathered.is_lost:
             self._streams.gather_after_compute()
             return
         release(self._lasting if self._hooks is None else self._lasting + self._hooks.storages, self._streams)
 
     def _wait_for_works(self) -> None:
-        works, self._works = self._works, ()  # if one fails, no later call waits for them again
-        wait_for(works)
+        try:
+            wait_for(self._works)
+        except CommunicationError:
+            self.gathered.is_lost, self._works = True, ()  # no later call waits for them again
+            raise
+        self._works = ()
 
     def _arrive(self) -> None:
         """The data has arrived: copy it to where compute reads it."""
@@ -213,8 +231,7 @@ class Gather:
             unpack()
         if self._hooks is not None:
             self._hooks.arrive()
-        for storage in self._passing:
-            storage.resize_(0)
+        self._empty(self._passing)
 
     @contextmanager
     def _placed(self) -> Iterator[None]:

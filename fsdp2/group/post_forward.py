@@ -76,7 +76,9 @@ class PostForwardShards:
         _torch.foreach_copy(self._targets, self._sources)
 
     def release(self) -> None:
-        """Free the shards, if there are any."""
+        """Free the shards, if there are any, and if no message can leave from them any more."""
+        if self.gather.gathered.is_lost:
+            return
         for flat in self._flats.values():
             flat.untyped_storage().resize_(0)
 

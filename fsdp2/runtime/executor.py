@@ -206,10 +206,11 @@ class Executor:
             self._land_finished()
 
     def _add(self, group: ParamGroup, reduction: Reduction | None) -> None:
-        self._land_finished()  # its all-reduce over replicas ran beside the reduce-scatter that was just launched
         if reduction is not None:
             self._pending.append((group, reduction))
             self._has_reduced = True
+        # Its all-reduce over replicas ran beside the reduce-scatter that was just launched. Users' hooks may raise.
+        self._land_finished()
 
     def _finish(self, group: ParamGroup, reduction: Reduction) -> None:
         self._land_finished()

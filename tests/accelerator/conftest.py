@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.accelerator.build import build, compiler
+from tests.accelerator.device import NAME, SOURCE
+from tests.harness.cpp import build, compiler
 
 _HERE = Path(__file__).parent
 
@@ -22,11 +23,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Iterable[pytest.
 
 def _build_quietly() -> None:
     with contextlib.suppress(Exception):  # the first test that needs it asks again, and says what is wrong
-        build()
+        build(NAME, SOURCE)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _simulated_device() -> None:
     if compiler() is None:
         pytest.skip("no C++ compiler: the simulated accelerator cannot be built")
-    build()
+    build(NAME, SOURCE)

@@ -21,14 +21,17 @@ import importlib.util
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.accelerator.build import NAME, build
+from tests.harness.cpp import build
 from tests.harness.races import caller
 
 DEVICE = "sim"
+NAME = "simulated_device"  # of the compiled module
+SOURCE = Path(__file__).with_name("device.cpp")
 
 host_syncs: list[str] = []  # what made the host wait, and where in fsdp2, since the list was cleared last
 
@@ -36,7 +39,7 @@ host_syncs: list[str] = []  # what made the host wait, and where in fsdp2, since
 @functools.cache
 def load() -> Any:
     """Register the device with torch, once per process; returns the compiled module."""
-    spec = importlib.util.spec_from_file_location(NAME, build())
+    spec = importlib.util.spec_from_file_location(NAME, build(NAME, SOURCE))
     assert spec is not None
     assert spec.loader is not None
     extension = importlib.util.module_from_spec(spec)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.worker import READY, Call, Failure, Success, main
+from tests.memory_errors.allocator import environment
 
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 60.0
@@ -128,6 +129,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         # A fork server imports torch once; a restarted pool then costs a fork, not an import of torch per rank.
+        os.environ.update(environment())
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp2-pool-"))

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.memory_errors.allocator import watch_memory
+
 READY = "ready"
 
 # Warnings are errors in the ranks, except these, which torch raises by itself.
@@ -91,6 +93,7 @@ def main(rank: int, world_size: int, connection: Connection, store: str, stacks:
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         faulthandler.enable(stacks_file, all_threads=True)
+        watch_memory(stacks_file.fileno())
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)

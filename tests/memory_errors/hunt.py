@@ -1,0 +1,173 @@
+"""``python -m tests.memory_errors.hunt``: run ranks for hours under an allocator that makes memory errors fatal.
+
+What runs: random programs in one pool of ranks that lives as long as the hunt, or the tests on pools of ranks in a
+random order. The same processes compile blocks, call hooks, raise, recover and gather full tensors, in any order.
+Nothing is printed unless a rank dies, or gets something wrong. At the end come the totals, which are also appended to
+``--results``, a file of JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.harness.pool import WorkerError, WorkerPool
+from tests.harness.worker import RankContext
+from tests.memory_errors.allocator import CHOICE
+
+ROOT = Path(__file__).parents[2]
+TESTS = ["tests/distributed", "tests/parity"]
+PROGRAMS_PER_CALL = 4
+DIED = "the worker process died"
+MALLOC_DEBUG = "libc_malloc_debug.so.0"
+# Checks of every block whenever it is touched, freed memory filled with a pattern, and Python's objects in it, too.
+MALLOC_CHECKS = {
+    "LD_PRELOAD": MALLOC_DEBUG,
+    "GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.perturb=165",
+    "PYTHONMALLOC": "malloc",
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What runs, and how. ``allocator``: guard, malloc (glibc's checks), or none."""
+
+    work: str
+    allocator: str
+    runtime: str
+    compiles: bool
+    world_size: int
+    seed: int
+
+    def environment(self) -> dict[str, str]:
+        """The variables that the ranks need."""
+        variables = {"FSDP2_TEST_SUBJECT": self.runtime, "OMP_NUM_THREADS": "1"}
+        if self.allocator != "none":
+            variables[CHOICE] = self.allocator
+        return variables | (MALLOC_CHECKS if self.allocator == "malloc" else {})
+
+
+@dataclass
+class Totals:
+    """What a hunt has seen so far. ``reports``: of ranks that died, and of work that failed."""
+
+    programs: int = 0
+    tests: int = 0
+    rank_seconds: float = 0.0
+    deaths: int = 0
+    failures: int = 0
+    reports: list[str] = field(default_factory=list)
+
+    def note(self, where: str, report: str) -> None:
+        """Work at ``where`` went wrong."""
+        if DIED in report:
+            self.deaths += 1
+        else:
+            self.failures += 1
+        self.reports.append(f"{where}\n{report}")
+        print(f"== {where}\n{report}", flush=True)
+
+
+def run_programs(ctx: RankContext, seeds: list[int]) -> None:
+    """Train random programs under torch's runtime, ours, and unsharded. The only place that knows where they are."""
+    from tests.parity.test_random_programs import _check
+
+    for seed in seeds:
+        _check(ctx, range(seed, seed + 1))
+
+
+def hunt_programs(configuration: Configuration, deadline: float, totals: Totals) -> None:
+    """Random programs in one pool, which a failure replaces."""
+    from tests.memory_errors.hunt import run_programs as body  # by a name that the ranks can import
+
+    pool = WorkerPool(configuration.world_size)
+    seed = configuration.seed
+    try:
+        while time.monotonic() < deadline:
+            started = time.monotonic()
+            seeds = list(range(seed, seed + PROGRAMS_PER_CALL))
+            try:
+                pool.run(body, timeout_s=600, seeds=seeds)
+            except WorkerError as error:
+                totals.note(f"programs {seeds}, {configuration}", str(error))
+            seed += PROGRAMS_PER_CALL
+            totals.programs += PROGRAMS_PER_CALL
+            totals.rank_seconds += (time.monotonic() - started) * configuration.world_size
+    finally:
+        pool.close(kill=True)
+
+
+def hunt_tests(configuration: Configuration, deadline: float, totals: Totals, selected: list[str]) -> None:
+    """The tests on pools of ranks, in another order each time."""
+    seed = configuration.seed
+    while (left := deadline - time.monotonic()) > 0:
+        with tempfile.TemporaryDirectory() as folder:
+            tally = Path(folder) / "tally"
+            command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "--timeout", "600", "--no-header"]
+            command += ["-p", "tests.memory_errors.shuffled", f"--shuffle-seed={seed}", f"--tally={tally}"]
+            command += ["-k", "ranks" if configuration.compiles else "ranks and not compil", *selected]
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            try:
+                output, _ = process.communicate(timeout=left)
+            except subprocess.TimeoutExpired:
+                process.send_signal(2)  # SIGINT: pytest writes its tally
+                output, _ = process.communicate()
+            seen = json.loads(tally.read_text()) if tally.exists() else {"tests": 0, "rank_seconds": 0}
+        totals.tests += seen["tests"]
+        totals.rank_seconds += seen["rank_seconds"]
+        if DIED in output or " failed" in output or not seen["tests"]:
+            totals.note(f"tests in the order of seed {seed}, {configuration}", output)
+        seed += 1
+
+
+def _configuration(arguments: argparse.Namespace) -> Configuration:
+    return Configuration(
+        work=arguments.work,
+        allocator=arguments.allocator,
+        runtime=arguments.runtime,
+        compiles=arguments.compile == "on",
+        world_size=arguments.world_size,
+        seed=arguments.seed,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.memory_errors.hunt", description=__doc__)
+    parser.add_argument("work", choices=["programs", "tests"])
+    parser.add_argument("selected", nargs="*", default=TESTS, help="of tests: files or folders")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--allocator", choices=["guard", "malloc", "none"], default="guard")
+    parser.add_argument("--runtime", choices=["fsdp2", "torch"], default="fsdp2", help="which runtime is tested")
+    parser.add_argument("--compile", choices=["on", "off"], default="on", help="of tests: those that compile, too")
+    parser.add_argument("--world-size", type=int, default=2, help="of programs")
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "memory_errors.jsonl")
+    arguments = parser.parse_args(argv)
+    configuration, totals = _configuration(arguments), Totals()
+    os.environ.update(configuration.environment())
+    started = time.monotonic()
+    deadline = started + 60 * arguments.minutes
+    if arguments.work == "programs":
+        hunt_programs(configuration, deadline, totals)
+    else:
+        hunt_tests(configuration, deadline, totals, arguments.selected)
+    line: dict[str, Any] = asdict(configuration) | {"hours": (time.monotonic() - started) / 3600} | asdict(totals)
+    with arguments.results.open("a") as results:
+        results.write(json.dumps(line) + "\n")
+    print(
+        f"{totals.programs} programs, {totals.tests} tests, {totals.rank_seconds / 3600:.2f} hours of ranks, "
+        f"{totals.deaths} deaths, {totals.failures} other failures"
+    )
+    return 1 if totals.deaths or totals.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
