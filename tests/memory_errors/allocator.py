@@ -1,7 +1,7 @@
 """The guard allocator of ``guard.cpp``, as this process's allocator of CPU tensors; and reports of fatal signals.
 
-``FSDP2_TEST_ALLOCATOR`` chooses what the ranks of the pools use: ``guard``; or ``malloc``, with a report of fatal
-signals, such as those of glibc's own checks (see ``hunt``). Without it, they are as users' processes are.
+``FSDP2_TEST_ALLOCATOR`` chooses what the ranks of the pools use: ``guard``; or ``system``, the system's allocator, with
+a report of fatal signals, such as those of glibc's own checks (see ``hunt``). Without it, they are as users' processes.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def watch_memory(fd: int) -> None:
     chosen = os.environ.get(CHOICE)
     if chosen is None:
         return
-    if chosen not in ("guard", "malloc"):
-        raise ValueError(f"{CHOICE}={chosen}: expected guard or malloc")
+    if chosen not in ("guard", "system"):
+        raise ValueError(f"{CHOICE}={chosen}: expected guard or system")
     report_fatal_signals(fd)
     if chosen == "guard":
         install_guard_allocator()

@@ -15,25 +15,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.harness.cpp import compiler
 from tests.harness.pool import WorkerError, WorkerPool
 from tests.harness.worker import RankContext
 from tests.memory_errors.allocator import CHOICE
 
 ROOT = Path(__file__).parents[2]
 TESTS = ["tests/distributed", "tests/parity"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "--timeout", "600", "--no-header"]
+PYTEST += ["-p", "tests.memory_errors.shuffled"]
 PROGRAMS_PER_CALL = 4
 DIED = "the worker process died"
 MALLOC_DEBUG = "libc_malloc_debug.so.0"
-# Checks of every block whenever it is touched, freed memory filled with a pattern, and Python's objects in it, too.
-MALLOC_CHECKS = {
-    "LD_PRELOAD": MALLOC_DEBUG,
-    "GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.perturb=165",
-    "PYTHONMALLOC": "malloc",
-}
+
+
+def _checks_of_glibc() -> dict[str, str]:
+    """A check of each block when it is freed, and freed memory that is filled with a pattern."""
+    return {"LD_PRELOAD": MALLOC_DEBUG, "GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.perturb=165"}
+
+
+def _checks_of_asan() -> dict[str, str]:
+    """AddressSanitizer's allocator, and its checks of each ``memcpy``, ``recv`` and their like, in all libraries."""
+    command = [compiler() or "c++", "-print-file-name=libasan.so"]
+    library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    library += ":libstdc++.so.6"  # it must know of exceptions before the first one is thrown
+    return {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1"}
+
+
+# What the environment of the ranks must contain for an allocator. With both, Python's objects lie in its memory, too.
+CHECKS: dict[str, Callable[[], dict[str, str]]] = {"malloc": _checks_of_glibc, "asan": _checks_of_asan}
 
 
 @dataclass(frozen=True)
@@ -50,9 +65,11 @@ class Configuration:
     def environment(self) -> dict[str, str]:
         """The variables that the ranks need."""
         variables = {"FSDP2_TEST_SUBJECT": self.runtime, "OMP_NUM_THREADS": "1"}
-        if self.allocator != "none":
-            variables[CHOICE] = self.allocator
-        return variables | (MALLOC_CHECKS if self.allocator == "malloc" else {})
+        if self.allocator == "guard":
+            return variables | {CHOICE: "guard"}
+        if self.allocator in CHECKS:
+            return variables | CHECKS[self.allocator]() | {CHOICE: "system", "PYTHONMALLOC": "malloc"}
+        return variables
 
 
 @dataclass
@@ -111,20 +128,20 @@ def hunt_tests(configuration: Configuration, deadline: float, totals: Totals, se
     while (left := deadline - time.monotonic()) > 0:
         with tempfile.TemporaryDirectory() as folder:
             tally = Path(folder) / "tally"
-            command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "--timeout", "600", "--no-header"]
-            command += ["-p", "tests.memory_errors.shuffled", f"--shuffle-seed={seed}", f"--tally={tally}"]
-            command += ["-k", "ranks" if configuration.compiles else "ranks and not compil", *selected]
-            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            try:
-                output, _ = process.communicate(timeout=left)
-            except subprocess.TimeoutExpired:
-                process.send_signal(2)  # SIGINT: pytest writes its tally
-                output, _ = process.communicate()
+            options = [f"--shuffle-seed={seed}", f"--tally={tally}", f"--seconds={left}"]
+            command = [
+                *PYTEST,
+                *options,
+                "-k",
+                "ranks" if configuration.compiles else "ranks and not compil",
+                *selected,
+            ]
+            result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             seen = json.loads(tally.read_text()) if tally.exists() else {"tests": 0, "rank_seconds": 0}
         totals.tests += seen["tests"]
         totals.rank_seconds += seen["rank_seconds"]
-        if DIED in output or " failed" in output or not seen["tests"]:
-            totals.note(f"tests in the order of seed {seed}, {configuration}", output)
+        if DIED in result.stdout or " failed" in result.stdout or not seen["tests"]:
+            totals.note(f"tests in the order of seed {seed}, {configuration}", result.stdout)
         seed += 1
 
 
@@ -144,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("work", choices=["programs", "tests"])
     parser.add_argument("selected", nargs="*", default=TESTS, help="of tests: files or folders")
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--allocator", choices=["guard", "malloc", "none"], default="guard")
+    parser.add_argument("--allocator", choices=["guard", *CHECKS, "none"], default="guard")
     parser.add_argument("--runtime", choices=["fsdp2", "torch"], default="fsdp2", help="which runtime is tested")
     parser.add_argument("--compile", choices=["on", "off"], default="on", help="of tests: those that compile, too")
     parser.add_argument("--world-size", type=int, default=2, help="of programs")
