@@ -234,8 +234,9 @@ _in_flight: set[_Messages] = set()
 
 
 class _Messages:
-    """Messages that gloo sends and receives. If their owner goes away without waiting for them, they stay in
-    ``_in_flight``: a message that finds no memory to arrive in blocks its connection, for whatever comes later."""
+    """Messages that gloo sends and receives. They stay in ``_in_flight`` until somebody has waited for them, also if
+    their owner goes away (I17): a message that finds no memory to arrive in blocks its connection for all later ones.
+    """
 
     def __init__(self) -> None:
         self._works: deque[dist.Work] = deque()

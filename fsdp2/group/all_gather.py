@@ -61,8 +61,8 @@ class GatheredMemory:
     receive has its own, since hooks expect the tensor at the start of a storage.
 
     Attributes:
-        is_lost: a collective has failed or was not launched as a whole. Messages of other ranks may arrive in the
-            memory, or leave from it, at any time: so nothing of the gathers into it is freed any more.
+        is_lost: a collective has failed, or was not launched as a whole. Its other messages may arrive at any time, or
+            leave: so no memory of the gathers into these storages is freed any more (I17).
     """
 
     def __init__(self, plan: GatherPlan, device: torch.device) -> None:

@@ -19,6 +19,7 @@ import fsdp2
 from fsdp2.comm import backends
 from tests.distributed.support import InjectedError, UnshardedStorages, batch, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 
 
 def _gathering_nbytes(model: Any) -> int:
@@ -49,8 +50,15 @@ def test_memory_stays_when_a_gather_is_lost(ctx: RankContext) -> None:
         messages.wait()
 
 
+def _add_one(messages: Any, work: dist.Work) -> None:
+    if messages._works:
+        raise RuntimeError("connection closed")
+    messages._works.append(work)
+
+
+@pytest.mark.parametrize("fault", [{"wait": _fail_to_wait}, *long({"add": _add_one})], ids=["wait", "launch"])
 @distributed(4)
-def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: RankContext) -> None:
+def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: RankContext, fault: dict[str, Any]) -> None:
     """That of the shards that are sent, and the unsharded memory: the gather that was not lost has the same."""
     model = sharded(ctx, reshard_after_forward=2)
     step(model)
@@ -58,14 +66,15 @@ def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: Rank
     unsharded = model._unit().groups[0].unsharded
     sent = [flat.untyped_storage() for flat in unsharded.post_forward._flats.values()]
     dist.barrier()
-    with mock.patch.object(backends._Messages, "wait", _fail_to_wait):
-        with pytest.raises(fsdp2.CommunicationError):
+    with mock.patch.multiple(backends._Messages, **fault):
+        with pytest.raises(RuntimeError, match="connection closed"):
             loss.backward()
         model.reset_iter_state()
     assert all(storage.nbytes() > 0 for storage in sent)
     assert unsharded.gather.gathered.is_lost
-    for messages in list(backends._in_flight):
-        messages.wait()
+    if "wait" in fault:
+        for messages in list(backends._in_flight):
+            messages.wait()
 
 
 class _Interrupted(BaseException):

@@ -26,6 +26,7 @@ _STREAMS = (
     "distributed/test_stream_order.py",
     "unit/test_streams.py",
 )
+_IN_FLIGHT = ("distributed/test_messages_in_flight.py",)
 _RANDOM = ("parity/test_random_programs.py",)
 
 
@@ -220,6 +221,7 @@ MUTATIONS = [
         "pass",
         ("distributed/test_agreement.py",),
     ),
+    Mutation("comm/backends.py", "_in_flight.add(self)", "pass", _IN_FLIGHT),
     # comm/custom.py
     Mutation(
         "comm/custom.py",
@@ -264,8 +266,8 @@ MUTATIONS = [
     ),
     Mutation(
         "group/all_gather.py",
-        "            self._wait_for_works()\n            for storage in self._passing:",
-        "            for storage in self._passing:",
+        "            self._wait_for_works()\n            self._empty(self._passing)",
+        "            self._empty(self._passing)",
         (
             *_RANDOM,
             "distributed/test_recovery.py",
@@ -431,8 +433,8 @@ MUTATIONS = [
     ),
     Mutation(
         "group/gradients.py",
-        "        wait_for(works)  # on an accelerator, the reduce stream waits\n",
-        "        pass\n",
+        "wait_for(self._works)  # on an accelerator, the reduce stream waits\n",
+        "pass\n",
         (*_RANDOM,),
     ),
     # group/hooked_params.py
@@ -483,10 +485,15 @@ MUTATIONS = [
         ),
     ),
     # group/all_gather.py
+    Mutation("group/all_gather.py", "self.gathered.is_lost, self._works = True, ()", "self._works = ()", _IN_FLIGHT),
+    Mutation("group/all_gather.py", "    self.gathered.is_lost = True\n", "    pass\n", _IN_FLIGHT),
+    # group/post_forward.py
+    Mutation("group/post_forward.py", "if self.gather.gathered.is_lost:", "if False:", _IN_FLIGHT),
+    # group/all_gather.py
     Mutation(
         "group/all_gather.py",
-        "                self._forget_memory()\n                raise\n            works",
-        "                raise\n            works",
+        "                self._forget_memory()\n                raise\n            try:",
+        "                raise\n            try:",
         (
             "distributed/test_recovery.py",
             "distributed/test_memory.py",
