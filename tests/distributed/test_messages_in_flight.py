@@ -131,10 +131,10 @@ def test_ranks_go_on_when_a_model_is_collected_whose_gather_is_in_flight(ctx: Ra
     step(sharded(ctx))
 
 
-@distributed(2)
+@distributed(4)
 def test_reset_waits_for_a_reduction_that_started_before_a_hook_raised(ctx: RankContext) -> None:
-    """The gradients of one block land, and its hooks run, when the reduction of the next one has just been launched."""
-    model = sharded(ctx)
+    """On HSDP, gradients of one block land, and its hooks run, when the reduction of the next one has been launched."""
+    model = sharded(ctx, mesh=ctx.mesh_2d(2, 2))
     step(model)
     model.zero_grad()
 
