@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.worker import READY, Call, Failure, Success, main
-from tests.memory_errors.allocator import environment
+from tests.memory_errors.allocator import environment, patience
 
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 60.0
@@ -96,6 +96,7 @@ class WorkerPool:
             WorkerError: a rank raised, died, or did not answer within ``timeout_s``; the next call starts new ranks.
         """
         __tracebackhide__ = True
+        timeout_s *= patience()
         if not self._ranks:
             self._start()
         message = pickle.dumps(Call(body.__module__, body.__qualname__, kwargs))
@@ -143,7 +144,7 @@ class WorkerPool:
             process.start()
             theirs.close()
             self._ranks.append(_Rank(index, process, ours, stacks))
-        answers = self._collect(START_TIMEOUT_S)
+        answers = self._collect(START_TIMEOUT_S * patience())
         if any(answers.get(index) != READY for index in range(self.world_size)):
             report = self._report(answers, START_TIMEOUT_S)
             self.close(kill=True)

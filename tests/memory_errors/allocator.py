@@ -18,6 +18,8 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 PRELOADED = Path(__file__).with_name("preload.cpp")
 CHOICE = "FSDP2_TEST_ALLOCATOR"
 QUARANTINE_NBYTES = 8 << 30  # of address space: freed memory goes back to the system at once
+# How many times longer a test may take: checks are slow, and hunts run beside other work.
+PATIENCE = 10
 
 
 @functools.cache
@@ -48,6 +50,11 @@ def environment() -> dict[str, str]:
     if os.environ.get(CHOICE) != "guard":
         return {}
     return {"LD_PRELOAD": str(build("guard_preload", PRELOADED, links_torch=False))}
+
+
+def patience() -> int:
+    """How many times longer than usual a call of the ranks may take."""
+    return PATIENCE if CHOICE in os.environ else 1
 
 
 def num_guarded_allocations() -> int:

@@ -72,9 +72,12 @@ class Guard final : public c10::Allocator {
     memset(first, kCanary, data - first);
     memset(data, kFresh, nbytes);
     memset(data + nbytes, kCanary, held - nbytes);
-    std::lock_guard<std::mutex> lock(mutex_);
-    block.number = ++num_allocations_;
-    blocks_[data] = block;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      block.number = ++num_allocations_;
+      blocks_[data] = block;
+    }
+    c10::profiledCPUMemoryReporter().New(data, nbytes);  // as torch's own allocator tells its profiler
     return {data, data, &Guard::release, cpu};
   }
 
@@ -122,6 +125,7 @@ class Guard final : public c10::Allocator {
   static void release(void* data);
 
   void free(char* data) {
+    c10::profiledCPUMemoryReporter().Delete(data);
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = blocks_.find(data);
     if (found == blocks_.end() || found->second.is_freed) die("freed twice, or never allocated", data);

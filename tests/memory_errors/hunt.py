@@ -27,7 +27,7 @@ from tests.memory_errors.allocator import CHOICE
 
 ROOT = Path(__file__).parents[2]
 TESTS = ["tests/distributed", "tests/parity"]
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "--timeout", "600", "--no-header"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "--timeout", "1800", "--no-header"]
 PYTEST += ["-p", "tests.memory_errors.shuffled"]
 PROGRAMS_PER_CALL = 4
 DIED = "the worker process died"
