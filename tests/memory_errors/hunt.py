@@ -22,8 +22,8 @@ from typing import Any
 
 from tests.harness.cpp import compiler
 from tests.harness.pool import WorkerError, WorkerPool
-from tests.harness.worker import RankContext
 from tests.memory_errors.allocator import CHOICE
+from tests.memory_errors.programs import run_programs
 
 ROOT = Path(__file__).parents[2]
 TESTS = ["tests/distributed", "tests/parity"]
@@ -93,18 +93,10 @@ class Totals:
         print(f"== {where}\n{report}", flush=True)
 
 
-def run_programs(ctx: RankContext, seeds: list[int]) -> None:
-    """Train random programs under torch's runtime, ours, and unsharded. The only place that knows where they are."""
-    from tests.parity.test_random_programs import _check
-
-    for seed in seeds:
-        _check(ctx, range(seed, seed + 1))
-
-
-def hunt_programs(configuration: Configuration, deadline: float, totals: Totals) -> None:
+def hunt_programs(
+    configuration: Configuration, deadline: float, totals: Totals, body: Callable[..., None] = run_programs
+) -> None:
     """Random programs in one pool, which a failure replaces."""
-    from tests.memory_errors.hunt import run_programs as body  # by a name that the ranks can import
-
     pool = WorkerPool(configuration.world_size)
     seed = configuration.seed
     try:

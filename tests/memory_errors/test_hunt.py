@@ -1,0 +1,59 @@
+"""A hunt counts what ran, and reports what died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness.worker import RankContext
+from tests.memory_errors.hunt import PROGRAMS_PER_CALL, Configuration, Totals, hunt_programs, main
+
+pytestmark = pytest.mark.long  # a tool of the tests, not a part of the package
+
+CONFIGURATION = Configuration("programs", "none", "fsdp2", compiles=True, world_size=2, seed=7)
+
+
+def _die(ctx: RankContext, seeds: list[int]) -> None:
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    raise AssertionError("another rank is gone")
+
+
+def _fail(ctx: RankContext, seeds: list[int]) -> None:
+    raise AssertionError("wrong numbers")
+
+
+def test_rank_that_dies_is_reported_with_its_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    totals = Totals()
+    hunt_programs(CONFIGURATION, time.monotonic() + 0.01, totals, _die)
+    assert (totals.programs, totals.deaths, totals.failures) == (PROGRAMS_PER_CALL, 1, 0)
+    assert totals.rank_seconds > 0
+    (report,) = totals.reports
+    assert report.startswith("programs [7, 8, 9, 10], Configuration(work='programs', allocator='none'")
+    assert "died with exit code -11" in report
+    assert report in capsys.readouterr().out
+
+
+def test_work_that_fails_is_no_death() -> None:
+    totals = Totals()
+    hunt_programs(CONFIGURATION, time.monotonic() + 0.01, totals, _fail)
+    assert (totals.deaths, totals.failures) == (0, 1)
+
+
+def test_tests_run_in_a_drawn_order_until_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FSDP2_TEST_SUBJECT", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # restored after main has set it
+    results = tmp_path / "results"
+    options = ["--minutes", "0.001", "--allocator", "none", "--results", str(results)]
+    assert main(["tests", "tests/distributed/test_freed_parameters.py", *options]) == 0
+    seen = json.loads(results.read_text())
+    assert seen["tests"] == 1
+    assert seen["rank_seconds"] > 0
+    assert capsys.readouterr().out.startswith("0 programs, 1 tests, ")
