@@ -193,9 +193,9 @@ class PeerComm(AxisComm):
         def launch() -> Sequence[Waitable]:
             messages = _Messages()
             for part, target in sends:
-                messages.add(self._group.send([part], target, self._gather_tag))
+                messages.start(self._group.send, part, target, self._gather_tag)
             for part, source in receives:
-                messages.add(self._group.recv([part], source, self._gather_tag))
+                messages.start(self._group.recv, part, source, self._gather_tag)
             copy_own()
             return (messages,)
 
@@ -223,10 +223,10 @@ class PeerComm(AxisComm):
         messages = _Messages()
         for target in self._targets:
             if parts[target].numel() > 0:
-                messages.add(self._group.send([parts[target]], target, self._reduce_tag))
+                messages.start(self._group.send, parts[target], target, self._reduce_tag)
         if mine.numel() > 0:
             for buffer, source in zip(received, self._sources, strict=True):
-                messages.add(self._group.recv([buffer], source, self._reduce_tag))
+                messages.start(self._group.recv, buffer, source, self._reduce_tag)
         return _PeerSum(messages, received, mine)
 
 
@@ -240,13 +240,21 @@ class _Messages:
 
     def __init__(self) -> None:
         self._works: deque[dist.Work] = deque()
+        self._error: RuntimeError | None = None
         _in_flight.add(self)
 
-    def add(self, work: dist.Work) -> None:
-        self._works.append(work)
+    def start(self, call: Callable[..., dist.Work], tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Send ``tensor``, or receive it. If that fails, ``wait`` raises: others are in flight already."""
+        if self._error is None:
+            try:
+                self._works.append(call([tensor], rank, tag))
+            except RuntimeError as error:
+                self._error = error
 
     def wait(self) -> None:
         """Wait for those that nobody has waited for: after an interrupt, the next call waits for the others."""
+        if self._error is not None:
+            raise self._error
         while self._works:
             self._works.popleft().wait()
         _in_flight.discard(self)

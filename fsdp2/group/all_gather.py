@@ -61,7 +61,7 @@ class GatheredMemory:
     receive has its own, since hooks expect the tensor at the start of a storage.
 
     Attributes:
-        is_lost: a collective has failed, or was not launched as a whole. Its other messages may arrive at any time, or
+        is_lost: a collective has failed, or its launch was interrupted. Its other messages may arrive at any time, or
             leave: so no memory of the gathers into these storages is freed any more (I17).
     """
 
@@ -163,7 +163,7 @@ class Gather:
                 raise
             try:
                 works = self._launch()
-            except BaseException:
+            except KeyboardInterrupt:  # some messages are in flight, and some are not
                 self.gathered.is_lost = True
                 raise
             if not works:  # the gather stream orders the arrival behind the collective

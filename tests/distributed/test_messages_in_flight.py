@@ -50,15 +50,31 @@ def test_memory_stays_when_a_gather_is_lost(ctx: RankContext) -> None:
         messages.wait()
 
 
-def _add_one(messages: Any, work: dist.Work) -> None:
-    if messages._works:
+_start = backends._Messages.start
+
+
+def _start_one(messages: Any, call: Any, *args: Any) -> None:
+    """A connection that fails: one message is in flight then."""
+
+    def fail(*args: Any) -> NoReturn:
         raise RuntimeError("connection closed")
-    messages._works.append(work)
+
+    _start(messages, fail if messages._works else call, *args)
 
 
-@pytest.mark.parametrize("fault", [{"wait": _fail_to_wait}, *long({"add": _add_one})], ids=["wait", "launch"])
+def _interrupt_second(messages: Any, *args: Any) -> None:
+    """Ctrl-C, when one message is in flight."""
+    if messages._works:
+        raise KeyboardInterrupt("connection closed")
+    _start(messages, *args)
+
+
+FAULTS = {"wait": {"wait": _fail_to_wait}, "launch": {"start": _start_one}, "Ctrl-C": {"start": _interrupt_second}}
+
+
+@pytest.mark.parametrize("fault", ["wait", *long("launch", "Ctrl-C")])
 @distributed(4)
-def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: RankContext, fault: dict[str, Any]) -> None:
+def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: RankContext, fault: str) -> None:
     """That of the shards that are sent, and the unsharded memory: the gather that was not lost has the same."""
     model = sharded(ctx, reshard_after_forward=2)
     step(model)
@@ -66,13 +82,13 @@ def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: Rank
     unsharded = model._unit().groups[0].unsharded
     sent = [flat.untyped_storage() for flat in unsharded.post_forward._flats.values()]
     dist.barrier()
-    with mock.patch.multiple(backends._Messages, **fault):
-        with pytest.raises(RuntimeError, match="connection closed"):
+    with mock.patch.multiple(backends._Messages, **FAULTS[fault]):
+        with pytest.raises((fsdp2.CommunicationError, KeyboardInterrupt), match="connection closed"):
             loss.backward()
         model.reset_iter_state()
     assert all(storage.nbytes() > 0 for storage in sent)
     assert unsharded.gather.gathered.is_lost
-    if "wait" in fault:
+    if fault == "wait":
         for messages in list(backends._in_flight):
             messages.wait()
 
