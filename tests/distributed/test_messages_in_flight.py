@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +31,21 @@ def _gathering_nbytes(model: Any) -> int:
 
 def _fail_to_wait(messages: Any) -> NoReturn:
     raise RuntimeError("connection closed")
+
+
+@distributed(2)
+def test_training_leaves_no_message_behind(ctx: RankContext) -> None:
+    """What is in flight is kept alive until somebody waits for it."""
+    earlier = set(backends._in_flight)
+    model = sharded(ctx)
+    for seed in range(3):
+        step(model, seed)
+        with torch.no_grad():
+            model(batch())
+    model.unshard(async_op=True)
+    assert backends._in_flight > earlier
+    model.reshard()
+    assert backends._in_flight == earlier
 
 
 @distributed(2)
