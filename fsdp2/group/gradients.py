@@ -176,10 +176,8 @@ class Reduction:
 
     def _advance(self) -> None:
         """Wait for what is in flight, then run stages up to the next collective."""
-        try:
-            wait_for(self._works)  # on an accelerator, the reduce stream waits
-        finally:
-            self._works = ()  # if one fails, no later call waits for them again
+        works, self._works = self._works, ()  # if one fails, no later call waits for them again
+        wait_for(works)  # on an accelerator, the reduce stream waits
         while self._stages and not self._works:
             self._works = self._stages.popleft()(self)
         if not self._stages:

@@ -433,8 +433,8 @@ MUTATIONS = [
     ),
     Mutation(
         "group/gradients.py",
-        "wait_for(self._works)  # on an accelerator, the reduce stream waits\n",
-        "pass\n",
+        "        wait_for(works)  # on an accelerator, the reduce stream waits\n",
+        "        pass\n",
         (*_RANDOM,),
     ),
     # group/hooked_params.py
