@@ -271,5 +271,12 @@ class Observer:
         """The runtime acts on ``unit``: ``action`` is ``unshard``, ``wait``, ``reshard``, ``reduce``, ... The action
         allocates, moves or releases ``nbytes`` on this rank."""
 
+    def on_start(self, work: str, unit: str) -> None:
+        """This thread starts ``work`` for ``unit``: an action, whether or not there is anything to do; or inside one, a
+        part of a reduction: ``reduce_launch``, ``reduce_finish`` (frees what the reduction reads), ``reduce_land``."""
+
+    def on_stop(self, work: str, unit: str) -> None:
+        """``work`` for ``unit`` is done or, on an accelerator, enqueued. Not called if it raised."""
+
     def on_transition(self, unit: str, before: str, after: str) -> None:
         """A parameter group of ``unit`` changed its state, for example from ``SHARDED`` to ``UNSHARDING``."""

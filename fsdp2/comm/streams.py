@@ -9,7 +9,7 @@ Each stream wait below states producer, consumer and reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Protocol
@@ -27,15 +27,34 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
+class _Waits:
+    """``on_wait`` is called before this thread waits for collectives (with True) and afterwards (with False)."""
+
+    on_wait: Callable[[bool], None] | None = None
+
+
+def tell_waits(on_wait: Callable[[bool], None] | None) -> None:
+    """Call ``on_wait`` around each wait for collectives, with True and then with False; None ends it. For tools that
+    measure. On an accelerator, a wait only enqueues."""
+    _Waits.on_wait = on_wait
+
+
 def wait_for(works: Sequence[Waitable]) -> None:
     """Wait for collectives.
 
     Raises:
         CommunicationError: one failed.
     """
+    tell = _Waits.on_wait
     try:
+        if tell is None or not works:
+            for work in works:
+                work.wait()
+            return
+        tell(True)
         for work in works:
             work.wait()
+        tell(False)
     except RuntimeError as error:
         raise CommunicationError(str(error)) from error
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from fsdp2.schedule.states import GroupState
 from fsdp2.types import CommunicationError, Observer
 
 Programs = Mapping[tuple[Action, int], Callable[[], object]]
+_T = TypeVar("_T")
 
 _REDUCTIONS = {Action.REDUCE: Unused.LEAVE, Action.REDUCE_JOINTLY: Unused.JOIN}
 _OF_GROUPS = {
@@ -33,10 +34,17 @@ _OF_GROUPS = {
 }
 
 
-def _run(group: ParamGroup, step: Callable[[], None]) -> None:
-    """Run a step of a reduction of ``group``. If a collective has failed, the error names the group's unit."""
+def _run(work: str, group: ParamGroup, step: Callable[[], _T]) -> _T:
+    """Run ``step``, the part ``work`` of a reduction of ``group``, and tell observers when it starts and stops. If a
+    collective has failed, the error names the group's unit."""
+    tell = group.on_work
     try:
-        step()
+        if tell is None:
+            return step()
+        tell(work, True)
+        result = step()
+        tell(work, False)
+        return result
     except CommunicationError as error:
         raise group.lost("reduction", error) from error.__cause__
 
@@ -133,7 +141,11 @@ class Executor:
         before = [group.state for group in unit.groups]
         pending = len(self._pending)
         self._has_reduced = False
+        for watch in unit.watches:
+            watch.observer.on_start(kind.value, unit.name)
         programs[action]()
+        for watch in unit.watches:
+            watch.observer.on_stop(kind.value, unit.name)
         changed = [group for group, state in zip(unit.groups, before, strict=True) if group.state is not state]
         if kind in _REDUCTIONS:
             if self._has_reduced:
@@ -159,7 +171,10 @@ class Executor:
         self._make_room(group)
         unused = Unused.ZERO if unit.rules.reduces_unused else unused
         if _torch.is_profiling():
-            reduction = _torch.in_range("post_backward_reduce", unit.name, partial(group.reduce, unused))
+            launch = partial(_torch.in_range, "post_backward_reduce", unit.name, partial(group.reduce, unused))
+            reduction = _run("reduce_launch", group, launch)
+        elif group.on_work is not None:
+            reduction = _run("reduce_launch", group, partial(group.reduce, unused))
         else:
             reduction = group.reduce(unused)
         self._add(group, reduction)
@@ -214,14 +229,14 @@ class Executor:
 
     def _finish(self, group: ParamGroup, reduction: Reduction) -> None:
         self._land_finished()
-        _run(group, reduction.finish)
+        _run("reduce_finish", group, reduction.finish)
         self._landing = group, reduction
 
     def _land_finished(self) -> None:
         if self._landing is None:
             return
         (group, reduction), self._landing = self._landing, None
-        _run(group, reduction.land)
+        _run("reduce_land", group, reduction.land)
         self._last = reduction
 
     def _wait_for_last(self) -> None:

@@ -179,10 +179,15 @@ class Unit:
         self.watches = watches
         for group in self.groups:
             group.on_transition = self._tell_transition if watches else None
+            group.on_work = self._tell_work if watches else None
 
     def _tell_transition(self, before: GroupState, after: GroupState) -> None:
         for watch in self.watches:
             watch.observer.on_transition(self.name, before.value, after.value)
+
+    def _tell_work(self, work: str, starts: bool) -> None:
+        for watch in self.watches:
+            (watch.observer.on_start if starts else watch.observer.on_stop)(work, self.name)
 
     def configure(self, **changes: object) -> None:
         """Replace rules of the schedule."""

@@ -23,7 +23,7 @@ class NotedReduction:
 def _with_a_reduction() -> tuple[Executor, NotedReduction]:
     executor, reduction = Executor(torch.device("cpu")), NotedReduction()
     mesh = SimpleNamespace(replicate=SimpleNamespace(size=2))
-    group: Any = SimpleNamespace(mesh=mesh, reduce_partial=lambda: reduction)
+    group: Any = SimpleNamespace(mesh=mesh, reduce_partial=lambda: reduction, on_work=None)
     executor.reduce_partial(group)
     return executor, reduction
 

@@ -97,6 +97,7 @@ load_safetensors
 memory_plan
 no_sync
 register_fsdp_forward_method
+report
 save_safetensors
 set_fsdp_extensions
 share_comm_ctx

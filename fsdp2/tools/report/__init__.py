@@ -1,0 +1,9 @@
+"""A report on real steps: ``with fsdp2.report(model, "step.html"): train_step()``.
+
+``recorder`` notes what happens when; ``timeline`` reads its marks; ``data`` puts all ranks together; ``findings`` says
+what to change first; ``files`` writes. Only ``recorder`` and ``call`` know torch.
+"""
+
+from fsdp2.tools.report.call import Report, report
+
+__all__ = ["Report", "report"]

@@ -1,0 +1,237 @@
+"""``fsdp2.report``: records steps inside a block; at its end, all ranks bring their records to rank 0, which writes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.api.module import sharded_unit
+from fsdp2.comm.backends import exchange
+from fsdp2.comm.streams import tell_waits
+from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.plan.plan import Route
+from fsdp2.runtime.root import Root, Unit, Watch
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
+from fsdp2.tools.report import files
+from fsdp2.tools.report.data import RankRecord, RankStep, UnitInfo, report_data
+from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
+from fsdp2.tools.report.timeline import memory, spans, transfers
+from fsdp2.types import CommunicationError, ScheduleError
+
+_CALLER = "fsdp2.report"
+_recording: list[str] = []  # the class of the model that is recorded
+
+
+class Report:
+    """What :func:`fsdp2.report` has found.
+
+    Attributes:
+        data: the whole report after the block, on rank 0; None on other ranks. What the JSON file and the page hold.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        """The changes to make first, one per line."""
+        if self.data is None:
+            return "no report: only rank 0 has one, after the block"
+        lines = [f"up to {each['gain_ms']:.1f} ms: {each['text']}" for each in self.data["findings"]]
+        step = f"step of {self.data['steps_ms'][self.data['step']]:.1f} ms"
+        return "\n".join([step, *lines]) if lines else f"{step}; found nothing to change"
+
+
+@contextmanager
+def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> Iterator[Report]:
+    """Record the first ``steps`` training steps of the block, and report on the typical one: a timeline of each rank,
+    every unit's bytes and times, who holds the memory, the order of collectives, and what to change first.
+
+    A step ends where the next forward begins after gradients were reduced. All ranks enter and leave the block
+    together; rank 0 writes. Ranks of other meshes than the data-parallel one of rank 0 are not in the report. If the
+    block raises, nothing is written or sent.
+
+    Args:
+        model: the root of a sharded model.
+        paths: where to write. ``.html``: one page, without any network; ``.trace.json``: a Chrome trace; ``.json``.
+        steps: how many steps to record; the rest of the block runs as without a report.
+
+    Raises:
+        ValueError: ``model`` is not sharded; ``steps`` is less than 1; a path has another suffix, or rank 0 cannot
+            write there. All ranks raise.
+        ScheduleError: inside another report; or at the end of the block, no forward ran on some rank.
+        CommunicationError: another rank has not reached the end of the block.
+    """
+    if steps < 1:
+        raise ValueError(f"{_CALLER}: steps is {steps}, expected 1 or more.")
+    unit = sharded_unit(model, _CALLER)
+    if _recording:
+        raise ScheduleError(
+            f"{_CALLER}: a report on {_recording[0]} is being recorded. Leave its block before the next one begins."
+        )
+    root = unit.form_root()
+    mesh = _mesh_of(root)
+    targets = [Path(path) for path in paths]
+    problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
+    if problem is not None:
+        raise ValueError(problem)
+    synced, is_first_use = time.perf_counter(), not root.schedule.last_order
+    on_device = root.executor.streams.runs_ahead
+    clock = DeviceClock(mesh.device, root.units) if on_device else HostClock()
+    recorder, found = Recorder(clock, steps), Report()
+    watch = Watch(model, recorder)
+    _recording.append(root.class_name)
+    try:
+        tell_waits(None if on_device else recorder.on_wait)
+        yield found
+        recorder.end()
+    finally:
+        tell_waits(None)
+        watch.end()
+        _recording.clear()
+    record = RankRecord(
+        rank=dist.get_rank(),
+        host=platform.node(),
+        synced=synced,
+        is_first_use=is_first_use,
+        steps=_rank_steps(recorder.steps(), root, on_device=on_device),
+        **_device_memory(mesh.device),
+    )
+    records = sorted(_exchange(mesh, record), key=lambda each: each.rank)
+    idle = [each.rank for each in records if not each.steps]
+    if idle:
+        raise ScheduleError(
+            f"{_CALLER}: no forward of {root.class_name} ran inside the block on ranks {idle}. Run at least one "
+            "training step of that model in the block, on every rank."
+        )
+    if dist.get_rank() == 0:
+        found.data = report_data(root.class_name, _device_name(mesh), _unit_infos(root), _equally_long(records))
+        for target in targets:
+            files.write(target, found.data)
+
+
+def _problem(targets: Sequence[Path]) -> str | None:
+    """Why rank 0 cannot write to one of ``targets``."""
+    for target in targets:
+        if files.kind_of(target) is None:
+            return f"{_CALLER}: '{target}' has the suffix '{target.suffix}'. Use .html, .json or .trace.json."
+        folder = target.absolute().parent
+        if not folder.is_dir():
+            return f"{_CALLER}: cannot write '{target}': there is no folder '{folder}'. Create it, or use another path."
+        if target.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
+            return f"{_CALLER}: cannot write '{target}': rank 0 may not write there. Use another path."
+    return None
+
+
+def _mesh_of(root: Root) -> ParallelMesh:
+    """The largest mesh of the units: its ranks are in the report."""
+    meshes = [root.unit.mesh, *(group.mesh for unit in root.units for group in unit.groups)]
+    return max(meshes, key=lambda mesh: mesh.data_parallel_size)
+
+
+def _exchange(mesh: ParallelMesh, value: object) -> list[Any]:
+    """``value`` of every rank of ``mesh``."""
+    try:
+        return [each for row in exchange(mesh.replicate, exchange(mesh.shard, value)) for each in row]
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{_CALLER}: rank {dist.get_rank()} waited for the other ranks in vain: {error}\n"
+            "All ranks enter and leave the block together. Look for an exception on another rank."
+        ) from error
+
+
+def _equally_long(records: Sequence[RankRecord]) -> list[RankRecord]:
+    """``records`` with as many steps as all of them have."""
+    shortest = min(len(record.steps) for record in records)
+    return [RankRecord(**{**vars(record), "steps": record.steps[:shortest]}) for record in records]
+
+
+def _rank_steps(steps: Sequence[Step], root: Root, *, on_device: bool) -> list[RankStep]:
+    sizes: dict[str, UnitBytes] = {unit.name: unit_bytes(unit) for unit in root.units}
+    replicated = {unit.name for unit in root.units if _replicas(unit) > 1}
+    found, marks = [], []
+    for step in steps:
+        marks += step.marks
+        found.append(
+            RankStep(
+                step.start,
+                step.stop,
+                spans(step.marks, step.start, step.stop, root.unit.name, on_device=on_device),
+                transfers(step.marks, replicated, on_device=on_device),
+                memory(marks, sizes, step.start, step.stop),
+            )
+        )
+    return found
+
+
+def _unit_infos(root: Root) -> list[UnitInfo]:
+    return [
+        _unit_info(unit, keeps=rules.after_forward is AfterForward.KEEP)
+        for unit, rules in zip(root.units, root.schedule.rules, strict=True)
+    ]
+
+
+def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
+    sizes, shard, gather, reduce, is_small = unit_bytes(unit), 0, [0, 0], [0, 0], bool(unit.groups)
+    by_module: dict[nn.Module, int] = {}
+    for group in unit.groups:
+        ranks = group.mesh.shard.size
+        gathers, reductions = group.unsharded.plan().steps, group.gradients.plans(_trainable(group.requires_grad()))[0]
+        for step in gathers if ranks > 1 else ():
+            gather[step.route is not Route.DIRECT] += step.padded_nbytes
+        for plan in reductions if ranks > 1 else ():
+            for part in plan.steps:
+                reduce[part.route is not Route.DIRECT] += part.layout.padded_numel * plan.dtypes.reduce.itemsize
+        for param in group.params:
+            shard += _torch.local_of(param.sharded).nbytes
+            nbytes = param.layout.numel * param.dtypes.param.itemsize
+            by_module[param.slots[0].module] = by_module.get(param.slots[0].module, 0) + nbytes
+        travelling = sum(step.chunk_nbytes for step in gathers)
+        is_small = is_small and ranks > 1 and travelling < group.comm.direct_min_nbytes
+    return UnitInfo(
+        name=unit.name,
+        shard_nbytes=shard,
+        unsharded_nbytes=sizes.unsharded,
+        held_nbytes=sizes.alone,
+        gather_direct_nbytes=gather[0],
+        gather_bucket_nbytes=gather[1],
+        reduce_direct_nbytes=reduce[0],
+        reduce_bucket_nbytes=reduce[1],
+        largest_module_nbytes=max(by_module.values(), default=0),
+        is_small=is_small,
+        keeps_after_forward=keeps,
+        replicas=_replicas(unit),
+    )
+
+
+def _trainable(requires_grad: Sequence[bool]) -> list[int]:
+    return [i for i, is_trainable in enumerate(requires_grad) if is_trainable]
+
+
+def _replicas(unit: Unit) -> int:
+    return max((group.mesh.replicate.size for group in unit.groups), default=1)
+
+
+def _device_name(mesh: ParallelMesh) -> str:
+    backend = "no collectives" if mesh.shard.group is None else _torch.backend_name(mesh.shard.group, mesh.device)
+    return f"{mesh.device.type} ({backend}), {mesh.replicate.size} x {mesh.shard.size} ranks"
+
+
+def _device_memory(device: torch.device) -> dict[str, int | None]:
+    """The allocator's peak, and what nobody has taken of the device; nothing of a device that does not say."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    allocated, free = getattr(module, "max_memory_allocated", None), getattr(module, "mem_get_info", None)
+    return {
+        "allocated_nbytes": None if allocated is None else allocated(device),
+        "free_nbytes": None if free is None else free(device)[0],
+    }

@@ -1,0 +1,308 @@
+"""The report as data: what all ranks recorded, put together on rank 0. Plain values that JSON can hold.
+
+Times are in microseconds from the start of the step (``_us``), or in milliseconds (``_ms``). Ranks on one host share a
+clock; the clocks of hosts are aligned where all ranks left one collective.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+from fsdp2.tools.report.findings import StepFacts, UnitFacts, findings
+from fsdp2.tools.report.timeline import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Does, Memory, Span, Transfer
+
+VERSION = 1
+KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+_MAX_ENTRIES = 50_000  # of all timelines: beyond that, only some ranks have one
+_COMPUTE = (Does.FORWARD, Does.BACKWARD)
+_WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.RANK_WAIT)
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """What plans say of one unit, in bytes. ``gather`` and ``reduce``: of all ranks' parts, by the way they travel."""
+
+    name: str
+    shard_nbytes: int
+    unsharded_nbytes: int
+    held_nbytes: int
+    gather_direct_nbytes: int
+    gather_bucket_nbytes: int
+    reduce_direct_nbytes: int
+    reduce_bucket_nbytes: int
+    largest_module_nbytes: int
+    is_small: bool
+    keeps_after_forward: bool
+    replicas: int
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank; see ``timeline``."""
+
+    start: float
+    stop: float
+    spans: list[Span]
+    transfers: list[Transfer]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank recorded. ``synced``: its clock when all ranks left a collective. ``is_first_use``: the model had
+    run no forward before. ``allocated_nbytes``, ``free_nbytes``: the device's allocated peak, and what was free at the
+    end; None where the device does not say."""
+
+    rank: int
+    host: str
+    synced: float
+    is_first_use: bool
+    steps: list[RankStep]
+    allocated_nbytes: int | None = None
+    free_nbytes: int | None = None
+
+
+def report_data(model: str, device: str, units: Sequence[UnitInfo], records: Sequence[RankRecord]) -> dict[str, Any]:
+    """The whole report. ``model`` and ``device`` are names; ``units`` are in the order of the modules, the root first;
+    ``records`` in the order of ranks, with as many steps each."""
+    durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(len(records[0].steps))]
+    chosen = _typical(durations, skips_first=any(record.is_first_use for record in records))
+    ranks = _aligned(records, chosen)
+    index = {unit.name: i for i, unit in enumerate(units)} | {"": -1}
+    losses = [_Losses(step) for step in ranks]
+    facts = _facts(units, losses, records, durations[chosen] * 1e3)
+    shown = _shown(ranks, losses)
+    fullest = max(range(len(ranks)), key=lambda i: ranks[i].memory.peak)
+    rows, difference = _collectives(ranks, index, shown, records)
+    return {
+        "version": VERSION,
+        "model": model,
+        "device": device,
+        "ranks": [record.rank for record in records],
+        "steps_ms": [_ms(duration) for duration in durations],
+        "step": chosen,
+        "does": [does.value for does in Does],
+        "kinds": list(KINDS),
+        "findings": [asdict(each) | {"gain_ms": round(each.gain_ms, 3)} for each in findings(facts)],
+        "units": [_unit_row(unit, losses) for unit in units],
+        "rank_totals": [
+            {"rank": record.rank} | {f"{does.value.replace(' ', '_')}_ms": _ms(loss.of(does)) for does in Does}
+            for record, loss in zip(records, losses, strict=True)
+        ],
+        "timelines": [_timeline(records[i].rank, ranks[i], index) for i in shown],
+        "memory": {
+            "rank": records[fullest].rank,
+            "peak_nbytes": ranks[fullest].memory.peak,
+            "allocated_nbytes": records[fullest].allocated_nbytes,
+            "owners": [{"unit": u, "what": what, "nbytes": n} for u, what, n in ranks[fullest].memory.owners],
+            "points": [[_us(time), nbytes] for time, nbytes in ranks[fullest].memory.points],
+        },
+        "collectives": {"ranks": [records[i].rank for i in shown], "rows": rows, "first_difference": difference},
+    }
+
+
+def _typical(durations: Sequence[float], *, skips_first: bool) -> int:
+    """The step that the report is about: the median one. The first step of a model prefetches little, and makes
+    plans."""
+    candidates = range(1 if skips_first and len(durations) > 1 else 0, len(durations))
+    return sorted(candidates, key=durations.__getitem__)[(len(candidates) - 1) // 2]
+
+
+def _aligned(records: Sequence[RankRecord], chosen: int) -> list[RankStep]:
+    """Each rank's step ``chosen``, with times from the earliest rank's start of it."""
+    one_clock = len({record.host for record in records}) == 1
+    offsets = [0.0 if one_clock else record.synced for record in records]
+    first = min(record.steps[chosen].start - offset for record, offset in zip(records, offsets, strict=True))
+    return [_moved(record.steps[chosen], -(offset + first)) for record, offset in zip(records, offsets, strict=True)]
+
+
+def _moved(step: RankStep, by: float) -> RankStep:
+    def moved(each: Any) -> Any:
+        return each._replace(start=each.start + by, stop=each.stop + by)
+
+    points = [(time + by, nbytes) for time, nbytes in step.memory.points]
+    return RankStep(
+        step.start + by,
+        step.stop + by,
+        list(map(moved, step.spans)),
+        list(map(moved, step.transfers)),
+        replace(step.memory, points=points),
+    )
+
+
+class _Losses:
+    """Sums over one rank's step, in seconds."""
+
+    def __init__(self, step: RankStep) -> None:
+        self._by: dict[tuple[Does, str, bool], float] = defaultdict(float)
+        for span in step.spans:
+            self._by[span.does, span.unit, span.in_backward] += span.stop - span.start
+        self.idle, self.transfers = _idle(step.transfers), step.transfers
+        self.reduce_idle = _gaps([each for each in step.transfers if each.kind != ALL_GATHER and each.in_backward])
+        self._counts: dict[str, int] = defaultdict(int)
+        self._gather: dict[str, float] = {}
+        for transfer in step.transfers:
+            if transfer.kind == ALL_GATHER:
+                self._counts[transfer.unit] += 1
+                self._gather.setdefault(transfer.unit, transfer.stop - transfer.start)
+
+    def of(self, does: Does, unit: str | None = None, in_backward: bool | None = None) -> float:
+        """The time of ``does`` on ``unit``, in one pass; None means all."""
+        if unit is None:
+            return sum(seconds for (kind, _, _), seconds in self._by.items() if kind is does)
+        passes = (False, True) if in_backward is None else (in_backward,)
+        return sum(self._by.get((does, unit, each), 0.0) for each in passes)
+
+    def gathers(self, unit: str) -> int:
+        """How often ``unit`` was gathered."""
+        return self._counts.get(unit, 0)
+
+    def gather(self, unit: str) -> float:
+        """How long the first gather of ``unit`` was in flight."""
+        return self._gather.get(unit, 0.0)
+
+
+def _idle(transfers: Iterable[Transfer]) -> dict[tuple[str, bool], float]:
+    """By unit and pass: how long nothing was gathered before a gather that was no prefetch. The first of a pass has no
+    entry: nothing could start it earlier."""
+    found: dict[tuple[str, bool], float] = {}
+    ends: dict[bool, float] = {}
+    for transfer in transfers:
+        if transfer.kind != ALL_GATHER:
+            continue
+        end = ends.get(transfer.in_backward)
+        if end is not None and not transfer.early:
+            found.setdefault((transfer.unit, transfer.in_backward), max(transfer.start - end, 0.0))
+        ends[transfer.in_backward] = max(transfer.stop, end or 0.0)
+    return found
+
+
+def _gaps(transfers: Sequence[Transfer]) -> float:
+    """How long nothing was in flight between the first and the last of ``transfers``."""
+    gaps, end = 0.0, None
+    for transfer in transfers:
+        if end is not None:
+            gaps += max(transfer.start - end, 0.0)
+        end = max(transfer.stop, end or 0.0)
+    return gaps
+
+
+def _facts(
+    units: Sequence[UnitInfo], losses: Sequence[_Losses], records: Sequence[RankRecord], step: float
+) -> StepFacts:
+    order = list(dict.fromkeys(each.unit for each in losses[0].transfers if each.kind == ALL_GATHER))
+    position = {name: i for i, name in enumerate(order)}
+    ordered = sorted(units, key=lambda unit: position.get(unit.name, len(position)))
+    free = [record.free_nbytes for record in records if record.free_nbytes is not None]
+    return StepFacts(
+        step=step,
+        units=[_unit_facts(unit, losses, is_root=unit is units[0]) for unit in ordered],
+        rank_compute=[1e3 * sum(map(loss.of, _COMPUTE)) for loss in losses],
+        rank_waits=[1e3 * sum(map(loss.of, _WAITS)) for loss in losses],
+        reduce_idle=1e3 * min(loss.reduce_idle for loss in losses),
+        free_nbytes=min(free) if free else None,
+    )
+
+
+def _unit_facts(unit: UnitInfo, losses: Sequence[_Losses], *, is_root: bool) -> UnitFacts:
+    name = unit.name
+
+    def least(value: Callable[[_Losses], float]) -> float:
+        return 1e3 * min(map(value, losses))
+
+    forward_late = least(lambda loss: loss.of(Does.GATHER_WAIT, name, False))
+    backward_late = least(lambda loss: loss.of(Does.GATHER_WAIT, name, True))
+    reduce_late = least(lambda loss: loss.of(Does.REDUCE_WAIT, name, True))
+    tail_late = least(lambda loss: loss.of(Does.REDUCE_WAIT, name, False))
+    thread = least(lambda loss: loss.of(Does.LAUNCH, name) + loss.of(Does.COPY, name))
+    return UnitFacts(
+        name=name,
+        unsharded_nbytes=unit.unsharded_nbytes,
+        largest_module_nbytes=unit.largest_module_nbytes,
+        is_small=unit.is_small,
+        is_root=is_root,
+        keeps=unit.keeps_after_forward,
+        gather=least(lambda loss: loss.gather(name)),
+        forward=least(lambda loss: loss.of(Does.FORWARD, name)),
+        backward=least(lambda loss: loss.of(Does.BACKWARD, name)),
+        forward_late=forward_late,
+        backward_late=backward_late,
+        forward_idle=least(lambda loss: loss.idle.get((name, False), 0.0)),
+        backward_idle=least(lambda loss: loss.idle.get((name, True), 0.0)),
+        reduce_late=reduce_late,
+        tail_late=tail_late,
+        per_use=thread + forward_late + backward_late + reduce_late + tail_late,
+    )
+
+
+def _unit_row(unit: UnitInfo, losses: Sequence[_Losses]) -> dict[str, Any]:
+    """What plans say of ``unit``, and its times: the most of all ranks; of waits, the least, too: what they cost
+    without waiting for a late rank."""
+    times = {
+        f"{does.value.replace(' ', '_')}_ms": _ms(max(loss.of(does, unit.name) for loss in losses)) for does in Does
+    }
+    del times["other_ms"], times["rank_wait_ms"]
+    return asdict(unit) | {
+        "gathers": max(loss.gathers(unit.name) for loss in losses),
+        **times,
+        "gather_exposed_ms": _ms(min(loss.of(Does.GATHER_WAIT, unit.name) for loss in losses)),
+        "reduce_exposed_ms": _ms(min(loss.of(Does.REDUCE_WAIT, unit.name) for loss in losses)),
+    }
+
+
+def _shown(ranks: Sequence[RankStep], losses: Sequence[_Losses]) -> list[int]:
+    """The ranks with a timeline: all, if they are few; else the one that computes longest, the one that computes
+    shortest, and the first others."""
+    entries = max(len(step.spans) + 2 * len(step.transfers) for step in ranks)
+    limit = max(_MAX_ENTRIES // max(entries, 1), 1)
+    if len(ranks) <= limit:
+        return list(range(len(ranks)))
+    by_compute = sorted(range(len(ranks)), key=lambda i: sum(map(losses[i].of, _COMPUTE)))
+    chosen = dict.fromkeys([by_compute[-1], by_compute[0], *range(len(ranks))])
+    return sorted(list(chosen)[:limit])
+
+
+def _timeline(rank: int, step: RankStep, index: dict[str, int]) -> dict[str, Any]:
+    does = list(Does)
+    spans = [[does.index(s.does), index.get(s.unit, -1), _us(s.start), _us(s.stop) - _us(s.start)] for s in step.spans]
+    transfers = [
+        [KINDS.index(t.kind), index.get(t.unit, -1), _us(t.start), _us(t.stop) - _us(t.start), int(t.early)]
+        for t in step.transfers
+    ]
+    return {
+        "rank": rank,
+        "start_us": _us(step.start),
+        "stop_us": _us(step.stop),
+        "spans": [span for span in spans if span[3] > 0],
+        "transfers": transfers,
+    }
+
+
+def _collectives(
+    ranks: Sequence[RankStep], index: dict[str, int], shown: Sequence[int], records: Sequence[RankRecord]
+) -> tuple[list[list[int]], dict[str, Any] | None]:
+    """Rows of kind, unit, how much later the last of all ranks started than the first, that last rank, and when each
+    of the ranks ``shown`` started; up to the first collective that is not the same on all ranks, which comes second."""
+    rows: list[list[int]] = []
+    for position, same in enumerate(zip_longest(*(step.transfers for step in ranks))):
+        names = ["none" if each is None else f"{each.kind} {each.unit}" for each in same]
+        if len(set(names)) > 1:
+            ours = {str(record.rank): name for record, name in zip(records, names, strict=True)}
+            return rows, {"position": position, "by_rank": ours}
+        starts = [_us(each.start) for each in same]
+        last = max(range(len(starts)), key=starts.__getitem__)
+        kind, unit = KINDS.index(same[0].kind), index.get(same[0].unit, -1)
+        rows.append([kind, unit, max(starts) - min(starts), records[last].rank, *(starts[i] for i in shown)])
+    return rows, None
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,155 @@
+"""Notes what a rank does while steps run, and when; ``timeline`` reads these marks afterwards.
+
+On the CPU, the clock is the host's. On an accelerator, each mark is an event on the stream that does the work: nothing
+waits for the device inside a step, and times are read at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.comm.streams import Streams, streams_for
+from fsdp2.runtime.root import Unit
+from fsdp2.tools.report.timeline import BLOCKED, Edge, Mark
+from fsdp2.types import Observer
+
+Stamp = float | torch.Event | None
+
+# On an accelerator: which stream does the work; other work is done on the compute stream, or on none.
+_ON_GATHER_STREAM = ("unshard", "prefetch")
+_ON_REDUCE_STREAM = ("reduce_launch", "reduce_land")
+_ON_NO_STREAM = ("unshard", "prefetch", "keep")
+
+
+class Step(NamedTuple):
+    """The marks of one step, from ``start`` to ``stop`` in seconds of the host's clock."""
+
+    marks: list[Mark]
+    start: float
+    stop: float
+
+
+class HostClock:
+    """The CPU: work is done when the call returns."""
+
+    def now(self) -> Stamp:
+        return time.perf_counter()
+
+    def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
+        """A stamp of this moment for the start or end of ``work`` on ``unit``, and one on another stream."""
+        return time.perf_counter(), None
+
+    def settle(self) -> None:
+        """Wait until all stamps can be read."""
+
+    def seconds(self, stamp: Stamp) -> float | None:
+        """When ``stamp`` was made."""
+        assert not isinstance(stamp, torch.Event)
+        return stamp
+
+
+class DeviceClock(HostClock):
+    """An accelerator: stamps are events on its streams. ``units``: those that do not use the device's usual streams
+    are asked for theirs."""
+
+    def __init__(self, device: torch.device, units: Sequence[Unit]) -> None:
+        self._device = device
+        self._usual = streams_for(device)
+        self._streams = {unit.name: group.unsharded.streams for unit in units for group in unit.groups}
+        self._zero = self._event()
+        self._zero.synchronize()
+        self._zero_s = time.perf_counter()
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def now(self) -> Stamp:
+        return self._event()
+
+    def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
+        streams: Streams = self._streams.get(unit, self._usual)
+        side = None
+        if work in _ON_GATHER_STREAM:
+            with streams.on_gather():
+                side = self._event()
+        elif work in _ON_REDUCE_STREAM:
+            with streams.on_reduce():
+                side = self._event()
+        return None if work in _ON_NO_STREAM else self._event(), side
+
+    def settle(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def seconds(self, stamp: Stamp) -> float | None:
+        if stamp is None or isinstance(stamp, float):
+            return stamp
+        return self._zero_s + self._zero.elapsed_time(stamp) / 1e3
+
+
+class Recorder(Observer):
+    """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
+    gradients, so it holds all micro-batches of an accumulation, and the optimizer."""
+
+    def __init__(self, clock: HostClock, max_steps: int) -> None:
+        self._clock, self._max_steps = clock, max_steps
+        self._marks: list[tuple[Edge, str, str, Stamp, Stamp]] = []
+        self._bounds: list[tuple[int, Stamp]] = []  # where a step begins among the marks, and when
+        self._last: tuple[Stamp, Stamp] = (None, None)
+        self._has_reduced = self._has_ended = False  # the step's gradients; its backward
+        self._is_done = False
+
+    def on_event(self, event: str, unit: str) -> None:
+        if self._is_done:
+            return
+        now = self._clock.now()
+        if not self._bounds or (event == "pre_forward" and self._has_reduced and self._has_ended):
+            self._bounds.append((len(self._marks), now))
+            self._has_reduced = self._has_ended = False
+            if len(self._bounds) > self._max_steps:
+                self._is_done = True
+                return
+        self._has_ended = self._has_ended or event == "end_backward"
+        self._marks.append((Edge.EVENT, event, unit, now, None))
+
+    def on_start(self, work: str, unit: str) -> None:
+        self._mark(Edge.START, work, unit)
+
+    def on_stop(self, work: str, unit: str) -> None:
+        self._mark(Edge.STOP, work, unit)
+
+    def on_action(self, action: str, unit: str, nbytes: int) -> None:
+        if not self._is_done and self._last != (None, None):
+            self._has_reduced = self._has_reduced or action == "reduce"
+            self._marks.append((Edge.ACTION, action, unit, *self._last))
+
+    def on_wait(self, starts: bool) -> None:
+        """The CPU starts, or stops, to wait for collectives."""
+        if self._bounds:  # else for a collective before the first step
+            self._mark(Edge.START if starts else Edge.STOP, BLOCKED, "")
+
+    def _mark(self, edge: Edge, work: str, unit: str) -> None:
+        if not self._is_done:
+            self._last = self._clock.of_work(work, unit)
+            if self._last != (None, None):
+                self._marks.append((edge, work, unit, *self._last))
+
+    def end(self) -> None:
+        """The block is over: so is the step that runs."""
+        if self._bounds and not self._is_done:
+            self._bounds.append((len(self._marks), self._clock.now()))
+        self._is_done = True
+
+    def steps(self) -> list[Step]:
+        """All steps; call it after ``end``. The CPU waits for the device."""
+        self._clock.settle()
+        seconds = self._clock.seconds
+        marks = [Mark(edge, name, unit, seconds(a), seconds(b)) for edge, name, unit, a, b in self._marks]
+        bounds = [(index, seconds(stamp) or 0.0) for index, stamp in self._bounds]
+        return [Step(marks[first:last], start, stop) for (first, start), (last, stop) in pairwise(bounds)]
