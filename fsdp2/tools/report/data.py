@@ -87,7 +87,10 @@ def report_data(model: str, device: str, units: Sequence[UnitInfo], records: Seq
         "step": chosen,
         "does": [does.value for does in Does],
         "kinds": list(KINDS),
-        "findings": [asdict(each) | {"gain_ms": round(each.gain_ms, 3)} for each in findings(facts)],
+        "findings": [
+            {"rule": each.rule, "units": list(each.units), "text": each.text, "gain_ms": round(each.gain_ms, 3)}
+            for each in findings(facts)
+        ],
         "units": [_unit_row(unit, losses) for unit in units],
         "rank_totals": [
             {"rank": record.rank} | {f"{does.value.replace(' ', '_')}_ms": _ms(loss.of(does)) for does in Does}

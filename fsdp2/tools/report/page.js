@@ -327,7 +327,7 @@ function start() {
     `steps of ${all} ms, of which step ${data.step + 1} is shown: ${data.steps_ms[data.step].toFixed(1)} ms`;
   for (const each of data.findings) {
     const item = element("li");
-    item.append(element("span", `up to ${each.gain_ms} ms: `, {class: "gain"}), each.text);
+    item.append(element("span", `up to ${each.gain_ms.toFixed(1)} ms: `, {class: "gain"}), each.text);
     find("findings").append(item);
   }
   if (!data.findings.length) find("findings").replaceWith(element("p", "Nothing: no rule found time to win."));

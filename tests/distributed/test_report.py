@@ -1,0 +1,209 @@
+"""``fsdp2.report`` around real steps: what it finds, what it refuses, and that it leaves the step as it was."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsdp2
+from fsdp2.comm import streams
+from tests.distributed.support import InjectedError, Stack, seeded, shard, sharded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.pool import WorkerPool
+
+ORDER_OF_A_STEP = [
+    "all-gather (root)",
+    *(f"all-gather blocks.{i}" for i in (0, 1, 2)),
+    "all-gather blocks.2",
+    "all-gather blocks.1",
+    "reduce-scatter blocks.2",
+    "all-gather blocks.0",
+    "reduce-scatter blocks.1",
+    "reduce-scatter blocks.0",
+    "reduce-scatter (root)",
+]
+
+
+def _order(data: dict[str, Any]) -> list[str]:
+    names = [unit["name"] for unit in data["units"]]
+    return [f"{data['kinds'][kind]} {names[unit]}" for kind, unit, *_ in data["collectives"]["rows"]]
+
+
+def _trained(model: Any, num_steps: int) -> None:
+    for seed in range(num_steps):
+        step(model, seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+def _reported_step(model: Any, *paths: Path, fails: bool = False) -> None:
+    with fsdp2.report(model, *paths):
+        step(model)
+        if fails:
+            raise InjectedError
+
+
+@distributed(2)
+def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext, tmp_path: Path) -> None:
+    model = sharded(ctx)
+    with fsdp2.report(model, tmp_path / "step.html", tmp_path / "step.json") as report:
+        _trained(model, 5)
+    if ctx.rank > 0:
+        assert report.data is None
+        return
+    data = report.data
+    assert data is not None
+    assert json.loads((tmp_path / "step.json").read_text()) == data
+    assert (tmp_path / "step.html").stat().st_size > 0
+    assert data["ranks"] == [0, 1]
+    assert len(data["steps_ms"]) == 3  # of five
+    assert data["step"] > 0  # the first one made plans
+    assert _order(data) == ORDER_OF_A_STEP
+    assert data["collectives"]["first_difference"] is None
+    plan = fsdp2.memory_plan(model)
+    for unit, expected in zip(data["units"], plan.units, strict=True):
+        assert (unit["name"], unit["shard_nbytes"]) == (expected.name, expected.shards)
+        assert unit["unsharded_nbytes"] == expected.bytes.unsharded
+        assert unit["gather_bucket_nbytes"] == expected.bytes.unsharded  # all are small
+        assert unit["gather_direct_nbytes"] == 0
+    assert data["memory"]["peak_nbytes"] == plan.peak
+    assert sum(owner["nbytes"] for owner in data["memory"]["owners"]) == plan.peak
+
+
+@distributed(2)
+def test_times_of_a_step_add_up_and_a_late_rank_is_found(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.05) if ctx.rank == 1 else None)
+    with fsdp2.report(model) as report:
+        _trained(model, 2)
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    for totals, timeline in zip(data["rank_totals"], data["timelines"], strict=True):
+        lasted_ms = (timeline["stop_us"] - timeline["start_us"]) / 1e3
+        assert sum(value for name, value in totals.items() if name != "rank") == pytest.approx(lasted_ms, abs=0.1)
+    found = {each["rule"]: each for each in data["findings"]}
+    assert found["late rank"]["text"].startswith("Rank 1 computes")
+    assert found["late rank"]["gain_ms"] > 0
+    assert found["late rank"]["text"] in str(report)
+
+
+@distributed(4)
+def test_units_with_replicas_are_also_all_reduced(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_2d(2, 2))
+    with fsdp2.report(model) as report:
+        _trained(model, 3)
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    assert data["ranks"] == [0, 1, 2, 3]
+    assert len(data["timelines"]) == 4
+    order = _order(data)
+    assert [name for name in order if "all-reduce" not in name] == ORDER_OF_A_STEP
+    for unit in ("blocks.2", "blocks.1", "blocks.0", "(root)"):
+        assert order.index(f"all-reduce {unit}") > order.index(f"reduce-scatter {unit}")
+    assert {unit["replicas"] for unit in data["units"]} == {2}
+
+
+@distributed(2)
+def test_micro_batches_without_communication_belong_to_the_step_that_reduces(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    with fsdp2.report(model) as report:
+        for _ in range(2):
+            with fsdp2.no_sync(model):
+                step(model)
+            step(model)
+    if ctx.rank == 0:
+        assert report.data is not None
+        assert len(report.data["steps_ms"]) == 2
+        assert sum(name.startswith("reduce-scatter") for name in _order(report.data)) == 4
+
+
+@distributed(2)
+def test_reported_steps_have_the_same_gradients_and_observers_end_with_the_block(ctx: RankContext) -> None:
+    plain, model = sharded(ctx), sharded(ctx)
+    _trained(plain, 2)
+    with fsdp2.report(model):
+        _trained(model, 2)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+    root = model._unit().root
+    assert all(not unit.watches and all(group.on_work is None for group in unit.groups) for unit in root.units)
+    assert streams._Waits.on_wait is None
+
+
+@distributed(2)
+def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
+    model = sharded(ctx)
+    (tmp_path / "folder.html").mkdir(exist_ok=True)
+    missing = tmp_path / "none" / "step.html"
+    for path, said in (
+        (missing, f"fsdp2.report: cannot write '{missing}': there is no folder '{missing.parent}'. Create it"),
+        (tmp_path / "folder.html", "rank 0 may not write there. Use another path."),
+        (tmp_path / "step.txt", "has the suffix '.txt'. Use .html, .json or .trace.json."),
+    ):
+        with pytest.raises(ValueError, match=r"fsdp2\.report") as refused, fsdp2.report(model, path):
+            raise AssertionError("the block ran")
+        assert said in str(refused.value)
+    with pytest.raises(ValueError, match="this Stack was not given to fully_shard"), fsdp2.report(Stack()):
+        pass
+    with pytest.raises(ValueError, match="steps is 0, expected 1 or more"), fsdp2.report(model, steps=0):
+        pass
+    with fsdp2.report(model):
+        step(model)
+        with pytest.raises(fsdp2.ScheduleError, match="a report on FSDPStack is being recorded"):
+            _reported_step(model)
+
+
+@distributed(2)
+def test_a_block_in_which_no_step_ran_is_an_error_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
+    model, other = sharded(ctx), sharded(ctx)
+    with (
+        pytest.raises(fsdp2.ScheduleError, match=r"no forward of FSDPStack ran inside the block on ranks \[0, 1\]"),
+        fsdp2.report(model, tmp_path / "step.html"),
+    ):
+        step(other)
+    assert not (tmp_path / "step.html").exists()
+
+
+@distributed(2)
+def test_an_exception_in_the_block_passes_through_and_nothing_is_written(ctx: RankContext, tmp_path: Path) -> None:
+    model = sharded(ctx)
+    with pytest.raises(InjectedError):
+        _reported_step(model, tmp_path / "step.html", fails=True)
+    assert not (tmp_path / "step.html").exists()
+    with fsdp2.report(model) as report:  # the next one works
+        step(model)
+    assert (report.data is not None) == (ctx.rank == 0)
+
+
+def _raise_on_rank_1(ctx: RankContext) -> str:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=4)), "cpu")
+    model = shard(ctx, seeded(Stack), mesh=mesh)
+    expected = InjectedError if ctx.rank == 1 else fsdp2.CommunicationError
+    with pytest.raises(expected) as raised:
+        _reported_step(model, fails=ctx.rank == 1)
+    return str(raised.value)
+
+
+@pytest.mark.long
+def test_a_rank_that_raises_alone_is_named_as_the_likely_cause_on_the_others() -> None:
+    pool = WorkerPool(2)  # of its own: what is lost does not come back
+    try:
+        said, _ = pool.run(_raise_on_rank_1)
+    finally:
+        pool.close(kill=True)
+    assert said.startswith("fsdp2.report: rank 0 waited for the other ranks in vain")
+    assert said.endswith("Look for an exception on another rank.")

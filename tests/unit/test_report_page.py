@@ -1,0 +1,216 @@
+"""What a report writes: data, a page and a Chrome trace with the same numbers, and the page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.tools.report import files
+from fsdp2.tools.report.data import RankRecord, report_data
+from tests.harness.selection import long
+from tests.unit.report_support import ROOT, empty_step, info, record, simple_step
+
+UNITS = ["blocks.0", "blocks.1", "</script><b>odd"]
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def _data(units: list[str] = UNITS, ranks: int = 2) -> dict[str, Any]:
+    records = [record(simple_step(units, late=0.003 + 0.001 * rank), units, rank) for rank in range(ranks)]
+    infos = [info(name, 6000 if name == "blocks.1" else 1000) for name in [ROOT, *units]]
+    return report_data("Model", "cpu (gloo)", infos, records)
+
+
+def _embedded(page: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+# Data
+
+
+def test_a_unit_has_the_most_of_all_ranks_and_is_exposed_by_the_least() -> None:
+    row = _data()["units"][1]
+    assert row["name"] == "blocks.0"
+    assert (row["gather_wait_ms"], row["gather_exposed_ms"]) == (4.0, 3.0)
+    assert (row["forward_ms"], row["backward_ms"]) == (10.0, 20.0)
+    assert row["gathers"] == 2
+
+
+def test_totals_of_a_rank_add_up_to_its_step() -> None:
+    data = _data()
+    for totals, timeline in zip(data["rank_totals"], data["timelines"], strict=True):
+        spent_ms = sum(value for field, value in totals.items() if field != "rank")
+        assert spent_ms == pytest.approx((timeline["stop_us"] - timeline["start_us"]) / 1e3, abs=0.01)
+        assert spent_ms == pytest.approx(sum(span[3] for span in timeline["spans"]) / 1e3, abs=0.01)
+
+
+def test_the_typical_step_is_the_median_and_not_the_first_one_of_a_model() -> None:
+    steps = [empty_step(seconds) for seconds in (3.0, 9.0, 1.0)]
+    for is_first_use, expected in ((False, 0), (True, 2)):
+        one = RankRecord(0, "host", 0.0, is_first_use, steps)
+        assert report_data("Model", "cpu", [info(ROOT)], [one])["step"] == expected
+
+
+def test_clocks_of_two_hosts_are_aligned_and_those_of_one_host_are_not_touched() -> None:
+    units = UNITS[:1]
+    first, second = (record(simple_step(units), units, rank) for rank in range(2))
+    for host, skew in (("host", 0.0), ("other", 700.0)):
+        other = RankRecord(1, host, 100.0 + skew, False, second.steps)
+        first = RankRecord(0, "host", 100.0 + 0.0, False, first.steps)
+        starts = [each["start_us"] for each in report_data("M", "cpu", [info(ROOT)], [first, other])["timelines"]]
+        assert starts == ([0, 0] if host == "host" else [700_000_000, 0])
+
+
+def test_the_first_collective_that_is_not_the_same_on_all_ranks_is_named() -> None:
+    records = [record(simple_step(units), units, rank) for rank, units in enumerate((["a", "b"], ["a", "c"]))]
+    data = report_data("Model", "cpu", [info(name) for name in (ROOT, "a", "b", "c")], records)
+    assert len(data["collectives"]["rows"]) == 2
+    named = {"0": "all-gather b", "1": "all-gather c"}
+    assert data["collectives"]["first_difference"] == {"position": 2, "by_rank": named}
+    assert _data()["collectives"]["first_difference"] is None
+
+
+def test_the_rank_that_starts_a_collective_last_is_named() -> None:
+    kind, unit, later_us, last_rank, *starts = _data()["collectives"]["rows"][2]
+    assert (kind, unit, later_us, last_rank) == (0, 2, 1000, 1)
+    assert starts[1] - starts[0] == 1000
+
+
+# Files
+
+
+def test_page_json_and_chrome_trace_have_the_same_numbers(tmp_path: Path) -> None:
+    data = _data()
+    for name in ("step.html", "step.json", "step.trace.json"):
+        files.write(tmp_path / name, data)
+    assert json.loads((tmp_path / "step.json").read_text()) == data
+    assert _embedded((tmp_path / "step.html").read_text()) == data
+    events = json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
+    for timeline in data["timelines"]:
+        mine = [event for event in events if event["pid"] == timeline["rank"] and event["ph"] == "X"]
+        assert [[each["ts"], each["dur"]] for each in mine if each["tid"] == 0] == [s[2:] for s in timeline["spans"]]
+        assert {event["name"] for event in mine if event["tid"] == 1} == {
+            f"all-gather {name}" for name in (ROOT, *UNITS)
+        }
+
+
+def test_page_is_whole_and_asks_no_network(tmp_path: Path) -> None:
+    page = files.page(_data())
+    assert "{{" not in page
+    assert re.findall(r'(?:src|href)="(?!data:)', page) == []
+    assert not re.search(r"fetch\(|XMLHttpRequest|import\(|https?://(?!www\.w3\.org/2000/svg)", page)
+
+
+@pytest.mark.parametrize("ranks", [1, *long(8)])
+def test_page_of_1000_units_is_smaller_than_2_mb(ranks: int) -> None:
+    units = [f"model.language_model.layers.{i}.mlp.experts" for i in range(1000)]
+    data = _data(units, ranks)
+    assert len(files.page(data).encode()) < 2_000_000
+    assert len(data["timelines"]) == min(ranks, 3)
+    assert len(data["ranks"]) == ranks
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"found no browser; looked for {', '.join(_BROWSERS)}")
+    return found
+
+
+_PROBE = """
+<script>
+window.errors = [];
+window.onerror = (message) => { window.errors.push(message); };
+window.addEventListener("load", () => {
+  const act = %s;
+  act();
+  document.body.append(Object.assign(document.createElement("pre"), {
+    id: "probe", textContent: JSON.stringify({
+      errors: window.errors,
+      unit: document.querySelector("#chosen b")?.dataset.name ?? null,
+      fields: Object.fromEntries(
+        [...document.querySelectorAll("#chosen dd")].map((e) => [e.dataset.field, e.dataset.value])),
+      rows: document.querySelectorAll("#units tbody tr:not([hidden])").length,
+      chosenRows: document.querySelectorAll("#units tr.chosen").length,
+      findings: [...document.querySelectorAll("#findings li")].map((e) => e.textContent),
+    }),
+  }));
+});
+</script>
+"""
+
+# Clicks where the widest span of the first rank with this unit is drawn.
+_CLICK = """() => {
+  const unit = %d, canvas = document.getElementById("timeline"), timeline = data.timelines[0];
+  const [, , start, duration] = timeline.spans.filter((s) => s[1] === unit).reduce((a, b) => (b[3] > a[3] ? b : a));
+  const box = canvas.getBoundingClientRect();
+  const where = {clientX: box.left + toX(start + duration / 2), clientY: box.top + LANE.axis + 5, bubbles: true};
+  canvas.dispatchEvent(new PointerEvent("pointerdown", where));
+  canvas.dispatchEvent(new PointerEvent("pointerup", where));
+  canvas.dispatchEvent(new MouseEvent("click", where));
+}"""
+_SEARCH = """() => {
+  const box = document.getElementById("search");
+  box.value = "blocks";
+  box.dispatchEvent(new Event("input"));
+}"""
+
+
+def _opened(browser: str, folder: Path, data: dict[str, Any], act: str = "() => {}", address: str = "") -> Any:
+    """What the page shows after ``act``, a function in its language."""
+    page = folder / "step.html"
+    page.write_text(files.page(data).replace("<body>", "<body>" + _PROBE % act))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900", page.as_uri() + address]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="probe">(.*?)</pre>', result.stdout, re.DOTALL)
+    assert found is not None, result.stderr
+    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+def _as_shown(unit: dict[str, Any]) -> dict[str, str]:
+    return {field: json.dumps(value) for field, value in unit.items() if field != "name"}
+
+
+@pytest.mark.long
+def test_page_opens_without_errors_and_shows_the_findings(browser: str, tmp_path: Path) -> None:
+    data = _data()
+    found = _opened(browser, tmp_path, data)
+    assert found["errors"] == []
+    assert found["unit"] is None
+    assert found["rows"] == len(data["units"])
+    assert data["findings"][0]["units"] == ["blocks.1"]
+    assert found["findings"] == [f"up to {each['gain_ms']:.1f} ms: {each['text']}" for each in data["findings"]]
+
+
+@pytest.mark.long
+def test_a_click_on_a_unit_shows_its_numbers(browser: str, tmp_path: Path) -> None:
+    data = _data()
+    found = _opened(browser, tmp_path, data, _CLICK % 2)
+    assert found["errors"] == []
+    assert found["unit"] == data["units"][2]["name"]
+    assert {key: float(value) for key, value in found["fields"].items() if key.endswith(("ms", "bytes"))} == {
+        key: float(value) for key, value in data["units"][2].items() if key.endswith(("ms", "bytes"))
+    }
+    assert set(found["fields"]) == set(_as_shown(data["units"][2]))
+    assert found["chosenRows"] == 1
+
+
+@pytest.mark.long
+def test_the_address_chooses_a_unit_and_the_search_hides_others(browser: str, tmp_path: Path) -> None:
+    data = _data()
+    found = _opened(browser, tmp_path, data, _SEARCH, "#unit=%3C/script%3E%3Cb%3Eodd")
+    assert found["errors"] == []
+    assert found["unit"] == "</script><b>odd"
+    assert found["rows"] == 2
