@@ -131,7 +131,7 @@ def _module(extension: Any) -> types.ModuleType:
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.Stream = lambda device=None, priority=0: torch.Stream(device=DEVICE, priority=priority)
-    module.Event = lambda *args, **kwargs: torch.Event(device=DEVICE)
+    module.Event = lambda enable_timing=False, **kwargs: torch.Event(device=DEVICE, enable_timing=enable_timing)
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=20)
     module.set_stream = torch.accelerator.set_stream

@@ -1,0 +1,60 @@
+"""``fsdp2.report`` on the simulated accelerator: times come from its streams, and no step waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp2
+from tests.accelerator import device
+from tests.accelerator.support import on_device
+from tests.distributed.support import DIM, Stack, seeded, shard
+from tests.harness.distributed import RankContext
+from tests.harness.selection import long
+
+
+def _steps(model: Any, num_steps: int) -> None:
+    for _ in range(num_steps):
+        model(torch.ones(4, DIM, device=device.DEVICE)).square().mean().backward()
+
+
+def _report(ctx: RankContext, mesh: Any, late: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Rank 0's data, and what made the host wait inside the steps."""
+    model = shard(ctx, seeded(Stack), mesh=mesh)
+    model.to(device.DEVICE)
+    _steps(model, 1)  # makes plans
+    device.schedule(3, late=late)
+    with fsdp2.report(model) as report, device.counted_syncs() as syncs:
+        _steps(model, 3)
+    return report.data, syncs
+
+
+@pytest.mark.parametrize("late", [["all-gather"], *long(["reduce-scatter", "all-reduce"])])
+@on_device(2)
+def test_steps_that_are_reported_do_not_wait_for_the_device(ctx: RankContext, late: list[str]) -> None:
+    data, syncs = _report(ctx, ctx.mesh_1d(), late)
+    assert syncs == [], syncs
+    if ctx.rank > 0:
+        return
+    assert data is not None
+    assert len(data["steps_ms"]) == 3
+    assert len(data["collectives"]["rows"]) == 11
+    for totals, timeline in zip(data["rank_totals"], data["timelines"], strict=True):
+        lasted_ms = (timeline["stop_us"] - timeline["start_us"]) / 1e3
+        assert sum(value for name, value in totals.items() if name != "rank") == pytest.approx(lasted_ms, abs=0.1)
+        assert all(duration >= 0 for *_, duration, _ in timeline["transfers"])
+        waits = "gather_wait_ms" if late == ["all-gather"] else "reduce_wait_ms"
+        assert totals[waits] > 0  # the device has one clock, and does what is late when nothing else is left
+
+
+@on_device(4)
+def test_replicated_units_have_their_all_reduces_on_a_device(ctx: RankContext) -> None:
+    data, syncs = _report(ctx, ctx.mesh_2d(2, 2), ["all-reduce"])
+    assert syncs == [], syncs
+    if ctx.rank == 0:
+        assert data is not None
+        kinds = [data["kinds"][kind] for kind, *_ in data["collectives"]["rows"]]
+        assert kinds.count("all-reduce") == kinds.count("reduce-scatter") == 4
+        assert data["collectives"]["first_difference"] is None
