@@ -25,7 +25,7 @@ from tqdm import tqdm
 RUNTIMES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp"}  # the modules that offer fully_shard
 MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 FREE_OPTIONS = frozenset(  # do not change the loss curve
-    {"compare", "stop_after", "validate_every", "validation_batches", "checkpoint_every", "output", "resume"}
+    {"compare", "stop_after", "validate_every", "validation_batches", "checkpoint_every", "output", "report", "resume"}
 )
 
 
@@ -69,6 +69,9 @@ class Config:
     validation_batches: int = option(16, "batches per rank and validation")
     checkpoint_every: int = option(40, "steps between checkpoints (0: only at the end)")
     output: Path = option(Path("runs/train_lm"), "folder for results; replaces an earlier run's there", type=Path)
+    report: bool = option(
+        True, "write a page about one of the first steps (fsdp2 only)", action=argparse.BooleanOptionalAction
+    )
     resume: Path | None = option(
         None,
         "continue the run in DIR; without DIR, the one in --output",
@@ -242,6 +245,11 @@ class Journal:
         """Record a validation loss in nats per byte, after ``step`` steps."""
         self._add({"step": step, "validation_loss": loss})
         self.bar.write(f"step {step}: validation loss {loss:.4f} nats/byte")
+
+    def point_to(self, page: Path) -> None:
+        """Say where the report on one step lies."""
+        self.bar.clear()
+        print(f"a page about one step: {page}")
 
     def interrupt(self) -> None:
         """The run ends before its last step: no outcome to write."""

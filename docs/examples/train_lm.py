@@ -8,7 +8,7 @@
 
 What shapes a step (weights, batch, learning rate) follows from the options and the step's number alone, so on CPU
 a resumed run repeats an uninterrupted one bit for bit. The model and the data are in ``lm_task.py``; the options,
-the progress bar and the files of a run in ``lm_run.py``.
+the progress bar and the files of a run in ``lm_run.py``. A run of fsdp2 also writes a page about one of its steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +50,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,
@@ -58,6 +60,7 @@ from fsdp2.tensors import (
 )
 
 FINAL_LR_FRACTION = 0.1
+REPORTED_STEPS = 4  # the first one makes plans, and the last one ends where the next would begin
 WIRE_FORMATS: dict[str, Callable[[Tensor], Tensor]] = {  # by the name that --weights has for it
     "bf16": BFloat16AllGatherTensor,
     "fp8": partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW),
@@ -81,17 +84,15 @@ def train(config: Config) -> None:
     checkpoint = latest_checkpoint(config.resume) if config.resume else None
     first_step = trainer.load(checkpoint) if checkpoint else 0
     journal = open_journal(trainer, first_step) if dist.get_rank() == 0 else None
-    for step in range(first_step, config.last_step):
-        record = trainer.step(step)
-        if journal:
-            journal.add_step(record)
-        done, is_last = step + 1, step + 1 == config.last_step
-        if is_due(done, config.validate_every) and not is_last:
-            validation_loss = trainer.validate()
-            if journal:
-                journal.add_validation(done, validation_loss)
-        if is_due(done, config.checkpoint_every) or is_last:
-            trainer.save(config.output, done)
+    num_reported = min(REPORTED_STEPS, config.last_step - first_step) if config.runtime == "fsdp2" else 0
+    page = config.output / "step.html"
+    with fsdp2.report(trainer.model, page) if config.report and num_reported else nullcontext():
+        for step in range(first_step, first_step + num_reported):
+            run_step(trainer, journal, step)
+    if journal and config.report and num_reported:
+        journal.point_to(page)
+    for step in range(first_step + num_reported, config.last_step):
+        run_step(trainer, journal, step)
     if config.last_step == config.steps:
         validation_loss = trainer.validate()
         if journal:
@@ -99,6 +100,21 @@ def train(config: Config) -> None:
     elif journal:
         journal.interrupt()
     leave_process_group()
+
+
+def run_step(trainer: Trainer, journal: Journal | None, step: int) -> None:
+    """Train on batch number ``step``; then validate and write a checkpoint where they are due."""
+    config = trainer.config
+    record = trainer.step(step)
+    if journal:
+        journal.add_step(record)
+    done, is_last = step + 1, step + 1 == config.last_step
+    if is_due(done, config.validate_every) and not is_last:
+        validation_loss = trainer.validate()
+        if journal:
+            journal.add_validation(done, validation_loss)
+    if is_due(done, config.checkpoint_every) or is_last:
+        trainer.save(config.output, done)
 
 
 def compare(config: Config, peer: str) -> None:

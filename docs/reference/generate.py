@@ -24,6 +24,7 @@ import fsdp2.extensions
 import fsdp2.tensors
 import fsdp2.testing
 import fsdp2.tools.memory_plan
+import fsdp2.tools.report
 import fsdp2.tools.trace
 
 FOLDER = Path(__file__).parent
@@ -55,6 +56,13 @@ def public_pages() -> list[Page]:
     memory = fsdp2.tools.memory_plan
     return [
         Page("fsdp2.md", "fsdp2", "`import fsdp2`.", fsdp2, own),
+        Page(
+            "report.md",
+            "What report yields",
+            "`with fsdp2.report(model) as report: ...` yields a `Report`.",
+            fsdp2.tools.report,
+            ("Report",),
+        ),
         Page("trace.md", "fsdp2.trace", "`fsdp2.trace.record(model)`.", fsdp2.tools.trace, defined_in(fsdp2.trace)),
         Page(
             "memory_plan.md",

@@ -74,15 +74,18 @@ def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupt
     assert result["tokens_per_second"] > 0
     assert len(result["peak_mib_per_rank"]) == 2
     assert [path.name for path in (uninterrupted / "checkpoints").iterdir()] == ["step_00000006"]
+    assert "<title>fsdp2 report</title>" in (uninterrupted / "step.html").read_text()
 
 
 @pytest.mark.long  # nor do the others of this fixture: `make docs` runs them
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(uninterrupted: Path, tmp_path: Path) -> None:
-    stopped = _train(tmp_path, "--stop-after", "3")
+    stopped = _train(tmp_path, "--stop-after", "3", "--no-report")
     assert "stopped after step 3 of 6" in stopped.stdout
+    assert not (tmp_path / "step.html").exists()
     assert not (tmp_path / "result.json").exists()
-    _train(tmp_path, "--resume")
+    resumed = _train(tmp_path, "--resume")
     assert _records(tmp_path) == _records(uninterrupted)
+    assert f"a page about one step: {tmp_path / 'step.html'}" in resumed.stdout
 
 
 @pytest.mark.long

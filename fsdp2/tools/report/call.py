@@ -90,15 +90,21 @@ def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> 
     clock = DeviceClock(mesh.device, root.units) if on_device else HostClock()
     recorder, found = Recorder(clock, steps), Report()
     watch = Watch(model, recorder)
+
+    def stop() -> None:
+        tell_waits(None)
+        watch.end()
+
+    recorder.on_done = stop
     _recording.append(root.class_name)
     try:
         tell_waits(None if on_device else recorder.on_wait)
         yield found
         recorder.end()
     finally:
-        tell_waits(None)
-        watch.end()
+        stop()
         _recording.clear()
+    root = unit.form_root()  # in the block, a unit around it may have become the root
     record = RankRecord(
         rank=dist.get_rank(),
         host=platform.node(),

@@ -7,7 +7,7 @@ waits for the device inside a step, and times are read at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -95,10 +95,15 @@ class DeviceClock(HostClock):
 
 class Recorder(Observer):
     """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
-    gradients, so it holds all micro-batches of an accumulation, and the optimizer."""
+    gradients, so it holds all micro-batches of an accumulation, and the optimizer.
+
+    Attributes:
+        on_done: called when nothing more will be recorded, so that nobody needs to tell the recorder anything.
+    """
 
     def __init__(self, clock: HostClock, max_steps: int) -> None:
         self._clock, self._max_steps = clock, max_steps
+        self.on_done: Callable[[], None] = lambda: None
         self._marks: list[tuple[Edge, str, str, Stamp, Stamp]] = []
         self._bounds: list[tuple[int, Stamp]] = []  # where a step begins among the marks, and when
         self._last: tuple[Stamp, Stamp] = (None, None)
@@ -114,6 +119,7 @@ class Recorder(Observer):
             self._has_reduced = self._has_ended = False
             if len(self._bounds) > self._max_steps:
                 self._is_done = True
+                self.on_done()
                 return
         self._has_ended = self._has_ended or event == "end_backward"
         self._marks.append((Edge.EVENT, event, unit, now, None))
