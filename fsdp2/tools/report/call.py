@@ -26,7 +26,7 @@ from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
 from fsdp2.tools.report import files
 from fsdp2.tools.report.data import RankRecord, RankStep, UnitInfo, report_data
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
-from fsdp2.tools.report.timeline import memory, spans, transfers
+from fsdp2.tools.report.timeline import ALL_REDUCE, memory, spans, transfers
 from fsdp2.types import CommunicationError, ScheduleError
 
 _CALLER = "fsdp2.report"
@@ -85,25 +85,12 @@ def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> 
     problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
     if problem is not None:
         raise ValueError(problem)
-    synced, is_first_use = time.perf_counter(), not root.schedule.last_order
+    synced, is_first_use, found = time.perf_counter(), not root.schedule.last_order, Report()
     on_device = root.executor.streams.runs_ahead
-    clock = DeviceClock(mesh.device, root.units) if on_device else HostClock()
-    recorder, found = Recorder(clock, steps), Report()
-    watch = Watch(model, recorder)
-
-    def stop() -> None:
-        tell_waits(None)
-        watch.end()
-
-    recorder.on_done = stop
-    _recording.append(root.class_name)
-    try:
-        tell_waits(None if on_device else recorder.on_wait)
+    recorder = Recorder(DeviceClock(mesh.device, root.units) if on_device else HostClock(), steps)
+    with _attached(recorder, model, root.class_name, times_waits=not on_device):
         yield found
-        recorder.end()
-    finally:
-        stop()
-        _recording.clear()
+    recorder.end()
     root = unit.form_root()  # in the block, a unit around it may have become the root
     record = RankRecord(
         rank=dist.get_rank(),
@@ -124,6 +111,25 @@ def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> 
         found.data = report_data(root.class_name, _device_name(mesh), _unit_infos(root), _equally_long(records))
         for target in targets:
             files.write(target, found.data)
+
+
+@contextmanager
+def _attached(recorder: Recorder, model: nn.Module, class_name: str, *, times_waits: bool) -> Iterator[None]:
+    """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends."""
+    watch = Watch(model, recorder)
+
+    def detach() -> None:
+        tell_waits(None)
+        watch.end()
+
+    recorder.on_done = detach
+    _recording.append(class_name)
+    try:
+        tell_waits(recorder.on_wait if times_waits else None)
+        yield
+    finally:
+        detach()
+        _recording.clear()
 
 
 def _problem(targets: Sequence[Path]) -> str | None:
@@ -165,6 +171,7 @@ def _equally_long(records: Sequence[RankRecord]) -> list[RankRecord]:
 def _rank_steps(steps: Sequence[Step], root: Root, *, on_device: bool) -> list[RankStep]:
     sizes: dict[str, UnitBytes] = {unit.name: unit_bytes(unit) for unit in root.units}
     replicated = {unit.name for unit in root.units if _replicas(unit) > 1}
+    local = {unit.name for unit in root.units if all(group.mesh.shard.size == 1 for group in unit.groups)}
     found, marks = [], []
     for step in steps:
         marks += step.marks
@@ -173,7 +180,11 @@ def _rank_steps(steps: Sequence[Step], root: Root, *, on_device: bool) -> list[R
                 step.start,
                 step.stop,
                 spans(step.marks, step.start, step.stop, root.unit.name, on_device=on_device),
-                transfers(step.marks, replicated, on_device=on_device),
+                [
+                    each
+                    for each in transfers(step.marks, replicated, on_device=on_device)
+                    if each.kind == ALL_REDUCE or each.unit not in local  # else nothing travels
+                ],
                 memory(marks, sizes, step.start, step.stop),
             )
         )
