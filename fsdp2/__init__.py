@@ -13,6 +13,7 @@ from fsdp2.tools.flat_optimizer import flatten_optimizer
 from fsdp2.tools.install import install, installed, uninstall
 from fsdp2.tools.memory_plan import memory_plan
 from fsdp2.tools.report import report
+from fsdp2.tools.reshard import reshard_to
 from fsdp2.tools.save_weights import save_safetensors
 from fsdp2.tools.weights import LoadedKeys, load_safetensors, stream_full_params
 from fsdp2.types import (
@@ -70,6 +71,7 @@ __all__ = [
     "no_sync",
     "register_fsdp_forward_method",
     "report",
+    "reshard_to",
     "save_safetensors",
     "set_fsdp_extensions",
     "share_comm_ctx",

@@ -165,6 +165,11 @@ def groups_made_from_nothing() -> Iterator[None]:
         world.bound_device_id = device  # type: ignore[union-attr]
 
 
+def num_groups() -> int:
+    """How many process groups this rank has made, which is part of the name of a group that only some ranks make."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """How long an operation of ``group`` may take on ``device``, if its backend has a limit."""
     try:
@@ -307,6 +312,12 @@ def _is_placed_like(param: DTensor, tensor: DTensor) -> bool:
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Point a DTensor at other local memory; the object stays, so optimizers and ties keep their references."""
     cast(DTensor, tensor)._local_tensor = local
+
+
+def set_placement(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Say that a DTensor lies on ``mesh`` by ``placements``; ``set_local`` gives it its part. The object stays."""
+    like = cast(DTensor, tensor)
+    like._spec = dtensor_spec(mesh, placements, like.shape, like.stride(), like.dtype)
 
 
 def arrived_local(tensor: DTensor) -> torch.Tensor:

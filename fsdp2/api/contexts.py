@@ -170,6 +170,12 @@ def params_under(module: nn.Module, caller: str = "unsharded") -> dict[ParamGrou
             "was called on, or a module in it."
         )
     check_not_lent(found, caller)
+    for group in found:
+        if not group.mesh.has_this_rank:
+            raise ValueError(
+                f"{caller}: rank {dist.get_rank()} is not in the mesh of unit '{group.name or type(module).__name__}', "
+                f"so its shards are empty. Call {caller} only on the ranks of the mesh."
+            )
     return found
 
 

@@ -85,6 +85,7 @@ def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit
     groups = tuple(_copied_group(group, memo) for group in unit.groups)
     made = Unit(modules, groups, unit.mesh, unit.policy, None if unit.auto_reshard else unit.rules.after_forward)
     made.rules, made.max_reductions, made.memory_limit = unit.rules, unit.max_reductions, unit.memory_limit
+    made.post_forward_size = unit.post_forward_size
     made.left_alone = {Slot(memo[id(slot.module)], slot.name) for slot in unit.left_alone if id(slot.module) in memo}
     made.left_out = [Slot(memo[id(slot.module)], slot.name) for slot in unit.left_out]
     for name in ("forward_prefetch", "backward_prefetch"):
@@ -113,7 +114,8 @@ def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
         for param in group.params
     ]
     made = ParamGroup(records, group.mesh, group.home)
-    made.set_up_like(group)
+    made.set_up_like(group, group.options)
+    made.unsharded.use_post_forward_mesh(group.unsharded.post_forward_mesh)
     return made
 
 

@@ -71,7 +71,8 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     Args:
         module: the module, or several modules that are unsharded and reduced as one unit.
         mesh: 1D for FSDP; 2D (replicate, shard) for HSDP. Its device type decides where parameters live.
-            Default: all ranks, on the accelerator if there is one.
+            Default: all ranks, on the accelerator if there is one. On a rank that is not in ``mesh``, shards are empty
+            and the model cannot run, until :func:`reshard_to` brings the rank in.
         reshard_after_forward: True frees unsharded parameters between forward and backward; False keeps them; an int
             reshards them over groups of that many ranks. Default: True, but False for the root.
         shard_placement_fn: returns for each parameter ``Shard(dim)`` to cut along another dimension than 0, a
@@ -240,6 +241,7 @@ class PreparedUnit:
     policy: MixedPrecisionPolicy
     home: Home
     after_forward: AfterForward | None
+    post_forward_size: int | None
 
     def commit(self) -> Unit:
         """Shard the parameters in place."""
@@ -260,6 +262,7 @@ class PreparedUnit:
         unit = Unit(self.roots, groups, self.parallel, self.policy, self.after_forward)
         unit.left_alone.update(self.left_alone)
         unit.left_out = self.left_out
+        unit.post_forward_size = self.post_forward_size
         unit.hooks = ModuleHooks(unit)
         return unit
 
@@ -287,7 +290,11 @@ def prepare_unit(
     home = home_for(offload_policy, parallel.device)
     resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
     after_forward = resolve_after_forward(reshard_after_forward, resolved)
-    return PreparedUnit(roots, found, managed, left_alone, left_out, resolved, parallel, mp_policy, home, after_forward)
+    is_bool = reshard_after_forward is None or isinstance(reshard_after_forward, bool)
+    size = None if is_bool or reshard_after_forward == 1 else reshard_after_forward
+    return PreparedUnit(
+        roots, found, managed, left_alone, left_out, resolved, parallel, mp_policy, home, after_forward, size
+    )
 
 
 def _change_classes(roots: Sequence[nn.Module]) -> None:

@@ -113,7 +113,7 @@ class FSDPModule:
                 "Pass a number of ranks to fully_shard instead."
             )
         for unit in self._units(recurse):
-            unit.auto_reshard = False
+            unit.auto_reshard, unit.post_forward_size = False, None
             unit.configure(after_forward=AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -420,7 +420,7 @@ class FSDPModule:
         """Whether reduce-scatters use a separate process group, so that they do not queue behind all-gathers in
         backward. All ranks must make the same call."""
         groups = self._groups(recurse)
-        axes = [separate_axis(group.mesh.shard) if enable else None for group in groups]
+        axes = [separate_axis(group.mesh.shard, group.mesh.device) if enable else None for group in groups]
         for group, axis in zip(groups, axes, strict=True):
             group.configure(reduce_axis=axis)
 

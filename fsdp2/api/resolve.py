@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -121,7 +122,7 @@ def resolve_groups(
     meshes: dict[Any, ParallelMesh] = {}
 
     def known(mesh: ParallelMesh) -> ParallelMesh:
-        return meshes.setdefault((mesh.shard.group, mesh.replicate.group), mesh)
+        return meshes.setdefault((mesh.shard.group, mesh.replicate.group, mesh.roles), mesh)
 
     known(parallel)
     members: dict[ParallelMesh, list[ParamRecord]] = {}
@@ -154,6 +155,11 @@ def _asked_placement(
     if mesh is None:
         return placement, parallel
     read = parallel_mesh(mesh, None if dims is None else DataParallelMeshDims(dims.shard, dims.replicate))
+    if not read.has_this_rank:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn returned the mesh {mesh} for parameter '{item.name}', but rank "
+            f"{dist.get_rank()} is not in that mesh. Return the mesh that this rank is in."
+        )
     if read.device != parallel.device:
         raise ValueError(
             f"fully_shard: shard_placement_fn returned a mesh on {read.device} for parameter '{item.name}', but the "
@@ -276,7 +282,7 @@ def resolve_after_forward(value: bool | int | None, groups: Sequence[ResolvedGro
         return None
     if value is False or (value is not True and value == 1):
         return AfterForward.KEEP
-    is_smaller = any(group.post_forward is not None for group in groups)
+    is_smaller = value is not True and any(1 < value < group.mesh.shard.size for group in groups)
     return AfterForward.RESHARD_TO_SMALLER_MESH if is_smaller else AfterForward.RESHARD
 
 
@@ -290,7 +296,7 @@ def _post_forward_mesh(value: bool | int | None, mesh: ParallelMesh) -> Parallel
             f"fully_shard: reshard_after_forward={value} does not divide the {mesh.shard.size} ranks of a mesh that "
             "shard_placement_fn returned. Pass a number that divides the ranks of every shard axis, or a bool."
         )
-    return post_forward_mesh(mesh, value)
+    return post_forward_mesh(mesh, value) if mesh.has_this_rank else None
 
 
 def described(value: object) -> str:

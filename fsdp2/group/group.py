@@ -66,7 +66,7 @@ class ParamGroup:
         self.on_parameters: Callable[[ParamGroup], None] | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
         self.comm = comm = comm_for(mesh.shard, mesh.device)
-        self.shards = GroupShards(records, self.params, home, comm)
+        self.shards = GroupShards(records, self.params, mesh, home, comm)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
         self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial
@@ -112,12 +112,24 @@ class ParamGroup:
         """Whether the compute stream reads the shards: it gathers, or there is nothing to gather."""
         return self.mesh.shard.size == 1 or self.unsharded.streams is not streams_for(self.mesh.device)
 
-    def set_up_like(self, other: ParamGroup) -> None:
-        """Take over what the user has set on ``other``."""
-        self.unsharded.use_post_forward_mesh(other.unsharded.post_forward_mesh)
+    def set_up_like(self, other: ParamGroup, options: GroupOptions) -> None:
+        """Take over what the user has set on ``other``; ``options``: its options, for the mesh of this group."""
         self.keeps_storage = other.keeps_storage
-        self.configure(**vars(other.options))
+        self.configure(**vars(options))
         self.gather_on_compute_stream(other.unsharded.streams is not streams_for(self.mesh.device))
+
+    def retire(self) -> None:
+        """Another group manages the parameters from now on. Memory goes at once, whoever still refers to the group.
+        Shards are bound, and nothing is in flight."""
+        if self.unsharded.gather is not None:
+            self.unsharded.gather.release()  # kept memory, too
+        for param in self.params:
+            param.forget_unsharded()
+        self.unsharded.retire()
+        self.gradients.unbind()
+        self.shards.retire()
+        self.gradients.count()
+        self.on_transition = self.on_parameters = self.shows = None
 
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:
         """``error`` of a collective of this group, with the recent events."""

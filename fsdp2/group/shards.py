@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -28,6 +29,7 @@ from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import NAME_IN_PASS, ParamRecord, ShardedParam, check_device, pinned
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
+from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import local_part
 from fsdp2.plan.plan import GatherInput, compile_gather
 from fsdp2.types import ScheduleError
@@ -87,13 +89,21 @@ class GroupShards:
     """
 
     def __init__(
-        self, records: Sequence[ParamRecord], params: list[ShardedParam], home: Home, comm: GatherComm
+        self,
+        records: Sequence[ParamRecord],
+        params: list[ShardedParam],
+        mesh: ParallelMesh,
+        home: Home,
+        comm: GatherComm,
     ) -> None:
-        self._params, self._home, self._comm = params, home, comm
+        self._params, self._mesh, self._home, self._comm = params, mesh, home, comm
         self._num_steps = [0]
         _alive.add(self)
         pairs = zip(records, params, strict=True)
-        self._place([param.shard_of(local_part(r.param)) if r.local is None else r.local for r, param in pairs])
+        shards = [param.shard_of(local_part(r.param)) if r.local is None else r.local for r, param in pairs]
+        if not mesh.has_this_rank:  # nobody will materialise them; optimizers look at the device
+            shards = [shard.new_zeros(shard.shape, device=home.device) if shard.is_meta else shard for shard in shards]
+        self._place(shards)
         for record, param, local in zip(records, params, self._locals, strict=True):
             if record.is_cut:
                 _torch.set_local(param.sharded, local)
@@ -110,6 +120,14 @@ class GroupShards:
         """Manage ``param`` from now on."""
         self._params.append(param)
         self._replace([*self._locals, _torch.local_of(param.sharded)])
+
+    def retire(self) -> None:
+        """Other groups manage the parameters from now on: keep no shard alive."""
+        self._params.clear()
+        self.plain.clear()
+        self.flats.clear()
+        self._locals.clear()
+        self._note()
 
     def are_written(self) -> bool:
         """Whether somebody has written to the shards since they were placed."""
@@ -171,6 +189,8 @@ class GroupShards:
         plan = compile_gather(self.plain_inputs(), self._comm)
         all_meta = all(shard.is_meta for shard in shards)
         device, pin_memory = self._home.device, self._home.pin_memory and not all_meta
+        if not self._mesh.shard.has_this_rank:  # empty shards need no memory, nor padding: nothing is gathered here
+            plan = replace(plan, shard_numels=tuple((dtype, 0) for dtype, _ in plan.shard_numels))
         self.flats: FlatShards = flat_shards(plan, torch.device("meta") if all_meta else device, pin_memory=pin_memory)
         self._locals = shards.copy()
         with torch.inference_mode(False), torch.no_grad():

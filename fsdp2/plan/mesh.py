@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,11 +29,16 @@ class AxisRole(Enum):
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this rank sees it. ``group`` is None for an absent axis, whose size is 1."""
+    """One mesh axis as this rank sees it. ``group`` is None for an absent axis, whose size is 1, and on ranks that are
+    not in the mesh: their ``rank`` is ``size``, behind the last one, so that they hold nothing."""
 
     group: dist.ProcessGroup | None
     size: int
     rank: int
+
+    @property
+    def has_this_rank(self) -> bool:
+        return self.rank < self.size
 
 
 NO_AXIS = Axis(group=None, size=1, rank=0)
@@ -67,6 +72,17 @@ class ParallelMesh:
         """Number of ranks that a gradient is averaged over."""
         return self.shard.size * self.replicate.size
 
+    @property
+    def has_this_rank(self) -> bool:
+        """Whether this rank takes part. One that does not has empty shards, until ``reshard_to`` brings it in."""
+        return self.mesh.get_coordinate() is not None
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks: a row for each replica, with a rank for each shard."""
+        last = self.mesh.shape[-1] if AxisRole.SHARD in self.roles else 1
+        return tuple(map(tuple, self.mesh.mesh.reshape(-1, last).tolist()))
+
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The shard axis as a 1D mesh of its own: what all-gather hooks are given."""
@@ -86,7 +102,10 @@ def replicated(parallel: ParallelMesh) -> ParallelMesh:
         joint = parallel.shard
     elif parallel.shard.size == 1:
         joint = parallel.replicate
+    elif not parallel.has_this_rank:
+        joint = _axis_of_others(parallel.mesh.size())
     else:
+        _match_names((parallel.shard, parallel.replicate), parallel.device)
         joint = _own_axis(parallel.mesh.mesh.flatten().tolist(), "fsdp2_replicate")
     return replace(parallel, roles=_without_shard(parallel.roles), shard=NO_AXIS, replicate=joint, spmd=spmd)
 
@@ -135,9 +154,17 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 def _parallel_mesh(mesh: DeviceMesh, roles: tuple[AxisRole, ...], spmd: SpmdMesh | None = None) -> ParallelMesh:
-    axes = {role: Axis(mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i)) for i, role in enumerate(roles)}
+    if mesh.get_coordinate() is None:
+        axes = {role: _axis_of_others(mesh.size(i)) for i, role in enumerate(roles)}
+    else:
+        axes = {role: Axis(mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i)) for i, role in enumerate(roles)}
     shard, replicate = (axes.get(role, NO_AXIS) for role in (AxisRole.SHARD, AxisRole.REPLICATE))
     return ParallelMesh(mesh, roles, shard, replicate, mesh_device(mesh), spmd)
+
+
+def _axis_of_others(size: int) -> Axis:
+    """An axis of ``size`` ranks without this one."""
+    return Axis(group=None, size=size, rank=size)
 
 
 # A full mesh, of which the user names axes
@@ -164,6 +191,11 @@ def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Paralle
 
 def _checked_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[str, ...]:
     names = mesh.mesh_dim_names
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"fully_shard: rank {dist.get_rank()} is not in the mesh {mesh} that is given with dp_mesh_dims. Call "
+            "fully_shard on the ranks of the mesh only."
+        )
     if names is None:
         raise ValueError(
             "fully_shard: dp_mesh_dims names axes of the mesh, but this mesh has no names. "
@@ -193,6 +225,7 @@ def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
     """The mesh for shards between forward and backward: groups of ``shard_size`` neighbouring ranks of ``parallel``,
     replicated across the groups. Collective at first use."""
     ranks = parallel.mesh.mesh.reshape(-1, shard_size)
+    _match_names((parallel.shard, parallel.replicate), parallel.device)
     ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
     groups = [_own_group(line.tolist(), "fsdp2_post_forward") for line in (ranks[:, column], ranks[row, :])]
     names = ("replicate", "shard")
@@ -200,16 +233,31 @@ def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
     return _parallel_mesh(mesh, (AxisRole.REPLICATE, AxisRole.SHARD))
 
 
-def separate_axis(axis: Axis) -> Axis:
-    """``axis`` with a process group of its own, the same for all axes of the same ranks. Collective at first use."""
+def separate_axis(axis: Axis, device: torch.device) -> Axis:
+    """``axis``, of a mesh on ``device``, with a process group of its own, the same for all axes of the same ranks.
+    Collective."""
     if axis.group is None or axis.size == 1:
         return axis
+    _match_names((axis,), device)
     return _own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter")
 
 
 def _own_axis(ranks: list[int], description: str) -> Axis:
     group = _own_group(ranks, description)
     return Axis(group, len(ranks), dist.get_rank(group))
+
+
+def _match_names(axes: Sequence[Axis], device: torch.device) -> None:
+    """Let the ranks of ``axes`` find each other in groups that they make from now on. torch counts the groups of this
+    rank in the name of a new one, and ranks that were in other meshes before have other counts. Groups of one rank make
+    up the difference."""
+    count = torch.tensor([_torch.num_groups()], dtype=torch.int64, device=device)
+    for axis in axes:
+        if axis.size > 1:
+            _torch.counted_as(None, partial(dist.all_reduce, count, dist.ReduceOp.MAX, group=axis.group))
+    for _ in range(int(count.item()) - _torch.num_groups()):
+        with _torch.groups_made_from_nothing():
+            dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fsdp2_counted")
 
 
 # I4: all ranks must decide alike whether to create a group. So keys are plain values: one rank alone may free a mesh.

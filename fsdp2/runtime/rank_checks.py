@@ -95,18 +95,22 @@ def _difference(root_class: str, mesh: ParallelMesh, lines: list[str]) -> str:
     """The first line that is not the same on all ranks of ``mesh``."""
     rank = dist.get_rank()
     found = [entry for row in exchange(mesh.replicate, exchange(mesh.shard, (rank, lines))) for entry in row]
-    by_line = zip_longest(*(theirs for _, theirs in found), fillvalue="nothing more")
-    differing = next(each for each in by_line if len(set(each)) > 1)
-    ranks = {line: [rank for (rank, _), its in zip(found, differing, strict=True) if its == line] for line in differing}
-    said = [f"  {_named(ranks[line])}: {line}" for line, _ in Counter(differing).most_common()]
     return "\n".join(
         [
             f"{root_class} is not the same on all ranks. The ranks would hang, or add wrong gradients. First "
             "difference:",
-            *said,
+            *first_difference(found),
             "Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.",
         ]
     )
+
+
+def first_difference(found: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    """Of ranks and their lines, the first lines that differ, each with its ranks; nothing if none differ."""
+    by_line = zip_longest(*(theirs for _, theirs in found), fillvalue="nothing more")
+    differing = next((each for each in by_line if len(set(each)) > 1), ())
+    ranks = {line: [rank for (rank, _), its in zip(found, differing, strict=True) if its == line] for line in differing}
+    return [f"  {_named(ranks[line])}: {line}" for line, _ in Counter(differing).most_common()]
 
 
 def _named(ranks: Sequence[int]) -> str:

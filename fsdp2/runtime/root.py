@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -79,6 +80,7 @@ class Unit:
         modules: the module given, or the modules given together.
         root: the unit's root; None before its first pass.
         auto_reshard: the user did not set ``reshard_after_forward``, so only a unit that is no root reshards.
+        post_forward_size: over how many ranks the user wants shards between forward and backward, if not all.
         max_reductions: how many reductions the user allows in flight; the largest number of all units counts.
         memory_limit: how many bytes of temporary memory the user allows, if the unit is the root.
         missing_modules: of several modules, those whose forward has not run in this pass.
@@ -104,6 +106,7 @@ class Unit:
         self.rules = UnitRules(
             after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1, ranks_may_skip=True
         )
+        self.post_forward_size: int | None = None
         self.max_reductions = 1
         self.memory_limit: int | None = None
         self.forward_prefetch: list[Unit] | None = None
@@ -123,8 +126,23 @@ class Unit:
         note_tree_change()
 
     def form_root(self) -> Root:
-        """The unit's root. A unit without one becomes a root itself."""
+        """The unit's root. A unit without one becomes a root itself.
+
+        Raises:
+            ScheduleError: this rank is not in the mesh of the unit.
+        """
+        if self.root is None:
+            self._check_rank()
         return self.root or Root(self)
+
+    def _check_rank(self) -> None:
+        if not self.mesh.has_this_rank:
+            raise ScheduleError(
+                f"rank {dist.get_rank()} is not in the mesh of unit '{self.name}', which has the ranks "
+                f"{sorted(self.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
+                "where fsdp2.reshard_to returned True, or bring this rank in: call fsdp2.reshard_to on all ranks with "
+                "a mesh that has it."
+            )
 
     @property
     def running(self) -> Pass:
@@ -198,6 +216,12 @@ class Unit:
         """Copy rules and prefetch lists to the schedule."""
         if self.root is not None:
             self.root.update_rules(self)
+
+    def move_to(self, mesh: ParallelMesh, groups: tuple[ParamGroup, ...]) -> None:
+        """Work on ``mesh`` with ``groups``, which have replaced the old ones, under a root that is yet to be formed.
+        No pass runs."""
+        self.mesh, self.groups, self.root = mesh, groups, None
+        self.tell(self.watches)
 
     def mark_stale(self) -> None:
         """Parameters may have been replaced: check them before their next use."""

@@ -1,0 +1,414 @@
+"""``reshard_to``: move a sharded model and its optimizers to other ranks, without a file.
+
+Every rank plans what it sends to whom (``plan.transfers``), and sends only entries that the receiver lacks. Units move
+one after another. Rule: everything is checked on all ranks (``reshard_checks``) before the first unit moves; sharded
+parameters, optimizers and param groups stay the same objects.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2 import _torch
+from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter
+from fsdp2.comm.offload import Home
+from fsdp2.group.gradients import GroupOptions
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.hooked_params import is_plain
+from fsdp2.group.param import ParamRecord, ShardedParam, pinned
+from fsdp2.plan.layout import ShardLayout, pack
+from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
+from fsdp2.plan.placements import plain_spec
+from fsdp2.plan.transfers import Cut as CutOverRanks, Transfer, transfers
+from fsdp2.runtime.root import Root, Unit
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.reshard_checks import (
+    Belongings,
+    Cut,
+    Kept,
+    Known,
+    Survey,
+    Whole,
+    agreed,
+    restored,
+    states_by_optimizer,
+)
+from fsdp2.tools.weights import axis_of, together
+
+_ALIGNMENT_NBYTES = 16  # of pieces in a message: the widest dtype
+
+
+@torch.no_grad()
+def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Optimizer], new_mesh: DeviceMesh) -> bool:
+    """Move ``model`` and the states of ``optimizer`` to the ranks of ``new_mesh``, in place and bit for bit.
+
+    All ranks of the default process group call it between steps, with the same model, optimizers and mesh; ranks that
+    are to join later have called ``fully_shard`` with the old mesh, too. Parameters, optimizers and param groups stay
+    the same objects, and settings of units stay. Gradients in ``.grad`` move, too. A rank that leaves has empty shards
+    and no optimizer states afterwards; its model cannot run until another call brings it in. A rank that joins gets
+    shards, optimizer states, the options of param groups, ignored parameters and buffers.
+
+    Units move one after another, and each rank is sent only entries that it lacks. Besides the shards and states that
+    a rank has before or after, it holds at most those of one unit twice.
+
+    Args:
+        model: the root of the sharded model.
+        optimizer: one, or several, or an empty sequence.
+        new_mesh: 1D for FSDP, 2D (replicate, shard) for HSDP; of the same device type as the old mesh. Dims along which
+            parameters are cut stay.
+
+    Returns:
+        Whether this rank is in ``new_mesh``.
+
+    Raises:
+        ScheduleError: a forward or backward runs; a unit is unsharded; gradients are in flight or not reduced.
+        ValueError: the model has model axes, several meshes, or was made by ``FullyShardedDataParallel``; a setting or
+            an optimizer state does not fit; models, optimizers or meshes differ between ranks.
+        TypeError: an argument is of the wrong type.
+        RuntimeError: a parameter is on the meta device, on a rank of the old mesh.
+
+        All of these are raised on all ranks, before anything has moved.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
+    axis = axis_of(None)
+    with together(axis):
+        survey = Survey(model, optimizers, new_mesh)
+    known = agreed(axis, survey) or survey.known
+    roots = {id(unit.root): unit.root for _, unit in survey.units if unit.root is not None}
+    _Move(survey, known).run()
+    for root in roots.values():
+        _restore_settings(root)
+    return survey.new.has_this_rank
+
+
+def _restore_settings(old: Root) -> None:
+    """A new root is formed by the next forward, or here, if the user has changed settings of the old one."""
+    settings = old.schedule.finalizes_by_hand, old.schedule.is_last_backward
+    if settings != (False, True) and old.unit.mesh.has_this_rank:
+        schedule = old.unit.form_root().schedule
+        schedule.finalizes_by_hand, schedule.is_last_backward = settings
+
+
+@dataclass
+class _Moving:
+    """One tensor on its way: the values of a parameter, its gradient, or a state that is cut like it.
+
+    Attributes:
+        old: this rank's old part; an empty one if it had none.
+        start, new_start: the first entries of the old and the new part.
+    """
+
+    old: torch.Tensor
+    dim: int
+    start: int
+    new_start: int
+    transfers: Sequence[Transfer]
+
+    def pieces(self, each: Transfer) -> list[torch.Tensor]:
+        """What ``each`` takes from the old part."""
+        return _narrowed(self.old, self.dim, each.start - self.start, each.stop - each.start)
+
+    def shapes(self, each: Transfer) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and dtypes of what ``each`` brings."""
+        size, dim = each.stop - each.start, self.dim
+        leaves = map(_with_dims, _torch.leaves(self.old))
+        return [((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]), leaf.dtype) for leaf in leaves]
+
+    def fill(self, new: torch.Tensor, each: Transfer, pieces: Sequence[torch.Tensor]) -> None:
+        """Write into the new part what ``each`` has brought."""
+        targets = _narrowed(new, self.dim, each.start - self.new_start, each.stop - each.start)
+        for target, piece in zip(targets, pieces, strict=True):
+            target.copy_(piece)
+
+
+def _narrowed(local: torch.Tensor, dim: int, start: int, size: int) -> list[torch.Tensor]:
+    """Entries of the plain tensors that ``local`` is made of."""
+    return [_with_dims(leaf).narrow(dim, start, size) for leaf in _torch.leaves(local)]
+
+
+def _with_dims(leaf: torch.Tensor) -> torch.Tensor:
+    """``leaf``, detached; a scalar as its only entry."""
+    return leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach()
+
+
+class _Move:
+    """The move that ``survey`` has found possible. ``known``: what belongs to each parameter."""
+
+    def __init__(self, survey: Survey, known: Known | None) -> None:
+        self._survey, self._rank = survey, dist.get_rank()
+        self._optimizers, self._old, self._new = survey.optimizers, survey.old, survey.new
+        belongings = iter([] if known is None else known.belongings)
+        # On ranks outside both meshes, nothing belongs to a parameter.
+        nothing = Belongings(None, {})
+        self._belongings = {id(param.sharded): next(belongings, nothing) for _, _, param in survey.params}
+        self._of_plain = [(param, next(belongings, nothing)) for _, param in survey.plain_params()]
+        self._options = [] if known is None else known.options
+
+    def run(self) -> None:
+        """Move everything."""
+        for _, unit in self._survey.units:
+            self._move_unit(unit)
+        self._send_plain()
+        if not self._new.has_this_rank:
+            for param, _ in self._of_plain:
+                self._forget_states(param)
+        if self._survey.is_joining:
+            for optimizer, groups in zip(self._optimizers, self._options, strict=True):
+                for group, options in zip(optimizer.param_groups, groups, strict=True):
+                    group.update({key: restored(value, self._new.device) for key, value in options.items()})
+
+    # One unit
+
+    def _move_unit(self, unit: Unit) -> None:
+        size = unit.post_forward_size
+        if size is not None:
+            is_smaller = size < self._new.shard.size
+            unit.configure(after_forward=AfterForward.RESHARD_TO_SMALLER_MESH if is_smaller else AfterForward.RESHARD)
+        unit.move_to(self._new, tuple([self._moved_group(unit, group) for group in unit.groups]))
+
+    def _moved_group(self, unit: Unit, group: ParamGroup) -> ParamGroup:
+        """The group of the same parameters on the new mesh, with their values, gradients and optimizer states."""
+        mesh = self._new if AxisRole.SHARD in group.mesh.roles else replicated(self._new)
+        moving = [self._moving(param, mesh, group.home) for param in group.params]
+        received = self._exchanged([each for of_param in moving for each in of_param.values()])
+        grads = [self._take_grad(param) for param in group.params]
+        records = [self._record(param, mesh, group.home) for param in group.params]
+        made = ParamGroup(records, mesh, group.home)
+        self._set_up(unit, group, made)
+        for param, of_param in zip(made.params, moving, strict=True):
+            self._fill(param, of_param, received, group.home)
+        del grads
+        group.retire()
+        return made
+
+    def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> dict[Any, _Moving]:
+        """What moves of ``param``: "values", "grad" and entries of states."""
+        before = CutOverRanks(param.layout, param.mesh.ranks)
+        after = CutOverRanks(ShardLayout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
+        start, new_start = before.interval_of(self._rank)[0], after.interval_of(self._rank)[0]
+        found = transfers(before, after)
+        values = _torch.local_of(param.sharded)
+        olds: dict[Any, torch.Tensor] = {"values": values}
+        belongings = self._belongings[id(param.sharded)]
+        if belongings.grad is not None:
+            grad = param.sharded.grad
+            olds["grad"] = _empty(values, belongings.grad, home) if grad is None else _torch.local_of(grad)
+        for (index, name), entry in belongings.states.items():
+            if isinstance(entry, Cut):
+                value = self._optimizers[index].state.get(param.sharded, {}).get(name)
+                is_here = param.mesh.has_this_rank
+                olds[index, name] = _torch.local_of(value) if is_here else _empty(values, entry, home)
+        return {key: _Moving(old, param.layout.dim, start, new_start, found) for key, old in olds.items()}
+
+    def _record(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ParamRecord:
+        """``param`` on ``mesh``. Its values come later."""
+        layout = ShardLayout(param.layout.shape, param.layout.dim, mesh.shard.size)
+        spec = plain_spec(layout.shape, layout.dim, mesh)
+        local, shape = _torch.local_of(param.sharded), layout.shard_shape(mesh.shard.rank)
+        if is_plain(local):
+            new = torch.zeros((), dtype=local.dtype, device=local.device).expand(shape)  # takes no memory
+        else:
+            new = pinned(param.name, local.new_zeros(shape), home)
+        _torch.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
+        return ParamRecord(
+            name=param.name,
+            param=param.sharded,
+            slots=param.slots,
+            layout=layout,
+            spec=spec,
+            dtypes=param.dtypes,
+            policy=param.policy,
+            local=new,
+            grad_dtype=param.grad_dtype,
+            is_cut=True,
+        )
+
+    def _set_up(self, unit: Unit, old: ParamGroup, made: ParamGroup) -> None:
+        """Take over what the user has set on ``old``."""
+        mesh, size = made.mesh, unit.post_forward_size
+        made.set_up_like(old, _moved_options(old.options, mesh))
+        is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
+        made.unsharded.use_post_forward_mesh(post_forward_mesh(mesh, size) if is_smaller and size else None)
+        made.on_parameters = old.on_parameters
+
+    def _take_grad(self, param: ShardedParam) -> torch.Tensor | None:
+        """Take the gradient off ``param``, which is about to change its mesh. ``_Moving`` has it."""
+        grad, param.sharded.grad = param.sharded.grad, None
+        return grad
+
+    def _fill(self, param: ShardedParam, moving: dict[Any, _Moving], received: _Received, home: Home) -> None:
+        """Give ``param`` its values, its gradient and its states on the new mesh."""
+        key = param.sharded
+        received.fill(moving.pop("values"), _torch.local_of(key))
+        entries = self._belongings[id(key)].states
+        if not (self._old.has_this_rank and self._new.has_this_rank):
+            self._forget_states(key)
+        if not self._new.has_this_rank:
+            return
+        made = {name: _new_part(each.old, param, home) for name, each in moving.items()}
+        for name, new in made.items():
+            received.fill(moving[name], new)
+        tensors = dict(zip(made, _torch.dtensors_placed_like([key] * len(made), list(made.values())), strict=True))
+        if "grad" in tensors:
+            key.grad = tensors["grad"]
+        self._set_states(key, {name: tensors.get(name, entry) for name, entry in entries.items()})
+
+    def _forget_states(self, param: torch.Tensor) -> None:
+        for optimizer in self._optimizers:
+            optimizer.state.pop(param, None)
+
+    def _set_states(self, param: torch.Tensor, states: dict[tuple[int, Any], Any]) -> None:
+        """Write ``states`` to the optimizers. A rank that has taken part keeps its own values."""
+        for index, entries in states_by_optimizer(states).items():
+            state = self._optimizers[index].state
+            before = state.get(param, {})
+            state[param] = {
+                name: before.get(name, restored(entry, self._new.device)) if isinstance(entry, Kept) else entry
+                for name, entry in entries.items()
+            }
+
+    # Messages
+
+    def _exchanged(self, moving: Sequence[_Moving]) -> _Received:
+        """Send what other ranks lack, and receive what this rank lacks: one message to and from each of them."""
+        device, rank = self._new.device, self._rank
+        pieces: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        shapes: defaultdict[int, list[tuple[tuple[int, ...], torch.dtype]]] = defaultdict(list)
+        for each in moving:
+            for transfer in each.transfers:
+                if transfer.source == rank != transfer.target:
+                    pieces[transfer.target] += each.pieces(transfer)
+                elif transfer.target == rank != transfer.source:
+                    shapes[transfer.source] += each.shapes(transfer)
+        sent = {peer: _packed(each, device) for peer, each in pieces.items()}
+        got = {peer: _message(each, device) for peer, each in shapes.items()}
+        _send_and_receive(sent, {peer: message for peer, (message, _) in got.items()})
+        return _Received(rank, {peer: iter(views) for peer, (_, views) in got.items()})
+
+    def _send_plain(self) -> None:
+        """Give joining ranks what is not sharded, from the first rank of the old mesh: parameters with their states,
+        and buffers."""
+        first = self._old.ranks[0][0]
+        others = {rank for row in self._old.ranks for rank in row}
+        joining = [rank for row in self._new.ranks for rank in row if rank not in others]
+        if not joining or (self._rank != first and not self._survey.is_joining):
+            return
+        tensors = self._plain_here()
+        for tensor in tensors:
+            message = tensor.to(self._new.device, copy=self._survey.is_joining).contiguous()
+            flat = message.view(-1).view(torch.uint8) if message.numel() else message.new_empty(0, dtype=torch.uint8)
+            if flat.numel() and self._rank == first:
+                _send_and_receive(dict.fromkeys(joining, flat), {})
+            elif flat.numel():
+                _send_and_receive({}, {first: flat})
+                tensor.copy_(message)
+
+    def _plain_here(self) -> list[torch.Tensor]:
+        """What is not sharded; a joining rank gives it memory. The states of its parameters follow."""
+        if self._survey.is_joining:
+            self._materialise_buffers()
+        tensors = list(self._survey.plain.values())
+        for param, belongings in self._of_plain:
+            if self._survey.is_joining:
+                self._forget_states(param)
+                made = {
+                    name: torch.empty(entry.shape, dtype=entry.dtype, device=param.device)
+                    if isinstance(entry, Whole)
+                    else entry
+                    for name, entry in belongings.states.items()
+                }
+                self._set_states(param, made)
+            for (index, name), entry in belongings.states.items():
+                if isinstance(entry, Whole):
+                    tensors.append(self._optimizers[index].state[param][name])
+        return [tensor.detach() for tensor in tensors]
+
+    def _materialise_buffers(self) -> None:
+        made: dict[int, torch.Tensor] = {}
+        for unit in (unit for _, unit in self._survey.units):
+            for module in (inner for outer in unit.modules for inner in outer.modules()):
+                for name, buffer in _torch.buffers_dict(module).items():
+                    if buffer is not None and buffer.is_meta:
+                        new = made.setdefault(id(buffer), torch.empty_like(buffer, device=self._new.device))
+                        setattr(module, name, new)
+        names = {name: made.get(id(tensor), tensor) for name, tensor in self._survey.plain.items()}
+        self._survey.plain.update(names)
+
+
+class _Received:
+    """What has arrived: for each rank, the pieces that it sent, in the order of the tensors and their transfers."""
+
+    def __init__(self, rank: int, pieces: dict[int, Any]) -> None:
+        self._rank, self._pieces = rank, pieces
+
+    def fill(self, moving: _Moving, new: torch.Tensor) -> None:
+        """Write into ``new``, the new part of the next tensor."""
+        for each in moving.transfers:
+            if each.target != self._rank:
+                continue
+            if each.source == self._rank:
+                pieces = moving.pieces(each)
+            else:
+                pieces = [next(self._pieces[each.source]) for _ in _torch.leaves(moving.old)]
+            moving.fill(new, each, pieces)
+
+
+def _empty(values: torch.Tensor, entry: Cut, home: Home) -> torch.Tensor:
+    """The old part of a tensor on a rank that had none of it; ``values``: its empty part of the parameter."""
+    if entry.dtype is None:
+        return values
+    return torch.empty(values.shape, dtype=entry.dtype, device=home.device)
+
+
+def _new_part(old: torch.Tensor, param: ShardedParam, home: Home) -> torch.Tensor:
+    """Memory for the new part of a tensor that is cut like ``param``; ``old`` is its old part."""
+    if is_plain(old):
+        return torch.empty(param.shard_shape, dtype=old.dtype, device=home.device)
+    return old.new_zeros(param.shard_shape)
+
+
+def _moved_options(options: GroupOptions, mesh: ParallelMesh) -> GroupOptions:
+    """``options`` for another mesh: those that the user has set stay, and process groups are those of ``mesh``."""
+    changes: dict[str, Any] = {}
+    if options.reduce_axis is not None:
+        changes["reduce_axis"] = separate_axis(mesh.shard, mesh.device)
+    if isinstance(getattr(options.all_gather, "memory", None), BackendMemory) and mesh.shard.group is not None:
+        memory = BackendMemory(mesh.shard.group)
+        changes |= {"all_gather": BackendAllGather(memory), "reduce_scatter": BackendReduceScatter(memory)}
+    return replace(options, **changes)
+
+
+def _packed(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """``pieces`` in one message."""
+    message, views = _message([(tuple(piece.shape), piece.dtype) for piece in pieces], device)
+    for view, piece in zip(views, pieces, strict=True):
+        view.copy_(piece)
+    return message
+
+
+def _message(
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Memory for a message of tensors of ``shapes``, as bytes, and the tensors in it."""
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
+    packing = pack(sizes, _ALIGNMENT_NBYTES)
+    message = torch.empty(packing.total, dtype=torch.uint8, device=device)
+    places = zip(shapes, packing.offsets, sizes, strict=True)
+    return message, [message[offset : offset + size].view(dtype).view(shape) for (shape, dtype), offset, size in places]
+
+
+def _send_and_receive(sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
+    """Send each message to its rank, fill those to be received, and wait."""
+    messages = [dist.P2POp(dist.isend, each, peer) for peer, each in sent.items() if each.numel()]
+    messages += [dist.P2POp(dist.irecv, each, peer) for peer, each in received.items() if each.numel()]
+    if messages:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()

@@ -1,0 +1,264 @@
+"""``reshard_to``: after a move, a model trains bit for bit as one that was loaded from a checkpoint on the new mesh."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, fully_shard, reshard_to
+from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import MLP, Transformer
+from tests.harness.selection import long
+
+Ranks = list[int] | list[list[int]]
+
+MOVES: dict[str, tuple[Ranks, Ranks]] = {
+    "4 to 2": ([0, 1, 2, 3], [0, 1]),
+    "2 to 4": ([0, 1], [0, 1, 2, 3]),
+    "2 to 3": ([0, 1], [0, 1, 2]),
+    "3 to 4": ([0, 1, 2], [0, 1, 2, 3]),
+    "other ranks": ([0, 1], [2, 3]),
+    "FSDP to HSDP": ([0, 1, 2, 3], [[0, 1], [2, 3]]),
+    "HSDP to FSDP": ([[0, 1], [2, 3]], [0, 1, 2, 3]),
+    "HSDP to fewer": ([[0, 1], [2, 3]], [1, 2, 3]),
+    "one to three": ([2], [0, 1, 2]),
+}
+
+
+class Parts(nn.Module):
+    """Sizes that no number of ranks divides, a scalar, a tie, a frozen and an ignored parameter, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.blocks[1].weight = self.blocks[0].weight
+        self.norm = nn.BatchNorm1d(7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(3, 7), requires_grad=False)
+        self.ignored = nn.Parameter(torch.randn(7))
+        self.register_buffer("table", torch.randn(7), persistent=False)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor]:
+        return (torch.randn(4, 5, generator=generator),)
+
+    def loss(self, output: Tensor, batch: tuple[Any, ...]) -> Tensor:
+        return output.square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self.scale
+        return self.norm(x) @ self.frozen.T + (x * self.ignored * self.table).sum(1, keepdim=True)
+
+
+def _parts(mesh: DeviceMesh) -> Any:
+    model = Parts()
+    ignored = {model.ignored}
+    fully_shard(model.entry, mesh=mesh)
+    return fully_shard(model, mesh=mesh, ignored_params=ignored)
+
+
+def _units(model: Any, **options: Any) -> Any:
+    for unit in (*model.units(), model):
+        fully_shard(unit, **options)
+    return model
+
+
+def _wire(mesh: DeviceMesh) -> Any:
+    model = Transformer()
+    wrap_parameters(model, BFloat16AllGatherTensor)
+    return _units(model, mesh=mesh)
+
+
+def _mixed(mesh: DeviceMesh) -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return _units(MLP(), mesh=mesh, mp_policy=policy)
+
+
+def _along_dim_1(mesh: DeviceMesh) -> Any:
+    def last_dim(param: nn.Parameter) -> Any:
+        return torch.distributed.tensor.Shard(param.dim() - 1)
+
+    return _units(MLP(), mesh=mesh, shard_placement_fn=last_dim)
+
+
+MODELS: dict[str, Callable[[DeviceMesh], Any]] = {
+    "parts": _parts,
+    "transformer": lambda mesh: _units(Transformer(tied=True), mesh=mesh),
+    "wire format": _wire,
+    "mixed precision": _mixed,
+    "dim 1": _along_dim_1,
+    "offloaded": lambda mesh: _units(MLP(), mesh=mesh, offload_policy=StagedOffloadPolicy()),
+}
+
+
+def _adamw(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _groups(model: nn.Module) -> optim.Optimizer:
+    params = list(model.parameters())
+    groups = [{"params": params[::2], "lr": 0.1, "momentum": 0.9}, {"params": params[1::2], "lr": 0.01}]
+    return optim.SGD(groups, momentum=0.5, nesterov=True)
+
+
+def _flat(model: nn.Module) -> optim.Optimizer:
+    return fsdp2.flatten_optimizer(_adamw(model))
+
+
+OPTIMIZERS = {"AdamW": _adamw, "SGD": _groups, "flat": _flat}
+
+
+@dataclass
+class Job:
+    """A model with its optimizer on some of the ranks."""
+
+    model: Any
+    optimizer: optim.Optimizer
+
+    def train(self, ctx: RankContext, seeds: range) -> list[Tensor]:
+        losses = []
+        for seed in seeds:
+            self.backward(ctx, seed)
+            losses.append(self.loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    def backward(self, ctx: RankContext, seed: int) -> None:
+        inputs = self.model.batch(torch.Generator().manual_seed(10 * seed + ctx.rank))
+        loss = self.model.loss(self.model(*inputs), inputs)
+        loss.backward()
+        self.loss = loss.detach()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank has of everything that training changes."""
+        found: dict[str, Any] = {**self.model.state_dict()}
+        for name, param in self.model.named_parameters():
+            found[f"{name}.grad"] = param.grad
+            for entry, value in self.optimizer.state.get(param, {}).items():
+                found[f"{name}.{entry}"] = value
+        return {name: _local(value) for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _local(value: Tensor) -> Tensor:
+    local = value.detach()
+    local = local.to_local() if isinstance(local, DTensor) else local
+    return torch.empty(local.shape, dtype=local.dtype).copy_(local)  # of a subclass, the values
+
+
+def _job(ctx: RankContext, ranks: Ranks, build: str, optimizer: str, seed: int = 0) -> Job:
+    torch.manual_seed(seed)
+    model = MODELS[build](DeviceMesh(ctx.device_type, ranks))
+    return Job(model, OPTIMIZERS[optimizer](model))
+
+
+def _flattened(ranks: Ranks) -> list[int]:
+    return torch.tensor(ranks).flatten().tolist()
+
+
+def _loaded_from_checkpoint(ctx: RankContext, job: Job, old: Ranks, new: Ranks, build: str, optimizer: str) -> Job:
+    """``job``, which is on ``old``, saved and loaded into another model on ``new``."""
+    groups = [dist.new_group(sorted(_flattened(ranks))) for ranks in (old, new)]
+    folder = [tempfile.mkdtemp() if ctx.rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    if ctx.rank in _flattened(old):
+        parts = get_state_dict(job.model, job.optimizer)
+        dcp.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder[0], process_group=groups[0])
+    dist.barrier()
+    other = _job(ctx, new, build, optimizer, seed=7)
+    if ctx.rank in _flattened(new):
+        parts = get_state_dict(other.model, other.optimizer)
+        state = {"model": parts[0], "optimizer": parts[1]}
+        dcp.load(state, checkpoint_id=folder[0], process_group=groups[1])
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(other.model, other.optimizer, **loaded)
+    dist.barrier()
+    if ctx.rank == 0:
+        shutil.rmtree(folder[0])
+    return other
+
+
+def _read_plain(job: Job) -> dict[str, Any]:
+    """Buffers, the ignored parameter and its states: nothing makes them equal on all ranks."""
+    plain = {"ignored": job.model.ignored.detach(), **dict(job.model.named_buffers())}
+    return copy.deepcopy({"plain": plain, "states": job.optimizer.state.get(job.model.ignored, {})})
+
+
+def _write_plain(job: Job, found: dict[str, Any]) -> None:
+    own = {"ignored": job.model.ignored.data, **dict(job.model.named_buffers())}
+    for name, value in found["plain"].items():
+        own[name].copy_(value)
+    job.optimizer.state[job.model.ignored] = found["states"]
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype is expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+CASES = [
+    ("2 to 3", "parts", "AdamW"),
+    ("4 to 2", "transformer", "AdamW"),
+    ("HSDP to fewer", "parts", "SGD"),
+    *[(move, "parts", "AdamW") for move in MOVES if move != "2 to 3"],
+    *[("2 to 3", build, "AdamW") for build in MODELS if build != "parts"],
+    *[("FSDP to HSDP", build, "SGD") for build in MODELS if build != "wire format"],
+    *[("HSDP to FSDP", build, "flat") for build in ("parts", "mixed precision", "offloaded")],
+    ("4 to 2", "mixed precision", "flat"),
+    ("2 to 4", "wire format", "AdamW"),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES[:3], *long(*CASES[3:])], ids=lambda case: ", ".join(case))
+@distributed(4)
+def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(ctx: RankContext, case: Any) -> None:
+    move, build, optimizer = case
+    old, new = MOVES[move]
+    job = _job(ctx, old, build, optimizer)
+    if ctx.rank in _flattened(old):
+        job.train(ctx, range(2))
+        job.optimizer.param_groups[0]["lr"] = 0.03
+    loaded = _loaded_from_checkpoint(ctx, job, old, new, build, optimizer)
+    mine = _read_plain(job) if build == "parts" else None
+    told = [copy.deepcopy(mine)]
+    dist.broadcast_object_list(told, src=_flattened(old)[0])
+    params, group = list(job.model.parameters()), job.optimizer.param_groups[0]
+
+    takes_part = reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, new))
+
+    assert takes_part is (ctx.rank in _flattened(new))
+    assert all(a is b for a, b in zip(job.model.parameters(), params, strict=True))
+    assert job.optimizer.param_groups[0] is group
+    if not takes_part:
+        assert not job.optimizer.state
+        assert sum(_local(each).numel() for each in params if isinstance(each, DTensor) and each.dim()) == 0
+        return
+    if mine is not None:
+        _write_plain(loaded, mine if ctx.rank in _flattened(old) else told[0])
+    _assert_equal(job.tensors(), loaded.tensors())
+    assert [{**group, "params": None} for group in job.optimizer.param_groups] == [
+        {**group, "params": None} for group in loaded.optimizer.param_groups
+    ]
+    for a, b in zip(job.train(ctx, range(2, 4)), loaded.train(ctx, range(2, 4)), strict=True):
+        assert torch.equal(a, b)
+    _assert_equal(job.tensors(), loaded.tensors())
