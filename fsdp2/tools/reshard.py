@@ -7,9 +7,9 @@ parameters, optimizers and param groups stay the same objects.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ from fsdp2.tools.reshard_checks import (
     states_by_optimizer,
 )
 from fsdp2.tools.weights import axis_of, together
+
+Place = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message
 
 _ALIGNMENT_NBYTES = 16  # of pieces in a message: the widest dtype
 
@@ -116,7 +118,7 @@ class _Moving:
         """What ``each`` takes from the old part."""
         return _narrowed(self.old, self.dim, each.start - self.start, each.stop - each.start)
 
-    def shapes(self, each: Transfer) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def places(self, each: Transfer) -> list[Place]:
         """The shapes and dtypes of what ``each`` brings."""
         size, dim = each.stop - each.start, self.dim
         leaves = map(_with_dims, _torch.leaves(self.old))
@@ -278,44 +280,42 @@ class _Move:
     # Messages
 
     def _exchanged(self, moving: Sequence[_Moving]) -> _Received:
-        """Send what other ranks lack, and receive what this rank lacks: one message to and from each of them."""
-        device, rank = self._new.device, self._rank
-        pieces: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        shapes: defaultdict[int, list[tuple[tuple[int, ...], torch.dtype]]] = defaultdict(list)
-        for each in moving:
-            for transfer in each.transfers:
-                if transfer.source == rank != transfer.target:
-                    pieces[transfer.target] += each.pieces(transfer)
-                elif transfer.target == rank != transfer.source:
-                    shapes[transfer.source] += each.shapes(transfer)
-        sent = {peer: _packed(each, device) for peer, each in pieces.items()}
-        got = {peer: _message(each, device) for peer, each in shapes.items()}
-        _send_and_receive(sent, {peer: message for peer, (message, _) in got.items()})
-        return _Received(rank, {peer: iter(views) for peer, (_, views) in got.items()})
+        """Send what other ranks lack, and receive what this rank lacks, in one collective of all ranks."""
+        rank, num_ranks = self._rank, dist.get_world_size()
+        pieces: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
+        places: list[list[Place]] = [[] for _ in range(num_ranks)]
+        travelling = [(each, move) for each in moving for move in each.transfers if move.source != move.target]
+        for each, move in travelling:
+            if move.source == rank:
+                pieces[move.target] += each.pieces(move)
+            elif move.target == rank:
+                places[move.source] += each.places(move)
+        return _Received(rank, _exchange(pieces, places, self._new.device) if travelling else places)
 
     def _send_plain(self) -> None:
         """Give joining ranks what is not sharded, from the first rank of the old mesh: parameters with their states,
-        and buffers."""
+        and buffers. One after another."""
         first = self._old.ranks[0][0]
         others = {rank for row in self._old.ranks for rank in row}
         joining = [rank for row in self._new.ranks for rank in row if rank not in others]
-        if not joining or (self._rank != first and not self._survey.is_joining):
-            return
-        tensors = self._plain_here()
-        for tensor in tensors:
-            message = tensor.to(self._new.device, copy=self._survey.is_joining).contiguous()
-            flat = message.view(-1).view(torch.uint8) if message.numel() else message.new_empty(0, dtype=torch.uint8)
-            if flat.numel() and self._rank == first:
-                _send_and_receive(dict.fromkeys(joining, flat), {})
-            elif flat.numel():
-                _send_and_receive({}, {first: flat})
-                tensor.copy_(message)
-
-    def _plain_here(self) -> list[torch.Tensor]:
-        """What is not sharded; a joining rank gives it memory. The states of its parameters follow."""
         if self._survey.is_joining:
             self._materialise_buffers()
-        tensors = list(self._survey.plain.values())
+        num_ranks = dist.get_world_size()
+        for tensor in self._plain_tensors() if joining else ():
+            pieces: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
+            places: list[list[Place]] = [[] for _ in range(num_ranks)]
+            if self._rank == first and tensor is not None:
+                for rank in joining:
+                    pieces[rank].append(tensor)
+            elif self._survey.is_joining and tensor is not None:
+                places[first].append((tuple(tensor.shape), tensor.dtype))
+            received = _exchange(pieces, places, self._new.device)
+            if self._survey.is_joining and tensor is not None:
+                tensor.copy_(received[first][0])
+
+    def _plain_tensors(self) -> Iterator[torch.Tensor | None]:
+        """What is not sharded, with the states of such parameters; None where this rank has no such state."""
+        yield from (tensor.detach() for tensor in self._survey.plain.values())
         for param, belongings in self._of_plain:
             if self._survey.is_joining:
                 self._forget_states(param)
@@ -328,8 +328,7 @@ class _Move:
                 self._set_states(param, made)
             for (index, name), entry in belongings.states.items():
                 if isinstance(entry, Whole):
-                    tensors.append(self._optimizers[index].state[param][name])
-        return [tensor.detach() for tensor in tensors]
+                    yield self._optimizers[index].state.get(param, {}).get(name)
 
     def _materialise_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}
@@ -346,8 +345,8 @@ class _Move:
 class _Received:
     """What has arrived: for each rank, the pieces that it sent, in the order of the tensors and their transfers."""
 
-    def __init__(self, rank: int, pieces: dict[int, Any]) -> None:
-        self._rank, self._pieces = rank, pieces
+    def __init__(self, rank: int, pieces: Sequence[Sequence[Any]]) -> None:
+        self._rank, self._pieces = rank, list(map(iter, pieces))
 
     def fill(self, moving: _Moving, new: torch.Tensor) -> None:
         """Write into ``new``, the new part of the next tensor."""
@@ -386,29 +385,29 @@ def _moved_options(options: GroupOptions, mesh: ParallelMesh) -> GroupOptions:
     return replace(options, **changes)
 
 
-def _packed(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """``pieces`` in one message."""
-    message, views = _message([(tuple(piece.shape), piece.dtype) for piece in pieces], device)
-    for view, piece in zip(views, pieces, strict=True):
+def _exchange(
+    pieces: Sequence[Sequence[torch.Tensor]], places: Sequence[Sequence[Place]], device: torch.device
+) -> list[list[torch.Tensor]]:
+    """Send ``pieces[i]`` to rank i, and return what each rank has sent, whose shapes and dtypes are ``places[i]``.
+    Collective on all ranks. Everything travels as bytes."""
+    sent, sent_sizes, views = _messages([[(tuple(p.shape), p.dtype) for p in each] for each in pieces], device)
+    for view, piece in zip(chain.from_iterable(views), chain.from_iterable(pieces), strict=True):
         view.copy_(piece)
-    return message
+    got, got_sizes, received = _messages(places, device)
+    dist.all_to_all_single(got, sent, got_sizes, sent_sizes)
+    return received
 
 
-def _message(
-    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Memory for a message of tensors of ``shapes``, as bytes, and the tensors in it."""
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
-    packing = pack(sizes, _ALIGNMENT_NBYTES)
-    message = torch.empty(packing.total, dtype=torch.uint8, device=device)
-    places = zip(shapes, packing.offsets, sizes, strict=True)
-    return message, [message[offset : offset + size].view(dtype).view(shape) for (shape, dtype), offset, size in places]
-
-
-def _send_and_receive(sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
-    """Send each message to its rank, fill those to be received, and wait."""
-    messages = [dist.P2POp(dist.isend, each, peer) for peer, each in sent.items() if each.numel()]
-    messages += [dist.P2POp(dist.irecv, each, peer) for peer, each in received.items() if each.numel()]
-    if messages:
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
+def _messages(
+    places: Sequence[Sequence[Place]], device: torch.device
+) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
+    """Memory for a message to or from each rank, as bytes; the size of each message, and the tensors in it."""
+    nbytes = [[torch.Size(shape).numel() * dtype.itemsize for shape, dtype in each] for each in places]
+    sizes = [pack(each, _ALIGNMENT_NBYTES).total for each in nbytes]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    tensors = []
+    for message, each, lengths in zip(memory.split(sizes), places, nbytes, strict=True):
+        offsets = pack(lengths, _ALIGNMENT_NBYTES).offsets
+        parts = [message[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
+        tensors.append([part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, each, strict=True)])
+    return memory, sizes, tensors

@@ -167,8 +167,8 @@ class Survey:
         root = unit.root
         if root is not None and root.unit not in [each for _, each in self.units]:
             raise ValueError(
-                f"{CALLER}: the root of unit '{name}' is a {root.class_name} around the given module. Pass that root: "
-                "all units under one root must be on one mesh."
+                f"{CALLER}: the given module is inside of {root.class_name}, which is the root of unit '{name}'. Pass "
+                "that root: all units under one root must be on one mesh."
             )
         self._check_settings(name, unit)
         _check_nothing_in_flight(name, unit)
@@ -288,8 +288,9 @@ class Survey:
         names = [name for name, _, _ in self.params] + [name for name, _ in self.plain_params()]
         lines = []
         for name, each in zip(names, known.belongings, strict=True):
-            states = {key: "a value" if isinstance(entry, Kept) else entry for key, entry in each.states.items()}
-            lines.append(f"parameter '{name}': gradient {each.grad}, optimizer states {states}")
+            states = [f"'{entry}' {_kind(value)}" for (_, entry), value in each.states.items()]
+            has = ["a gradient"] if each.grad is not None else []
+            lines.append(f"parameter '{name}' has {', '.join(has + states) or 'neither gradient nor states'}")
         return lines
 
 
@@ -360,6 +361,10 @@ def _check_subclass(name: str, local: torch.Tensor, param: ShardedParam) -> None
             f"{CALLER}: parameter '{name}' is a {type(local).__name__} whose inner tensors are not cut along dim {dim} "
             f"as it is, so {CALLER} cannot move slices of it. {_BY_CHECKPOINT}"
         )
+
+
+def _kind(entry: Kept | Cut | Whole) -> str:
+    return "(one value)" if isinstance(entry, Kept) else f"({entry.dtype or 'as the parameter'})"
 
 
 def _grad_of(name: str, param: ShardedParam) -> Cut | None:

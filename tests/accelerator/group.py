@@ -259,6 +259,22 @@ class SimNCCL(dist.ProcessGroup):
         message = Message(self, "all-gather", flat, lambda: [ins] * self._size, nbytes, finish)
         return self._launch(message, opts, [*inputs, *(each for row in outputs for each in row)])
 
+    def all_to_all_single(
+        self, output: Tensor, values: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        if values.device.type == "cpu":
+            refuse("fsdp2 exchanges nothing on the CPU")
+        (out, given), width = _views([output, values]), output.itemsize
+        targets = out.split(output_sizes)
+
+        def finish(received: list[Tensor]) -> None:
+            for buffer, target in zip(received, targets, strict=True):
+                _scatter_bytes(buffer, [target])
+
+        parts: Callable[[], Any] = lambda: [[part] for part in given.split(input_sizes)]  # noqa: E731
+        nbytes = [size * width for size in output_sizes]
+        return self._launch(Message(self, "all-to-all", [out], parts, nbytes, finish), opts, [output, values])
+
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if (on_cpu := self._on_cpu("broadcast", tensors, opts)) is not None:
             return on_cpu
@@ -318,7 +334,7 @@ class SimNCCL(dist.ProcessGroup):
     # The names before torch 2.13
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
-    allreduce_coalesced = allreduce
+    allreduce_coalesced, alltoall_base = allreduce, all_to_all_single
 
     def _launch(self, message: Message, opts: Any, tensors: Sequence[Tensor]) -> Work | None:
         current = torch.accelerator.current_stream()

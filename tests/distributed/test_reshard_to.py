@@ -17,12 +17,17 @@ from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, reshard_to
 from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.plan.trees import find_tensors
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
+from fsdp2.tools import trace
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer
 from tests.harness.selection import long
 
@@ -101,6 +106,7 @@ def _along_dim_1(mesh: DeviceMesh) -> Any:
 
 MODELS: dict[str, Callable[[DeviceMesh], Any]] = {
     "parts": _parts,
+    "untied": lambda mesh: _units(Transformer(), mesh=mesh),
     "transformer": lambda mesh: _units(Transformer(tied=True), mesh=mesh),
     "wire format": _wire,
     "mixed precision": _mixed,
@@ -229,7 +235,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], *long(*CASES[3:])], ids=lambda case: ", ".join(case))
+@pytest.mark.parametrize("case", [*CASES[:1], *long(*CASES[1:])], ids=lambda case: ", ".join(case))
 @distributed(4)
 def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(ctx: RankContext, case: Any) -> None:
     move, build, optimizer = case
@@ -262,3 +268,167 @@ def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(ctx: RankCo
     for a, b in zip(job.train(ctx, range(2, 4)), loaded.train(ctx, range(2, 4)), strict=True):
         assert torch.equal(a, b)
     _assert_equal(job.tensors(), loaded.tensors())
+
+
+@distributed(4)
+def test_gradients_move_too(ctx: RankContext) -> None:
+    """Between backward and step: the step after the move does what the step before it would have done."""
+    old, new = MOVES["FSDP to HSDP"]
+    job, same = _job(ctx, old, "transformer", "AdamW"), _job(ctx, old, "transformer", "AdamW")
+    for each in (job, same):
+        each.train(ctx, range(2))
+        each.backward(ctx, 2)
+    reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, new))
+    for each in (job, same):
+        each.optimizer.step()
+    reshard_to(same.model, same.optimizer, DeviceMesh(ctx.device_type, new))
+    _assert_equal(job.tensors(), same.tensors())
+
+
+@distributed(4)
+def test_moving_back_and_forth_changes_no_bit(ctx: RankContext) -> None:
+    job = _job(ctx, [0, 1, 2, 3], "parts", "AdamW")
+    job.train(ctx, range(2))
+    before = copy.deepcopy(job.tensors())
+    lrs = optim.lr_scheduler.StepLR(job.optimizer, 1)
+    for ranks in ([1], [[0, 2], [1, 3]], [2, 3], [0, 1, 2, 3]):
+        reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, ranks))
+    for name in before:  # rank 1 has told the others what nothing makes equal
+        if name.startswith(("norm.running", "ignored")):
+            before[name] = job.tensors()[name]
+    _assert_equal(job.tensors(), before)
+    job.train(ctx, range(2, 3))
+    lrs.step()
+    assert job.optimizer.param_groups[0]["lr"] == 0.001
+
+
+@distributed(4)
+def test_rank_without_shards_names_itself_when_its_model_runs_and_runs_when_it_has_joined(ctx: RankContext) -> None:
+    job = _job(ctx, [0, 1], "transformer", "AdamW")
+    if ctx.rank == 3:
+        assert error_of(lambda: job.train(ctx, range(1))) == (
+            "ScheduleError: rank 3 is not in the mesh of unit 'FSDPTransformer', which has the ranks [0, 1]: its\n"
+            "shards are empty. Run the model only on ranks where fsdp2.reshard_to returned True, or bring this\n"
+            "rank in: call fsdp2.reshard_to on all ranks with a mesh that has it."
+        )
+    if ctx.rank < 2:
+        job.train(ctx, range(2))
+    assert sum(each.to_local().numel() for each in job.model.parameters()) == 0 or ctx.rank < 2
+    reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, [0, 1, 2, 3]))
+    job.train(ctx, range(2))
+
+
+@distributed(4)
+def test_joining_rank_may_have_built_its_model_on_the_meta_device(ctx: RankContext) -> None:
+    torch.manual_seed(0)
+    with torch.device("cpu" if ctx.rank < 2 else "meta"):
+        model = Transformer()
+        model.register_buffer("table", torch.full((3,), 2.0), persistent=False)
+    _units(model, mesh=DeviceMesh(ctx.device_type, [0, 1]))
+    job, alike = Job(model, _adamw(model)), _job(ctx, [0, 1, 2, 3], "untied", "AdamW")
+    reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, [0, 1, 2, 3]))
+    assert torch.equal(job.model.table.cpu(), torch.full((3,), 2.0))
+    for a, b in zip(job.train(ctx, range(3)), alike.train(ctx, range(3)), strict=True):
+        assert torch.equal(a, b)
+
+
+@distributed(4)
+def test_settings_stay(ctx: RankContext) -> None:
+    old, new = [0, 1, 2, 3], [[0, 1], [2, 3]]
+
+    def made(ranks: Ranks) -> Job:
+        torch.manual_seed(0)
+        model = _units(MLP(4), mesh=DeviceMesh(ctx.device_type, ranks), reshard_after_forward=2)
+        return Job(model, _adamw(model))
+
+    def set_up(model: Any) -> None:
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[3]])
+        model.blocks[1].set_gradient_divide_factor(3.0)
+        model.blocks[2].set_reshard_after_backward(False)
+        model.set_separate_reduce_scatter_group(True)
+        model.set_manual_backward_finalization(True)
+        model.set_reduce_scatter_max_input_buffers(2)
+
+    def run(job: Job) -> tuple[str, list[Tensor]]:
+        losses = []
+        with trace.record(job.model) as recorded:
+            for seed in range(2):
+                job.backward(ctx, seed)
+                job.model.finalize_backward()
+                losses.append(job.loss)
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+        return str(recorded), losses
+
+    job = made(old)
+    set_up(job.model)
+    run(job)
+    job.model.blocks[2].reshard()
+    reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, new))
+    back = MOVES["HSDP to FSDP"][1]
+    reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, back))
+    alike = made(back)
+    set_up(alike.model)
+    run(alike)
+    alike.model.blocks[2].reshard()
+    assert all(map(torch.equal, run(job)[1], run(alike)[1]))  # records the order of units anew
+    found, expected = run(job), run(alike)
+    assert found[0] == expected[0]
+    assert all(map(torch.equal, found[1], expected[1]))
+
+
+class _Memory(TorchDispatchMode):
+    """The memory of tensors that operations have seen, as long as they live; ``peak``: the most at any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._seen: dict[int, tuple[StorageWeakRef, int, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see([args, kwargs, result])
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def see(self, values: Any) -> None:
+        for tensor in find_tensors(values, []):
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            self._seen[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
+
+    def now(self) -> int:
+        """Parts of one memory, each with a storage of its own, count once."""
+        self._seen = {key: each for key, each in self._seen.items() if not each[0].expired()}
+        total = end = 0
+        for start, size in sorted((start, size) for _, start, size in self._seen.values()):
+            total += max(start + size - max(start, end), 0)
+            end = max(end, start + size)
+        return total
+
+
+@pytest.mark.parametrize("move", ["4 to 2", *long("2 to 4")])
+@distributed(4)
+def test_a_rank_holds_shards_and_states_of_one_unit_twice_at_most(ctx: RankContext, move: str) -> None:
+    old, new = MOVES[move]
+    torch.manual_seed(0)
+    model = MLP(num_blocks=6, dim=128)
+    blocks = [fully_shard(block, mesh=DeviceMesh(ctx.device_type, old)) for block in model.blocks]
+    fully_shard(model, mesh=DeviceMesh(ctx.device_type, old))
+    job = Job(model, _adamw(model))
+    if ctx.rank in _flattened(old):
+        job.train(ctx, range(1))
+    memory = _Memory()
+
+    def held() -> int:
+        memory.see([list(model.parameters()), *map(dict, job.optimizer.state.values())])
+        return memory.now()
+
+    before = held()
+    with memory:
+        reshard_to(model, job.optimizer, DeviceMesh(ctx.device_type, new))
+    after = held()
+    # With 2 ranks, a block has half of its parameters here, and two states of the same size.
+    unit_nbytes = 3 * sum(param.numel() for param in blocks[0].parameters()) * 4 // 2
+    slack = 16 * 1024  # the steps of optimizers, and the ends of pieces
+    assert max(before, after) < memory.peak <= max(before, after) + 2 * unit_nbytes + slack

@@ -98,6 +98,7 @@ memory_plan
 no_sync
 register_fsdp_forward_method
 report
+reshard_to
 save_safetensors
 set_fsdp_extensions
 share_comm_ctx
