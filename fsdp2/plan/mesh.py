@@ -93,7 +93,7 @@ class ParallelMesh:
 
 
 def replicated(parallel: ParallelMesh) -> ParallelMesh:
-    """The ranks of ``parallel``, with parameters whole on each of them. Collective at its first use on a 2D mesh."""
+    """The ranks of ``parallel``, with parameters whole on each of them. Collective on a 2D mesh."""
     spmd = parallel.spmd
     if spmd is not None:
         whole = _without_shard(spmd.roles)
@@ -105,8 +105,8 @@ def replicated(parallel: ParallelMesh) -> ParallelMesh:
     elif not parallel.has_this_rank:
         joint = _axis_of_others(parallel.mesh.size())
     else:
-        _match_names((parallel.shard, parallel.replicate), parallel.device)
-        joint = _own_axis(parallel.mesh.mesh.flatten().tolist(), "fsdp2_replicate")
+        ranks = parallel.mesh.mesh.flatten().tolist()
+        joint = _own_axis(ranks, "fsdp2_replicate", (parallel.shard, parallel.replicate), parallel.device)
     return replace(parallel, roles=_without_shard(parallel.roles), shard=NO_AXIS, replicate=joint, spmd=spmd)
 
 
@@ -223,11 +223,12 @@ def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
     """The mesh for shards between forward and backward: groups of ``shard_size`` neighbouring ranks of ``parallel``,
-    replicated across the groups. Collective at first use."""
+    replicated across the groups. Collective."""
     ranks = parallel.mesh.mesh.reshape(-1, shard_size)
-    _match_names((parallel.shard, parallel.replicate), parallel.device)
     ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
-    groups = [_own_group(line.tolist(), "fsdp2_post_forward") for line in (ranks[:, column], ranks[row, :])]
+    axes, device = (parallel.shard, parallel.replicate), parallel.device
+    lines = (ranks[:, column].tolist(), ranks[row, :].tolist())
+    groups = [_own_group(line, "fsdp2_post_forward", axes, device) for line in lines]
     names = ("replicate", "shard")
     mesh = DeviceMesh.from_group(groups, parallel.mesh.device_type, ranks, mesh_dim_names=names)
     return _parallel_mesh(mesh, (AxisRole.REPLICATE, AxisRole.SHARD))
@@ -238,12 +239,11 @@ def separate_axis(axis: Axis, device: torch.device) -> Axis:
     Collective."""
     if axis.group is None or axis.size == 1:
         return axis
-    _match_names((axis,), device)
-    return _own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter")
+    return _own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter", (axis,), device)
 
 
-def _own_axis(ranks: list[int], description: str) -> Axis:
-    group = _own_group(ranks, description)
+def _own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> Axis:
+    group = _own_group(ranks, description, axes, device)
     return Axis(group, len(ranks), dist.get_rank(group))
 
 
@@ -265,9 +265,11 @@ _Key = tuple[tuple[int, ...], str]
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def _own_group(ranks: list[int], description: str) -> dist.ProcessGroup:
-    """The process group of ``ranks`` for this use, made once. Only these ranks take part: others make their own."""
+def _own_group(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> dist.ProcessGroup:
+    """The process group of ``ranks`` for this use, made once. Collective on ``axes``, whose other ranks make their own
+    groups meanwhile, or have them."""
     assert dist.group.WORLD is not None  # the mesh has groups
+    _match_names(axes, device)
     made = _own_groups.setdefault(dist.group.WORLD, {})
     key = (tuple(ranks), description)
     if key not in made:

@@ -93,10 +93,25 @@ def test_ranks_of_a_part_make_their_groups_alone_though_the_world_has_a_device(c
     world.bound_device_id = device
     try:
         with mock.patch.object(dist, "new_group", new_group), mock.patch.object(mesh_module, "_own_groups", {}):
-            separate_axis(parallel_mesh(mesh).shard)
+            separate_axis(parallel_mesh(mesh).shard, torch.device("cpu"))
             post_forward_mesh(parallel_mesh(mesh), 1)
     except RuntimeError:
         pass
     finally:
         after, world.bound_device_id = world.bound_device_id, None
     assert (seen, after) == ([None] * 3, device)
+
+
+@distributed(4)
+def test_ranks_that_were_in_different_meshes_before_find_each_other(ctx: RankContext) -> None:
+    """torch counts the groups of a rank in the name of a group that only some ranks make."""
+    if ctx.rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True, group_desc="earlier")
+    mesh = parallel_mesh(init_device_mesh("cpu", (2, 2)))
+    with mock.patch.object(mesh_module, "_own_groups", {}):
+        joint, separate = replicated(mesh).replicate, separate_axis(mesh.shard, mesh.device)
+        resting = post_forward_mesh(parallel_mesh(ctx.mesh_1d()), 2)
+    for axis in (joint, separate, resting.shard, resting.replicate):
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=axis.group)
+        assert ones.item() == axis.size
