@@ -181,13 +181,13 @@ class _Move:
         mesh = self._new if AxisRole.SHARD in group.mesh.roles else replicated(self._new)
         moving = [self._moving(param, mesh, group.home) for param in group.params]
         received = self._exchanged([each for of_param in moving for each in of_param.values()])
-        grads = [self._take_grad(param) for param in group.params]
+        for param in group.params:
+            param.sharded.grad = None  # ``moving`` has it
         records = [self._record(param, mesh, group.home) for param in group.params]
         made = ParamGroup(records, mesh, group.home)
         self._set_up(unit, group, made)
         for param, of_param in zip(made.params, moving, strict=True):
             self._fill(param, of_param, received, group.home)
-        del grads
         group.retire()
         return made
 
@@ -240,11 +240,6 @@ class _Move:
         is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
         made.unsharded.use_post_forward_mesh(post_forward_mesh(mesh, size) if is_smaller and size else None)
         made.on_parameters = old.on_parameters
-
-    def _take_grad(self, param: ShardedParam) -> torch.Tensor | None:
-        """Take the gradient off ``param``, which is about to change its mesh. ``_Moving`` has it."""
-        grad, param.sharded.grad = param.sharded.grad, None
-        return grad
 
     def _fill(self, param: ShardedParam, moving: dict[Any, _Moving], received: _Received, home: Home) -> None:
         """Give ``param`` its values, its gradient and its states on the new mesh."""
