@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 SCRIPTS ?=
+SEEDS ?= 100
 # Two processes, each with its own ranks: one computes while the other waits for messages.
 PYTEST := $(BIN)/pytest -n 2 --timeout 300
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all mutations clients lint bench bench-check gpu docs clean
+.PHONY: help train test test-all fuzz mutations clients lint bench bench-check gpu docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
@@ -22,6 +23,9 @@ test: .venv/.installed ## run the tests, but for the long ones
 
 test-all: .venv/.installed ## run all tests; only the long ones with ARGS="-m long"
 	$(PYTEST) -m "" $(ARGS)
+
+fuzz: .venv/.installed ## compare runtimes on random programs: make fuzz SEEDS=1000 ARGS="--first 5000 --ranks 4"
+	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) $(ARGS)
 
 mutations: .venv/.installed ## put each of 100 defects into a copy of the package; say which test notices it
 	$(BIN)/python -m tests.mutations $(ARGS)

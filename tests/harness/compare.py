@@ -41,28 +41,51 @@ def compare(case: Case, mesh: DeviceMesh, oracle_case: Case | None = None) -> No
 
     ``oracle_case`` replaces the case for the oracle, where the oracle needs a detour to the same numbers.
     """
-    if mesh.device_type != "cpu":
-        _compare_on_accelerator(case, mesh, oracle_case or case)
+    expected = oracle_records(oracle_case or case, mesh)
+    actual = subject_records(case, mesh)
+    compare_with_oracle(case, mesh, actual, expected)
+    if case.unsharded is not None and mesh.device_type == "cpu":
+        compare_with_unsharded(case, mesh, actual)
+
+
+def oracle_records(case: Case, mesh: DeviceMesh) -> list[StepRecord]:
+    """What the oracle does with ``case``. On an accelerator, the subject must be bit for bit the oracle on the CPU, or,
+    where gloo adds more than two numbers, the oracle there."""
+    if mesh.device_type == "cpu" or not _is_exact(case, mesh):
+        return train(case, mesh, oracle())
+    with _KERNELS(), torch.device("cpu"):
+        return train(case, _on_cpu(mesh), oracle())
+
+
+def subject_records(case: Case, mesh: DeviceMesh) -> list[StepRecord]:
+    """What the subject does with ``case``."""
+    with nullcontext() if mesh.device_type == "cpu" else _KERNELS():
+        return train(case, mesh, subject())
+
+
+def compare_with_oracle(case: Case, mesh: DeviceMesh, actual: list[StepRecord], expected: list[StepRecord]) -> None:
+    """Raise with the first differences of what the subject and the oracle did."""
+    title = f"{subject().name} differs from {oracle().name}"
+    if mesh.device_type == "cpu":
+        _raise_if_any(title, _differences(actual, expected, tolerance_of_reduction(case, mesh)))
         return
-    expected = train(oracle_case or case, mesh, oracle())
-    actual = train(case, mesh, subject())
-    tolerance = tolerance_of_reduction(case, mesh)
-    _raise_if_any(f"{subject().name} differs from {oracle().name}", _differences(actual, expected, tolerance))
-    if case.unsharded is not None:
-        reference = train(case, mesh, None)
-        title = f"{subject().name} differs from the unsharded model"
-        _raise_if_any(title, _differences_from_unsharded(actual, reference, case.unsharded))
-
-
-def _compare_on_accelerator(case: Case, mesh: DeviceMesh, oracle_case: Case) -> None:
-    """The subject is bit for bit the oracle on the CPU, or, where gloo adds more than two numbers, the oracle there."""
-    is_as_on_cpu = tolerance_of_reduction(case, mesh) == EXACT
-    with sdpa_kernel(SDPBackend.MATH):  # only the CPU has a fused one
-        actual = train(case, mesh, subject())
-        with torch.device("cpu") if is_as_on_cpu else nullcontext():
-            expected = train(oracle_case, _on_cpu(mesh) if is_as_on_cpu else mesh, oracle())
-    title = f"{subject().name} differs from {oracle().name}{' on the CPU' if is_as_on_cpu else ''}"
+    title += " on the CPU" if _is_exact(case, mesh) else ""
     _raise_if_any(title, _differences(_without_device(actual), _without_device(expected), EXACT))
+
+
+def compare_with_unsharded(case: Case, mesh: DeviceMesh, actual: list[StepRecord]) -> None:
+    """Raise with the first differences of what the subject and the unsharded model did."""
+    assert case.unsharded is not None
+    reference = train(case, mesh, None)
+    title = f"{subject().name} differs from the unsharded model"
+    _raise_if_any(title, _differences_from_unsharded(actual, reference, case.unsharded))
+
+
+_KERNELS = functools.partial(sdpa_kernel, SDPBackend.MATH)  # only the CPU has a fused one
+
+
+def _is_exact(case: Case, mesh: DeviceMesh) -> bool:
+    return tolerance_of_reduction(case, mesh) == EXACT
 
 
 @functools.cache

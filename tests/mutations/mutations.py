@@ -27,7 +27,7 @@ _STREAMS = (
     "unit/test_streams.py",
 )
 _IN_FLIGHT = ("distributed/test_messages_in_flight.py",)
-_RANDOM = ("parity/test_random_programs.py",)
+_RANDOM = ("fuzz/test_fuzz.py",)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""The blocks that programs are made of. A printed program quotes them, so they need nothing but torch.
+
+As in ``tests/harness/models.py``, no gradient is zero by mathematics and noise by arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor, uses_side: bool = True) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, uses_side: bool = True) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+class Norms(nn.Module):
+    """Small tensors around one matrix."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.RMSNorm(dim), nn.LayerNorm(dim)
+        self.linear = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, uses_side: bool = True) -> Tensor:
+        return x + self.after(self.linear(self.before(x)))
+
+
+class Side(nn.Module):
+    """Without ``uses_side``, ``side`` gets no gradient."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.main, self.side = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, uses_side: bool = True) -> Tensor:
+        y = torch.tanh(self.main(x))
+        return x + y + self.side(y) if uses_side else x + y
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides, and sizes below it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(dim, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.wide = nn.Parameter(torch.randn(dim, 3) * 0.4)
+        self.cube = nn.Parameter(torch.randn(7, 1, 2) * 0.1)
+
+    def forward(self, x: Tensor, uses_side: bool = True) -> Tensor:
+        return x + F.linear(torch.tanh(self.narrow(x)) * self.scale, self.wide) + self.cube.square().sum()

@@ -1,0 +1,148 @@
+"""Run one program under torch's runtime, ours, and unsharded, and say what came of it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.fuzz.known import known_difference
+from tests.fuzz.program import Program
+from tests.fuzz.source import has_reference, is_low, source
+from tests.harness.compare import compare_with_oracle, compare_with_unsharded, oracle_records, subject_records
+from tests.harness.distributed import RankContext
+from tests.harness.training import Case, Tolerance
+
+IN_FP32 = Tolerance(rtol=1e-4, atol=1e-5)
+IN_LESS = Tolerance(rtol=5e-2, atol=5e-2)
+
+
+class Outcome(Enum):
+    """What came of a program. All but the last two are as they should be."""
+
+    EQUAL = "equal"
+    TORCH_REFUSES = "torch refuses it; fsdp2 is as the unsharded model"
+    BOTH_REFUSE = "both refuse it"
+    KNOWN = "known difference"
+    DIFFERS = "DIFFERS"
+    RAISES = "RAISES"
+
+    @property
+    def is_failure(self) -> bool:
+        return self in (Outcome.DIFFERS, Outcome.RAISES)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``text``: differences, or the exception; why the difference is known."""
+
+    outcome: Outcome
+    text: str = ""
+
+
+def verdict(program: Program, ctx: RankContext) -> Verdict:
+    """Collective. The same on all ranks, unless runtimes do other things there."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    text = source(program)
+    name = f"<program {hash(text)}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # so that tracebacks have lines
+    found: dict[str, Any] = {"__name__": "program"}
+    exec(compile(text, name, "exec"), found)
+    case = _case(
+        found,
+        clip_norm=program.clip_norm,
+        set_to_none=program.set_to_none,
+        is_low=is_low(program),
+        num_steps=len(program.steps),
+        has_reference=has_reference(program),
+    )
+    try:
+        return compared(case, _mesh(program.mesh, ctx), known_difference(program))
+    finally:
+        linecache.cache.pop(name, None)
+
+
+def compared(case: Case, mesh: DeviceMesh, known: str | None = None) -> Verdict:
+    """``known``: why the runtimes may differ."""
+    refused = None
+    try:
+        expected = oracle_records(case, mesh)
+    except Exception:
+        refused = traceback.format_exc(limit=-3)
+    try:
+        actual = subject_records(case, mesh)
+    except Exception:
+        raised = traceback.format_exc(limit=-6)
+        return Verdict(Outcome.BOTH_REFUSE, f"{refused}\n{raised}") if refused else Verdict(Outcome.RAISES, raised)
+    try:
+        if refused is None:
+            compare_with_oracle(case, mesh, actual, expected)
+        if case.unsharded is not None and mesh.device_type == "cpu":
+            compare_with_unsharded(case, mesh, actual)
+    except AssertionError as error:
+        return Verdict(Outcome.KNOWN, known) if known else Verdict(Outcome.DIFFERS, str(error))
+    return Verdict(Outcome.TORCH_REFUSES, refused) if refused else Verdict(Outcome.EQUAL)
+
+
+def _case(
+    found: dict[str, Any],
+    *,
+    clip_norm: float | None,
+    set_to_none: bool,
+    is_low: bool,
+    num_steps: int,
+    has_reference: bool,
+) -> Case:
+    return Case(
+        found["build"],
+        found["shard"],
+        found["run"],
+        found["optimizer"],
+        num_steps=num_steps,
+        set_to_none=set_to_none,
+        clip_norm=clip_norm,
+        reduce_dtype=torch.bfloat16 if is_low else torch.float32,
+        unsharded=(IN_LESS if is_low else IN_FP32) if has_reference else None,
+    )
+
+
+def _mesh(kind: str, ctx: RankContext) -> DeviceMesh:
+    size = ctx.world_size
+    if kind == "fsdp":
+        return ctx.mesh_1d()
+    if kind == "one rank":
+        return ctx.mesh_of_one()
+    if kind == "tp":
+        return ctx.mesh(dp=size // 2, tp=2)
+    replicas = 1 if kind == "one replica" else 2
+    return ctx.mesh_2d(replicas, size // replicas)
+
+
+def check(ctx: RankContext, programs: list[Program]) -> list[Verdict]:
+    """What a pool of ranks runs."""
+    return [verdict(program, ctx) for program in programs]
+
+
+def main(mesh: str, **settings: Any) -> None:
+    """What a printed program runs, under ``torchrun --nproc-per-node 2``."""
+    import __main__
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ctx = RankContext(dist.get_rank(), dist.get_world_size())
+    found = compared(_case(vars(__main__), **settings), _mesh(mesh, ctx))
+    print(f"rank {ctx.rank}: {found.outcome.value}\n{found.text}", flush=True)
+    dist.barrier()
+    os._exit(found.outcome.is_failure)
+
+
+__all__ = ["Outcome", "Verdict", "check", "compared", "init_device_mesh", "main", "verdict"]

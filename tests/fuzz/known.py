@@ -1,0 +1,19 @@
+"""Where fsdp2 and torch differ on purpose, or where torch is wrong. Each entry is counted in the report."""
+
+from __future__ import annotations
+
+from tests.fuzz.program import Program
+
+
+def known_difference(program: Program) -> str | None:
+    """Why the runtimes may differ on ``program``; None if they must not."""
+    uses_twice = any(block.uses == 2 for block in program.blocks)
+    for step in program.steps:
+        two_forwards = any(micro.forwards == 2 for micro in step.micros)
+        if two_forwards and any(block.checkpoint == "reentrant" for block in program.blocks):
+            return "torch does not reduce gradients of a block that is checkpointed reentrantly in two forwards"
+        again = uses_twice or any(micro.forwards == 2 or micro.backwards == 2 for micro in step.micros)
+        keeps_partial = any(micro.sync == "no all-reduce" for micro in step.micros)
+        if program.mesh in ("hsdp", "experts") and keeps_partial and again:
+            return "a block used twice after a backward without all-reduce: the same sum, rounded in another order"
+    return None

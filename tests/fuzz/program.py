@@ -1,0 +1,206 @@
+"""A training program as plain data, and how one is drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+KINDS = ("mlp", "attention", "norms", "side", "odd")
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of the model.
+
+    Attributes:
+        kind: what it computes: see ``source._BLOCKS``.
+        uses: how often a forward calls it.
+        checkpoint: "", or how its activations are checkpointed: "reentrant", "not reentrant".
+        alone: it is a unit of its own; else a part of the next unit around it.
+        inner: its first submodule is a unit, too.
+        reshard: ``reshard_after_forward``.
+        skipped: steps in which no rank calls it.
+        frozen: its first parameter needs no gradient.
+        wire: its matrices decide how they travel: "", "bf16".
+        compiled: with ``torch.compile``, backend "aot_eager".
+    """
+
+    kind: str = "mlp"
+    uses: int = 1
+    checkpoint: str = ""
+    alone: bool = True
+    inner: bool = False
+    reshard: bool | int | None = None
+    skipped: tuple[int, ...] = ()
+    frozen: bool = False
+    wire: str = ""
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``MixedPrecisionPolicy``; names of dtypes. ``output`` is the root's."""
+
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    casts_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch: what is set before it, its forwards, and its backward.
+
+    Attributes:
+        sync: what its backward communicates: "all", "no all-reduce", "no reduction".
+        keep: parameters stay unsharded after backward.
+        by_hand: before forward: "", "unshard", "unshard async", "reshard".
+        evaluates: a forward without gradients comes first.
+        fails: a forward that raises comes first (fsdp2 only: torch has no call to recover by).
+        forwards: so many, whose losses are one sum.
+        backwards: so many, of one graph.
+        marks_last: ``set_is_last_backward`` says whether more micro-batches follow.
+        uses_side: blocks of kind "side" use all their parameters.
+    """
+
+    sync: str = "all"
+    keep: bool = False
+    by_hand: str = ""
+    evaluates: bool = False
+    fails: bool = False
+    forwards: int = 1
+    backwards: int = 1
+    marks_last: bool = False
+    uses_side: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """``before``: what happens first, of ``BEFORE``."""
+
+    before: tuple[str, ...] = ()
+    micros: tuple[Micro, ...] = (Micro(),)
+
+
+BEFORE = (
+    *("load state dict", "load full state dict", "load optimizer state", "copy the model", "freeze", "thaw"),
+    *("reshard after forward", "keep after forward", "reset"),
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Defaults are the simplest choice: what a failing program does not need is shrunk to them.
+
+    Attributes:
+        mesh: "fsdp", "hsdp", "one replica", "one rank", "tp" (FSDP x TP), "experts" (block 0 on a mesh of its own).
+        dim: width of the model; 10 is cut unevenly by 4 ranks.
+        tied: the last layer has the weight of the first.
+        listed: the last two blocks are one unit.
+        placement_dim: of the tensors with so many dims, the dim that is cut.
+        ignored: the root's bias is left alone.
+        buffer: the model counts its forwards in a buffer.
+        root_reshard: ``reshard_after_forward`` of the root.
+    """
+
+    blocks: tuple[Block, ...] = (Block(),)
+    mesh: str = "fsdp"
+    dim: int = 8
+    tied: bool = False
+    listed: bool = False
+    buffer: bool = False
+    placement_dim: int = 0
+    ignored: bool = False
+    precision: Precision = field(default_factory=Precision)
+    offload: bool = False
+    prefetch: bool = False
+    divide_factor: float | None = None
+    root_reshard: bool | int | None = None
+    optimizer: str = "SGD"
+    clip_norm: float | None = None
+    set_to_none: bool = True
+    steps: tuple[Step, ...] = (Step(),)
+
+
+OPTIMIZERS = ("SGD", "momentum", "AdamW", "AdamW foreach", "AdamW fused", "AdamW one by one")
+
+
+def draw(seed: int, world_size: int) -> Program:
+    """A program that makes sense; whether torch takes it is another matter."""
+    pick = random.Random(1_000_003 * world_size + seed)
+
+    def rarely(share: float) -> bool:
+        return pick.random() < share
+
+    meshes = ["fsdp", "fsdp", "fsdp", "hsdp", "hsdp", "one replica", "one rank", "tp"]
+    mesh = pick.choice([*meshes, "experts"] if world_size == 4 else meshes)
+    reshards: list[bool | int | None] = [None, None, True, False]
+    if mesh == "fsdp" and world_size == 4:
+        reshards.append(2)
+    num_steps = pick.choice([2, 2, 3])
+    is_low = rarely(0.35)
+    precision = Precision()
+    if is_low:
+        param = pick.choice([None, "bfloat16", "bfloat16"])
+        reduce, output = pick.choice([None, *DTYPES]), pick.choice([None, None, *DTYPES])
+        precision = Precision(param, reduce, output, casts_inputs=param is not None or not rarely(0.2))
+    compiles, hooks = rarely(0.01), rarely(0.06) and mesh != "tp"
+    blocks = tuple(
+        Block(
+            kind="mlp" if mesh == "tp" else pick.choice(KINDS),
+            uses=2 if rarely(0.12) else 1,
+            checkpoint=pick.choice(["reentrant", "not reentrant"]) if rarely(0.2) else "",
+            alone=not rarely(0.2),
+            inner=rarely(0.1) and mesh != "tp",
+            reshard=pick.choice(reshards),
+            skipped=(pick.randrange(num_steps),) if rarely(0.12) else (),
+            frozen=rarely(0.12),
+            wire="bf16" if hooks and rarely(0.7) else "",
+            compiled=compiles,
+        )
+        for _ in range(pick.choice([1, 2, 2, 3]))
+    )
+    steps = []
+    for index in range(num_steps):
+        num_micros = pick.choice([1, 1, 1, 2, 3])
+        micros = []
+        uses_side = not rarely(0.3)
+        for micro in range(num_micros):
+            is_last = micro == num_micros - 1
+            micros.append(
+                Micro(
+                    sync="all" if is_last else pick.choice(["all", "no all-reduce", "no reduction", "no reduction"]),
+                    keep=not is_last and rarely(0.3),
+                    by_hand=pick.choice(["unshard", "unshard async", "reshard"]) if rarely(0.25) else "",
+                    evaluates=rarely(0.12),
+                    fails=rarely(0.05),
+                    forwards=2 if rarely(0.1) else 1,
+                    backwards=2 if rarely(0.05) else 1,
+                    marks_last=rarely(0.1),
+                    uses_side=uses_side,
+                )
+            )
+        before = tuple(pick.sample(BEFORE, pick.choice([1, 1, 2]))) if index and rarely(0.35) else ()
+        steps.append(Step(before, tuple(micros)))
+    ignored = rarely(0.1)
+    clips = mesh not in ("tp", "experts") and not ignored  # torch clips on one mesh only
+    return Program(
+        blocks=blocks,
+        mesh=mesh,
+        dim=pick.choice([8, 8, 10]) if mesh != "tp" else 8,
+        tied=rarely(0.15),
+        listed=len(blocks) > 1 and rarely(0.12) and mesh != "experts",
+        buffer=rarely(0.15),
+        placement_dim=1 if rarely(0.15) else 0,
+        ignored=ignored,
+        precision=precision,
+        offload=rarely(0.15),
+        prefetch=rarely(0.2),
+        divide_factor=pick.choice([None, None, None, float(world_size), 1.0]) if mesh == "fsdp" else None,
+        root_reshard=pick.choice(reshards),
+        optimizer=pick.choice(["SGD", "momentum"]) if is_low else pick.choice(OPTIMIZERS),
+        clip_norm=0.05 if clips and rarely(0.25) else None,
+        set_to_none=not rarely(0.25),
+        steps=tuple(steps),
+    )

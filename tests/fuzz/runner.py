@@ -1,0 +1,108 @@
+"""Runs programs on a pool of ranks, and shrinks those that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from tests.fuzz.check import Outcome, Verdict, check
+from tests.fuzz.program import Block, Micro, Program, Step
+from tests.harness.pool import WorkerError, WorkerPool
+
+SECONDS_PER_PROGRAM = 30.0
+MAX_RUNS = 150  # of one program that is being shrunk
+
+
+class Runner:
+    """A pool of ``world_size`` ranks; a new one after a program that leaves its ranks at different places."""
+
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        self._device = device
+        self._pool = WorkerPool(world_size, device)
+
+    def verdicts(self, programs: list[Program]) -> list[Verdict]:
+        """One verdict per program: the worst one of all ranks."""
+        body = check
+        if self._device != "cpu":
+            from tests.fuzz.on_device import check_on_device as body  # needs a compiler
+        try:
+            by_rank = self._pool.run(body, SECONDS_PER_PROGRAM * len(programs), programs=programs)
+        except WorkerError as error:
+            if len(programs) == 1:
+                return [Verdict(Outcome.RAISES, str(error))]
+            return [verdict for program in programs for verdict in self.verdicts([program])]
+        found = [max(each, key=lambda one: list(Outcome).index(one.outcome)) for each in zip(*by_rank, strict=True)]
+        if any(len({verdict.outcome for verdict in each}) > 1 for each in zip(*by_rank, strict=True)):
+            self._pool.close(kill=True)  # one rank raised alone: others' messages may still be on their way
+        return found
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def shrunk(program: Program, runner: Runner) -> tuple[Program, Verdict]:
+    """A simpler program that fails in the same way, such that none of its ``simpler`` ones does."""
+    (verdict,) = runner.verdicts([program])
+    num_runs = 0
+    while num_runs < MAX_RUNS:
+        for candidate in simpler(program):
+            num_runs += 1
+            (found,) = runner.verdicts([candidate])
+            if found.outcome is verdict.outcome and _kind(found) == _kind(verdict):
+                program, verdict = candidate, found
+                break
+            if num_runs >= MAX_RUNS:
+                break
+        else:
+            break
+    return program, verdict
+
+
+def _kind(verdict: Verdict) -> str:
+    """What differs, or what is raised: without names and numbers."""
+    lines = verdict.text.strip().splitlines() or [""]
+    return lines[0] if verdict.outcome is Outcome.DIFFERS else lines[-1].partition(":")[0]
+
+
+def simpler(program: Program) -> Iterator[Program]:
+    """Programs that have one thing less, those with much less first."""
+    for index in reversed(range(len(program.steps))):
+        if len(program.steps) > 1:
+            yield replace(program, steps=_without(program.steps, index))
+    for index in reversed(range(len(program.blocks))):
+        if len(program.blocks) > 1:
+            yield replace(program, blocks=_without(program.blocks, index), listed=False)
+    yield from (replace(program, **{name: value}) for name, value in _to_defaults(program, Program()))
+    for index, step in enumerate(program.steps):
+        for other in _simpler_steps(step):
+            yield replace(program, steps=(*program.steps[:index], other, *program.steps[index + 1 :]))
+    for index, block in enumerate(program.blocks):
+        for name, value in _to_defaults(block, Block()):
+            changed = replace(block, **{name: value})
+            yield replace(program, blocks=(*program.blocks[:index], changed, *program.blocks[index + 1 :]))
+
+
+def _simpler_steps(step: Step) -> Iterator[Step]:
+    for index in reversed(range(len(step.micros))):
+        if len(step.micros) > 1:
+            yield replace(step, micros=_without(step.micros, index))
+    for index in range(len(step.before)):
+        yield replace(step, before=_without(step.before, index))
+    for index, micro in enumerate(step.micros):
+        for name, value in _to_defaults(micro, Micro()):
+            changed = replace(micro, **{name: value})
+            yield replace(step, micros=(*step.micros[:index], changed, *step.micros[index + 1 :]))
+
+
+def _without(items: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return items[:index] + items[index + 1 :]
+
+
+def _to_defaults(value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """The fields that differ from ``default``, but for lists of parts."""
+    for each in fields(value):
+        if each.name not in ("blocks", "steps", "micros", "before"):
+            simplest = getattr(default, each.name)
+            if getattr(value, each.name) != simplest:
+                yield each.name, simplest

@@ -1,0 +1,280 @@
+"""A program as Python: this text is what runs, and what is printed if runtimes differ."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from tests.fuzz import blocks
+from tests.fuzz.program import Block, Precision, Program, Step
+
+_BLOCKS: dict[str, type] = {
+    "mlp": blocks.Mlp,
+    "attention": blocks.Attention,
+    "norms": blocks.Norms,
+    "side": blocks.Side,
+    "odd": blocks.Odd,
+}
+_OPTIMIZERS = {
+    "SGD": "torch.optim.SGD(parameters, lr=0.02, foreach=False)",
+    "momentum": "torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01, foreach=False)",
+    # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
+    "AdamW": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)",
+    "AdamW foreach": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True)",
+    "AdamW fused": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True)",
+    "AdamW one by one": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=False)",
+}
+_IMPORTS = """
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
+)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
+from tests.harness.models import ParityModel
+from tests.harness.offload import offload_policy
+"""
+_BEFORE = {
+    "load state dict": """
+values = model.state_dict()
+model.load_state_dict({name: value * 0.5 if value.is_floating_point() else value for name, value in values.items()})
+""",
+    "load full state dict": """
+full = StateDictOptions(full_state_dict=True)
+values = {name: value * 0.5 if value.is_floating_point() else value
+          for name, value in get_model_state_dict(model, options=full).items()}
+set_model_state_dict(model, values, options=full)
+""",
+    "load optimizer state": """
+set_optimizer_state_dict(model, optimizers[0], get_optimizer_state_dict(model, optimizers[0]))
+""",
+    "copy the model": """
+if step.runtime is not None and step.runtime.name == "fsdp2":  # torch cannot copy
+    copied = copy.deepcopy(model)
+    for mine, given in zip(copied.parameters(), model.parameters()):
+        assert torch.equal(getattr(mine, "_local_tensor", mine), getattr(given, "_local_tensor", given))
+    step.loss(copied).backward()
+""",
+    "freeze": "model.entry.weight.requires_grad_(False)",
+    "thaw": "model.entry.weight.requires_grad_(True)",
+    "reshard after forward": "control.set_reshard_after_forward(True)",
+    "keep after forward": "control.set_reshard_after_forward(False)",
+    "reset": """
+if step.runtime is not None and step.runtime.name == "fsdp2":
+    model.reset_iter_state()
+""",
+}
+_CHECKPOINTED = """\
+def checkpointed(block, x, uses_side, use_reentrant):
+    if not torch.is_grad_enabled():  # torch would warn
+        return block(x, uses_side)
+    return checkpoint(block, x, uses_side, use_reentrant=use_reentrant)
+
+
+"""
+_FAILS = """
+if step.runtime is not None and step.runtime.name == "fsdp2":  # torch has no call to recover by
+    def raises(*args):
+        raise InterruptedError
+    handle = model.exit.register_forward_pre_hook(raises)
+    try:
+        step.loss(model, {index})
+    except InterruptedError:
+        pass
+    handle.remove()
+    model.reset_iter_state(keep_unreduced=True)
+"""
+_MAIN = """
+if __name__ == "__main__":
+    from tests.fuzz.check import main
+    main(
+        {mesh!r}, clip_norm={clip_norm}, set_to_none={set_to_none}, is_low={is_low}, num_steps={num_steps},
+        has_reference={has_reference},
+    )
+"""
+
+
+def source(program: Program) -> str:
+    """A module with ``build()``, ``shard(runtime, model, mesh)``, ``run(step, model)`` and ``optimizer(parameters)``,
+    as ``harness.training.Case`` takes them. Run as a script, it compares: see ``check.main``."""
+    classes = dict.fromkeys(_BLOCKS[block.kind] for block in program.blocks)
+    parts = [_IMPORTS, *(inspect.getsource(cls) for cls in classes), _model(program), _shard(program), _run(program)]
+    main = _MAIN.format(
+        mesh=program.mesh,
+        clip_norm=program.clip_norm,
+        set_to_none=program.set_to_none,
+        is_low=is_low(program),
+        num_steps=len(program.steps),
+        has_reference=has_reference(program),
+    )
+    return "\n\n".join(part.strip("\n") for part in [*parts, main]) + "\n"
+
+
+def is_low(program: Program) -> bool:
+    """Whether something is computed in less than fp32."""
+    precision = program.precision
+    return "bfloat16" in (precision.param, precision.reduce, precision.output) or any(b.wire for b in program.blocks)
+
+
+def has_reference(program: Program) -> bool:
+    """Whether the unsharded model computes the same: not if gradients are not averaged, or are rounded and cut."""
+    return not (
+        program.divide_factor is not None
+        or program.mesh == "experts"
+        or program.ignored
+        or any(block.wire for block in program.blocks)
+        or (is_low(program) and program.clip_norm is not None)
+    )
+
+
+def _indented(text: str, by: int = 4) -> Iterator[str]:
+    for line in text.strip("\n").splitlines():
+        yield " " * by + line if line else ""
+
+
+def _model(program: Program) -> str:
+    dim = program.dim
+    lines = ["class Model(ParityModel):", "    def __init__(self):", "        super().__init__()"]
+    lines.append(f"        self.entry = nn.Linear({dim}, {dim})")
+    for index, block in enumerate(program.blocks):
+        lines.append(f"        self.block{index} = {_BLOCKS[block.kind].__name__}({dim})")
+        if block.frozen:
+            lines.append(f"        next(self.block{index}.parameters()).requires_grad_(False)")
+    lines.append(f"        self.exit = nn.Linear({dim}, {dim})")
+    if program.tied:
+        lines.append("        self.exit.weight = self.entry.weight")
+    if program.buffer:
+        lines.append('        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))')
+    lines += ["", "    def batch(self, generator):", f"        return (torch.randn(6, {dim}, generator=generator),)"]
+    lines += ["", "    def forward(self, x, skipped=(), uses_side=True):", "        x = self.entry(x)"]
+    for index, block in enumerate(program.blocks):
+        call = f"x = self.block{index}(x, uses_side)"
+        if block.checkpoint:
+            is_reentrant = block.checkpoint == "reentrant"
+            call = f"x = checkpointed(self.block{index}, x, uses_side, use_reentrant={is_reentrant})"
+        if any(block.skipped for block in program.blocks):
+            lines.append(f"        if {index} not in skipped:")
+            lines += [f"            {call}"] * block.uses
+        else:
+            lines += [f"        {call}"] * block.uses
+    lines.append("        x = self.exit(x)")
+    if program.buffer:
+        lines.append("        self.calls += 1")
+    lines += ["        return x", "", ""]
+    if any(block.checkpoint for block in program.blocks):
+        lines += _CHECKPOINTED.splitlines()
+    lines += ["def build():", "    return Model()", "", "", "optimizers = []", "", ""]
+    lines += ["def optimizer(parameters):", f"    optimizers[:] = [{_OPTIMIZERS[program.optimizer]}]"]
+    return "\n".join([*lines, "    return optimizers[0]"])
+
+
+def _policy(precision: Precision, *, is_root: bool) -> str:
+    given = {"param_dtype": precision.param, "reduce_dtype": precision.reduce}
+    if is_root:
+        given["output_dtype"] = precision.output
+    said = [f"{name}=torch.{dtype}" for name, dtype in given.items() if dtype]
+    if not precision.casts_inputs:
+        said.append("cast_forward_inputs=False")
+    return f"runtime.MixedPrecisionPolicy({', '.join(said)})"
+
+
+def _shard(program: Program) -> str:
+    lines = ["def shard(runtime, model, mesh):"]
+    for index, block in enumerate(program.blocks):
+        if program.mesh == "tp":
+            plan = '{"up": ColwiseParallel(), "down": RowwiseParallel()}'
+            lines.append(f'    parallelize_module(model.block{index}, mesh["tp"], {plan})')
+        if block.wire:
+            lines.append(f"    wrap_parameters(model.block{index}, BFloat16AllGatherTensor)")
+    lines.append('    kwargs = {"mesh": mesh["dp"]}' if program.mesh == "tp" else '    kwargs = {"mesh": mesh}')
+    if program.precision != Precision():
+        lines.append(f'    kwargs["mp_policy"] = {_policy(program.precision, is_root=False)}')
+    if program.offload:
+        lines.append('    kwargs["offload_policy"] = offload_policy(runtime)')
+    if program.placement_dim:
+        lines.append('    kwargs["shard_placement_fn"] = lambda param: Shard(param.dim() - 1)')
+    listed = range(len(program.blocks))[-2:] if program.listed else range(0)
+    for index, block in enumerate(program.blocks):
+        mesh = ' | {"mesh": mesh["shard"]}' if program.mesh == "experts" and index == 0 else ""
+        given = f"**(kwargs{mesh})" if mesh else "**kwargs"
+        if block.inner:
+            lines.append(f"    runtime.fully_shard(next(model.block{index}.children()), {given})")
+        if block.alone and index not in listed:
+            lines.append(f"    runtime.fully_shard(model.block{index}{_reshard(block.reshard)}, {given})")
+    if program.listed:
+        named = ", ".join(f"model.block{index}" for index in listed)
+        lines.append(f"    runtime.fully_shard([{named}]{_reshard(program.blocks[-1].reshard)}, **kwargs)")
+    if program.precision.output:
+        lines.append(f'    kwargs["mp_policy"] = {_policy(program.precision, is_root=True)}')
+    ignored = ", ignored_params={model.exit.bias}" if program.ignored else ""
+    lines.append(f"    runtime.fully_shard(model{_reshard(program.root_reshard)}{ignored}, **kwargs)")
+    units = [f"model.block{index}" for index, block in enumerate(program.blocks) if block.alone and index not in listed]
+    if program.prefetch:
+        for first, second in itertools.pairwise(units):
+            lines.append(f"    {first}.set_modules_to_forward_prefetch([{second}])")
+            lines.append(f"    {second}.set_modules_to_backward_prefetch([{first}])")
+    if program.divide_factor is not None:
+        lines += [f"    {unit}.set_gradient_divide_factor({program.divide_factor})" for unit in ["model", *units]]
+    lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
+    return "\n".join(lines)
+
+
+def _reshard(value: Any) -> str:
+    return "" if value is None else f", reshard_after_forward={value}"
+
+
+def _run(program: Program) -> str:
+    lines = ["def run(step, model):", "    losses, control = [], step.control(model)"]
+    if program.mesh == "tp":
+        lines.append("    step.rank = dist.get_rank() // 2  # ranks that share a layer take the same batch")
+    for index, step in enumerate(program.steps):
+        if len(program.steps) > 1:
+            lines.append(f"    if step.index == {index}:")
+        body = "\n".join(_step(index, step, program.blocks))
+        lines += _indented(body, 8 if len(program.steps) > 1 else 4)
+    return "\n".join([*lines, "    return losses"])
+
+
+def _step(number: int, step: Step, all_blocks: tuple[Block, ...]) -> Iterator[str]:
+    for each in step.before:
+        yield _BEFORE[each].strip("\n")
+    skipped = tuple(index for index, block in enumerate(all_blocks) if number in block.skipped)
+    num_micros = len(step.micros)
+    syncs = {micro.sync for micro in step.micros}
+    for index, micro in enumerate(step.micros):
+        if "no reduction" in syncs:
+            yield f"control.set_requires_gradient_sync({micro.sync != 'no reduction'})"
+        if "no all-reduce" in syncs:
+            yield f"control.set_requires_all_reduce({micro.sync == 'all'})"
+        if any(each.keep for each in step.micros):
+            yield f"control.set_reshard_after_backward({not micro.keep})"
+        if any(each.marks_last for each in step.micros):
+            yield f"control.set_is_last_backward({index == num_micros - 1})"
+        given = (
+            f"{index}" + (f", skipped={skipped}" if skipped else "") + ("" if micro.uses_side else ", uses_side=False")
+        )
+        if micro.fails:
+            yield _FAILS.strip("\n").replace("{index}", given)
+        if micro.evaluates:
+            yield f"with torch.no_grad():\n    losses.append(step.loss(model, 5{given}))"
+        if micro.by_hand == "reshard":
+            yield "control.reshard()"
+        elif micro.by_hand:
+            yield f"handle = control.unshard(async_op={micro.by_hand == 'unshard async'})"
+            if micro.by_hand == "unshard async":
+                yield "handle.wait()"
+        more = f" + step.loss(model, 2{given})" if micro.forwards == 2 else ""
+        yield f"losses.append(step.loss(model, {given}){more})"
+        if micro.backwards == 2:
+            yield "losses[-1].backward(retain_graph=True)"
+        yield "losses[-1].backward()"

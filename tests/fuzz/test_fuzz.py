@@ -1,0 +1,158 @@
+"""Random programs are equal under all runtimes; the fuzzer notices defects, and shrinks what shows them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fsdp2.group import gradients
+from fsdp2.group.param import ShardedParam
+from fsdp2.group.shards import GroupShards
+from fsdp2.plan import plan
+from fsdp2.plan.dtypes import DivideFactors
+from tests.accelerator import device
+from tests.fuzz.check import Outcome, Verdict, check
+from tests.fuzz.known import known_difference
+from tests.fuzz.program import BEFORE, KINDS, OPTIMIZERS, Block, Micro, Program, Step, draw
+from tests.fuzz.runner import Runner, shrunk, simpler
+from tests.fuzz.source import source
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
+
+
+def _check(ctx: RankContext, seeds: range) -> None:
+    programs = [draw(seed, ctx.world_size) for seed in seeds]
+    failed = [
+        f"seed {seed}: {verdict.outcome.value}: {verdict.text}\n{source(program)}"
+        for seed, program, verdict in zip(seeds, programs, check(ctx, programs), strict=True)
+        if verdict.outcome.is_failure
+    ]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("seeds", [range(12), *long(*(range(i, i + 22) for i in range(12, 100, 22)))], ids=str)
+@distributed(2, timeout_s=240)
+def test_programs_on_two_ranks(ctx: RankContext, seeds: range) -> None:
+    _check(ctx, seeds)
+
+
+@pytest.mark.parametrize("seeds", [range(4), *long(*(range(i, i + 16) for i in range(4, 100, 16)))], ids=str)
+@distributed(4, timeout_s=240)
+def test_programs_on_four_ranks(ctx: RankContext, seeds: range) -> None:
+    """Where a sum has more than two terms, and units rest on two of four ranks."""
+    _check(ctx, seeds)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler: the simulated accelerator cannot be built")
+def test_programs_on_the_simulated_accelerator() -> None:
+    runner = Runner(2, device.DEVICE)
+    try:
+        for seed in range(40):
+            (found,) = runner.verdicts([draw(seed, 2)])
+            assert not found.outcome.is_failure, f"seed {seed}: {found.text}"
+    finally:
+        runner.close()
+
+
+def test_programs_have_every_feature() -> None:
+    programs = [draw(seed, world_size) for world_size in (2, 4) for seed in range(400)]
+    blocks = [block for program in programs for block in program.blocks]
+    steps = [step for program in programs for step in program.steps]
+    micros = [micro for step in steps for micro in step.micros]
+    for cls, drawn in ((Program, programs), (Block, blocks), (Step, steps), (Micro, micros)):
+        for each in fields(cls):
+            values = {getattr(one, each.name) for one in drawn}
+            assert len(values) > 1, f"{cls.__name__}.{each.name} is always {values}"
+    assert {block.kind for block in blocks} == set(KINDS)
+    assert {each for step in steps for each in step.before} == set(BEFORE)
+    assert {program.optimizer for program in programs} == set(OPTIMIZERS)
+    assert {program.mesh for program in programs} == {"fsdp", "hsdp", "one replica", "one rank", "tp", "experts"}
+    assert {block.reshard for block in blocks} == {None, True, False, 2}
+
+
+def test_few_programs_may_differ() -> None:
+    excused = [seed for seed in range(1000) if known_difference(draw(seed, 2))]
+    assert len(excused) < 100
+
+
+def _no_division(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "divide_factors", lambda *args, **kwargs: DivideFactors(1.0, 1.0))
+
+
+def _stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupShards, "write_stamp", lambda self: [])
+
+
+def _lost_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_add_earlier", lambda earlier, reduction: ())
+
+
+def _lost_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardedParam, "accumulate", lambda self, grad: setattr(self, "accumulated", grad))
+
+
+DEFECTS = [_no_division, _stale_parameters, _lost_partial_sums, _lost_micro_batches]
+
+
+@pytest.mark.parametrize("defect", [DEFECTS[0], *long(*DEFECTS[1:])], ids=lambda defect: defect.__name__)
+@distributed(2, timeout_s=240)
+def test_a_defect_is_noticed_within_100_programs(
+    ctx: RankContext, defect: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        defect(monkeypatch)
+        assert any(check(ctx, [draw(seed, 2)])[0].outcome.is_failure for seed in range(100))
+
+
+class _Pretending(Runner):
+    """Without ranks: a program fails if ``fails`` says so."""
+
+    def __init__(self, fails: Callable[[Program], bool]) -> None:
+        self._fails = fails
+
+    def verdicts(self, programs: list[Program]) -> list[Verdict]:
+        return [
+            Verdict(Outcome.DIFFERS, "the values differ") if self._fails(each) else Verdict(Outcome.EQUAL)
+            for each in programs
+        ]
+
+
+def test_a_failing_program_is_shrunk_to_what_it_needs_to_fail() -> None:
+    def fails(program: Program) -> bool:
+        return program.offload and any(micro.keep for step in program.steps for micro in step.micros)
+
+    drawn = next(program for seed in range(1000) if fails(program := draw(seed, 2)) and len(program.blocks) > 2)
+    found, _ = shrunk(drawn, _Pretending(fails))
+    assert found == Program(offload=True, steps=(Step(micros=(Micro(keep=True),)),), blocks=found.blocks)
+    assert found.blocks == (Block(),)
+
+
+def test_simpler_programs_are_other_programs_with_less() -> None:
+    for seed in range(20):
+        program = draw(seed, 4)
+        found = list(simpler(program))
+        assert program not in found
+    assert list(simpler(Program())) == []
+
+
+DIFFERENT = Program(blocks=(Block(checkpoint="reentrant"),), steps=(Step(micros=(Micro(forwards=2),)),))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("program", "said"), [(Program(), "equal"), (DIFFERENT, "DIFFERS")])
+def test_printed_program_runs_alone(program: Program, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(source(program))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert f"rank 0: {said}" in ended.stdout, ended.stdout + ended.stderr
+    assert (ended.returncode == 0) == (said == "equal")
