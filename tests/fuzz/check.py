@@ -29,6 +29,7 @@ class Outcome(Enum):
 
     EQUAL = "equal"
     TORCH_REFUSES = "torch refuses it; fsdp2 is as the unsharded model"
+    TORCH_HANGS = "torch hangs or refuses it on one rank only; fsdp2 is as the unsharded model"
     BOTH_REFUSE = "both refuse it"
     KNOWN = "known difference"
     DIFFERS = "DIFFERS"
@@ -47,8 +48,8 @@ class Verdict:
     text: str = ""
 
 
-def verdict(program: Program, ctx: RankContext) -> Verdict:
-    """Collective. The same on all ranks, unless runtimes do other things there."""
+def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> Verdict:
+    """Collective. The same on all ranks, unless runtimes do other things there. ``with_torch``: compare with torch."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     text = source(program)
@@ -65,16 +66,16 @@ def verdict(program: Program, ctx: RankContext) -> Verdict:
         has_reference=has_reference(program),
     )
     try:
-        return compared(case, _mesh(program.mesh, ctx), known_difference(program))
+        return compared(case, _mesh(program.mesh, ctx), known_difference(program), with_torch=with_torch)
     finally:
         linecache.cache.pop(name, None)
 
 
-def compared(case: Case, mesh: DeviceMesh, known: str | None = None) -> Verdict:
+def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_torch: bool = True) -> Verdict:
     """``known``: why the runtimes may differ."""
-    refused = None
+    refused, expected = None, None
     try:
-        expected = oracle_records(case, mesh)
+        expected = oracle_records(case, mesh) if with_torch else None
     except Exception:
         refused = traceback.format_exc(limit=-3)
     try:
@@ -83,12 +84,14 @@ def compared(case: Case, mesh: DeviceMesh, known: str | None = None) -> Verdict:
         raised = traceback.format_exc(limit=-6)
         return Verdict(Outcome.BOTH_REFUSE, f"{refused}\n{raised}") if refused else Verdict(Outcome.RAISES, raised)
     try:
-        if refused is None:
+        if expected is not None:
             compare_with_oracle(case, mesh, actual, expected)
         if case.unsharded is not None and mesh.device_type == "cpu":
             compare_with_unsharded(case, mesh, actual)
     except AssertionError as error:
         return Verdict(Outcome.KNOWN, known) if known else Verdict(Outcome.DIFFERS, str(error))
+    if not with_torch:
+        return Verdict(Outcome.TORCH_HANGS)
     return Verdict(Outcome.TORCH_REFUSES, refused) if refused else Verdict(Outcome.EQUAL)
 
 
@@ -126,9 +129,9 @@ def _mesh(kind: str, ctx: RankContext) -> DeviceMesh:
     return ctx.mesh_2d(replicas, size // replicas)
 
 
-def check(ctx: RankContext, programs: list[Program]) -> list[Verdict]:
+def check(ctx: RankContext, programs: list[Program], *, with_torch: bool = True) -> list[Verdict]:
     """What a pool of ranks runs."""
-    return [verdict(program, ctx) for program in programs]
+    return [verdict(program, ctx, with_torch=with_torch) for program in programs]
 
 
 def main(mesh: str, **settings: Any) -> None:
