@@ -29,7 +29,7 @@ class Outcome(Enum):
 
     EQUAL = "equal"
     TORCH_REFUSES = "torch refuses it; fsdp2 is as the unsharded model"
-    TORCH_HANGS = "torch hangs or refuses it on one rank only; fsdp2 is as the unsharded model"
+    TORCH_HANGS = "torch hangs, or refuses it on one rank only; fsdp2 is as the unsharded model"
     BOTH_REFUSE = "both refuse it"
     KNOWN = "known difference"
     DIFFERS = "DIFFERS"
@@ -66,14 +66,15 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
         has_reference=has_reference(program),
     )
     try:
-        return compared(case, _mesh(program.mesh, ctx), known_difference(program), with_torch=with_torch)
+        mesh = _mesh(program.mesh, ctx)
+        return compared(case, mesh, known_difference(program), with_torch=with_torch and not program.ranks_differ)
     finally:
         linecache.cache.pop(name, None)
 
 
 def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_torch: bool = True) -> Verdict:
-    """``known``: why the runtimes may differ."""
-    refused, expected = None, None
+    """``known``: why the runtimes may differ. fsdp2 must be as the unsharded model even so."""
+    refused, expected, differs = None, None, False
     try:
         expected = oracle_records(case, mesh) if with_torch else None
     except Exception:
@@ -86,10 +87,17 @@ def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_tor
     try:
         if expected is not None:
             compare_with_oracle(case, mesh, actual, expected)
+    except AssertionError as error:
+        if known is None:
+            return Verdict(Outcome.DIFFERS, str(error))
+        differs = True
+    try:
         if case.unsharded is not None and mesh.device_type == "cpu":
             compare_with_unsharded(case, mesh, actual)
     except AssertionError as error:
-        return Verdict(Outcome.KNOWN, known) if known else Verdict(Outcome.DIFFERS, str(error))
+        return Verdict(Outcome.DIFFERS, str(error))
+    if differs and known:
+        return Verdict(Outcome.KNOWN, known)
     if not with_torch:
         return Verdict(Outcome.TORCH_HANGS)
     return Verdict(Outcome.TORCH_REFUSES, refused) if refused else Verdict(Outcome.EQUAL)
@@ -134,7 +142,7 @@ def check(ctx: RankContext, programs: list[Program], *, with_torch: bool = True)
     return [verdict(program, ctx, with_torch=with_torch) for program in programs]
 
 
-def main(mesh: str, **settings: Any) -> None:
+def main(mesh: str, *, with_torch: bool, **settings: Any) -> None:
     """What a printed program runs, under ``torchrun --nproc-per-node 2``."""
     import __main__
 
@@ -142,7 +150,7 @@ def main(mesh: str, **settings: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ctx = RankContext(dist.get_rank(), dist.get_world_size())
-    found = compared(_case(vars(__main__), **settings), _mesh(mesh, ctx))
+    found = compared(_case(vars(__main__), **settings), _mesh(mesh, ctx), with_torch=with_torch)
     print(f"rank {ctx.rank}: {found.outcome.value}\n{found.text}", flush=True)
     dist.barrier()
     os._exit(found.outcome.is_failure)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 KINDS = ("mlp", "attention", "norms", "side", "odd")
 DTYPES = ("bfloat16", "float32")
+WIRES = ("bf16", "halved", "scaled")
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,11 @@ class Block:
         inner: its first submodule is a unit, too.
         reshard: ``reshard_after_forward``.
         skipped: steps in which no rank calls it.
+        left_out: steps in which ranks with odd numbers do not call it: torch would hang.
+        detached: what it computes is used, but gradients do not flow into it.
+        double: it computes in float64, between blocks in float32.
         frozen: its first parameter needs no gradient.
-        wire: its matrices decide how they travel: "", "bf16".
+        wire: its matrices decide how they travel: "", or one of ``WIRES``.
         compiled: with ``torch.compile``, backend "aot_eager".
     """
 
@@ -33,6 +37,9 @@ class Block:
     inner: bool = False
     reshard: bool | int | None = None
     skipped: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    detached: bool = False
+    double: bool = False
     frozen: bool = False
     wire: str = ""
     compiled: bool = False
@@ -101,6 +108,9 @@ class Program:
         placement_dim: of the tensors with so many dims, the dim that is cut.
         ignored: the root's bias is left alone.
         buffer: the model counts its forwards in a buffer.
+        scalar: the model has a parameter without dims, which torch refuses.
+        force_sum: gradients are summed, and divided beside the reduction.
+        reduces_unused: parameters that no rank used get gradients of zero.
         root_reshard: ``reshard_after_forward`` of the root.
     """
 
@@ -110,6 +120,9 @@ class Program:
     tied: bool = False
     listed: bool = False
     buffer: bool = False
+    scalar: bool = False
+    force_sum: bool = False
+    reduces_unused: bool = False
     placement_dim: int = 0
     ignored: bool = False
     precision: Precision = field(default_factory=Precision)
@@ -121,6 +134,11 @@ class Program:
     clip_norm: float | None = None
     set_to_none: bool = True
     steps: tuple[Step, ...] = (Step(),)
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether ranks use different units: torch's runtime would hang."""
+        return any(block.left_out for block in self.blocks)
 
 
 OPTIMIZERS = ("SGD", "momentum", "AdamW", "AdamW foreach", "AdamW fused", "AdamW one by one")
@@ -146,6 +164,9 @@ def draw(seed: int, world_size: int) -> Program:
         reduce, output = pick.choice([None, *DTYPES]), pick.choice([None, None, *DTYPES])
         precision = Precision(param, reduce, output, casts_inputs=param is not None or not rarely(0.2))
     compiles, hooks = rarely(0.01), rarely(0.06) and mesh != "tp"
+    placement_dim = 1 if rarely(0.15) else 0
+    wires = WIRES if placement_dim == 0 else WIRES[:2]  # "scaled" has a scale per row
+    ranks_differ = rarely(0.05) and mesh not in ("tp", "experts", "one rank") and not hooks
     blocks = tuple(
         Block(
             kind="mlp" if mesh == "tp" else pick.choice(KINDS),
@@ -155,8 +176,11 @@ def draw(seed: int, world_size: int) -> Program:
             inner=rarely(0.1) and mesh != "tp",
             reshard=pick.choice(reshards),
             skipped=(pick.randrange(num_steps),) if rarely(0.12) else (),
+            left_out=(pick.randrange(num_steps),) if ranks_differ and rarely(0.7) else (),
+            detached=rarely(0.06),
+            double=rarely(0.06) and not hooks and mesh != "tp",
             frozen=rarely(0.12),
-            wire="bf16" if hooks and rarely(0.7) else "",
+            wire=pick.choice(wires) if hooks and rarely(0.7) else "",
             compiled=compiles,
         )
         for _ in range(pick.choice([1, 2, 2, 3]))
@@ -192,12 +216,17 @@ def draw(seed: int, world_size: int) -> Program:
         tied=rarely(0.15),
         listed=len(blocks) > 1 and rarely(0.12) and mesh != "experts",
         buffer=rarely(0.15),
-        placement_dim=1 if rarely(0.15) else 0,
+        scalar=rarely(0.04),
+        force_sum=rarely(0.06),
+        reduces_unused=rarely(0.08),
+        placement_dim=placement_dim,
         ignored=ignored,
         precision=precision,
         offload=rarely(0.15),
         prefetch=rarely(0.2),
-        divide_factor=pick.choice([None, None, None, float(world_size), 1.0]) if mesh == "fsdp" else None,
+        divide_factor=pick.choice([None, None, None, float(world_size), 1.0])
+        if mesh == "fsdp" and not ranks_differ
+        else None,
         root_reshard=pick.choice(reshards),
         optimizer=pick.choice(["SGD", "momentum"]) if is_low else pick.choice(OPTIMIZERS),
         clip_norm=0.05 if clips and rarely(0.25) else None,

@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
+from tests.harness import extensions
 from tests.harness.models import ParityModel
 from tests.harness.offload import offload_policy
 """
@@ -56,7 +57,10 @@ values = {name: value * 0.5 if value.is_floating_point() else value
 set_model_state_dict(model, values, options=full)
 """,
     "load optimizer state": """
-set_optimizer_state_dict(model, optimizers[0], get_optimizer_state_dict(model, optimizers[0]))
+not_strict = StateDictOptions(strict=False)  # parameters without gradients so far have no states
+set_optimizer_state_dict(
+    model, optimizers[0], get_optimizer_state_dict(model, optimizers[0]), options=not_strict
+)
 """,
     "copy the model": """
 if step.runtime is not None and step.runtime.name == "fsdp2":  # torch cannot copy
@@ -73,6 +77,11 @@ if step.runtime is not None and step.runtime.name == "fsdp2":  # torch cannot co
 if step.runtime is not None and step.runtime.name == "fsdp2":
     model.reset_iter_state()
 """,
+}
+_WIRES = {
+    "bf16": "wrap_parameters(model.block{index}, BFloat16AllGatherTensor)",
+    "halved": "extensions.wrap(model.block{index}, extensions.Halved)",
+    "scaled": "extensions.wrap(model.block{index}, extensions.Scaled)",
 }
 _CHECKPOINTED = """\
 def checkpointed(block, x, uses_side, use_reentrant):
@@ -99,7 +108,7 @@ if __name__ == "__main__":
     from tests.fuzz.check import main
     main(
         {mesh!r}, clip_norm={clip_norm}, set_to_none={set_to_none}, is_low={is_low}, num_steps={num_steps},
-        has_reference={has_reference},
+        has_reference={has_reference}, with_torch={with_torch},
     )
 """
 
@@ -116,6 +125,7 @@ def source(program: Program) -> str:
         is_low=is_low(program),
         num_steps=len(program.steps),
         has_reference=has_reference(program),
+        with_torch=not program.ranks_differ,
     )
     return "\n\n".join(part.strip("\n") for part in [*parts, main]) + "\n"
 
@@ -132,6 +142,7 @@ def has_reference(program: Program) -> bool:
         program.divide_factor is not None
         or program.mesh == "experts"
         or program.ignored
+        or program.reduces_unused
         or any(block.wire for block in program.blocks)
         or (is_low(program) and program.clip_norm is not None)
     )
@@ -147,7 +158,7 @@ def _model(program: Program) -> str:
     lines = ["class Model(ParityModel):", "    def __init__(self):", "        super().__init__()"]
     lines.append(f"        self.entry = nn.Linear({dim}, {dim})")
     for index, block in enumerate(program.blocks):
-        lines.append(f"        self.block{index} = {_BLOCKS[block.kind].__name__}({dim})")
+        lines.append(f"        self.block{index} = {_BLOCKS[block.kind].__name__}({dim}){'.double()' * block.double}")
         if block.frozen:
             lines.append(f"        next(self.block{index}.parameters()).requires_grad_(False)")
     lines.append(f"        self.exit = nn.Linear({dim}, {dim})")
@@ -155,19 +166,13 @@ def _model(program: Program) -> str:
         lines.append("        self.exit.weight = self.entry.weight")
     if program.buffer:
         lines.append('        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))')
+    if program.scalar:
+        lines.append("        self.gain = nn.Parameter(torch.tensor(1.25))")
     lines += ["", "    def batch(self, generator):", f"        return (torch.randn(6, {dim}, generator=generator),)"]
-    lines += ["", "    def forward(self, x, skipped=(), uses_side=True):", "        x = self.entry(x)"]
+    lines += ["", "    def forward(self, x, skipped=(), left_out=(), uses_side=True):", "        x = self.entry(x)"]
     for index, block in enumerate(program.blocks):
-        call = f"x = self.block{index}(x, uses_side)"
-        if block.checkpoint:
-            is_reentrant = block.checkpoint == "reentrant"
-            call = f"x = checkpointed(self.block{index}, x, uses_side, use_reentrant={is_reentrant})"
-        if any(block.skipped for block in program.blocks):
-            lines.append(f"        if {index} not in skipped:")
-            lines += [f"            {call}"] * block.uses
-        else:
-            lines += [f"        {call}"] * block.uses
-    lines.append("        x = self.exit(x)")
+        lines += _indented("\n".join(_calls(index, block)), 8)
+    lines.append("        x = self.exit(x) * self.gain" if program.scalar else "        x = self.exit(x)")
     if program.buffer:
         lines.append("        self.calls += 1")
     lines += ["        return x", "", ""]
@@ -176,6 +181,30 @@ def _model(program: Program) -> str:
     lines += ["def build():", "    return Model()", "", "", "optimizers = []", "", ""]
     lines += ["def optimizer(parameters):", f"    optimizers[:] = [{_OPTIMIZERS[program.optimizer]}]"]
     return "\n".join([*lines, "    return optimizers[0]"])
+
+
+def _calls(index: int, block: Block) -> Iterator[str]:
+    """The lines of forward that call a block."""
+    given = f"x.to(next(self.block{index}.parameters()).dtype)" if block.double else "x"
+    value = f"self.block{index}({given}, uses_side)"
+    if block.checkpoint:
+        is_reentrant = block.checkpoint == "reentrant"
+        value = f"checkpointed(self.block{index}, {given}, uses_side, use_reentrant={is_reentrant})"
+    if block.double:
+        value += ".to(x.dtype)"
+    call = f"x = {value}"
+    if block.detached:
+        value += ".detach()"
+        call = f"x = x + {value}"
+    if block.left_out:
+        yield f"if {index} in left_out:"
+        yield '    if not hasattr(self, "unshard"):  # the unsharded model has gradients of zero, to be averaged'
+        yield f"        x = x + 0 * {value}"
+    if block.left_out or block.skipped:
+        yield f"{'elif' if block.left_out else 'if'} {index} not in skipped:"
+        yield from [f"    {call}"] * block.uses
+    else:
+        yield from [call] * block.uses
 
 
 def _policy(precision: Precision, *, is_root: bool) -> str:
@@ -195,7 +224,7 @@ def _shard(program: Program) -> str:
             plan = '{"up": ColwiseParallel(), "down": RowwiseParallel()}'
             lines.append(f'    parallelize_module(model.block{index}, mesh["tp"], {plan})')
         if block.wire:
-            lines.append(f"    wrap_parameters(model.block{index}, BFloat16AllGatherTensor)")
+            lines.append("    " + _WIRES[block.wire].format(index=index))
     lines.append('    kwargs = {"mesh": mesh["dp"]}' if program.mesh == "tp" else '    kwargs = {"mesh": mesh}')
     if program.precision != Precision():
         lines.append(f'    kwargs["mp_policy"] = {_policy(program.precision, is_root=False)}')
@@ -225,6 +254,10 @@ def _shard(program: Program) -> str:
             lines.append(f"    {second}.set_modules_to_backward_prefetch([{first}])")
     if program.divide_factor is not None:
         lines += [f"    {unit}.set_gradient_divide_factor({program.divide_factor})" for unit in ["model", *units]]
+    if program.force_sum:
+        lines += [f"    {unit}.set_force_sum_reduction_for_comms(True)" for unit in ["model", *units]]
+    if program.reduces_unused:
+        lines.append("    model.set_reduce_scatter_unused_params(True)")
     lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
     return "\n".join(lines)
 
@@ -249,6 +282,7 @@ def _step(number: int, step: Step, all_blocks: tuple[Block, ...]) -> Iterator[st
     for each in step.before:
         yield _BEFORE[each].strip("\n")
     skipped = tuple(index for index, block in enumerate(all_blocks) if number in block.skipped)
+    left_out = tuple(index for index, block in enumerate(all_blocks) if number in block.left_out)
     num_micros = len(step.micros)
     syncs = {micro.sync for micro in step.micros}
     for index, micro in enumerate(step.micros):
@@ -260,9 +294,10 @@ def _step(number: int, step: Step, all_blocks: tuple[Block, ...]) -> Iterator[st
             yield f"control.set_reshard_after_backward({not micro.keep})"
         if any(each.marks_last for each in step.micros):
             yield f"control.set_is_last_backward({index == num_micros - 1})"
-        given = (
-            f"{index}" + (f", skipped={skipped}" if skipped else "") + ("" if micro.uses_side else ", uses_side=False")
-        )
+        given = f"{index}"
+        given += f", skipped={skipped}" if skipped else ""
+        given += f", left_out={left_out} if step.rank % 2 else ()" if left_out else ""
+        given += "" if micro.uses_side else ", uses_side=False"
         if micro.fails:
             yield _FAILS.strip("\n").replace("{index}", given)
         if micro.evaluates:

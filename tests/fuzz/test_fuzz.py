@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import tests.fuzz.check as check_module
 from fsdp2.group import gradients
 from fsdp2.group.param import ShardedParam
 from fsdp2.group.shards import GroupShards
@@ -20,11 +22,13 @@ from fsdp2.plan.dtypes import DivideFactors
 from tests.accelerator import device
 from tests.fuzz.check import Outcome, Verdict, check
 from tests.fuzz.known import known_difference
-from tests.fuzz.program import BEFORE, KINDS, OPTIMIZERS, Block, Micro, Program, Step, draw
+from tests.fuzz.program import BEFORE, KINDS, OPTIMIZERS, WIRES, Block, Micro, Program, Step, draw
 from tests.fuzz.runner import Runner, shrunk, simpler
 from tests.fuzz.source import source
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import ParityModel
 from tests.harness.selection import long
+from tests.harness.training import Case
 
 
 def _check(ctx: RankContext, seeds: range) -> None:
@@ -76,11 +80,34 @@ def test_programs_have_every_feature() -> None:
     assert {program.optimizer for program in programs} == set(OPTIMIZERS)
     assert {program.mesh for program in programs} == {"fsdp", "hsdp", "one replica", "one rank", "tp", "experts"}
     assert {block.reshard for block in blocks} == {None, True, False, 2}
+    assert {block.wire for block in blocks} == {"", *WIRES}
 
 
 def test_few_programs_may_differ() -> None:
     excused = [seed for seed in range(1000) if known_difference(draw(seed, 2))]
     assert len(excused) < 100
+
+
+@pytest.mark.parametrize(
+    ("known", "as_unsharded", "expected"),
+    [
+        (None, True, Outcome.DIFFERS),
+        ("torch is wrong", True, Outcome.KNOWN),
+        ("torch is wrong", False, Outcome.DIFFERS),
+    ],
+)
+def test_what_differs_from_torch_for_a_known_reason_must_be_as_the_unsharded_model(
+    monkeypatch: pytest.MonkeyPatch, known: str | None, as_unsharded: bool, expected: Outcome
+) -> None:
+    def differs(*args: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(check_module, "oracle_records", lambda case, mesh: [])
+    monkeypatch.setattr(check_module, "subject_records", lambda case, mesh: [])
+    monkeypatch.setattr(check_module, "compare_with_oracle", differs)
+    monkeypatch.setattr(check_module, "compare_with_unsharded", (lambda *args: None) if as_unsharded else differs)
+    mesh = SimpleNamespace(device_type="cpu")
+    assert check_module.compared(Case(ParityModel), mesh, known).outcome is expected
 
 
 def _no_division(monkeypatch: pytest.MonkeyPatch) -> None:
