@@ -10,8 +10,8 @@ def known_difference(program: Program) -> str | None:
     uses_twice = any(block.uses == 2 for block in program.blocks)
     for step in program.steps:
         two_forwards = any(micro.forwards == 2 for micro in step.micros)
-        if two_forwards and any(block.checkpoint == "reentrant" for block in program.blocks):
-            return "torch does not reduce gradients of a block that is checkpointed reentrantly in two forwards"
+        if any(block.checkpoint == "reentrant" and (two_forwards or block.uses == 2) for block in program.blocks):
+            return "torch leaves a block unreduced that is checkpointed reentrantly and used twice before backward"
         again = uses_twice or any(micro.forwards == 2 or micro.backwards == 2 for micro in step.micros)
         keeps_partial = any(micro.sync == "no all-reduce" for micro in step.micros)
         if program.mesh in ("hsdp", "experts") and keeps_partial and again:

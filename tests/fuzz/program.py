@@ -170,20 +170,20 @@ def draw(seed: int, world_size: int) -> Program:
     blocks = tuple(
         Block(
             kind="mlp" if mesh == "tp" else pick.choice(KINDS),
-            uses=2 if rarely(0.12) else 1,
+            uses=2 if rarely(0.12) and not leaves_out else 1,  # no rank may use a unit more often than others
             checkpoint=pick.choice(["reentrant", "not reentrant"]) if rarely(0.2) else "",
             alone=not rarely(0.2),
             inner=rarely(0.1) and mesh != "tp",
             reshard=pick.choice(reshards),
             skipped=(pick.randrange(num_steps),) if rarely(0.12) else (),
-            left_out=(pick.randrange(num_steps),) if ranks_differ and rarely(0.7) else (),
+            left_out=(pick.randrange(num_steps),) if leaves_out else (),
             detached=rarely(0.06),
             double=rarely(0.06) and not hooks and mesh != "tp",
             frozen=rarely(0.12),
             wire=pick.choice(wires) if hooks and rarely(0.7) else "",
             compiled=compiles,
         )
-        for _ in range(pick.choice([1, 2, 2, 3]))
+        for leaves_out in [ranks_differ and rarely(0.7) for _ in range(pick.choice([1, 2, 2, 3]))]
     )
     steps = []
     for index in range(num_steps):
