@@ -207,8 +207,9 @@ def draw(seed: int, world_size: int) -> Program:
             )
         before = tuple(pick.sample(BEFORE, pick.choice([1, 1, 2]))) if index and rarely(0.35) else ()
         steps.append(Step(before, tuple(micros)))
-    ignored = rarely(0.1)
+    ignored = rarely(0.1) and precision.param is None and not ranks_differ  # it keeps its dtype
     clips = mesh not in ("tp", "experts") and not ignored  # torch clips on one mesh only
+    optimizers = ["SGD", "momentum", "AdamW one by one"] if ignored else OPTIMIZERS  # others take no mix with DTensors
     return Program(
         blocks=blocks,
         mesh=mesh,
@@ -218,7 +219,7 @@ def draw(seed: int, world_size: int) -> Program:
         buffer=rarely(0.15),
         scalar=rarely(0.04),
         force_sum=rarely(0.06),
-        reduces_unused=rarely(0.08),
+        reduces_unused=rarely(0.08) and not ranks_differ,
         placement_dim=placement_dim,
         ignored=ignored,
         precision=precision,
@@ -228,7 +229,7 @@ def draw(seed: int, world_size: int) -> Program:
         if mesh == "fsdp" and not ranks_differ
         else None,
         root_reshard=pick.choice(reshards),
-        optimizer=pick.choice(["SGD", "momentum"]) if is_low else pick.choice(OPTIMIZERS),
+        optimizer=pick.choice(["SGD", "momentum"]) if is_low else pick.choice(optimizers),
         clip_norm=0.05 if clips and rarely(0.25) else None,
         set_to_none=not rarely(0.25),
         steps=tuple(steps),

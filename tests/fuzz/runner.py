@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,10 +16,15 @@ MAX_RUNS = 150  # of one program that is being shrunk
 
 
 class Runner:
-    """A pool of ``world_size`` ranks; a new one after a program that leaves its ranks at different places."""
+    """A pool of ``world_size`` ranks; a new one after a program that leaves its ranks at different places.
 
-    def __init__(self, world_size: int, device: str = "cpu") -> None:
-        self._device = device
+    ``body`` is what the ranks run instead of ``check``.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu", body: Callable[..., Any] | None = None) -> None:
+        if body is None and device != "cpu":
+            from tests.fuzz.on_device import check_on_device as body  # needs a compiler
+        self._body = body or check
         self._pool = WorkerPool(world_size, device)
 
     def verdicts(self, programs: list[Program]) -> list[Verdict]:
@@ -41,11 +46,8 @@ class Runner:
         return found
 
     def _call(self, programs: list[Program], *, with_torch: bool = True) -> list[list[Verdict]]:
-        body = check
-        if self._device != "cpu":
-            from tests.fuzz.on_device import check_on_device as body  # needs a compiler
         timeout_s = SECONDS_PER_CALL + SECONDS_PER_PROGRAM * len(programs)
-        return self._pool.run(body, timeout_s, programs=programs, with_torch=with_torch)
+        return self._pool.run(self._body, timeout_s, programs=programs, with_torch=with_torch)
 
     def close(self) -> None:
         self._pool.close()
