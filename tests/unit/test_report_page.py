@@ -14,7 +14,7 @@ import pytest
 from fsdp2.tools.report import files
 from fsdp2.tools.report.data import RankRecord, report_data
 from tests.harness.selection import long
-from tests.unit.report_support import ROOT, empty_step, info, record, simple_step
+from tests.unit.report_support import ROOT, Tape, empty_step, info, record, simple_step
 
 UNITS = ["blocks.0", "blocks.1", "</script><b>odd"]
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -41,6 +41,20 @@ def test_a_unit_has_the_most_of_all_ranks_and_is_exposed_by_the_least() -> None:
     assert (row["gather_wait_ms"], row["gather_exposed_ms"]) == (4.0, 3.0)
     assert (row["forward_ms"], row["backward_ms"]) == (10.0, 20.0)
     assert row["gathers"] == 2
+
+
+def test_findings_rest_on_the_shortest_wait_of_all_ranks() -> None:
+    (found,) = [each for each in _data()["findings"] if each["rule"] == "split"]
+    assert found["text"].startswith("`blocks.1` gathers 3.0 ms late")  # 4.0 ms on the other rank
+    assert found["gain_ms"] <= 3.0
+
+
+@pytest.mark.parametrize(("action", "proposed"), [("unshard", ["a"]), ("prefetch", [])])
+def test_a_gather_that_starts_when_compute_needs_it_should_be_prefetched(action: str, proposed: list[str]) -> None:
+    tape = Tape().event("pre_forward").do("unshard", takes=0.001).do("wait").compute(0.010)
+    tape.event("pre_forward", "a").do(action, "a").do("wait", "a", blocked=0.004).compute(0.010)
+    data = report_data("Model", "cpu", [info(ROOT), info("a")], [record(tape, ["a"])])
+    assert [name for each in data["findings"] if each["rule"] == "prefetch" for name in each["units"]] == proposed
 
 
 def test_totals_of_a_rank_add_up_to_its_step() -> None:

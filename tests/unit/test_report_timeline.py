@@ -48,8 +48,8 @@ def test_backward_belongs_to_the_unit_whose_backward_began_last() -> None:
 
 
 def test_a_forward_that_is_recomputed_belongs_to_backward() -> None:
-    tape = Tape().event("pre_backward", "a").event("pre_forward", "a").compute(1).event("post_forward", "a").compute(2)
-    assert _spans(tape) == [("backward", "a", 3.0)]
+    tape = Tape().event("pre_backward", "a").event("pre_forward", "b").compute(1).event("post_forward", "b").compute(2)
+    assert _spans(tape) == [("backward", "b", 1.0), ("backward", "a", 2.0)]
 
 
 def test_a_wait_outside_of_all_work_is_one_for_other_ranks() -> None:
@@ -136,6 +136,16 @@ def test_memory_names_who_holds_how_much_at_the_peak() -> None:
     ]
     assert found.peak == 3000
     assert [nbytes for _, nbytes in found.points] == [1010, 1000, 2010, 2000, 3000, 2000, 1500, 1000, 0]
+
+
+def test_memory_goes_forward_in_time_although_streams_run_beside_each_other() -> None:
+    marks = [
+        Mark(Edge.ACTION, "prefetch", "a", None, 3.0),
+        Mark(Edge.EVENT, "pre_backward", "b", 1.0),
+        Mark(Edge.ACTION, "wait", "a", 4.0),
+    ]
+    found = memory(marks, sizes(["a", "b"]), 0.0, 5.0)
+    assert found.points == [(3.0, 1010), (3.0, 2010), (4.0, 2000)]
 
 
 def test_what_an_earlier_step_kept_is_held_when_the_next_one_begins() -> None:
