@@ -412,7 +412,7 @@ class _Memory(TorchDispatchMode):
 def test_a_rank_holds_shards_and_states_of_one_unit_twice_at_most(ctx: RankContext, move: str) -> None:
     old, new = MOVES[move]
     torch.manual_seed(0)
-    model = MLP(num_blocks=6, dim=128)
+    model = MLP(num_blocks=6, dim=64)
     blocks = [fully_shard(block, mesh=DeviceMesh(ctx.device_type, old)) for block in model.blocks]
     fully_shard(model, mesh=DeviceMesh(ctx.device_type, old))
     job = Job(model, _adamw(model))
