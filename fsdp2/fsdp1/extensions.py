@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.fsdp1.names import Wrapper
+from fsdp2.fsdp1.optim_values import whole_of_pieces
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.schedule.states import GroupState
@@ -329,6 +330,13 @@ def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, tuple[Exte
     }
 
 
+def shown_shape(wrapper: Wrapper, param: ShardedParam) -> torch.Size:
+    """The shape of ``param`` in a full state dict."""
+    extension = extension_of(wrapper)
+    known = None if extension is None else extension.of(param)
+    return torch.Size(param.spec.sharded.shape) if known is None else known.shape
+
+
 def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     """``whole`` of ``param`` as a full state dict has it."""
     extension = extension_of(wrapper)
@@ -336,12 +344,12 @@ def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> t
     return whole if extension is None or known is None else extension.show(known, whole).detach()
 
 
-def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
-    """``whole`` of ``param`` as a sharded state dict of a wrapper with an extension has it."""
+def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor, *, is_shown: bool = True) -> torch.Tensor:
+    """``whole`` of ``param`` as a sharded state dict of a wrapper with an extension has it. ``is_shown``: cut what the
+    extension shows of it."""
     extension = extension_of(wrapper)
     assert extension is not None
-    known = extension.of(param)
-    shown = whole if known is None else extension.show(known, whole).detach()
+    shown = shown_value(wrapper, param, whole) if is_shown else whole
     return extension.chunk(param.full_name, shown, wrapper, {shown.shape, whole.shape})
 
 
@@ -359,6 +367,20 @@ def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object
             return value
         return extension.gathered(param.full_name, value, wrapper._settings.device_mesh, shape)
     return value if known is None else extension.plain(known, value, shape)
+
+
+def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
+    """A loaded optimizer state of ``param``, cut in any way, whole and plain. Collective if it is sharded. As in
+    torch's class, no method of an extension takes sharded states."""
+    extension = extension_of(wrapper)
+    if extension is None or not isinstance(value, torch.Tensor):
+        return value
+    if _torch.is_sharded_tensor(value):
+        return whole_of_pieces(value, wrapper)
+    if isinstance(value, DTensor):
+        return value if param.spec.unsharded is not None else value.full_tensor().detach()
+    known = extension.of(param)
+    return value if known is None else extension.plain(known, value, param.layout.shape)
 
 
 def plain_value(group: ParamGroup, param: ShardedParam, bound: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
+from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import clean_name
 from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, whole_of_pieces
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import is_replicated, local_value
+from fsdp2.types import ExtensionError
 
 _STEP = "step"  # a count, whatever the shape of the parameter; Optimizer.load_state_dict knows the name, too
 
@@ -64,7 +66,8 @@ def to_load(
     fetch: Fetch = _itself
     if rank0_only:
         given, fetch = broadcast_structure(given, group, owners.wrappers[0].compute_device)
-    problem, ways = None, []
+    problem: Exception | None = None
+    ways: list[tuple[str, str, str]] = []
     try:
         check(owners, given)
         assert given is not None
@@ -75,11 +78,11 @@ def to_load(
                 f"{ways[0][0]!r} is sharded. Set SHARDED_STATE_DICT to load sharded states."
             )
     except ValueError as error:
-        problem = str(error)
+        problem = error
     if is_collective:
         _raise_on_all(owners, problem, [] if rank0_only else ways)
     elif problem is not None:
-        raise ValueError(problem)
+        raise problem
     assert given is not None
     keys = _keys_of(model, owners, is_named=is_named)
     state: dict[Any, Any] = {}
@@ -87,15 +90,15 @@ def to_load(
     for owner in owners:
         try:
             found = _states_of(owner, given["state"], fetch)
-        except ValueError as error:
-            found, problem = {}, problem or str(error)
+        except (ValueError, ExtensionError) as error:
+            found, problem = {}, problem or error
         if found:
             state[keys[id(owner.param)]] = found
     others = {key: _of_no_parameter(each, fetch) for key, each in given["state"].items() if key not in owners.known}
     if is_collective:
         _raise_on_all(owners, problem, [])
     elif problem is not None:
-        raise ValueError(problem)
+        raise problem
     state |= others
     made: dict[str, Any] = {"state": state}
     if "param_groups" in given:
@@ -107,12 +110,13 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _raise_on_all(owners: Owners, problem: str | None, ways: Sequence[object]) -> None:
+def _raise_on_all(owners: Owners, problem: Exception | None, ways: Sequence[object]) -> None:
     """Raise on all ranks if one has a problem, or if ranks would communicate about different values."""
-    found: list[tuple[str | None, Any]] = exchange(owners.axis, (problem, ways))
+    text = None if problem is None else str(problem)
+    found: list[tuple[str | None, Any]] = exchange(owners.axis, (text, ways))
     for rank, (theirs, _) in enumerate(found):
         if theirs is not None:
-            raise ValueError(problem or f"optim_state_dict_to_load: it failed on rank {rank}: {theirs}")
+            raise problem or ValueError(f"optim_state_dict_to_load: it failed on rank {rank}: {theirs}")
     for rank, (_, theirs) in enumerate(found):
         if theirs != found[0][1]:
             names = sorted({str(way[0]) for way in {*theirs} ^ {*found[0][1]}})
@@ -181,9 +185,14 @@ def _shape_problems(owner: Owner, state: Mapping[str, States]) -> list[str]:
         for name, value in (states or {}).items():
             shape = _shape(value)
             is_own = isinstance(value, DTensor) and not owner.is_flat  # optimizers may reduce states over dims
-            if shape and shape != expected and not is_own:
+            if shape and shape not in _shapes(entry) and not is_own:
                 problems.append(f"'{name}' of '{names[0]}' has shape {shape}, expected {expected}")
     return problems
+
+
+def _shapes(entry: Entry) -> set[tuple[int, ...]]:
+    """The shapes that states of a parameter may have: its own, and that of what an extension shows of it."""
+    return {tuple(entry.param.spec.sharded.shape), tuple(shown_shape(entry.wrapper, entry.param))}
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -287,7 +296,7 @@ def _loaded(entry: Entry, name: str, value: Any, fetch: Fetch) -> Any:
     shape = _shape(value)
     if shape is None or (not shape and (name == _STEP or entry.param.layout.shape)):
         return _copied(value)
-    if shape != tuple(entry.param.spec.sharded.shape):  # a DTensor of an optimizer that reduces states
+    if shape not in _shapes(entry):  # a DTensor of an optimizer that reduces states
         return value.detach().clone()
     held = _torch.local_of(entry.param.sharded)
     local = _local(entry, value, fetch)
@@ -295,9 +304,10 @@ def _loaded(entry: Entry, name: str, value: Any, fetch: Fetch) -> Any:
 
 
 def _local(entry: Entry, value: Any, fetch: Fetch) -> torch.Tensor:
+    value = loaded_state(entry.wrapper, entry.param, fetch(value))
     if _torch.is_sharded_tensor(value) and is_replicated(entry.wrapper):
         value = whole_of_pieces(value, entry.wrapper)
-    local = local_value(entry.param, fetch(value))
+    local = local_value(entry.param, value)
     assert local is not None  # the shape was checked
     return local
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
+from fsdp2.fsdp1.extensions import chunked_value as extended_value, extension_of, shown_value
 from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import chunked_value
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
@@ -247,38 +248,61 @@ def _plain(value: Any) -> Any:
 
 
 def _full(merged: list[Part], device: torch.device | None, *, is_saved: bool) -> dict[str, States]:
-    """Whole values, one launch for all parameters of a unit and a state."""
-    results: dict[str, States] = {name: {} for _, _, name, states in merged if states}
-    launches: dict[tuple[int, str], list[tuple[Entry, str, torch.Tensor]]] = {}
-    for owner, entry, name, states in merged:
-        for state, value in sorted(states.items(), key=lambda item: _order(item, is_flat=owner.is_flat)):
-            results[name][state] = None  # the place
+    results: dict[str, States] = {part.name: {} for part in merged if part.states}
+    cuts: list[tuple[Part, str, torch.Tensor]] = []
+    for part in merged:
+        for state, value in _in_order(part):
+            results[part.name][state] = None  # the place
             if isinstance(value, Cut):
-                launches.setdefault((id(entry.group), state), []).append((entry, name, value.local))
+                cuts.append((part, state, value.local))
             elif isinstance(value, DTensor):
                 whole = value.full_tensor()
-                results[name][state] = _copied(whole, device or (None if whole.dim() else CPU))
+                results[part.name][state] = _copied(whole, device or (None if whole.dim() else CPU))
             else:
-                results[name][state] = _copied(value, _scalar_device(owner, value, device))
-    for (_, state), each in launches.items():
-        group = each[0][0].group
-        wholes = full_values(
-            group, [entry.param for entry, _, _ in each], [local for _, _, local in each], device if is_saved else None
-        )
-        for (_, name, _), whole in zip(each, wholes, strict=True):
-            results[name][state] = whole if is_saved else None
+                results[part.name][state] = _copied(value, _scalar_device(part.owner, value, device))
+    for part, state, whole in _wholes(cuts, device if is_saved else None):
+        if is_saved:
+            owner, entry = part.owner, part.entry
+            results[part.name][state] = shown_value(entry.wrapper, entry.param, whole) if owner.is_flat else whole
     return results
+
+
+def _wholes(
+    cuts: Sequence[tuple[Part, str, torch.Tensor]], device: torch.device | None
+) -> Iterator[tuple[Part, str, torch.Tensor]]:
+    """Whole states, one launch for all parameters of a unit and a state. Collective."""
+    launches: dict[tuple[int, str], list[tuple[Part, torch.Tensor]]] = {}
+    for part, state, local in cuts:
+        launches.setdefault((id(part.entry.group), state), []).append((part, local))
+    for (_, state), each in launches.items():
+        params, locals_ = [part.entry.param for part, _ in each], [local for _, local in each]
+        wholes = full_values(each[0][0].entry.group, params, locals_, device)
+        for (part, _), whole in zip(each, wholes, strict=True):
+            yield part, state, whole
 
 
 def _sharded(merged: list[Part], device: torch.device | None) -> dict[str, States]:
-    results: dict[str, States] = {}
-    for owner, entry, name, states in merged:
-        if states:
-            results[name] = {
-                state: _sharded_state(owner, entry, value, device)
-                for state, value in sorted(states.items(), key=lambda item: _order(item, is_flat=owner.is_flat))
-            }
+    results: dict[str, States] = {part.name: {} for part in merged if part.states}
+    extended: list[tuple[Part, str, torch.Tensor]] = []
+    for part in merged:
+        for state, value in _in_order(part):
+            results[part.name][state] = None  # the place
+            if isinstance(value, Cut) and _is_extended(part):
+                extended.append((part, state, value.local))
+            else:
+                results[part.name][state] = _sharded_state(part.owner, part.entry, value, device)
+    for part, state, whole in _wholes(extended, None):
+        entry = part.entry
+        chunked = extended_value(entry.wrapper, entry.param, whole, is_shown=part.owner.is_flat)
+        results[part.name][state] = chunked if device is None else chunked.to(device)
     return results
+
+
+def _is_extended(part: Part) -> bool:
+    """Whether an extension of the user cuts the states of ``part``: as torch's class, also states of flat parameters
+    that are whole on each rank."""
+    wrapper = part.entry.wrapper
+    return extension_of(wrapper) is not None and (part.owner.is_flat or not is_replicated(wrapper))
 
 
 def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device | None) -> Any:
@@ -291,6 +315,11 @@ def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device 
     if owner.is_flat:  # as torch's class: of the whole value, each rank saves a part
         return chunked_value(value.local, entry.wrapper, device)
     return _copied(value.local, device)
+
+
+def _in_order(part: Part) -> list[tuple[str, Any]]:
+    """The states of a parameter, in torch's order."""
+    return sorted(part.states.items(), key=lambda item: _order(item, is_flat=part.owner.is_flat))
 
 
 def _order(item: tuple[str, Any], *, is_flat: bool) -> tuple[int, str]:

@@ -55,6 +55,7 @@ from fsdp2.fsdp1.init_states import (
 from fsdp2.fsdp1.names import WRAPPED, clean_name
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
+from fsdp2.fsdp1.undo import undone_on_error
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.runtime.root import UNIT_ATTRIBUTE, Unit, unit_of
@@ -94,6 +95,9 @@ class FullyShardedDataParallel(nn.Module):
     Raises:
         ValueError: arguments contradict each other; parameters cannot form one flat parameter; ``module`` is wrapped.
         TypeError: an argument is of the wrong type.
+
+    If it raises, also in a function of the user, the modules are as they were. For this, the original parameters are
+    kept until all modules inside are wrapped.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; the interface of ``torch.distributed.fsdp``.
     """
@@ -144,28 +148,37 @@ class FullyShardedDataParallel(nn.Module):
                 stacklevel=2,
             )
         check_materialise(module, ignored, param_init_fn)
-        if auto_wrap_policy is not None:
-            options = {
-                "process_group": None if device_mesh is not None else settings.groups,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": list(ignored.params),
-                "device_mesh": device_mesh,
-            }
-            self._wrap_inside(module, auto_wrap_policy, options)
+        options = {
+            "process_group": None if device_mesh is not None else settings.groups,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "ignored_states": list(ignored.params),
+            "device_mesh": device_mesh,
+        }
+        with undone_on_error(module):
+            if auto_wrap_policy is not None:
+                self._wrap_inside(module, auto_wrap_policy, options)
+            self._shard(module, param_init_fn, sync_module_states=sync_module_states)
+        if backward_prefetch is None:
+            self._unit.backward_prefetch = []
+
+    def _shard(
+        self, module: nn.Module, param_init_fn: Callable[[nn.Module], None] | None, *, sync_module_states: bool
+    ) -> None:
+        """Make the unit of ``module`` and of all modules inside that have none."""
+        settings, ignored = self._settings, self._ignored
         self._check_groups_inside(module)
-        if not use_orig_params:
+        if not settings.use_orig_params:
             check_flat(module, ignored)
-        device = settings.parallel.device
-        materialise(module, ignored, param_init_fn, device)
+        materialise(module, ignored, param_init_fn, settings.parallel.device)
         if sync_module_states:
             broadcast(module, ignored, settings)
         if settings.mixed_precision.keep_low_precision_grads:
@@ -175,8 +188,6 @@ class FullyShardedDataParallel(nn.Module):
         unit = prepared.commit()
         for group in unit.groups:
             group.configure(fills_gradients=True)
-        if backward_prefetch is None:
-            unit.backward_prefetch = []
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
         state_dicts.install(self)

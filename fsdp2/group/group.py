@@ -39,6 +39,11 @@ def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
     return {slot: (group, i) for group in _alive for i, param in enumerate(group.params) for slot in param.slots}
 
 
+def forget(group: ParamGroup) -> None:
+    """``group`` manages nothing any more: its parameters were put back."""
+    _alive.discard(group)
+
+
 class ParamGroup:
     """Created by ``fully_shard`` from resolved records. With these, sharding cannot fail.
 

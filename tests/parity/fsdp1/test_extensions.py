@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy, StateDictType
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import ShardingStrategy, StateDictType, _fsdp_extensions
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2.fsdp1
 from tests.docs.markdown import ROOT
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import Front, assert_same, batch, same, train
 
 OURS = functools.partial(Front, names=fsdp2.fsdp1)
@@ -134,6 +136,111 @@ def test_a_users_type_is_shown_whole_saved_and_loaded(ctx: RankContext, with_mes
             assert isinstance(saved["0.weight"], DTensor) == with_mesh
             assert (calls[chunk], calls[load]) == (8, 4)  # two models were saved, one was loaded
     assert_same(train(ctx, model), train(ctx, other))
+
+
+def cut_otherwise(tensor: torch.Tensor, mesh: Any) -> DTensor:
+    return distribute_tensor(tensor.as_subclass(torch.Tensor), mesh, [Shard(tensor.dim() - 1)], src_data_rank=None)
+
+
+@contextmanager
+def recording(front: Front) -> Iterator[list[tuple[Any, ...]]]:
+    """Inside the block, wrappers of ``front`` get an extension that notes its calls, and cuts along the last dim."""
+    log, calls = example().LogExtensions(), []
+
+    class Recording(type(log)):  # type: ignore[misc]
+        def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
+            calls.append(("post_unflatten_transform", tensor.shape, param_extension))
+            return super().post_unflatten_transform(tensor, param_extension)
+
+        def chunk_tensor(
+            self, tensor: torch.Tensor, rank: int, world_size: int, per_node: int, pg: Any, device: Any = None
+        ) -> torch.Tensor:
+            calls.append(("chunk_tensor", type(tensor), tensor.shape, rank, world_size))
+            return super().chunk_tensor(tensor, rank, world_size, per_node, pg)
+
+        def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: Any) -> torch.Tensor:
+            calls.append(("chunk_dtensor", type(tensor), tensor.shape, rank))
+            return cut_otherwise(tensor, device_mesh)
+
+        def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> Any:
+            calls.append(("pre_load_state_dict_transform", tensor.shape))
+            return super().pre_load_state_dict_transform(tensor)
+
+        def all_gather_dtensor(self, tensor: DTensor, parent_mesh: Any) -> torch.Tensor:
+            calls.append(("all_gather_dtensor", tensor.shape))
+            return super().all_gather_dtensor(tensor, parent_mesh)
+
+    set_extensions = fsdp2.set_fsdp_extensions if front.is_ours else _fsdp_extensions._set_fsdp_extensions
+    set_extensions(Recording())  # type: ignore[operator]
+    try:
+        yield calls
+    finally:
+        if front.is_ours:
+            set_extensions(None)  # type: ignore[operator]
+        else:
+            _fsdp_extensions._extensions = None
+
+
+def plain_states(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: plain_states(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_states(each) for each in value]
+    if isinstance(value, DTensor):
+        return [str(value.placements), value.to_local()]
+    if isinstance(value, ShardedTensor):
+        return [value.shape, *(shard.tensor for shard in value.local_shards())]
+    return [type(value).__name__, value.as_subclass(torch.Tensor)] if isinstance(value, example().LogTensor) else value
+
+
+@pytest.mark.parametrize("with_mesh", [True, *long(False)])
+@pytest.mark.parametrize("kind", [SHARDED, *long(FULL)])
+@pytest.mark.parametrize("use_orig_params", [False, *long(True)])
+@distributed(2)
+def test_optimizer_states_go_through_the_extension_as_with_torchs_class(
+    ctx: RankContext, kind, with_mesh, use_orig_params
+) -> None:
+    def scenario(front: Front):
+        mesh = init_device_mesh("cpu", (2,)) if with_mesh else None
+        with recording(front) as calls:
+            torch.manual_seed(0)
+            model, other = (
+                front.wrap(example().PositiveLinear(8, 6), use_orig_params=use_orig_params, device_mesh=mesh)
+                for _ in range(2)
+            )
+        made, fresh = (torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, other))
+        for param in model.parameters():  # torch's class does not train parameters that an extension has transformed
+            param.grad = param.detach().clone()
+        made.step()
+        calls.clear()
+        with front.cls.state_dict_type(model, kind), front.cls.state_dict_type(other, kind):
+            saved = front.cls.optim_state_dict(model, made)
+            while_saving, calls[:] = calls[:], []
+            fresh.load_state_dict(front.cls.optim_state_dict_to_load(other, fresh, saved))
+            while_loading, calls[:] = calls[:], []
+            again = front.cls.optim_state_dict(other, fresh)
+        assert_same(plain_states(saved), plain_states(again))
+        return [sorted(map(str, while_saving)), while_loading, plain_states(saved)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        same(ctx, scenario)
+
+
+@distributed(2)
+def test_wrong_parts_of_optimizer_states_name_method_and_parameter(ctx: RankContext) -> None:
+    extensions = example().LogExtensions()
+    with extension_set(extensions):
+        model = OURS(ctx).wrap(example().PositiveLinear(4, 4))
+    made = torch.optim.Adam(model.parameters())
+    model(batch(ctx, 3, 4)).sum().backward()
+    made.step()
+    extensions.chunk_tensor = lambda *_: torch.zeros(3)
+    with (
+        model.state_dict_type(model, SHARDED),
+        pytest.raises(fsdp2.ExtensionError, match=r"chunk_tensor.*'weight'"),
+    ):
+        model.optim_state_dict(model, made)
 
 
 def wrong_results(log: Any) -> list[tuple[str, Any]]:

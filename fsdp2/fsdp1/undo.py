@@ -1,0 +1,88 @@
+"""Construction of a wrapper is all or nothing: if it raises, the model is what it was.
+
+Policies, ``param_init_fn``, ``reset_parameters``, extensions and collectives may raise when inner modules are wrapped
+already. So the original parameters, which a unit replaces by shards, are kept until the outermost wrapper is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.group.group import forget
+from fsdp2.group.hooked_params import is_plain
+from fsdp2.runtime.root import unit_of
+
+
+@contextmanager
+def undone_on_error(module: nn.Module) -> Iterator[None]:
+    """If the block raises, all modules in ``module`` get back the parameters, buffers, children, hooks and other
+    attributes that they had. Not undone: values that were written in place, such as those that ``sync_module_states``
+    has copied from the first rank."""
+    modules = [_ModuleBefore.of(each) for each in module.modules()]
+    params = [_ParamBefore.of(each) for each in module.parameters()]
+    try:
+        yield
+    except BaseException:
+        for each in modules:
+            each.restore()
+        for param in params:
+            param.restore()
+        raise
+
+
+@dataclass(frozen=True)
+class _ModuleBefore:
+    """Attributes of a module. ``contents``: what was in those that are dicts, such as its parameters and its hooks.
+    They stay the same objects, since handles of hooks refer to them."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    contents: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]
+
+    @staticmethod
+    def of(module: nn.Module) -> _ModuleBefore:
+        attributes = dict(vars(module))
+        contents = [(value, dict(value)) for value in attributes.values() if isinstance(value, dict)]
+        return _ModuleBefore(module, attributes, contents)
+
+    def restore(self) -> None:
+        unit = unit_of(self.module)
+        _refill(self.module.__dict__, self.attributes)
+        for place, content in self.contents:
+            _refill(place, content)
+        if unit is not None and unit is not unit_of(self.module):
+            for group in unit.groups:
+                forget(group)
+
+
+@dataclass(frozen=True)
+class _ParamBefore:
+    """A parameter. ``data``: its memory, if it is plain; ``to_empty`` replaces it."""
+
+    param: nn.Parameter
+    attributes: dict[str, Any]
+    data: torch.Tensor | None
+    grad_dtype: torch.dtype | None
+
+    @staticmethod
+    def of(param: nn.Parameter) -> _ParamBefore:
+        grad_dtype = getattr(param, "grad_dtype", None)
+        return _ParamBefore(param, dict(vars(param)), param.data if is_plain(param) else None, grad_dtype)
+
+    def restore(self) -> None:
+        _refill(self.param.__dict__, self.attributes)
+        if self.data is not None:
+            self.param.data = self.data
+        _torch.set_grad_dtype(self.param, self.grad_dtype)
+
+
+def _refill(place: dict[Any, Any], content: dict[Any, Any]) -> None:
+    place.clear()
+    place.update(content)
