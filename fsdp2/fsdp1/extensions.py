@@ -338,18 +338,18 @@ def shown_shape(wrapper: Wrapper, param: ShardedParam) -> torch.Size:
 
 
 def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
-    """``whole`` of ``param`` as a full state dict has it."""
+    """``whole`` of ``param``, or an optimizer state of it, as a full state dict has it."""
     extension = extension_of(wrapper)
     known = None if extension is None else extension.of(param)
     return whole if extension is None or known is None else extension.show(known, whole).detach()
 
 
-def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor, *, is_shown: bool = True) -> torch.Tensor:
-    """``whole`` of ``param`` as a sharded state dict of a wrapper with an extension has it. ``is_shown``: cut what the
-    extension shows of it."""
+def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+    """``whole`` of ``param``, or an optimizer state of it, as a sharded state dict of a wrapper with an extension has
+    it."""
     extension = extension_of(wrapper)
     assert extension is not None
-    shown = shown_value(wrapper, param, whole) if is_shown else whole
+    shown = shown_value(wrapper, param, whole)
     return extension.chunk(param.full_name, shown, wrapper, {shown.shape, whole.shape})
 
 

@@ -262,8 +262,7 @@ def _full(merged: list[Part], device: torch.device | None, *, is_saved: bool) ->
                 results[part.name][state] = _copied(value, _scalar_device(part.owner, value, device))
     for part, state, whole in _wholes(cuts, device if is_saved else None):
         if is_saved:
-            owner, entry = part.owner, part.entry
-            results[part.name][state] = shown_value(entry.wrapper, entry.param, whole) if owner.is_flat else whole
+            results[part.name][state] = shown_value(part.entry.wrapper, part.entry.param, whole)
     return results
 
 
@@ -292,8 +291,7 @@ def _sharded(merged: list[Part], device: torch.device | None) -> dict[str, State
             else:
                 results[part.name][state] = _sharded_state(part.owner, part.entry, value, device)
     for part, state, whole in _wholes(extended, None):
-        entry = part.entry
-        chunked = extended_value(entry.wrapper, entry.param, whole, is_shown=part.owner.is_flat)
+        chunked = extended_value(part.entry.wrapper, part.entry.param, whole)
         results[part.name][state] = chunked if device is None else chunked.to(device)
     return results
 
