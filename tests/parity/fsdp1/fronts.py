@@ -52,24 +52,32 @@ def same(ctx: RankContext, scenario: Callable[[Front], Any], *, exact: bool = Tr
     assert_same(*results, exact=exact)
 
 
-def assert_same(theirs: Any, ours: Any, where: str = "result", *, exact: bool = True) -> None:
-    """Compare nested lists, mappings, tensors and plain values."""
+def assert_same(
+    theirs: Any,
+    ours: Any,
+    where: str = "result",
+    *,
+    exact: bool = True,
+    tolerance: Mapping[str, float] | None = None,
+) -> None:
+    """Compare nested lists, mappings, tensors and plain values. ``tolerance``: of values that are not ``exact``;
+    default: that of their dtype."""
     if isinstance(theirs, Mapping):
         assert list(theirs) == list(ours), f"{where}: keys {list(theirs)} and {list(ours)}"
         for key in theirs:
-            assert_same(theirs[key], ours[key], f"{where}[{key!r}]", exact=exact)
+            assert_same(theirs[key], ours[key], f"{where}[{key!r}]", exact=exact, tolerance=tolerance)
     elif isinstance(theirs, Tensor):
         assert type(theirs) is type(ours) or not isinstance(ours, DTensor), f"{where}: {type(theirs)}, {type(ours)}"
         assert (theirs.dtype, theirs.shape) == (ours.dtype, ours.shape), f"{where}: {theirs} and {ours}"
         if isinstance(theirs, DTensor):
             assert theirs.placements == ours.placements, f"{where}: {theirs.placements}, {ours.placements}"
             theirs, ours = theirs.to_local(), ours.to_local()
-        tolerance = {"rtol": 0, "atol": 0} if exact else {}
-        torch.testing.assert_close(ours, theirs, **tolerance, msg=lambda text: f"{where}: {text}")
+        bounds = {"rtol": 0, "atol": 0} if exact else tolerance or {}
+        torch.testing.assert_close(ours, theirs, **bounds, msg=lambda text: f"{where}: {text}")
     elif isinstance(theirs, Sequence) and not isinstance(theirs, str):
         assert len(theirs) == len(ours), f"{where}: {theirs} and {ours}"
         for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-            assert_same(a, b, f"{where}[{i}]", exact=exact)
+            assert_same(a, b, f"{where}[{i}]", exact=exact, tolerance=tolerance)
     else:
         assert theirs == ours, f"{where}: {theirs} and {ours}"
 
