@@ -9,16 +9,18 @@ Each stream wait below states producer, consumer and reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from fsdp2.types import CommunicationError
 
 _HERE = nullcontext()
+_MAX_RANKS = 16  # in a message
 
 
 class Waitable(Protocol):
@@ -45,18 +47,42 @@ def wait_for(works: Sequence[Waitable]) -> None:
     Raises:
         CommunicationError: one failed.
     """
-    tell = _Waits.on_wait
-    try:
-        if tell is None or not works:
-            for work in works:
-                work.wait()
-            return
-        tell(True)
+    tell = _Waits.on_wait if works else None
+    with communicating():
+        if tell is not None:
+            tell(True)
         for work in works:
             work.wait()
-        tell(False)
+        if tell is not None:
+            tell(False)
+
+
+@contextmanager
+def communicating() -> Iterator[None]:
+    """A block that does nothing but communicate: what the backend raises becomes a ``CommunicationError``."""
+    try:
+        yield
+    except (CommunicationError, torch.OutOfMemoryError):
+        raise
     except RuntimeError as error:
         raise CommunicationError(str(error)) from error
+
+
+def lost(what: str, error: CommunicationError, story: str, groups: Iterable[dist.ProcessGroup]) -> CommunicationError:
+    """``error`` of ``what``, with the recent events of this rank, and the ranks that may be lost: backends name an
+    address at best. ``groups``: those that it communicated over."""
+    rank = dist.get_rank()
+    others = sorted({other for group in groups for other in dist.get_process_group_ranks(group)} - {rank})
+    named = ", ".join(map(str, others[:_MAX_RANKS]))
+    if len(others) > _MAX_RANKS:
+        named += f" and {len(others) - _MAX_RANKS} more"
+    return CommunicationError(
+        f"{what} failed on rank {rank}: {error}\n"
+        f"It was waiting for {'rank' if len(others) == 1 else 'ranks'} {named}. A rank that ended, or that reports no "
+        "error, is lost.\n"
+        f"Last events on rank {rank}: {story}.\n"
+        "Compare the last events of all ranks: the ranks diverged at the first difference."
+    )
 
 
 class Streams:

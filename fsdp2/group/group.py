@@ -13,14 +13,13 @@ from dataclasses import replace
 from operator import attrgetter, is_
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.offload import Home
-from fsdp2.comm.streams import streams_for
+from fsdp2.comm.streams import lost, streams_for
 from fsdp2.group.all_gather import Gather, LocalGather
 from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
@@ -138,12 +137,7 @@ class ParamGroup:
 
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:
         """``error`` of a collective of this group, with the recent events."""
-        rank = dist.get_rank()
-        return CommunicationError(
-            f"{what} of unit '{self.name}' failed on rank {rank}: {error}\n"
-            f"Last events on rank {rank}: {self._story()}.\n"
-            "Compare the last events of all ranks: the ranks diverged at the first difference."
-        )
+        return lost(f"{what} of unit '{self.name}'", error, self._story(), self.mesh.process_groups)
 
     # What users put in the place of shards
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
-from fsdp2.comm.streams import Streams, Waitable
+from fsdp2.comm.streams import Streams, Waitable, communicating
 from fsdp2.group.all_gather import piece_pairs
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -76,7 +76,8 @@ class Reduce:
             sums = [part.receive(mine, outputs, sent) for part, mine in zip(self._parts, packed, strict=True)]
             held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` once it was read
             del packed
-            works = self._comm.reduce_scatter(outputs, sent, averages=self._averages) if outputs else ()
+            with communicating():
+                works = self._comm.reduce_scatter(outputs, sent, averages=self._averages) if outputs else ()
             # Gradients that land without a copy must live longer.
             read = None if self._lands_gradients else streams.record()
         return Launched(sums, works, held, read)

@@ -83,6 +83,11 @@ class ParallelMesh:
         last = self.mesh.shape[-1] if AxisRole.SHARD in self.roles else 1
         return tuple(map(tuple, self.mesh.mesh.reshape(-1, last).tolist()))
 
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Those of the axes with more than one rank."""
+        return [axis.group for axis in (self.shard, self.replicate) if axis.group is not None and axis.size > 1]
+
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The shard axis as a 1D mesh of its own: what all-gather hooks are given."""

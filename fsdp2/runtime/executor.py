@@ -170,13 +170,10 @@ class Executor:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
         unused = Unused.ZERO if unit.rules.reduces_unused else unused
+        launch = partial(group.reduce, unused)
         if _torch.is_profiling():
-            launch = partial(_torch.in_range, "post_backward_reduce", unit.name, partial(group.reduce, unused))
-            reduction = _run("reduce_launch", group, launch)
-        elif group.on_work is not None:
-            reduction = _run("reduce_launch", group, partial(group.reduce, unused))
-        else:
-            reduction = group.reduce(unused)
+            launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
+        reduction = _run("reduce_launch", group, launch)
         self._add(group, reduction)
 
     def reduce_partial(self, group: ParamGroup) -> None:

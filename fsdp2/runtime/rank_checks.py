@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce, exchange, match_channels
-from fsdp2.comm.streams import Streams, wait_for
+from fsdp2.comm.streams import Streams, communicating, wait_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.executor import GroupedUnit
@@ -65,7 +65,21 @@ def compare(units: Sequence[GroupedUnit], found: _T) -> list[_T]:
     mesh = max(meshes, key=lambda mesh: mesh.data_parallel_size)
     if _is_agreed(mesh, repr(found)):
         return [found]
-    return [each for row in exchange(mesh.replicate, exchange(mesh.shard, found)) for each in row]
+    return _from_all(mesh, found)
+
+
+def _from_all(mesh: ParallelMesh, value: _T) -> list[_T]:
+    """``value`` of all ranks of ``mesh``, in rank order."""
+    with communicating():
+        return [each for row in exchange(mesh.replicate, exchange(mesh.shard, value)) for each in row]
+
+
+def _reduce(mesh: ParallelMesh, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    """Reduce ``values`` in place over all ranks of ``mesh``."""
+    for axis in (mesh.shard, mesh.replicate):
+        if axis.size > 1:
+            with communicating():
+                wait_for(_torch.counted_as(None, partial(all_reduce, axis, values, op)))
 
 
 def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
@@ -73,9 +87,7 @@ def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
     255 - b; the hashes are equal if the minimum and the maximum of each byte are."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     bounds = torch.stack([digest, 255 - digest]).to(mesh.device)
-    for axis in (mesh.shard, mesh.replicate):
-        if axis.size > 1:
-            wait_for(_torch.counted_as(None, partial(all_reduce, axis, bounds, dist.ReduceOp.MIN)))
+    _reduce(mesh, bounds, dist.ReduceOp.MIN)
     least, lacking = bounds.cpu()
     return torch.equal(least, 255 - lacking)
 
@@ -94,7 +106,7 @@ def _described(unit: GroupedUnit, group: ParamGroup) -> list[str]:
 def _difference(root_class: str, mesh: ParallelMesh, lines: list[str]) -> str:
     """The first line that is not the same on all ranks of ``mesh``."""
     rank = dist.get_rank()
-    found = [entry for row in exchange(mesh.replicate, exchange(mesh.shard, (rank, lines))) for entry in row]
+    found = _from_all(mesh, (rank, lines))
     return "\n".join(
         [
             f"{root_class} is not the same on all ranks. The ranks would hang, or add wrong gradients. First "
@@ -181,9 +193,7 @@ class _OnMesh:
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             self._mine, self._sent = mine, sent if device.type == "cpu" else sent.pin_memory()
         flags = self._sent.to(device, copy=True, non_blocking=True)
-        for axis in (self._mesh.shard, self._mesh.replicate):
-            if axis.size > 1:
-                wait_for(_torch.counted_as(None, partial(all_reduce, axis, flags, dist.ReduceOp.MAX)))
+        _reduce(self._mesh, flags, dist.ReduceOp.MAX)
         asking = [gradients for gradients in self._groups if gradients.withheld]
         return bytes(flags.tolist()) if asking else b""
 

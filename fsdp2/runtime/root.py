@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.comm.streams import lost
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
@@ -31,11 +33,13 @@ from fsdp2.runtime.ties import movable_ties
 from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits
 from fsdp2.schedule.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import GroupState, Lent
-from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
+from fsdp2.types import CommunicationError, MixedPrecisionPolicy, Observer, ScheduleError
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 _STORY_LENGTH = 12
 _MAX_NAMES = 4
+
+_T = TypeVar("_T")
 
 
 class UnitHooks(Protocol):
@@ -393,6 +397,14 @@ class Root:
         """The last events, oldest first."""
         return ", ".join(f"{event} {unit}" for event, unit in self._story.copy()) or "none"
 
+    def _agree(self, what: str, agree: Callable[[], _T]) -> _T:
+        """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
+        try:
+            return agree()
+        except CommunicationError as error:
+            groups = [each for unit in self.units for group in unit.groups for each in group.mesh.process_groups]
+            raise lost(what, error, self.story(), groups) from error.__cause__
+
     # Forward
 
     def _recover(self, unit: Unit) -> None:
@@ -477,7 +489,7 @@ class Root:
         if self._seen_version != _Registered.tree_version:
             self._collect()
         if not self._is_agreed:  # before ranks wait for each other
-            check_agreement(self.class_name, self.units)
+            self._agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))
             self._is_agreed = True
         self.order_gathers()
         self.post_optim_event = None
@@ -496,7 +508,8 @@ class Root:
         trainable = {i for i, unit in units for group in unit.groups if group.unsharded.trainable}
         used = self.skipping.end_forward(trainable)
         if used is not None:
-            self.schedule.last_order = self.skipping.agree(compare(self.units, used), trainable)
+            used_by_all = self._agree("the agreement on the order of units", partial(compare, self.units, used))
+            self.schedule.last_order = self.skipping.agree(used_by_all, trainable)
 
     def _join_forward(self, events: Sequence[Event]) -> None:
         """Gather units that this rank skips and other ranks may use."""
@@ -616,7 +629,7 @@ class Root:
     def _settle(self) -> None:
         """A step's gradients have landed: make all ranks agree on which parameters have a gradient."""
         if any(unit.rules.reduces for unit in self.units):
-            self._used.settle()
+            self._agree("the agreement on which parameters had gradients", self._used.settle)
 
     def _watch_for_lost_gradients(self) -> None:
         """A backward begins that ends no step. Gradients that are reduced at once are not lost."""

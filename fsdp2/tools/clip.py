@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.comm.streams import communicating, lost
 from fsdp2.plan.mesh import mesh_device
+from fsdp2.types import CommunicationError
 
 # A sum of squares in fp32 loses digits as it grows, so longer tensors are split.
 _MAX_NUMEL = 1 << 20
@@ -57,6 +59,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are unchanged then.
         ValueError: ``norm_type`` is not positive; a gradient is a pending sum over some axis.
+        CommunicationError: a rank is lost.
     """
     order = float(norm_type)
     if not order > 0:
@@ -173,7 +176,11 @@ def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order:
     for group in dict.fromkeys(group for each in classes for group in each.groups):
         cut = [i for i, each in enumerate(classes) if group in each.groups]
         joint = torch.stack([powers[i] for i in cut])
-        dist.all_reduce(joint, op, group=group)
+        try:
+            with communicating():
+                dist.all_reduce(joint, op, group=group)
+        except CommunicationError as error:
+            raise lost("clip_grad_norm_", error, "sum the norms of gradients", [group]) from error.__cause__
         for i, power in zip(cut, joint.unbind(), strict=True):
             powers[i] = power
     return powers
