@@ -2,7 +2,8 @@
 
 No collective and no model code here; ``train_lm.py`` calls this room with plain values. A run's folder holds
 ``config.json`` (everything its loss curve depends on), ``losses.jsonl`` (one line per step and per validation),
-``result.json`` (the outcome) and ``checkpoints/step_*``.
+``result.json`` (the outcome) and ``checkpoints/step_*``. A checkpoint is written as ``checkpoints/writing_step_*``, and
+renamed when all of it is on the disk: so a folder ``step_*`` is complete, whenever the ranks are killed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from tqdm import tqdm
 RUNTIMES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp"}  # the modules that offer fully_shard
 MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 FREE_OPTIONS = frozenset(  # do not change the loss curve
-    {"compare", "stop_after", "validate_every", "validation_batches", "checkpoint_every", "output", "report", "resume"}
+    {
+        *("compare", "stop_after", "validate_every", "validation_batches"),
+        *("checkpoint_every", "keep_going", "output", "report", "resume"),
+    }
 )
 
 
@@ -68,13 +72,16 @@ class Config:
     validate_every: int = option(40, "steps between validations (0: only at the end)")
     validation_batches: int = option(16, "batches per rank and validation")
     checkpoint_every: int = option(40, "steps between checkpoints (0: only at the end)")
+    keep_going: bool = option(
+        False, "train on when a checkpoint cannot be written, as when the disk is full", action="store_true"
+    )
     output: Path = option(Path("runs/train_lm"), "folder for results; replaces an earlier run's there", type=Path)
     report: bool = option(
         True, "write a page about one of the first steps (fsdp2 only)", action=argparse.BooleanOptionalAction
     )
     resume: Path | None = option(
         None,
-        "continue the run in DIR; without DIR, the one in --output",
+        "continue the run in DIR; without DIR, the one in --output, or start it if it has no checkpoint yet",
         type=Path,
         nargs="?",
         const=True,
@@ -153,8 +160,8 @@ def config_from_args(args: Sequence[str]) -> Config:
             kwargs.setdefault("type", str if field.default is None else type(field.default))
         parser.add_argument(flag(field.name), default=field.default, **kwargs)
     options = vars(parser.parse_args(args))
-    if options["resume"] is True:  # the bare flag
-        options["resume"] = options["output"]
+    if options["resume"] is True:  # the bare flag, with which torchrun may restart a run at any step
+        options["resume"] = options["output"] if latest_checkpoint(options["output"]) else None
     try:
         return Config(**options)
     except ValueError as error:
@@ -180,13 +187,51 @@ def steps_done(checkpoint: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in ``folder``, oldest first."""
-    return sorted(folder.glob("checkpoints/step_*"))
+    return sorted(path for path in folder.glob("checkpoints/step_*") if path.is_dir())
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    # torch writes the metadata file last: a checkpoint without it was interrupted.
-    complete = [path for path in checkpoints(folder) if (path / ".metadata").exists()]
-    return complete[-1] if complete else None
+    return max(checkpoints(folder), default=None)
+
+
+def unfinished_path(checkpoint: Path) -> Path:
+    """Where ``checkpoint`` is while it is written."""
+    return checkpoint.with_name(f"writing_{checkpoint.name}")
+
+
+def unfinished_checkpoints(folder: Path) -> list[Path]:
+    """What ranks were writing in ``folder`` when they were killed."""
+    return sorted(folder.glob("checkpoints/writing_step_*"))
+
+
+def finish_checkpoint(checkpoint: Path) -> None:
+    """All files of ``checkpoint`` are on the disk: give it its name, then drop the older ones."""
+    unfinished = unfinished_path(checkpoint)
+    sync_folder(unfinished)  # the names of its files, before its own
+    unfinished.rename(checkpoint)
+    sync_folder(checkpoint.parent)
+    for other in set(checkpoints(checkpoint.parents[1])) - {checkpoint}:
+        # Under a name of its own first: whoever looks now must not take the rest of it for a checkpoint.
+        shutil.rmtree(other.rename(unfinished_path(other)))
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file: a reader finds the old text or the new one, whenever this process is killed."""
+    written = path.with_name(f"writing_{path.name}")
+    with written.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    written.replace(path)
 
 
 def differences(folder: Path, options: dict[str, Any]) -> list[str]:
@@ -197,8 +242,9 @@ def differences(folder: Path, options: dict[str, Any]) -> list[str]:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``losses.jsonl``."""
-    return [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+    """The lines of ``losses.jsonl``. The last one may have been cut off, by a kill or a full disk."""
+    *lines, _ = (folder / "losses.jsonl").read_text().split("\n")
+    return [json.loads(line) for line in lines]
 
 
 class Journal:
@@ -227,8 +273,11 @@ class Journal:
         if resumed is None or resumed.resolve() != folder.resolve():
             for path in checkpoints(folder):
                 shutil.rmtree(path)
-        (folder / "config.json").write_text(json.dumps(curve_options, indent=2) + "\n")
-        (folder / "losses.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        for path in unfinished_checkpoints(folder):
+            print(f"note: {path} was not written to its end, since the ranks were killed: it is ignored and removed")
+            shutil.rmtree(path)
+        write_whole(folder / "config.json", json.dumps(curve_options, indent=2) + "\n")
+        write_whole(folder / "losses.jsonl", "".join(json.dumps(record) + "\n" for record in records))
         return records
 
     def add_step(self, record: dict[str, Any]) -> None:
@@ -250,6 +299,10 @@ class Journal:
         """Say where the report on one step lies."""
         self.bar.clear()
         print(f"a page about one step: {page}")
+
+    def note(self, text: str) -> None:
+        """Show ``text`` beside the bar."""
+        self.bar.write(f"note: {text}")
 
     def interrupt(self) -> None:
         """The run ends before its last step: no outcome to write."""

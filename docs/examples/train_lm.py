@@ -38,14 +38,16 @@ from lm_run import (
     Config,
     Journal,
     checkpoint_path,
-    checkpoints,
     comparison,
     config_from_args,
+    finish_checkpoint,
     latest_checkpoint,
     num_ranks,
+    unfinished_path,
 )
 from lm_task import Corpus, Transformer, read_corpus, training_batch, unigram_entropy, validation_batch
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -114,7 +116,13 @@ def run_step(trainer: Trainer, journal: Journal | None, step: int) -> None:
         if journal:
             journal.add_validation(done, validation_loss)
     if is_due(done, config.checkpoint_every) or is_last:
-        trainer.save(config.output, done)
+        try:
+            trainer.save(config.output, done)
+        except CheckpointError as error:  # on all ranks
+            if not config.keep_going:
+                raise
+            if journal:
+                journal.note(f"{error} Training goes on.")
 
 
 def compare(config: Config, peer: str) -> None:
@@ -128,6 +136,17 @@ def compare(config: Config, peer: str) -> None:
             raise SystemExit(f"--compare: the {runtime} run failed with exit code {process.exitcode}; see above.")
     if os.environ.get("RANK", "0") == "0":
         print(comparison(config.output / "fsdp2", config.output / peer))
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        latest = latest_checkpoint(path.parents[1])
+        super().__init__(
+            f"checkpoint {path} could not be written ({reason}). The last complete checkpoint is {latest or 'none'}. "
+            "Make room, or choose another --output; --keep-going trains on without it."
+        )
 
 
 class Trainer:
@@ -184,12 +203,29 @@ class Trainer:
         return statistics.fmean(means)
 
     def save(self, folder: Path, step: int) -> None:
-        """Write the state after ``step`` steps, then drop the older checkpoints of ``folder``."""
+        """Write the state after ``step`` steps, then drop the older checkpoints of ``folder``.
+
+        Raises:
+            CheckpointError: a rank cannot write. All ranks raise; the older checkpoint is there.
+        """
         path = checkpoint_path(folder, step)
-        dcp.save(self._state(step), checkpoint_id=path)
+        try:
+            # With what a rank that was killed may have left of this one: torch replaces files of the same names.
+            dcp.save(self._state(step), checkpoint_id=unfinished_path(path))
+        except CheckpointException as error:  # torch tells all ranks
+            reasons = [f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items()]
+            if self.rank == 0:
+                shutil.rmtree(unfinished_path(path), ignore_errors=True)  # makes room
+            raise CheckpointError(path, "; ".join(reasons)) from error
+        problem: list[str | None] = [None]
         if self.rank == 0:
-            for other in set(checkpoints(folder)) - {path}:
-                shutil.rmtree(other)
+            try:
+                finish_checkpoint(path)
+            except OSError as error:
+                problem = [f"rank 0: {type(error).__name__}: {error}"]
+        dist.broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise CheckpointError(path, problem[0])
 
     def load(self, path: Path) -> int:
         """Continue from a checkpoint, whatever number of ranks wrote it; returns the number of steps done."""

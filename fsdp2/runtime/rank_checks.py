@@ -15,8 +15,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -39,16 +40,16 @@ _log = logging.getLogger("fsdp2")
 
 
 def check_agreement(root_class: str, units: Sequence[GroupedUnit]) -> None:
-    """Compare ``units`` with those of the other ranks. Collective on the meshes of their groups.
+    """Compare ``units``, and the software, with those of the other ranks. Collective on the meshes of their groups.
 
     Raises:
-        ScheduleError: units differ; all ranks raise. Names the ranks, the unit and the parameter.
+        ScheduleError: they differ; all ranks raise. Names the ranks, and the software or the unit and the parameter.
     """
     by_groups: dict[object, tuple[ParallelMesh, list[str]]] = {}
     for unit in units:
         for group in unit.groups:
             mesh = group.mesh
-            by_groups.setdefault((mesh.shard.group, mesh.replicate.group), (mesh, []))[1].extend(
+            by_groups.setdefault((mesh.shard.group, mesh.replicate.group), (mesh, [software()]))[1].extend(
                 _described(unit, group)
             )
     # Meshes may overlap, so ranks with other meshes must use the same order, whatever their units are.
@@ -56,6 +57,14 @@ def check_agreement(root_class: str, units: Sequence[GroupedUnit]) -> None:
         if not _is_agreed(mesh, "\n".join(lines)):
             match_channels(mesh.shard)  # so that models built later work
             raise ScheduleError(_difference(root_class, mesh, lines))
+
+
+@cache
+def software() -> str:
+    """What this rank runs. A hash of the package's source tells versions apart that have one number."""
+    package = Path(_torch.__file__).parent
+    sources = sorted((str(path.relative_to(package)), path.read_bytes()) for path in package.rglob("*.py"))
+    return f"torch {torch.__version__}, fsdp2 with source {hashlib.sha256(repr(sources).encode()).hexdigest()[:12]}"
 
 
 def compare(units: Sequence[GroupedUnit], found: _T) -> list[_T]:
@@ -107,22 +116,32 @@ def _difference(root_class: str, mesh: ParallelMesh, lines: list[str]) -> str:
     """The first line that is not the same on all ranks of ``mesh``."""
     rank = dist.get_rank()
     found = _from_all(mesh, (rank, lines))
+    line_number, said = first_difference(found)
+    if line_number == 0:
+        return "\n".join(
+            [
+                "the ranks do not run the same software:",
+                *said,
+                "Install the same torch and the same fsdp2 on all ranks.",
+            ]
+        )
     return "\n".join(
         [
             f"{root_class} is not the same on all ranks. The ranks would hang, or add wrong gradients. First "
             "difference:",
-            *first_difference(found),
+            *said,
             "Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.",
         ]
     )
 
 
-def first_difference(found: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Of ranks and their lines, the first lines that differ, each with its ranks; nothing if none differ."""
+def first_difference(found: Sequence[tuple[int, Sequence[str]]]) -> tuple[int, list[str]]:
+    """Of ranks and their lines: the number of the first line that differs, and what it is, each with its ranks; nothing
+    if none differs."""
     by_line = zip_longest(*(theirs for _, theirs in found), fillvalue="nothing more")
-    differing = next((each for each in by_line if len(set(each)) > 1), ())
+    number, differing = next(((i, each) for i, each in enumerate(by_line) if len(set(each)) > 1), (-1, ()))
     ranks = {line: [rank for (rank, _), its in zip(found, differing, strict=True) if its == line] for line in differing}
-    return [f"  {_named(ranks[line])}: {line}" for line, _ in Counter(differing).most_common()]
+    return number, [f"  {_named(ranks[line])}: {line}" for line, _ in Counter(differing).most_common()]
 
 
 def _named(ranks: Sequence[int]) -> str:

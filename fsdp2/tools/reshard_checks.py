@@ -420,7 +420,8 @@ def agreed(axis: Axis, survey: Survey) -> Known | None:
         remedy = "Give all ranks of the mesh the same gradients and optimizer states."
     if problem is not None:
         named = [(rank, lines) for rank, lines in enumerate(problem) if lines is not None]
-        raise ValueError("\n".join([f"{CALLER}: ranks differ. Nothing has moved.", *first_difference(named), remedy]))
+        _, said = first_difference(named)
+        raise ValueError("\n".join([f"{CALLER}: ranks differ. Nothing has moved.", *said, remedy]))
     if not any(is_joining for _, _, is_joining in found):
         return None
     told: list[Known | None] = [survey.known]

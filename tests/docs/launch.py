@@ -22,10 +22,13 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 
 
-def torchrun(script: Path, arguments: Sequence[str] = (), *, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` on ``num_ranks`` ranks of this machine; the result has its exit status and both outputs."""
+def torchrun(
+    script: Path, arguments: Sequence[str] = (), *, num_ranks: int = 2, options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` on ``num_ranks`` ranks of this machine; the result has its exit status and both outputs.
+    ``options`` are torchrun's own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [str(script), *arguments]
+    command += [*options, str(script), *arguments]
     environment = {**os.environ, **_settings()}
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
 

@@ -144,3 +144,52 @@ def test_options_that_cannot_work_are_refused_in_one_line(
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+# Runs the example; rank 0 kills itself once, before it records the step of the number given.
+_DIES_ONCE = """
+import os, runpy, signal, sys
+from pathlib import Path
+script, mark, step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+del sys.argv[:3]
+sys.argv.insert(0, script)
+sys.path.insert(0, str(Path(script).parent))
+import lm_run
+record_step = lm_run.Journal.add_step
+def add_step(journal, record):
+    if record["step"] == step and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    record_step(journal, record)
+lm_run.Journal.add_step = add_step
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [2, 5], ids=["before the first checkpoint", "after a checkpoint"])
+def test_torchrun_restarts_a_run_whose_rank_was_killed_with_the_same_losses(
+    uninterrupted: Path, tmp_path: Path, step: int
+) -> None:
+    """A rank dies once, in the step of that number."""
+    script, mark, output = tmp_path / "dies_once.py", tmp_path / "has died", tmp_path / "run"
+    script.write_text(_DIES_ONCE)
+    arguments = [str(SCRIPT), str(mark), str(step), *TINY, "--output", str(output), "--resume"]
+    result = torchrun(script, arguments, options=["--max-restarts", "2"])
+    assert result.returncode == 0, result.stderr
+    assert mark.exists()
+    assert _records(output) == _records(uninterrupted)
+    assert json.loads((output / "result.json").read_text())["loss"] == _records(uninterrupted)[-2]["loss"]
+
+
+@pytest.mark.long
+def test_a_run_may_train_on_when_its_disk_is_full(uninterrupted: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.touch()  # a file in the place of the folder: no checkpoint can be written
+    failed = forked_ranks(SCRIPT, [*TINY, "--output", str(tmp_path)])
+    assert failed.returncode != 0
+    assert f"checkpoint {checkpoints / 'step_00000002'} could not be written" in failed.stderr
+    went_on = forked_ranks(SCRIPT, [*TINY, "--output", str(tmp_path), "--keep-going"])
+    assert went_on.returncode == 0, went_on.stderr
+    assert "could not be written" in went_on.stdout + went_on.stderr
+    assert _records(tmp_path) == _records(uninterrupted)

@@ -1,0 +1,206 @@
+"""A run is killed while it writes a checkpoint, or the disk is full: a complete checkpoint is there, and is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.docs.launch import ROOT
+from tests.faults.ranks import Ended, World
+from tests.harness.distributed import RankContext
+from tests.harness.selection import long
+
+_EXAMPLE = ROOT / "docs" / "examples" / "train_lm.py"
+_TINY = {"dim": 16, "num_layers": 1, "num_heads": 2, "hidden_dim": 24}
+_FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+NEVER = 10**9
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a reader is no rank
+
+
+def _example() -> dict[str, Any]:
+    sys.path.insert(0, str(_EXAMPLE.parent))
+    try:
+        return runpy.run_path(str(_EXAMPLE))
+    finally:
+        sys.path.remove(str(_EXAMPLE.parent))
+
+
+def _trainer(example: dict[str, Any]) -> Any:
+    corpus = torch.zeros(1)  # no step reads it
+    return example["Trainer"](example["Config"](**_TINY), corpus, torch.device("cpu"))
+
+
+def _save(trainer: Any, folder: Path, step: int) -> None:
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.fill_(step)
+    trainer.save(folder, step)
+
+
+def _save_thrice(
+    ctx: RankContext, mesh: DeviceMesh, folder: Path, operation: int = NEVER, after_s: float = -1, killed: int = 0
+) -> tuple[int, float]:
+    """The rank ``killed`` is killed in the second save, before its file operation of that number or after some time.
+    Returns how many operations there are, and how long they take."""
+    trainer = _trainer(_example())
+    _save(trainer, folder, step=1)
+    count = 0
+
+    def kill_at_operation(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal count
+        if event in _FILE_EVENTS and str(folder) in str(arguments[0]):
+            count += 1
+            if count > operation and ctx.rank == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill_at_operation)
+    if after_s >= 0 and ctx.rank == killed:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    started = time.perf_counter()
+    _save(trainer, folder, step=2)
+    return count, time.perf_counter() - started
+
+
+def _assert_latest_is_complete(folder: Path) -> int:
+    """All that a reader finds in it was written by the step of its name."""
+    example = _example()
+    path = example["latest_checkpoint"](folder)
+    assert path is not None, sorted(folder.rglob("*"))
+    step = int(path.name.removeprefix("step_"))
+    described = FileSystemReader(path).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in described.items()
+        if name.startswith("model.")
+    }
+    assert len(state) > 5
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert all(torch.equal(value, torch.full_like(value, step)) for value in state.values())
+    assert step in (1, 2)
+    return step
+
+
+def _assert_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The next run says which folder it ignores, and why."""
+    example = _example()
+    sys.path.insert(0, str(_EXAMPLE.parent))
+    try:
+        import lm_run
+    finally:
+        sys.path.remove(str(_EXAMPLE.parent))
+    left = lm_run.unfinished_checkpoints(folder)
+    (folder / "config.json").write_text(json.dumps(_TINY))
+    (folder / "losses.jsonl").write_text("")
+    lm_run.Journal(example["Config"](**_TINY, output=folder, resume=folder), first_step=1, facts={}).bar.close()
+    said = capsys.readouterr().out
+    for path in left:
+        assert f"note: {path} was not written to its end" in said
+    assert not lm_run.unfinished_checkpoints(folder)
+
+
+@pytest.mark.parametrize("num_ranks", [1, *long(2)])
+def test_a_kill_before_each_file_operation_leaves_a_complete_checkpoint(
+    num_ranks: int, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of them in the short suite: while the files are written, and before the new checkpoint has its name."""
+    (first, *_) = World(_save_thrice, num_ranks, 60.0, folder=tmp_path / "counted").join()
+    assert first.exit_code == 0, first.trace
+    count, _ = first.value
+    assert count > 5
+    found = set()
+    for operation in range(count) if num_ranks > 1 else (2, count - 4):
+        folder = tmp_path / str(operation)
+        ended = World(_save_thrice, num_ranks, 60.0, folder=folder, operation=operation).join()
+        assert ended[0].exit_code == -signal.SIGKILL
+        assert all(each.exit_code == 1 for each in ended[1:])
+        found.add(_assert_latest_is_complete(folder))
+        _assert_goes_on(folder, capsys)
+    assert found == {1, 2}
+
+
+@pytest.mark.parametrize("killed", long(0, 1))
+def test_a_kill_at_a_random_time_leaves_a_complete_checkpoint(killed: int, tmp_path: Path) -> None:
+    """50 for each rank."""
+    ended = World(_save_thrice, 2, 60.0, folder=tmp_path / "timed").join()
+    _, duration_s = ended[0].value
+    times = random.Random(killed)
+    for number in range(50):
+        folder = tmp_path / str(number)
+        World(_save_thrice, 2, 60.0, folder=folder, after_s=times.uniform(0, 1.2 * duration_s), killed=killed).join()
+        _assert_latest_is_complete(folder)
+
+
+# A rank that cannot write
+
+
+def _full_disk(folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+
+
+def _no_folder(folder: Path) -> None:
+    unwritable = folder / "checkpoints" / "writing_step_00000002"
+    unwritable.touch()  # a file in its place: no permissions keep the superuser out
+
+
+def _no_rename(folder: Path) -> None:
+    (folder / "checkpoints" / "step_00000002").touch()
+
+
+def _save_with_fault(
+    ctx: RankContext, mesh: DeviceMesh, folder: Path, fault: Callable[[Path], None], on_rank: int
+) -> str:
+    trainer = _trainer(_example())
+    _save(trainer, folder, step=1)
+    if ctx.rank == on_rank:
+        fault(folder)
+    torch.distributed.barrier()
+    try:
+        _save(trainer, folder, step=2)
+    except RuntimeError as error:
+        found = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    torch.distributed.barrier()  # all ranks are here
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "on_rank", "reason"),
+    [
+        (_full_disk, 1, "rank 1: "),
+        *[
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                (_full_disk, 0, "rank 0: "),
+                (_no_folder, 0, "Error: "),
+                (_no_rename, 0, "rank 0: NotADirectoryError: "),
+            ]
+        ],
+    ],
+)
+def test_all_ranks_name_the_checkpoint_that_one_rank_cannot_write(
+    fault: Callable[[Path], None], on_rank: int, reason: str, tmp_path: Path
+) -> None:
+    ended: list[Ended] = World(_save_with_fault, 2, 60.0, folder=tmp_path, fault=fault, on_rank=on_rank).join()
+    for each in ended:
+        assert each.exit_code == 0, each.trace
+        assert each.value.startswith(f"checkpoint {tmp_path / 'checkpoints' / 'step_00000002'} could not be written (")
+        assert reason in each.value
+        assert f"The last complete checkpoint is {tmp_path / 'checkpoints' / 'step_00000001'}." in each.value
+    assert _assert_latest_is_complete(tmp_path) == 1
