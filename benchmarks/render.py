@@ -124,6 +124,10 @@ PARTS = {
         ("s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
         note="fsdp2 and DCP wait until the disk has the data; `save_file` does not. Memory comes on top of the shards.",
     ),
+    "reshard_to.main": Part(
+        ("s", "CPU s", "MB", "fsdp2 / peer"),
+        note="Medians of 2 rounds. CPU s: of all ranks. MB: the most that a rank allocates. DCP waits for the disk.",
+    ),
     "scale_model.efficiency_8b": Part(_SCALE, ("8", "1024", "2048", "4096", "16384")),
     "scale_model.published": Part(
         ("published tokens/s", "model", "error", "error of GiB"),

