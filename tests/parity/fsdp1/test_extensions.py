@@ -353,6 +353,9 @@ def test_tensor_parallelism_needs_no_extension(ctx: RankContext, use_orig_params
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's state_dict_type is deprecated
         same(ctx, scenario, exact=False)
+    theirs, ours = saved[1]["0.weight"], saved[3]["0.weight"]  # both cut it along dim 0: see docs/migrating.md
+    assert theirs.placements == (Shard(0), Shard(0))
+    assert type(ours.placements[0]).__name__ == "_StridedShard"
     for kind, theirs in zip((FULL, SHARDED), saved, strict=False):  # the first two are those of torch's class
         model = tensor_parallel(OURS(ctx), use_orig_params)
         with model.state_dict_type(model, kind):
