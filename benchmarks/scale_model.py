@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 
 from common import Lines, Table, publish
 from scale import gloo, published
-from scale.groups import Wire
-from scale.hardware import H100, H200, Algorithm, Contention, Hardware, Link
-from scale.memory import Held
-from scale.scenario import Choice, Result, Scenario, simulate
-from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama
+from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, scenario
 
 from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.planner.groups import Wire
+from fsdp2.tools.planner.machine import Algorithm, Contention, Link, Machine
+from fsdp2.tools.planner.machines import H100, H200
+from fsdp2.tools.planner.memory import Held
+from fsdp2.tools.planner.scenario import Choice, Result, simulate
 
 NUM_GPUS = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
 FSDP = Choice("FSDP")
@@ -45,7 +46,7 @@ ABOUT_AS_FAST = 1.02  # what the model can tell apart
 class Subject:
     key: str
     model: Llama
-    hardware: Hardware
+    machine: Machine
     checkpointing: Checkpointing
 
 
@@ -59,8 +60,8 @@ SUBJECTS = (
 def run(subject: Subject, num_gpus: int, choice: Choice, tokens: int = 8192) -> Result | None:
     """None where the GPUs do not divide into replicas of the size that the choice asks for."""
     batch = Batch(tokens, seq_len=min(tokens, 8192), checkpointing=subject.checkpointing)
-    scenario = Scenario(subject.hardware, subject.model, batch, num_gpus, choice)
-    return simulate(scenario) if scenario.is_possible else None
+    subject_of = scenario(subject.machine, subject.model, batch, num_gpus, choice)
+    return simulate(subject_of) if subject_of.is_possible else None
 
 
 def best(subject: Subject, results: Sequence[Result | None]) -> tuple[str, float | None]:
@@ -78,7 +79,7 @@ def best(subject: Subject, results: Sequence[Result | None]) -> tuple[str, float
 
 
 def fits(subject: Subject, result: Result) -> bool:
-    return result.peak_nbytes <= subject.hardware.memory_nbytes
+    return result.reserved_nbytes <= subject.machine.memory_nbytes
 
 
 Figure = Callable[[Result], str]
@@ -123,7 +124,7 @@ def plain_table(name: str, title: str, rows: dict[int, list[Result | None]], fig
 def tables_of(subject: Subject) -> list[Table]:
     rows = {num_gpus: [run(subject, num_gpus, choice) for choice in CHOICES] for num_gpus in NUM_GPUS}
     alone = next(result.time.compute for result in rows[NUM_GPUS[-1]] if result)
-    where = f"{subject.model.name}, {subject.hardware.name}, 8192 tokens per GPU"
+    where = f"{subject.model.name}, {subject.machine.name}, 8192 tokens per GPU"
     return [
         efficiency_table(
             f"efficiency_{subject.key}",
@@ -155,33 +156,33 @@ def tokens_table() -> Table:
     subject = SUBJECTS[0]
     counts = (512, 1024, 2048, 4096, 8192, 16384)
     rows = {tokens: [run(subject, 1024, choice, tokens) for choice in CHOICES] for tokens in counts}
-    title = f"{subject.model.name} on 1024 GPUs, {subject.hardware.name}: share of a step without communication, in %"
+    title = f"{subject.model.name} on 1024 GPUs, {subject.machine.name}: share of a step without communication, in %"
     return efficiency_table("tokens_8b", title, "tokens per GPU", subject, rows)
 
 
 def sensitivity_table() -> Table:
     """What the answer hangs on: from how many GPUs on replicas pay."""
 
-    def links(hardware: Hardware, *, latency: float = 1.0, network: float = 1.0) -> Hardware:
-        in_node, between = hardware.in_node, hardware.network
+    def links(machine: Machine, *, latency: float = 1.0, network: float = 1.0) -> Machine:
+        in_node, between = machine.in_node, machine.network
         return replace(
-            hardware,
+            machine,
             in_node=Link(in_node.bandwidth, in_node.latency * latency),
             network=Link(between.bandwidth * network, between.latency * latency),
         )
 
-    variations: dict[str, Callable[[Hardware], Hardware]] = {
-        "as assumed": lambda hardware: hardware,
-        "latency x 0.5": lambda hardware: links(hardware, latency=0.5),
-        "latency x 2": lambda hardware: links(hardware, latency=2.0),
-        "all-gather in a tree": lambda hardware: replace(hardware, algorithm=Algorithm.TREE),
-        "network x 0.5": lambda hardware: links(hardware, network=0.5),
-        "compute 10% slower beside transfers": lambda hardware: replace(hardware, contention=Contention(compute=0.1)),
-        "kernels at half of the peak": lambda hardware: replace(hardware, utilisation=0.5),
+    variations: dict[str, Callable[[Machine], Machine]] = {
+        "as assumed": lambda machine: machine,
+        "latency x 0.5": lambda machine: links(machine, latency=0.5),
+        "latency x 2": lambda machine: links(machine, latency=2.0),
+        "all-gather in a tree": lambda machine: replace(machine, algorithm=Algorithm.TREE),
+        "network x 0.5": lambda machine: links(machine, network=0.5),
+        "compute 10% slower beside transfers": lambda machine: replace(machine, contention=Contention(compute=0.1)),
+        "kernels at half of the peak": lambda machine: replace(machine, utilisation=0.5),
     }
     rows = []
     for name, vary in variations.items():
-        varied = [replace(subject, hardware=vary(subject.hardware)) for subject in SUBJECTS]
+        varied = [replace(subject, machine=vary(subject.machine)) for subject in SUBJECTS]
         rows.append([name, *(first_win(subject) for subject in varied)])
     title = "From how many GPUs on a step of HSDP 64 is over 2% shorter than one of FSDP, 8192 tokens per GPU"
     return Table("sensitivity", title, ["", *(subject.model.name for subject in SUBJECTS)], rows, ratio=None)
@@ -198,12 +199,23 @@ def first_win(subject: Subject) -> str:
 def published_table() -> Table:
     rows = []
     for row, result in published.predictions(published.calibrated_h100()):
-        peak = result.peak_nbytes / 2**30
-        error = "calibrates" if row is published.CALIBRATES else _error(result.tokens_per_second, row.tokens_per_second)
-        figures = [f"{row.tokens_per_second:.0f}", f"{result.tokens_per_second:.0f}", error]
-        rows.append([row.name, *figures, f"{row.gib:.1f}", f"{peak:.1f}", _error(peak, row.gib)])
-    columns = ["", "published tokens/s", "model", "error", "published GiB", "model GiB", "error of GiB"]
-    return Table("published", "torchtitan's Llama 3.1 on H100, per GPU, quoted from memory", columns, rows, ratio=None)
+        peak, found = result.reserved_nbytes / 2**30, result.tokens_per_second
+        error = "calibrates" if row is published.CALIBRATES else _error(found, row.page)
+        figures = [f"{found:.0f}", f"{row.page:.0f}", error, f"{row.paper:.0f}", _error(found, row.paper)]
+        rows.append([row.name, *figures, f"{peak:.1f}", f"{row.gib:.1f}", _error(peak, row.gib)])
+    columns = [
+        "",
+        "model tokens/s",
+        "page",
+        "error",
+        "paper",
+        "error of the paper's",
+        "model GiB",
+        "page GiB",
+        "error of GiB",
+    ]
+    title = "torchtitan's Llama 3.1 on H100, per GPU: its page of December 2024, and its paper (arXiv 2410.06511)"
+    return Table("published", title, columns, rows, ratio=None)
 
 
 def gloo_table() -> Table:

@@ -12,6 +12,7 @@ from fsdp2.tools.clip import clip_grad_norm_
 from fsdp2.tools.flat_optimizer import flatten_optimizer
 from fsdp2.tools.install import install, installed, uninstall
 from fsdp2.tools.memory_plan import memory_plan
+from fsdp2.tools.planner.plan import Workload, plan
 from fsdp2.tools.report import report
 from fsdp2.tools.reshard import reshard_to
 from fsdp2.tools.save_weights import save_safetensors
@@ -59,6 +60,7 @@ __all__ = [
     "ScheduleError",
     "TiedWeights",
     "UnshardHandle",
+    "Workload",
     "auto_shard",
     "clip_grad_norm_",
     "extensions",
@@ -69,6 +71,7 @@ __all__ = [
     "load_safetensors",
     "memory_plan",
     "no_sync",
+    "plan",
     "register_fsdp_forward_method",
     "report",
     "reshard_to",

@@ -1,4 +1,7 @@
-"""``python -m fsdp2 run script.py ...``: run a script with :func:`fsdp2.install` in force."""
+"""``python -m fsdp2 run script.py ...``: run a script with :func:`fsdp2.install` in force.
+
+``python -m fsdp2 plan module:function --gpus 64``: compare the ways to shard a model.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import fsdp2
+from fsdp2.tools.planner.command import add_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("-m", dest="is_module", action="store_true", help="script is the name of a module")
     run.add_argument("script", help="a path, or the name of a module with -m")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    run_script(parser, parser.parse_args(arguments))
+    run.set_defaults(run=run_script)
+    add_plan(commands)
+    options = parser.parse_args(arguments)
+    options.run(parser, options)
 
 
 def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -673,3 +673,16 @@ def default_comm_hooks() -> Any:
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
     return default_hooks
+
+
+# Fake tensors: torch documents them for compilers, without a public name
+
+DispatchMode = _python_dispatch.TorchDispatchMode  # what sees every operation below autograd
+
+
+def fake_tensors() -> Any:
+    """A context: tensors made inside have a shape, a dtype and a device, and no memory. The meta device would not do:
+    attention chooses its kernel by the device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()

@@ -27,10 +27,9 @@ from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
 from fsdp2.schedule.schedule import AfterForward, UnitRules
-
-from .groups import Flight, GroupCost
-from .hardware import Contention, Resource, Transfer
-from .simulate import Cpu, StepTime, UnitCost, steady_step
+from fsdp2.tools.planner.groups import Flight, GroupCost
+from fsdp2.tools.planner.machine import Contention, Resource, Transfer
+from fsdp2.tools.planner.simulate import Cpu, StepTime, UnitCost, steady_step
 
 NUM_RANKS = 2
 _DTYPES = ParamDtypes(*4 * (torch.float32,))
@@ -88,7 +87,8 @@ def predict(case: Case, measured: Measured) -> StepTime:
         unsharded_nbytes=0,
         grad_nbytes=0,
         reduced_nbytes=0,
-        shard_numel=0,
+        shards_nbytes=0,
+        trained_nbytes=0,
     )
     units = [UnitCost("block", measured.forward, measured.backward, group)] * case.num_blocks
     rules = [UnitRules(after_forward=AfterForward.KEEP), *[UnitRules()] * case.num_blocks]

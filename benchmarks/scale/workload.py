@@ -1,66 +1,21 @@
-"""What a Llama-like model computes: the parameters of its units, floating-point operations, and an estimate of the
-activations it saves.
-
-A unit is what one ``fully_shard`` call would make: the embedding, each block, and the head with the last norm. The root
-around them has no parameters of its own. Sizes and operations are those of one GPU; tensor parallelism divides them.
-"""
+"""Llama 3 as torchtitan writes it, on the meta device, and what its units compute, observed by the planner."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
+from functools import cache
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-class Checkpointing(Enum):
-    """Which activations are computed again in backward. ``SELECTIVE`` keeps attention and every other matrix product,
-    as torchtitan does. No choice gathers parameters again: a block that recomputes has been gathered for backward."""
+from fsdp2.tools.planner.blocks import find_units
+from fsdp2.tools.planner.machine import Machine
+from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe
+from fsdp2.tools.planner.scenario import Choice, Kernels, Scenario
+from fsdp2.tools.planner.work import Checkpointing, Param, UnitWork
 
-    __hash__ = object.__hash__
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
-
-
-@dataclass(frozen=True)
-class Param:
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Of one GPU in one pass. ``linear``: products with the weights of blocks, which may run in fp8."""
-
-    linear: float = 0.0
-    other: float = 0.0
-
-    def __add__(self, more: Flops) -> Flops:
-        return Flops(self.linear + more.linear, self.other + more.other)
-
-    def __mul__(self, times: float) -> Flops:
-        return Flops(times * self.linear, times * self.other)
-
-
-@dataclass(frozen=True)
-class UnitWork:
-    """One unit. ``backward`` includes what is computed again. ``saved_nbytes`` stay from its forward to its backward,
-    ``working_nbytes`` come on top while its backward runs. ``exchanges``: how often tensor parallelism gathers or
-    scatters all activations of ``exchanged_nbytes``, in forward and in backward."""
-
-    name: str
-    params: tuple[Param, ...]
-    forward: Flops
-    backward: Flops
-    saved_nbytes: float
-    working_nbytes: float
-    exchanges: tuple[int, int] = (0, 0)
-    exchanged_nbytes: float = 0.0
+HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -71,72 +26,15 @@ class Llama:
     kv_dim: int
     hidden_dim: int
     vocab_size: int = 128256
+    head_dim: int = HEAD_DIM
 
     @property
     def num_params(self) -> int:
-        block = sum(param.numel for param in self._block_params(1))
-        return self.num_blocks * block + 2 * self.vocab_size * self.dim + self.dim
+        return sum(param.numel() for param in self.build().parameters())
 
-    def units(self, batch: Batch) -> list[UnitWork]:
-        """In the order of forward, without the root."""
-        block = self._block(batch)
-        return [self._embedding(batch), *[block] * self.num_blocks, self._head(batch)]
-
-    def _block_params(self, tp: int) -> tuple[Param, ...]:
-        dim, kv_dim, hidden_dim = self.dim, self.kv_dim, self.hidden_dim
-        shapes = {
-            "attention.wq": (dim // tp, dim),
-            "attention.wk": (kv_dim // tp, dim),
-            "attention.wv": (kv_dim // tp, dim),
-            "attention.wo": (dim, dim // tp),
-            "feed_forward.w1": (hidden_dim // tp, dim),
-            "feed_forward.w2": (dim, hidden_dim // tp),
-            "feed_forward.w3": (hidden_dim // tp, dim),
-            "attention_norm": (dim,),
-            "ffn_norm": (dim,),
-        }
-        return tuple(Param(name, shape) for name, shape in shapes.items())
-
-    def _block(self, batch: Batch) -> UnitWork:
-        dim, kv_dim, hidden_dim, tp = self.dim, self.kv_dim, self.hidden_dim, batch.tensor_parallel
-        tokens = batch.tokens / tp  # sequence parallelism divides what is between the products, too
-        params = self._block_params(tp)
-        linear = Flops(linear=2 * tokens * (2 * dim * dim + 2 * dim * kv_dim + 3 * dim * hidden_dim))
-        attention = Flops(other=2 * tokens * batch.seq_len * dim)  # causal: half of all pairs
-        # bf16 elements per token: the block's input, both norms, q, k, v, attention, its sum with the input, and the
-        # four tensors of the feed-forward.
-        everything = 6 * dim + 2 * kv_dim + 4 * hidden_dim
-        again, saved = Flops(), everything
-        if batch.checkpointing is Checkpointing.SELECTIVE:  # wk, wo and w3 are the products that run again
-            again = Flops(linear=2 * tokens * (dim * kv_dim + dim * dim + dim * hidden_dim))
-            saved = 4 * dim + kv_dim + hidden_dim
-        elif batch.checkpointing is Checkpointing.FULL:
-            again, saved = linear + attention, dim
-        exchanges = (4, 8 if batch.checkpointing is Checkpointing.FULL else 4)
-        return UnitWork(
-            name="block",
-            params=params,
-            forward=linear + attention,
-            backward=(linear + attention) * 2 + again,
-            saved_nbytes=2 * tokens * saved,
-            working_nbytes=2 * tokens * (everything - saved),
-            exchanges=exchanges if tp > 1 else (0, 0),
-            exchanged_nbytes=2 * batch.tokens * dim,
-        )
-
-    def _embedding(self, batch: Batch) -> UnitWork:
-        table = Param("weight", (self.vocab_size // batch.tensor_parallel, self.dim))
-        return UnitWork("tok_embeddings", (table,), Flops(), Flops(), saved_nbytes=0, working_nbytes=0)
-
-    def _head(self, batch: Batch) -> UnitWork:
-        """The last norm, the logits, and a loss in fp32 that keeps log-probabilities and makes two more such tensors in
-        backward. It stays in bf16 where blocks run in fp8."""
-        tp = batch.tensor_parallel
-        tokens = batch.tokens / tp
-        product = Flops(other=2 * tokens * self.dim * self.vocab_size)
-        logits = tokens * self.vocab_size
-        params = (Param("norm", (self.dim,)), Param("output", (self.vocab_size // tp, self.dim)))
-        return UnitWork("head", params, product, product * 2, 4 * logits + 4 * tokens * self.dim, 8 * logits)
+    def build(self) -> Transformer:
+        with torch.device("meta"):
+            return Transformer(self)
 
 
 @dataclass(frozen=True)
@@ -147,6 +45,130 @@ class Batch:
     seq_len: int = 8192
     checkpointing: Checkpointing = Checkpointing.SELECTIVE
     tensor_parallel: int = 1
+
+
+def scenario(
+    machine: Machine,
+    model: Llama,
+    batch: Batch,
+    num_gpus: int,
+    choice: Choice,
+    *,
+    fp8: bool = False,
+    hides_exchanges: bool = False,
+    kernels: Kernels = Kernels.COMPILED,
+) -> Scenario:
+    """``model`` on ``num_gpus``, sharded by ``choice``."""
+    work = observed(model, batch.tokens // batch.seq_len, batch.seq_len)
+    units = tuple(_divided(unit, model, batch) for unit in work.units(batch.checkpointing))
+    return Scenario(
+        machine,
+        units,
+        batch.tokens,
+        num_gpus,
+        choice,
+        root=work.root,
+        kernels=kernels,
+        fp8=fp8,
+        tensor_parallel=batch.tensor_parallel,
+        hides_exchanges=hides_exchanges,
+    )
+
+
+@cache
+def observed(model: Llama, num_sequences: int, seq_len: int) -> ModelWork:
+    built = model.build()
+    shape = (num_sequences, seq_len)
+    inputs = lambda: torch.zeros(shape, dtype=torch.int64)  # noqa: E731
+    return observe(built, find_units(built), inputs, language_model_loss, torch.bfloat16)
+
+
+def _divided(unit: UnitWork, model: Llama, batch: Batch) -> UnitWork:
+    """By tensor parallelism with sequence parallelism: matrices, operations and activations. A block gathers or
+    scatters all activations four times per pass, and once more per gather that is computed again."""
+    tp = batch.tensor_parallel
+    if tp == 1:
+        return unit
+    exchanges = (4, 8 if batch.checkpointing is Checkpointing.FULL else 4) if unit.is_block else (0, 0)
+    return replace(
+        unit,
+        params=tuple(_divided_param(param, tp) for param in unit.params),
+        forward=unit.forward * (1 / tp),
+        backward=unit.backward * (1 / tp),
+        saved_nbytes=unit.saved_nbytes / tp,
+        working_nbytes=unit.working_nbytes / tp,
+        exchanges=exchanges,
+        exchanged_nbytes=2 * batch.tokens * model.dim,
+    )
+
+
+def _divided_param(param: Param, tp: int) -> Param:
+    return param if len(param.shape) == 1 else replace(param, shape=(param.shape[0] // tp, *param.shape[1:]))
+
+
+class Transformer(nn.Module):
+    def __init__(self, shape: Llama) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
+        self.norm = nn.RMSNorm(shape.dim)
+        self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.head_dim = shape.head_dim
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        angles = torch.empty(tokens.shape[1], self.head_dim // 2, dtype=torch.complex64)
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, angles)
+        return self.output(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Llama) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Llama) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.wq = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.wk = nn.Linear(shape.dim, shape.kv_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, shape.kv_dim, bias=False)
+        self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
+        q, k = rotated(q, angles), rotated(k, angles)
+        k, v = (each.repeat_interleave(q.shape[2] // each.shape[2], dim=2) for each in (k, v))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).flatten(-2))
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary embedding as a complex product in fp32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * angles[:, None]).flatten(-2).type_as(x)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: Llama) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
+        self.w2 = nn.Linear(shape.hidden_dim, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 LLAMA_8B = Llama("Llama 3 8B", dim=4096, num_blocks=32, kv_dim=1024, hidden_dim=14336)

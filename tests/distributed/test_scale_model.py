@@ -16,9 +16,9 @@ from tests.distributed.support import Block, same_on_all_ranks, seeded, step
 from tests.harness.distributed import RankContext
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from scale.groups import Flight, GroupCost
-from scale.hardware import Resource, Transfer
-from scale.simulate import Accelerator, UnitCost
+from fsdp2.tools.planner.groups import Flight, GroupCost
+from fsdp2.tools.planner.machine import Resource, Transfer
+from fsdp2.tools.planner.simulate import Accelerator, UnitCost
 
 NUM_BLOCKS = 3
 
@@ -37,7 +37,7 @@ def _runtime(ctx: RankContext, reshard_after_forward: Any) -> list[str]:
 
 def _model(after_forward: AfterForward) -> list[str]:
     flight = Flight(Transfer(0.0, 1.0, Resource.NETWORK))
-    group = GroupCost(flight, flight, (flight,), 1, 1, 1, 1)
+    group = GroupCost(flight, flight, (flight,), 1, 1, 1, 1, 1)
     device = Accelerator(
         [UnitCost("block", 1.0, 2.0, group)] * NUM_BLOCKS,
         [UnitRules(after_forward=AfterForward.KEEP), *[UnitRules(after_forward=after_forward)] * NUM_BLOCKS],

@@ -86,6 +86,7 @@ ReduceScatter
 ScheduleError
 TiedWeights
 UnshardHandle
+Workload
 auto_shard
 clip_grad_norm_
 extensions
@@ -96,6 +97,7 @@ installed
 load_safetensors
 memory_plan
 no_sync
+plan
 register_fsdp_forward_method
 report
 reshard_to

@@ -5,6 +5,7 @@ Ranks hold equal parts, so one rank's plan is every rank's. Plans are compiled o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -26,11 +27,11 @@ from fsdp2.plan.plan import (
     compile_gather,
     compile_reduces,
 )
+from fsdp2.tools.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
+from fsdp2.tools.planner.placement import shard_dim
+from fsdp2.tools.planner.work import Param
 
-from .hardware import Hardware, Ranks, Transfer, all_reduce, gather
-from .workload import Param
-
-_DTYPES = ParamDtypes(orig=torch.float32, param=torch.bfloat16, reduce=torch.float32, grad=torch.float32)
+DtypesOf = Callable[[torch.dtype], ParamDtypes]  # of a parameter, by the dtype of its shard
 
 
 class Wire(Enum):
@@ -61,7 +62,8 @@ class GroupCost:
         rest: seconds to cut what rests.
         staging_nbytes: while a gather arrives. regather_staging_nbytes: while that from the resting shards does.
         grad_nbytes: the gradients that autograd leaves. cast_nbytes: what is made of them to be sent.
-        reduced_nbytes: what arrives, the sharded gradients. shard_numel: elements of its shards.
+        reduced_nbytes: what arrives, the sharded gradients.
+        shards_nbytes: of its shards. trained_nbytes: of those that get gradients.
     """
 
     gather: Flight
@@ -70,7 +72,8 @@ class GroupCost:
     unsharded_nbytes: float
     grad_nbytes: float
     reduced_nbytes: float
-    shard_numel: int
+    shards_nbytes: int
+    trained_nbytes: int
     rest: float = 0.0
     resting_nbytes: float = 0.0
     staging_nbytes: float = 0.0
@@ -87,27 +90,41 @@ class Axes:
     resting: Ranks | None = None
 
 
-def group_cost(hardware: Hardware, params: tuple[Param, ...], axes: Axes, wire: Wire) -> GroupCost:
-    """The cost of a group of ``params``, with bf16 parameters, fp32 reduction and fp32 shards."""
-    plans = _compiled(params, axes.shard.size, axes.replicate.size, axes.resting and axes.resting.size, wire)
-    reduced_nbytes = sum(plan.flat_numel * plan.dtypes.reduce.itemsize for plan in plans.reduces)
+def group_cost(
+    machine: Machine,
+    params: tuple[Param, ...],
+    axes: Axes,
+    wire: Wire,
+    dtypes_of: DtypesOf,
+    *,
+    offloads: bool = False,
+) -> GroupCost:
+    """The cost of a group of ``params``. ``offloads``: its shards and their gradients are in the host's memory."""
+    sizes = (axes.shard.size, axes.replicate.size, axes.resting.size if axes.resting else None)
+    plans = _compiled(params, *sizes, wire, dtypes_of)
+    reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in plans.reduces)
     resting_nbytes = sum(numel * dtype.itemsize for dtype, numel in plans.resting.shard_numels) if plans.resting else 0
     regather = None
     if plans.resting is not None and axes.resting is not None:
-        regather = _gather_flight(hardware, axes.resting, plans.resting)
+        regather = _gather_flight(machine, axes.resting, plans.resting)
+    whole, reduces = _gather_flight(machine, axes.shard, plans.gather), _reduce_flights(machine, axes, plans.reduces)
+    if offloads:
+        whole = replace(whole, before=whole.before + plans.shards_nbytes / machine.to_host())
+        reduces = (*reduces[:-1], replace(reduces[-1], behind=reduces[-1].behind + reduced_nbytes / machine.to_host()))
     return GroupCost(
-        gather=_gather_flight(hardware, axes.shard, plans.gather),
+        gather=whole,
         regather=regather,
-        reduce=_reduce_flights(hardware, axes, plans.reduces, reduced_nbytes),
+        reduce=reduces,
         unsharded_nbytes=plans.gather.unsharded_nbytes,
-        grad_nbytes=sum(param.numel for param in params) * _DTYPES.param.itemsize,
-        reduced_nbytes=reduced_nbytes,
-        shard_numel=plans.shard_numel,
-        rest=2 * resting_nbytes / hardware.copy_bandwidth,
+        grad_nbytes=sum(param.numel * dtypes_of(param.dtype).param.itemsize for param in params if param.trainable),
+        reduced_nbytes=0 if offloads else reduced_nbytes,
+        shards_nbytes=plans.shards_nbytes,
+        trained_nbytes=plans.trained_nbytes,
+        rest=2 * resting_nbytes / machine.copy_bandwidth,
         resting_nbytes=resting_nbytes,
-        staging_nbytes=plans.gather.staging_nbytes,
+        staging_nbytes=plans.gather.staging_nbytes + plans.shards_nbytes * offloads,
         regather_staging_nbytes=plans.resting.staging_nbytes if plans.resting else 0,
-        cast_nbytes=sum(_sent_nbytes(plan) for plan in plans.reduces),
+        cast_nbytes=sum(_sent_nbytes(plan) for plan in plans.reduces) + reduced_nbytes * offloads,
     )
 
 
@@ -116,14 +133,27 @@ class _Plans:
     gather: GatherPlan
     resting: GatherPlan | None
     reduces: tuple[ReducePlan, ...]
-    shard_numel: int
+    shards_nbytes: int
+    trained_nbytes: int
 
 
 @cache
-def _compiled(params: tuple[Param, ...], num_shards: int, num_replicas: int, resting: int | None, wire: Wire) -> _Plans:
+def _compiled(
+    params: tuple[Param, ...],
+    num_shards: int,
+    num_replicas: int,
+    resting: int | None,
+    wire: Wire,
+    dtypes_of: DtypesOf,
+) -> _Plans:
     """As ``fsdp2.group.unsharded`` and ``fsdp2.group.gradients`` compile them; of a comm, its preferences matter."""
     comm: Any = LocalComm if num_shards == 1 else CollectiveComm
-    plain = [PlanInput(param.name, ShardLayout(param.shape, 0, num_shards), _DTYPES) for param in params]
+    plain = [
+        PlanInput(
+            param.name, ShardLayout(param.shape, shard_dim(param.shape, num_shards), num_shards), dtypes_of(param.dtype)
+        )
+        for param in params
+    ]
     inputs: dict[int, GatherInput] = dict(enumerate(plain))
     if wire is Wire.FP8:
         for index, param in enumerate(plain):
@@ -134,14 +164,19 @@ def _compiled(params: tuple[Param, ...], num_shards: int, num_replicas: int, res
     if resting is not None:
         cut: dict[int, GatherInput] = {step.index: _resting_input(whole, step.index, resting) for step in whole.steps}
         rest = compile_gather(cut, comm, back_into=whole)
-    reduces = compile_reduces(plain, comm, num_shards * num_replicas)
-    return _Plans(whole, rest, reduces, sum(item.layout.chunk_numel for item in plain))
+    trained = [item for item, param in zip(plain, params, strict=True) if param.trainable]
+    reduces = compile_reduces(trained, comm, num_shards * num_replicas)
+    return _Plans(whole, rest, reduces, _shards_nbytes(plain), _shards_nbytes(trained))
+
+
+def _shards_nbytes(inputs: list[PlanInput]) -> int:
+    return sum(item.layout.chunk_numel * item.dtypes.orig.itemsize for item in inputs)
 
 
 def _in_float8(param: PlanInput, num_shards: int) -> HookInput:
     """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``fsdp2.group.group.hooked_params`` joins it."""
     shapes = [param.layout.shard_shape(rank) for rank in range(num_shards)]
-    return HookInput(param.name, join(shapes, 0), torch.uint8, Lifetime.UNSHARDED)
+    return HookInput(param.name, join(shapes, param.layout.dim), torch.uint8, Lifetime.UNSHARDED)
 
 
 def _resting_input(plan: GatherPlan, index: int, num_shards: int) -> PlanInput:
@@ -151,7 +186,7 @@ def _resting_input(plan: GatherPlan, index: int, num_shards: int) -> PlanInput:
     return PlanInput(step.name, ShardLayout(shape, 0, num_shards), ParamDtypes(*4 * (step.dtype,)))
 
 
-def _gather_flight(hardware: Hardware, ranks: Ranks, plan: GatherPlan) -> Flight:
+def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:
     """Casts into what is sent, the launch, and copies out of the buckets."""
     cast = sum(
         step.layout.chunk_numel * (step.source.itemsize + step.dtype.itemsize)
@@ -160,14 +195,13 @@ def _gather_flight(hardware: Hardware, ranks: Ranks, plan: GatherPlan) -> Flight
     )
     unpacked = sum(2 * step.padded_nbytes for bucket in plan.buckets for step in bucket.steps)
     num_tensors = len(plan.on_route(Route.DIRECT)) + len(plan.buckets)
-    transfer = gather(hardware, ranks, sum(step.padded_nbytes for step in plan.steps), num_tensors)
-    return Flight(transfer, cast / hardware.copy_bandwidth, unpacked / hardware.copy_bandwidth)
+    transfer = gather(machine, ranks, sum(step.padded_nbytes for step in plan.steps), num_tensors)
+    return Flight(transfer, cast / machine.copy_bandwidth, unpacked / machine.copy_bandwidth)
 
 
-def _reduce_flights(
-    hardware: Hardware, axes: Axes, plans: tuple[ReducePlan, ...], reduced_nbytes: float
-) -> tuple[Flight, ...]:
+def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...]) -> tuple[Flight, ...]:
     """Copies into what is sent, the reduce-scatter, with HSDP the all-reduce, and the division by the ranks."""
+    reduced_nbytes = sum(plan.flat_numel * plan.dtypes.reduce.itemsize for plan in plans)
     nbytes = sum(step.layout.padded_numel * plan.dtypes.reduce.itemsize for plan in plans for step in plan.steps)
     read = sum(
         step.layout.numel * plan.dtypes.param.itemsize
@@ -175,12 +209,12 @@ def _reduce_flights(
         for step in plan.steps
         if _is_copied(plan, step.route)
     )
-    copies = (read + sum(map(_sent_nbytes, plans))) / hardware.copy_bandwidth
-    average = 2 * reduced_nbytes / hardware.copy_bandwidth
-    scatter = Flight(gather(hardware, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), copies)
+    copies = (read + sum(map(_sent_nbytes, plans))) / machine.copy_bandwidth
+    average = 2 * reduced_nbytes / machine.copy_bandwidth
+    scatter = Flight(gather(machine, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), copies)
     if axes.replicate.size == 1:
         return (replace(scatter, behind=average),)
-    return scatter, Flight(all_reduce(hardware, axes.replicate, reduced_nbytes), behind=average)
+    return scatter, Flight(all_reduce(machine, axes.replicate, reduced_nbytes), behind=average)
 
 
 def _sent_nbytes(plan: ReducePlan) -> int:

@@ -42,12 +42,15 @@ class Contention:
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Machine:
     """Nodes of ``node_size`` GPUs, each with a network adapter of its own.
 
     Attributes:
-        bf16_flops, fp8_flops: peak of dense matrix products.
-        utilisation: the share of the peak that a step without communication reaches.
+        bf16_flops, fp8_flops, fp32_flops: peak of dense matrix products; None where it is not known.
+        utilisation: the share of the peak that matrix products and attention reach.
+        contention: compute and transfers beside each other.
+        sources: where the figures are from.
+        host_bandwidth: bytes per second between one GPU and the host, in one direction.
         bandwidth_efficiency: the share of a link's bandwidth that a large collective reaches.
         copy_bandwidth: bytes per second that a copy kernel or an optimizer reads and writes.
         launch_latency: seconds from the start of a collective to its first byte.
@@ -56,7 +59,7 @@ class Hardware:
 
     name: str
     bf16_flops: float
-    fp8_flops: float
+    fp8_flops: float | None
     utilisation: float
     memory_nbytes: float
     copy_bandwidth: float
@@ -68,6 +71,26 @@ class Hardware:
     channels: int = 16
     algorithm: Algorithm = Algorithm.RING
     contention: Contention = Contention()
+    fp32_flops: float | None = None
+    host_bandwidth: float | None = None
+    sources: tuple[str, ...] = ()
+
+    def peak_fp8(self) -> float:
+        return self._known("fp8_flops", self.fp8_flops)
+
+    def peak_fp32(self) -> float:
+        return self._known("fp32_flops", self.fp32_flops)
+
+    def to_host(self) -> float:
+        return self._known("host_bandwidth", self.host_bandwidth)
+
+    def _known(self, name: str, value: float | None) -> float:
+        if value is None:
+            raise ValueError(
+                f"machine '{self.name}' has no figure for {name}. Measure one with `python -m fsdp2 measure`, or pass "
+                f"dataclasses.replace(machine, {name}=...)."
+            )
+        return value
 
 
 @dataclass(frozen=True)
@@ -100,7 +123,7 @@ class Transfer:
         return self.latency + self.seconds
 
 
-def gather(hardware: Hardware, ranks: Ranks, nbytes: float, num_tensors: int = 1) -> Transfer:
+def gather(machine: Machine, ranks: Ranks, nbytes: float, num_tensors: int = 1) -> Transfer:
     """An all-gather that fills ``nbytes`` on every rank, or a reduce-scatter that reads them.
 
     In a ring each rank receives all parts but its own. A ring through nodes enters each node once per GPU in it, so the
@@ -108,63 +131,37 @@ def gather(hardware: Hardware, ranks: Ranks, nbytes: float, num_tensors: int = 1
     """
     if ranks.size == 1:
         return Transfer(0.0, 0.0, Resource.IN_NODE)
-    hops = _ring_latency if hardware.algorithm is Algorithm.RING else _tree_latency
-    rounds = math.ceil(num_tensors / hardware.channels)
-    bandwidth, resource = _bandwidth(hardware, ranks)
+    hops = _ring_latency if machine.algorithm is Algorithm.RING else _tree_latency
+    rounds = math.ceil(num_tensors / machine.channels)
+    bandwidth, resource = _bandwidth(machine, ranks)
     seconds = nbytes * (ranks.size - 1) / ranks.size / bandwidth
-    return Transfer(hardware.launch_latency + rounds * hops(hardware, ranks), seconds, resource)
+    return Transfer(machine.launch_latency + rounds * hops(machine, ranks), seconds, resource)
 
 
-def all_reduce(hardware: Hardware, ranks: Ranks, nbytes: float) -> Transfer:
+def all_reduce(machine: Machine, ranks: Ranks, nbytes: float) -> Transfer:
     """A sum of ``nbytes`` over all ranks: each byte travels twice. Backends have trees for it, so the faster counts."""
     if ranks.size == 1:
         return Transfer(0.0, 0.0, Resource.IN_NODE)
-    latency = 2 * min(_ring_latency(hardware, ranks), _tree_latency(hardware, ranks))
-    bandwidth, resource = _bandwidth(hardware, ranks)
+    latency = 2 * min(_ring_latency(machine, ranks), _tree_latency(machine, ranks))
+    bandwidth, resource = _bandwidth(machine, ranks)
     seconds = 2 * nbytes * (ranks.size - 1) / ranks.size / bandwidth
-    return Transfer(hardware.launch_latency + latency, seconds, resource)
+    return Transfer(machine.launch_latency + latency, seconds, resource)
 
 
-def _bandwidth(hardware: Hardware, ranks: Ranks) -> tuple[float, Resource]:
-    in_node = hardware.in_node.bandwidth * hardware.bandwidth_efficiency
+def _bandwidth(machine: Machine, ranks: Ranks) -> tuple[float, Resource]:
+    in_node = machine.in_node.bandwidth * machine.bandwidth_efficiency
     if ranks.num_nodes == 1:
         return in_node, Resource.IN_NODE
-    network = hardware.network.bandwidth * ranks.per_node * hardware.bandwidth_efficiency
+    network = machine.network.bandwidth * ranks.per_node * machine.bandwidth_efficiency
     return min(in_node, network), Resource.NETWORK
 
 
-def _ring_latency(hardware: Hardware, ranks: Ranks) -> float:
+def _ring_latency(machine: Machine, ranks: Ranks) -> float:
     """A part passes all other ranks, one after the other; one hop per node leaves it."""
     between = min(ranks.num_nodes, ranks.size - 1) if ranks.num_nodes > 1 else 0
-    return between * hardware.network.latency + (ranks.size - 1 - between) * hardware.in_node.latency
+    return between * machine.network.latency + (ranks.size - 1 - between) * machine.in_node.latency
 
 
-def _tree_latency(hardware: Hardware, ranks: Ranks) -> float:
-    between = math.ceil(math.log2(ranks.num_nodes)) * hardware.network.latency
-    return between + math.ceil(math.log2(ranks.per_node)) * hardware.in_node.latency
-
-
-# Peaks, memory and link rates are the vendor's public figures. The share of the peak is calibrated (published.py).
-# Latencies are of the order of the constants NCCL tunes its rings with, quoted from memory and rounded.
-H100 = Hardware(
-    name="H100 SXM, 8 per node, 400 Gb/s each",
-    bf16_flops=989e12,
-    fp8_flops=1979e12,
-    utilisation=0.386,
-    memory_nbytes=80e9,
-    copy_bandwidth=0.8 * 3.35e12,
-    node_size=8,
-    in_node=Link(bandwidth=450e9, latency=3e-6),
-    network=Link(bandwidth=50e9, latency=15e-6),
-)
-H200 = Hardware(
-    name="H200 SXM, 8 per node, 400 Gb/s each",
-    bf16_flops=989e12,
-    fp8_flops=1979e12,
-    utilisation=0.386,
-    memory_nbytes=141e9,
-    copy_bandwidth=0.8 * 4.8e12,
-    node_size=8,
-    in_node=Link(bandwidth=450e9, latency=3e-6),
-    network=Link(bandwidth=50e9, latency=15e-6),
-)
+def _tree_latency(machine: Machine, ranks: Ranks) -> float:
+    between = math.ceil(math.log2(ranks.num_nodes)) * machine.network.latency
+    return between + math.ceil(math.log2(ranks.per_node)) * machine.in_node.latency

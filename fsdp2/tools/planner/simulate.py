@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from fsdp2.schedule.schedule import Action, Actions, Schedule, UnitRules
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
-
-from .groups import Flight, GroupCost
-from .hardware import Contention
-from .memory import Held, Memory
-from .queues import Op, Queues, Stream, run
+from fsdp2.tools.planner.groups import Flight, GroupCost
+from fsdp2.tools.planner.machine import Contention
+from fsdp2.tools.planner.memory import Held, Memory
+from fsdp2.tools.planner.queues import Op, Queues, Stream, run
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,11 @@ class Accelerator:
         units: Sequence[UnitCost],
         rules: Sequence[UnitRules],
         *,
+        root: GroupCost | None = None,
         shares_communicator: bool = True,
         optimizer: float = 0.0,
     ) -> None:
-        self.units = [UnitCost("(root)", 0.0, 0.0), *units]
+        self.units = [UnitCost("(root)", 0.0, 0.0, root), *units]
         self.schedule = Schedule(rules)
         self.shares_communicator = shares_communicator
         self.queues, self.memory = Queues(), Memory()
@@ -99,6 +99,8 @@ class Accelerator:
             self._backward(unit)
             if unit > 1:
                 self.do(schedule.post_backward(unit))
+        if self.units[0].group is not None:
+            self.memory.add(Held.GRADIENTS, self.units[0].group.grad_nbytes)
         self.do(schedule.end_backward())
         self._flush()
         self.queues.enqueue(Stream.COMPUTE, "optimizer", work=self._optimizer)
@@ -120,9 +122,9 @@ class Accelerator:
     def _backward(self, unit: int) -> None:
         cost = self.units[unit]
         self._compute_backward(unit, cost)
-        self.memory.touch(Held.ACTIVATIONS, cost.working_nbytes)  # has become gradients by the end
         if cost.group is not None:
             self.memory.add(Held.GRADIENTS, cost.group.grad_nbytes)
+        self.memory.touch(Held.ACTIVATIONS, cost.working_nbytes)
         self.memory.add(Held.ACTIVATIONS, -cost.saved_nbytes)
 
     def _compute_backward(self, unit: int, cost: UnitCost) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .hardware import Contention, Resource
+from fsdp2.tools.planner.machine import Contention, Resource
 
 _NOTHING = 1e-15  # seconds: what is left of an operation after rounding
 

@@ -1,0 +1,88 @@
+"""The Python that a choice stands for."""
+
+from __future__ import annotations
+
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.planner.blocks import Stack, Units
+from fsdp2.tools.planner.groups import Wire
+from fsdp2.tools.planner.machine import Machine
+from fsdp2.tools.planner.scenario import Choice, Precision
+from fsdp2.tools.planner.work import Checkpointing
+
+
+def code_for(
+    units: Units, choice: Choice, machine: Machine, precision: Precision, *, cuts_other_dims: bool = False
+) -> str:
+    """A function ``shard(model, device_type)``, and its imports. ``cuts_other_dims``: some parameter is cut along
+    another dim than 0."""
+    function = _function(units, choice, machine, precision, cuts_other_dims)
+    return "\n".join([*_imports(choice, precision, cuts_other_dims), "", "", *function, ""])
+
+
+def _imports(choice: Choice, precision: Precision, cuts_other_dims: bool) -> list[str]:
+    lines = ["import fsdp2"]
+    if choice.wire is Wire.FP8:
+        lines.append("from fsdp2.tensors import Float8AllGatherTensor, wrap_parameters")
+    helpers = ["placement_for"] * cuts_other_dims
+    if choice.checkpointing is not Checkpointing.NONE:
+        helpers.append("recompute")
+    if helpers:
+        lines.append(f"from fsdp2.tools.planner import {', '.join(helpers)}")
+    torch = ["import torch"] if precision is Precision.BF16 else []
+    return [
+        *torch,
+        "import torch.distributed as dist",
+        "from torch import nn",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "",
+        *lines,
+    ]
+
+
+def _function(units: Units, choice: Choice, machine: Machine, precision: Precision, cuts_other_dims: bool) -> list[str]:
+    body = [
+        *_options(choice, precision, cuts_other_dims),
+        f"blocks = [{', '.join(_blocks(stack) for stack in units.stacks)}]",
+        *_per_block(choice, machine),
+        *(f"fsdp2.fully_shard(model.{path}, **options)" for path in units.large),
+        "return fsdp2.fully_shard(model, **options)",
+    ]
+    head = 'def shard(model: nn.Module, device_type: str = "cuda") -> nn.Module:'
+    return [head, *(f"    {line}" for line in body)]
+
+
+def _options(choice: Choice, precision: Precision, cuts_other_dims: bool) -> list[str]:
+    size = choice.shard_size
+    shape, names = "(dist.get_world_size(),)", '("shard",)'
+    if size:
+        shape, names = f"(dist.get_world_size() // {size}, {size})", '("replicate", "shard")'
+    lines = [f"mesh = init_device_mesh(device_type, {shape}, mesh_dim_names={names})"]
+    policies = ["mesh=mesh"]
+    if precision is Precision.BF16:
+        lines.append("policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
+        policies.append("mp_policy=policy")
+    if cuts_other_dims:
+        policies.append('shard_placement_fn=placement_for(mesh["shard"].size())')
+    if choice.offloads:
+        policies.append("offload_policy=fsdp2.CPUOffloadPolicy()")
+    return [*lines, f"options = dict({', '.join(policies)})"]
+
+
+def _per_block(choice: Choice, machine: Machine) -> list[str]:
+    reshard = {
+        AfterForward.RESHARD: f"index < len(blocks) - {choice.num_kept}" if choice.num_kept else "True",
+        AfterForward.KEEP: "False",
+        AfterForward.RESHARD_TO_SMALLER_MESH: str(machine.node_size),
+    }[choice.after_forward]
+    lines = ["for index, block in enumerate(blocks):" if choice.num_kept else "for block in blocks:"]
+    if choice.checkpointing is not Checkpointing.NONE:
+        lines.append(f'    recompute(block, "{choice.checkpointing.value}")')
+    if choice.wire is Wire.FP8:
+        lines.append("    wrap_parameters(block, Float8AllGatherTensor)")
+    return [*lines, f"    fsdp2.fully_shard(block, reshard_after_forward={reshard}, **options)"]
+
+
+def _blocks(stack: Stack) -> str:
+    """The blocks of ``stack``; those of the model itself are its children."""
+    container = f"model.{stack.path}" if stack.path else "model"
+    return f"*{container}.values()" if stack.is_mapping else f"*{container}"

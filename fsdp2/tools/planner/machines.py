@@ -1,0 +1,164 @@
+"""Machines by name: public figures, each with its source.
+
+Peaks are of dense products, without sparsity. Vendors name both directions of a link together; here it is one.
+Latencies and the share of a link's bandwidth that a collective reaches are assumptions; ``utilisation`` is calibrated
+on one published row (docs/scale.md). ``python -m fsdp2 measure`` measures your own machine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp2.tools.planner.machine import Algorithm, Contention, Link, Machine
+
+_COPY_SHARE = 0.8  # of the memory bandwidth: what a kernel that only moves data reaches
+_UTILISATION = 0.431
+_IN_NODE_LATENCY, _NETWORK_LATENCY = 3e-6, 15e-6
+
+_GARDEN = "https://glennklockwood.com/garden/processors"
+_LINKS = "https://alpha-one-index.github.io/ai-infra-index/specs/networking-interconnects.html"
+_NETWORK_OF_B200 = "https://rillor.com/insights/connectx-7-vs-connectx-8-and-nvlink5"
+_HOST_OF_H100 = f"{_GARDEN}/h100"
+_MI300X = (
+    "https://www.emergentmind.com/topics/amd-mi300x-gpu",  # memory, links
+    "https://localaimaster.com/blog/mi300x-deep-dive",  # peaks
+    "https://www.yobitel.com/knowledge-base/amd-mi300x",  # network
+)
+
+
+def _node(
+    name: str,
+    *,
+    bf16: float,
+    fp8: float | None,
+    memory: float,
+    memory_bandwidth: float,
+    link: float,
+    network: float,
+    sources: tuple[str, ...],
+    fp32: float | None = None,
+    host: float | None = None,
+) -> Machine:
+    return Machine(
+        name=name,
+        bf16_flops=bf16,
+        fp8_flops=fp8,
+        utilisation=_UTILISATION,
+        memory_nbytes=memory,
+        copy_bandwidth=_COPY_SHARE * memory_bandwidth,
+        node_size=8,
+        in_node=Link(link, _IN_NODE_LATENCY),
+        network=Link(network, _NETWORK_LATENCY),
+        fp32_flops=fp32,
+        host_bandwidth=host,
+        sources=sources,
+    )
+
+
+H100 = _node(
+    "H100 SXM, 8 per node, 400 Gb/s each",
+    bf16=989e12,
+    fp8=1979e12,
+    fp32=66.9e12,
+    memory=80e9,
+    memory_bandwidth=3.35e12,
+    link=450e9,
+    network=50e9,
+    host=64e9,
+    sources=(f"{_GARDEN}/h100", _LINKS),
+)
+H200 = replace(
+    H100,
+    name="H200 SXM, 8 per node, 400 Gb/s each",
+    memory_nbytes=141e9,
+    copy_bandwidth=_COPY_SHARE * 4.8e12,
+    sources=(f"{_GARDEN}/h100", "https://lzwjava.github.io/nvidia-h200-gpu-specs-en", _LINKS),
+)
+B200 = _node(
+    "B200 HGX, 8 per node, 400 Gb/s each",
+    bf16=2250e12,
+    fp8=4500e12,
+    fp32=80e12,
+    memory=179e9,
+    memory_bandwidth=8e12,
+    link=900e9,
+    network=50e9,
+    sources=(
+        f"{_GARDEN}/B200",
+        "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
+        _NETWORK_OF_B200,
+    ),
+)
+A100_80 = _node(
+    "A100 SXM 80 GB, 8 per node, 200 Gb/s each",
+    bf16=312e12,
+    fp8=None,
+    fp32=19.5e12,
+    memory=80e9,
+    memory_bandwidth=2.039e12,
+    link=300e9,
+    network=25e9,
+    host=32e9,
+    sources=(f"{_GARDEN}/A100", _LINKS),
+)
+A100_40 = replace(
+    A100_80,
+    name="A100 SXM 40 GB, 8 per node, 200 Gb/s each",
+    memory_nbytes=40e9,
+    copy_bandwidth=_COPY_SHARE * 1.555e12,
+)
+MI300X = _node(
+    "MI300X, 8 per node, 400 Gb/s each",
+    bf16=1300e12,
+    fp8=2600e12,
+    memory=192e9,
+    memory_bandwidth=5.3e12,
+    link=448e9,
+    network=50e9,
+    sources=_MI300X,
+)
+MACHINES = {"H100": H100, "H200": H200, "B200": B200, "A100-80": A100_80, "A100-40": A100_40, "MI300X": MI300X}
+
+
+def machine_by_name(name: str) -> Machine:
+    """One of :data:`MACHINES`, or the one in a file that ``python -m fsdp2 measure`` wrote.
+
+    Raises:
+        ValueError: there is no such machine and no such file; the file describes none.
+    """
+    found = {key.lower(): machine for key, machine in MACHINES.items()}.get(name.lower())
+    if found is not None:
+        return found
+    if not Path(name).is_file():
+        raise ValueError(
+            f"unknown machine '{name}': expected one of {', '.join(MACHINES)}, or the path of a file that "
+            "`python -m fsdp2 measure` wrote."
+        )
+    try:
+        return machine_from(json.loads(Path(name).read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"'{name}' describes no machine ({error}). Write it with `python -m fsdp2 measure`."
+        ) from error
+
+
+def machine_from(fields: dict[str, Any]) -> Machine:
+    """The machine that :func:`fields_of` was called for."""
+    return Machine(
+        **{
+            **fields,
+            "in_node": Link(**fields["in_node"]),
+            "network": Link(**fields["network"]),
+            "algorithm": Algorithm(fields["algorithm"]),
+            "contention": Contention(**fields["contention"]),
+            "sources": tuple(fields["sources"]),
+        }
+    )
+
+
+def fields_of(machine: Machine) -> dict[str, Any]:
+    """``machine`` as plain data, for JSON."""
+    return {**asdict(machine), "algorithm": machine.algorithm.value}

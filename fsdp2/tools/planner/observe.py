@@ -1,0 +1,457 @@
+"""What a model computes and keeps, observed under fake tensors: nothing is allocated, nothing is computed.
+
+One block of each kind runs, forward and backward; the others of its kind count as much. All that is outside of blocks
+runs once with the blocks left out. Activations are what autograd saves, each storage counted once; parameters, and what
+all blocks are given alike, are not counted per block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import flop_registry
+
+from fsdp2 import _torch
+from fsdp2.plan.trees import find_tensors, map_tensors
+from fsdp2.tools.planner.blocks import Units, structure
+from fsdp2.tools.planner.work import Checkpointing, Param, UnitWork, Work
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """``kinds``: one block of each kind, with each checkpointing. ``order``: the units as forward runs them: a kind's
+    number for a block, a path for a module beside the blocks. ``rest``: what is computed outside of blocks."""
+
+    kinds: tuple[dict[Checkpointing, UnitWork], ...]
+    order: tuple[int | str, ...]
+    large: dict[str, tuple[Param, ...]]
+    root: tuple[Param, ...]
+    rest: UnitWork
+
+    def units(self, checkpointing: Checkpointing) -> tuple[UnitWork, ...]:
+        """In the order of forward, without the root. What is outside of blocks is counted with the last of them, or
+        behind them: in language models, this is the head."""
+        units = []
+        for key in self.order:
+            if isinstance(key, int):
+                units.append(self.kinds[key][checkpointing])
+            else:
+                units.append(UnitWork(key, self.large[key], Work(), Work(), 0.0, 0.0))
+        last = units[-1]
+        if last.is_block:
+            return (*units, self.rest)
+        return (*units[:-1], replace(self.rest, name=last.name, params=last.params))
+
+
+def observe(model: nn.Module, units: Units, inputs: Callable[[], Any], loss: Loss, dtype: torch.dtype) -> ModelWork:
+    """Run ``model`` under fake tensors. Its parameters may be on the meta device.
+
+    Args:
+        inputs: makes the inputs of ``model``: a tensor, or a tuple of arguments, or a dict of them by name.
+        loss: gets what ``model`` returns.
+        dtype: in which floating-point parameters and inputs are in forward.
+    """
+    blocks = {path: model.get_submodule(path) for path in units.block_paths}
+    kinds: dict[Any, list[str]] = {}
+    for path, block in blocks.items():
+        kinds.setdefault(structure(block), []).append(path)
+    with _torch.fake_tensors():
+        made = _Fakes(model, dtype)
+        given = _as_arguments(made.cast(inputs()))
+        calls = _calls(model, made, given, units, [paths[0] for paths in kinds.values()])
+        shared = calls.shared_storages()
+        per_kind = []
+        for paths in kinds.values():
+            path = paths[0]
+            if path not in calls.inputs:
+                raise ValueError(f"plan: the forward does not call block '{path}' of this {type(model).__name__}.")
+            seen = _observe(blocks[path], made.of(path), calls.inputs[path], _sum_of_outputs, shared)
+            params = _params(blocks[path].named_parameters())
+            per_kind.append({each: seen.unit(path, params, each) for each in Checkpointing})
+        with _left_out({blocks[path]: calls.outputs[kind[0]] for kind in kinds.values() for path in kind}):
+            seen = _observe(model, made.of(""), given, loss, set())
+    numbers = {path: index for index, paths in enumerate(kinds.values()) for path in paths}
+    large = {path: _params(model.get_submodule(path).named_parameters(recurse=False)) for path in units.large}
+    inside = {id(param) for path in (*blocks, *large) for param in model.get_submodule(path).parameters()}
+    root = _params((name, param) for name, param in model.named_parameters() if id(param) not in inside)
+    rest = replace(seen.unit("(outside of blocks)", (), Checkpointing.NONE), is_block=False)
+    return ModelWork(tuple(per_kind), tuple(numbers.get(path, path) for path in calls.order), large, root, rest)
+
+
+def language_model_loss(output: Any) -> Tensor:
+    """Cross-entropy in fp32 of logits: of the last dim of a tensor, or of an output's ``logits``."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"plan: the model returned a {type(output).__name__}, expected logits, as a tensor or in an attribute "
+            "'logits'. Pass Workload(loss=...), a function of what the model returns."
+        )
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+def _params(named: Any) -> tuple[Param, ...]:
+    return tuple(Param(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in named)
+
+
+def _as_arguments(given: Any) -> Inputs:
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (tuple(given) if isinstance(given, (tuple, list)) else (given,)), {}
+
+
+def _sum_of_outputs(output: Any) -> Tensor:
+    """A loss whose backward starts from what the next block would give."""
+    tensors = [each for each in find_tensors((output,), []) if each.requires_grad]
+    return _Given.apply(*tensors)
+
+
+class _Given(torch.autograd.Function):
+    """Its backward gives gradients without computing them."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.likes = [(each.shape, each.dtype) for each in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.likes)
+
+
+class _LeftOut(torch.autograd.Function):
+    """In the place of a block: its output comes from nowhere, and so does the gradient of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, entry: Tensor, like: Tensor) -> Tensor:
+        ctx.like = (entry.shape, entry.dtype)
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        shape, dtype = ctx.like
+        return grad.new_empty(shape, dtype=dtype), None
+
+
+class _Fakes:
+    """Fake parameters and buffers of a model, in the dtype of its forward."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.tensors: dict[str, Tensor] = {}
+        for name, param in model.named_parameters():
+            self.tensors[name] = self._like(param, dtype if param.is_floating_point() else param.dtype)
+        for name, buffer in model.named_buffers():
+            self.tensors[name] = self._like(buffer, buffer.dtype)
+        self.storages = {_storage(tensor) for tensor in self.tensors.values()}
+
+    @staticmethod
+    def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tensor.shape, dtype=dtype, requires_grad=tensor.requires_grad)
+
+    def of(self, path: str) -> dict[str, Tensor]:
+        """By their names inside the module at ``path``."""
+        prefix = f"{path}." if path else ""
+        return {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
+
+    def cast(self, given: Any) -> Any:
+        return map_tensors(lambda leaf: leaf.to(self.dtype) if leaf.is_floating_point() else leaf, given)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass
+class _Calls:
+    """``order``: units as forward called them. ``inputs`` and ``outputs``: of the first block of each kind.
+    ``arguments``: the storages that each block was given."""
+
+    order: list[str]
+    inputs: dict[str, Inputs]
+    outputs: dict[str, Any]
+    arguments: dict[str, set[int]]
+
+    def shared_storages(self) -> set[int]:
+        counts = Counter(storage for storages in self.arguments.values() for storage in storages)
+        return {storage for storage, count in counts.items() if count > 1}
+
+
+def _calls(model: nn.Module, made: _Fakes, given: Inputs, units: Units, firsts: Sequence[str]) -> _Calls:
+    """One forward without gradients, in which the first block of each kind runs, and the others return as much."""
+    found = _Calls([], {}, {}, {})
+    handles = []
+    first_of = {structure(model.get_submodule(path)): path for path in firsts}
+    originals: dict[nn.Module, Callable[..., Any]] = {}
+
+    def watch(path: str, module: nn.Module, *, is_block: bool) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.order.append(path)
+            if is_block:
+                leaves = find_tensors((args, kwargs), [])
+                found.arguments[path] = {_storage(leaf) for leaf in leaves}
+                if path in firsts:
+                    found.inputs[path] = (args, kwargs)
+
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if path in firsts:
+                found.outputs[path] = output
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def stand_in(module: nn.Module, first: str) -> None:
+        originals[module] = module.__dict__.get("forward", _MISSING)
+        module.forward = lambda *args, **kwargs: map_tensors(torch.empty_like, found.outputs[first])
+
+    try:
+        for path in units.block_paths:
+            module = model.get_submodule(path)
+            watch(path, module, is_block=True)
+            first = first_of[structure(module)]
+            if path != first:
+                stand_in(module, first)
+        for path in units.large:
+            watch(path, model.get_submodule(path), is_block=False)
+        with torch.no_grad():
+            functional_call(model, made.of(""), *given)
+    finally:
+        for handle in handles:
+            handle.remove()
+        _restore(originals)
+    return found
+
+
+_MISSING: Any = object()
+
+
+def _restore(originals: Mapping[nn.Module, Any]) -> None:
+    for module, forward in originals.items():
+        if forward is _MISSING:
+            del module.forward
+        else:
+            module.forward = forward
+
+
+@contextmanager
+def _left_out(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """Meanwhile each module of ``outputs`` returns tensors like these, and keeps nothing."""
+    originals = {module: module.__dict__.get("forward", _MISSING) for module in outputs}
+
+    def stand_in(like: Any) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves = find_tensors((args, kwargs), [])
+            entry = next((leaf for leaf in leaves if leaf.requires_grad), leaves[0])
+            return map_tensors(lambda leaf: _LeftOut.apply(entry, leaf), like)
+
+        return forward
+
+    try:
+        for module, like in outputs.items():
+            module.forward = stand_in(like)
+        yield
+    finally:
+        _restore(originals)
+
+
+# One run
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One forward and backward. ``input_nbytes``: what full checkpointing keeps. ``kept``: operations that selective
+    checkpointing does not run again, and what they returned. ``peak_nbytes``: the most that was there in backward,
+    gradients of parameters included."""
+
+    forward: Work
+    backward: Work
+    saved_nbytes: int
+    input_nbytes: int
+    kept: Work
+    kept_nbytes: int
+    peak_nbytes: int
+    grad_nbytes: int
+
+    def unit(self, name: str, params: tuple[Param, ...], checkpointing: Checkpointing) -> UnitWork:
+        again, saved = Work(), self.saved_nbytes
+        if checkpointing is Checkpointing.FULL:
+            again, saved = self.forward, self.input_nbytes
+        elif checkpointing is Checkpointing.SELECTIVE:
+            again, saved = self.forward - self.kept, min(self.input_nbytes + self.kept_nbytes, self.saved_nbytes)
+        working = max(self.peak_nbytes - self.grad_nbytes - saved, 0)
+        return UnitWork(name, params, self.forward, self.backward + again, saved, working, is_block=True)
+
+
+def _observe(module: nn.Module, tensors: dict[str, Tensor], given: Inputs, loss: Loss, shared: set[int]) -> _Seen:
+    args, kwargs = map_tensors(lambda leaf: _as_entry(leaf, shared), given)
+    entries = {_storage(leaf): leaf for leaf in find_tensors((args, kwargs), [])}
+    fixed = {_storage(tensor) for tensor in tensors.values()} | shared
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Tensor) and _storage(tensor) not in fixed:
+            saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    memory = _Live()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Counter(memory, fixed) as forward:
+        output = functional_call(module, tensors, args, kwargs)
+        result = loss(output)
+        del output
+    entry_nbytes = sum(leaf.untyped_storage().nbytes() for key, leaf in entries.items() if key not in fixed)
+    held = sum(nbytes for key, nbytes in saved.items() if key in entries)  # made before this run
+    memory.peak = memory.now
+    with _Counter(memory, fixed) as backward:
+        if result.requires_grad:
+            result.backward()
+    grads = [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
+    grad_nbytes = sum(grad.untyped_storage().nbytes() for grad in grads)
+    for tensor in tensors.values():
+        tensor.grad = None
+    return _Seen(
+        forward=forward.total,
+        backward=backward.total,
+        saved_nbytes=sum(saved.values()),
+        input_nbytes=entry_nbytes,
+        kept=forward.kept,
+        kept_nbytes=forward.kept_nbytes,
+        peak_nbytes=memory.peak + held,
+        grad_nbytes=grad_nbytes,
+    )
+
+
+def _as_entry(leaf: Tensor, shared: set[int]) -> Tensor:
+    """An input as the unit before would hand it over: a leaf with a gradient, unless all blocks get it."""
+    is_own = leaf.is_floating_point() and _storage(leaf) not in shared
+    return leaf.detach().requires_grad_(is_own)
+
+
+class _Live:
+    """Bytes of storages that operations made and that are still there."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def made(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._freed, key, nbytes)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+class _Counter(_torch.DispatchMode):
+    """Adds up what operations compute and move. ``kept``: of attention and every other matrix product."""
+
+    def __init__(self, memory: _Live, fixed: set[int]) -> None:
+        super().__init__()
+        self.total = self.kept = Work()
+        self.kept_nbytes = 0
+        self._memory = memory
+        self._num_products = 0
+        self._fixed = frozenset(fixed)
+        self._inside = set(fixed)  # storages that other kernels than products made, and parameters
+        self._crossed: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        inputs, outputs = find_tensors((args, kwargs), []), find_tensors((result,), [])
+        known = {_storage(each) for each in inputs}
+        new = [each for each in outputs if _storage(each) not in known]
+        for each in new:
+            self._memory.made(each)
+            self._inside.discard(_storage(each))  # an address that was freed
+            self._crossed.discard(_storage(each))
+        name = function.name().split("::")[-1].split(".")[0]
+        work = _work_of(function, name, args, kwargs, result)
+        if work is not None:
+            self._count_product(name, work, inputs, new)
+        elif (new or function._schema.is_mutable) and "empty" not in name:
+            self._count_other(inputs, outputs)
+        return result
+
+    def _count_product(self, name: str, work: Work, inputs: list[Tensor], new: list[Tensor]) -> None:
+        """Other kernels write its operands, unless products or parameters are these."""
+        fused = sum(self._crosses(each) for each in inputs if _storage(each) in self._inside - self._fixed)
+        work += Work(fused_nbytes=fused)
+        self.total += work
+        is_kept = "scaled_dot_product" in name
+        if name in ("mm", "addmm"):
+            is_kept = self._num_products % 2 == 0
+            self._num_products += 1
+        if is_kept:
+            self.kept += work
+            self.kept_nbytes += sum(each.untyped_storage().nbytes() for each in new)
+
+    def _count_other(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """A fused kernel reads what products made, and what was there before."""
+        fused = sum(self._crosses(each) for each in inputs if _storage(each) not in self._inside)
+        self._inside.update(map(_storage, outputs))
+        self.total += Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused)
+
+    def _crosses(self, tensor: Tensor) -> int:
+        """Bytes that a kernel leaves for another one, counted once."""
+        if _storage(tensor) in self._crossed:
+            return 0
+        self._crossed.add(_storage(tensor))
+        return _nbytes(tensor)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """What a kernel reads or writes of ``tensor``: an expanded dim only once."""
+    sizes = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    numel = 1
+    for size in sizes:
+        numel *= size
+    return numel * tensor.dtype.itemsize
+
+
+def _work_of(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Work | None:
+    """Of matrix products and attention; None for all else."""
+    if "scaled_dot_product" in name:
+        return Work(other=_attention_flops(name, args, kwargs))
+    if name == "_grouped_mm":
+        first, second = args[0], args[1]
+        rows = first[0].numel() if second.dim() < first.dim() else first.numel()
+        return Work(other=2.0 * rows * second.shape[-1])
+    formula = flop_registry.get(function.overloadpacket)
+    if formula is None:
+        return None
+    flops = float(formula(*args, **kwargs, out_val=result))
+    if name in ("mm", "addmm"):
+        operands = [each for each in args if isinstance(each, Tensor)][-2:]
+        return Work(linear=flops, operand_numel=sum(each.numel() for each in operands))
+    return Work(other=flops)
+
+
+def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
+    """Two products forward, five backward; half of all pairs if it is causal."""
+    is_backward = "backward" in name
+    query, key = args[1:3] if is_backward else args[:2]
+    value = args[3] if is_backward else args[2]
+    pairs = query.shape[0] * query.shape[1] * query.shape[-2] * key.shape[-2]
+    is_causal = kwargs.get("is_causal", any(each is True for each in args))
+    flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
+    return flops * (2.5 if is_backward else 1.0) * (0.5 if is_causal else 1.0)

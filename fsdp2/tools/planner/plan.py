@@ -1,0 +1,418 @@
+"""``plan``: the ways to shard a model on so many GPUs, what each of them costs, and the one to take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.planner.blocks import Units, find_units
+from fsdp2.tools.planner.code import code_for
+from fsdp2.tools.planner.groups import Wire
+from fsdp2.tools.planner.machine import Machine
+from fsdp2.tools.planner.machines import machine_by_name
+from fsdp2.tools.planner.memory import Held
+from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe
+from fsdp2.tools.planner.placement import shard_dim
+from fsdp2.tools.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
+from fsdp2.tools.planner.sizes import GIB, nbytes_of
+from fsdp2.tools.planner.work import Checkpointing
+
+ABOUT_AS_FAST = 1.02  # what the model can tell apart
+USABLE_SHARE = 0.95  # of a GPU's memory; the rest is for the driver and NCCL
+SHARD_SIZES = (64, 512)  # of HSDP, besides a node
+
+ModelOrBuilder = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What each GPU computes in a step.
+
+    Attributes:
+        batch: sequences per GPU.
+        sequence: tokens per sequence.
+        optimizer: ``"adamw"``, ``"sgd with momentum"`` or ``"sgd"``.
+        precision: ``"bf16"`` gathers and computes in bf16, and reduces in fp32. ``"fp32"`` does all in fp32.
+        kernels: ``"eager"``, or ``"compiled"`` for blocks under ``torch.compile``.
+        inputs: makes what the model is given, for models that do not take tokens of shape ``(batch, sequence)``: a
+            tensor, a tuple of arguments, or a dict of them by name. It runs under fake tensors.
+        loss: gets what the model returns; None is cross-entropy of logits in fp32.
+    """
+
+    batch: int
+    sequence: int
+    optimizer: str = "adamw"
+    precision: str = "bf16"
+    kernels: str = "eager"
+    inputs: Callable[[], Any] | None = None
+    loss: Callable[[Any], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("optimizer", Optimizer), ("precision", Precision), ("kernels", Kernels)):
+            allowed = [each.value for each in kind]
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Workload: {name} is {getattr(self, name)!r}, expected one of {allowed}.")
+        for name in ("batch", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Workload: {name} is {getattr(self, name)}, expected at least 1.")
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    def __str__(self) -> str:
+        return (
+            f"{self.batch} x {self.sequence} tokens per GPU, {self.optimizer}, {self.precision}, {self.kernels} kernels"
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to shard, and what it costs; all figures are of one GPU.
+
+    Attributes:
+        choice: the way.
+        result: step time, and memory at the peak.
+        budget_nbytes: what may be used.
+    """
+
+    choice: Choice
+    result: Result
+    budget_nbytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.result.reserved_nbytes <= self.budget_nbytes
+
+    @property
+    def missing_nbytes(self) -> int:
+        """By how much it does not fit."""
+        return max(0, int(self.result.reserved_nbytes) - self.budget_nbytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`plan` found; ``str()`` shows a table.
+
+    Attributes:
+        model: the name of the model's class.
+        num_params: elements of all parameters.
+        units: what gets a ``fully_shard`` call of its own.
+        shapes: of its parameters.
+        choices: all ways that were looked at, those that fit first, the fastest of them first.
+        recommended: of those that fit and are about as fast as the fastest, the one that asks least; None if none fits.
+    """
+
+    model: str
+    num_params: int
+    units: Units
+    shapes: frozenset[tuple[int, ...]]
+    machine: Machine
+    num_gpus: int
+    workload: Workload
+    budget_nbytes: int
+    choices: tuple[Candidate, ...]
+    recommended: Candidate | None
+
+    @cached_property
+    def smallest(self) -> Candidate:
+        """The choice that needs least memory."""
+        return min(self.choices, key=lambda each: each.result.reserved_nbytes)
+
+    @property
+    def code(self) -> str:
+        """Python that shards the model in the recommended way.
+
+        Raises:
+            ValueError: nothing fits; says by how much.
+        """
+        if self.recommended is None:
+            raise ValueError(self.why_nothing_fits())
+        choice = self.recommended.choice
+        num_shards = choice.shard_size or self.num_gpus
+        others = any(shard_dim(shape, num_shards) > 0 for shape in self.shapes)
+        precision = Precision(self.workload.precision)
+        return code_for(self.units, choice, self.machine, precision, cuts_other_dims=others)
+
+    def why_nothing_fits(self) -> str:
+        """By how much the smallest choice is too large, and what would fit."""
+        smallest = self.smallest
+        activations = smallest.result.memory[Held.ACTIVATIONS]
+        state = smallest.result.reserved_nbytes - activations
+        remedies = []
+        if state < self.budget_nbytes and self.workload.batch > 1:
+            batch = int(self.workload.batch * (self.budget_nbytes - state) / activations)
+            if batch >= 1:
+                remedies.append(f"a batch of {batch} per GPU")
+        if smallest.choice.shard_size is None and activations < self.budget_nbytes and not smallest.choice.offloads:
+            needed = self.num_gpus * state / (self.budget_nbytes - activations)
+            remedies.append(f"about {2 ** max(1, int(needed)).bit_length()} GPUs")
+        if activations >= self.budget_nbytes:
+            remedies.append("shorter sequences or context parallelism")
+        return (
+            f"nothing fits into {_gib(self.budget_nbytes)} GiB: the smallest choice, {smallest.choice.name}, takes "
+            f"{_gib(smallest.result.reserved_nbytes)} GiB, {_gib(smallest.missing_nbytes)} GiB too much, of which "
+            f"activations take {_gib(activations)} GiB. Use {' or '.join(remedies) or 'GPUs with more memory'}."
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*self._head(), "", *table(self._shown(), self.recommended), "", self._verdict()])
+
+    def _head(self) -> list[str]:
+        stacks = [f"{len(stack.names)} blocks in {stack.path or 'the model'}" for stack in self.units.stacks]
+        return [
+            f"{self.model}: {self.num_params / 1e9:.2f}B parameters; units: {', '.join([*stacks, *self.units.large])}; "
+            "all else with the model",
+            f"{self.num_gpus} x {self.machine.name}; {self.workload}",
+            f"budget: {_gib(self.budget_nbytes)} GiB of {_gib(self.machine.memory_nbytes)} GiB",
+        ]
+
+    def _shown(self) -> list[Candidate]:
+        """The best ones, the recommended one, and the smallest."""
+        shown = [*self.choices[:10], self.smallest]
+        if self.recommended is not None:
+            shown.append(self.recommended)
+        return [each for each in self.choices if any(each is other for other in shown)]
+
+    def _verdict(self) -> str:
+        if self.recommended is None:
+            return self.why_nothing_fits()
+        return f"recommended: {self.recommended.choice.name}"
+
+
+def plan(
+    model: ModelOrBuilder,
+    machine: Machine | str,
+    workload: Workload,
+    *,
+    num_gpus: int,
+    budget: str | int | None = None,
+) -> Plan:
+    """Predict what a training step costs for each way to shard ``model``. Nothing is allocated; no GPU is needed.
+
+    Args:
+        model: a module, on any device and the meta device, or a function that builds one, which is called on the meta
+            device.
+        machine: one of ``"H100"``, ``"H200"``, ``"B200"``, ``"A100-80"``, ``"A100-40"``, ``"MI300X"``, a path that
+            ``python -m fsdp2 measure`` wrote, or a :class:`Machine`.
+        workload: what each GPU computes.
+        num_gpus: how many there are.
+        budget: bytes of one GPU that may be used, such as ``"70GiB"``; None is 95% of its memory.
+
+    Raises:
+        ValueError: the machine or the budget's unit is unknown; the model has no repeated blocks, or cannot run under
+            fake tensors.
+    """
+    machine = machine_by_name(machine) if isinstance(machine, str) else machine
+    limit = nbytes_of(budget) if budget is not None else int(USABLE_SHARE * machine.memory_nbytes)
+    if num_gpus < 1:
+        raise ValueError(f"plan: num_gpus is {num_gpus}, expected at least 1.")
+    built = model if isinstance(model, nn.Module) else build(model)
+    units = find_units(built)
+    work = observed(built, units, workload)
+    base = _scenario(machine, work, workload, num_gpus)
+    candidates = [_candidate(base, work, choice, limit) for choice in _choices(machine, num_gpus, units)]
+    candidates += list(_that_keep_some(base, work, candidates, limit))
+    ordered = sorted(candidates, key=lambda each: (not each.fits, each.missing_nbytes, each.result.time.step))
+    return Plan(
+        model=type(built).__name__,
+        num_params=sum(param.numel() for param in built.parameters()),
+        units=units,
+        shapes=frozenset(tuple(param.shape) for param in built.parameters()),
+        machine=machine,
+        num_gpus=num_gpus,
+        workload=workload,
+        budget_nbytes=limit,
+        choices=tuple(ordered),
+        recommended=_recommended(candidates),
+    )
+
+
+def build(builder: Callable[[], nn.Module]) -> nn.Module:
+    """Call ``builder`` on the meta device.
+
+    Raises:
+        ValueError: it raises there, or returns no module.
+    """
+    name = getattr(builder, "__name__", repr(builder))
+    try:
+        with torch.device("meta"):
+            built = builder()
+    except Exception as error:
+        raise ValueError(
+            f"plan: {name}() failed on the meta device ({type(error).__name__}: {_first_line(error)}). A builder makes "
+            "the model alone: name no device in it, load no weights, and read no values."
+        ) from error
+    if not isinstance(built, nn.Module):
+        raise ValueError(f"plan: {name}() returned a {type(built).__name__}, expected an nn.Module.")
+    return built
+
+
+def observed(model: nn.Module, units: Units, workload: Workload) -> ModelWork:
+    """What ``model`` computes in ``workload``.
+
+    Raises:
+        ValueError: the model cannot run under fake tensors.
+    """
+    shape = (workload.batch, workload.sequence)
+    inputs = workload.inputs or (lambda: torch.zeros(shape, dtype=torch.int64))
+    dtype = torch.bfloat16 if workload.precision == Precision.BF16.value else torch.float32
+    try:
+        return observe(model, units, inputs, workload.loss or language_model_loss, dtype)
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"plan: this {type(model).__name__} does not run under fake tensors ({type(error).__name__}: "
+            f"{_first_line(error)}). Pass Workload(inputs=...) if it does not take tokens, and read no values of "
+            "tensors in forward."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _scenario(machine: Machine, work: ModelWork, workload: Workload, num_gpus: int) -> Scenario:
+    return Scenario(
+        machine=machine,
+        units=(),
+        tokens=workload.tokens,
+        num_gpus=num_gpus,
+        choice=Choice(""),
+        root=work.root,
+        precision=Precision(workload.precision),
+        optimizer=Optimizer(workload.optimizer),
+        kernels=Kernels(workload.kernels),
+    )
+
+
+def _candidate(base: Scenario, work: ModelWork, choice: Choice, limit: int) -> Candidate:
+    scenario = replace(base, units=work.units(choice.checkpointing), choice=choice)
+    return Candidate(choice, simulate(scenario), limit)
+
+
+def _choices(machine: Machine, num_gpus: int, units: Units) -> Iterator[Choice]:
+    """What asks least first: in settings, then in computing again."""
+    node = machine.node_size
+    sizes = [None, *(size for size in sorted({node, *SHARD_SIZES}) if size < num_gpus and num_gpus % size == 0)]
+    after = [AfterForward.RESHARD, AfterForward.KEEP]
+    if num_gpus > node and num_gpus % node == 0:
+        after.append(AfterForward.RESHARD_TO_SMALLER_MESH)
+    for size, after_forward, checkpointing in itertools.product(sizes, after, Checkpointing):
+        if size == node and after_forward is AfterForward.RESHARD_TO_SMALLER_MESH:
+            continue  # the same
+        yield _named(Choice("", size, after_forward, checkpointing=checkpointing), node)
+    for checkpointing in Checkpointing:
+        if num_gpus > 1:
+            yield _named(Choice("", wire=Wire.FP8, checkpointing=checkpointing), node)
+        if machine.host_bandwidth is not None:
+            yield _named(Choice("", offloads=True, checkpointing=checkpointing), node)
+
+
+def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> Iterator[Candidate]:
+    """Of FSDP that fits but could not keep all blocks unsharded: as many of the last blocks as there is room for."""
+    for candidate in tried:
+        choice = candidate.choice
+        if choice.shard_size or choice.after_forward is not AfterForward.RESHARD or not candidate.fits:
+            continue
+        if choice.wire is not Wire.BF16 or choice.offloads:
+            continue
+        blocks = [unit for unit in work.units(choice.checkpointing) if unit.is_block]
+        itemsize = 2 if base.precision is Precision.BF16 else 4
+        largest = max(sum(param.numel for param in block.params) for block in blocks) * itemsize
+        room = int((limit - candidate.result.reserved_nbytes) // largest)
+        if 0 < room < len(blocks):
+            yield _candidate(base, work, _named(replace(choice, num_kept=room), base.machine.node_size), limit)
+
+
+def _recommended(candidates: list[Candidate]) -> Candidate | None:
+    """Rounding on the wire changes what is learned, so it is never recommended; offloading is, if nothing else fits."""
+    fitting = [each for each in candidates if each.fits and each.choice.wire is Wire.BF16]
+    fitting = [each for each in fitting if not each.choice.offloads] or fitting
+    if not fitting:
+        return None
+    fastest = min(each.result.time.step for each in fitting)
+    return next(each for each in fitting if each.result.time.step <= fastest * ABOUT_AS_FAST)
+
+
+# Words
+
+
+_AFTER = {
+    AfterForward.RESHARD: "reshard",
+    AfterForward.KEEP: "keep",
+    AfterForward.RESHARD_TO_SMALLER_MESH: "reshard to node",
+}
+
+
+def _named(choice: Choice, node_size: int) -> Choice:
+    parts = [sharding(choice), after_forward(choice)]
+    if choice.checkpointing is not Checkpointing.NONE:
+        parts.append(f"{choice.checkpointing.value} checkpointing")
+    if choice.wire is Wire.FP8:
+        parts.append("fp8 gathers")
+    if choice.offloads:
+        parts.append("offload")
+    return replace(choice, name=", ".join(parts))
+
+
+def sharding(choice: Choice) -> str:
+    return f"HSDP {choice.shard_size}" if choice.shard_size else "FSDP"
+
+
+def after_forward(choice: Choice) -> str:
+    return f"keep last {choice.num_kept}" if choice.num_kept else _AFTER[choice.after_forward]
+
+
+def table(candidates: list[Candidate], recommended: Candidate | None) -> list[str]:
+    """Lines; GiB at the peak of one GPU, seconds of a step."""
+    columns = (
+        "  shards|after forward|checkpointing|gathers|shards in|params|grads|optimizer|activations|unsharded|reserved"
+    )
+    rows: list[tuple[str, ...]] = [(*columns.split("|"), "step s", "exposed s", "tokens/s", "fits")]
+    for each in candidates:
+        choice, result = each.choice, each.result
+        memory = result.memory
+        sizes = (
+            result.params_nbytes,
+            result.grads_nbytes + memory[Held.GRADIENTS],
+            result.optimizer_nbytes,
+            memory[Held.ACTIVATIONS],
+            memory[Held.GROUPS],
+            result.reserved_nbytes,
+        )
+        at_least = ">" if choice.offloads else ""  # the optimizer on the host comes on top
+        rows.append(
+            (
+                f"{'*' if each is recommended else ' '} {sharding(choice)}",
+                after_forward(choice),
+                choice.checkpointing.value,
+                choice.wire.value,
+                "host" if choice.offloads else "GPU",
+                *map(_gib, sizes),
+                f"{at_least}{result.time.step:.3f}",
+                f"{result.time.exposed:.3f}",
+                f"{'<' if choice.offloads else ''}{result.tokens_per_second:.0f}",
+                "yes" if each.fits else f"no, {_gib(each.missing_nbytes)} over",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 5 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"

@@ -1,0 +1,253 @@
+"""One model, on so many GPUs, sharded in one way: its step time, and what it holds at the peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from fsdp2.plan.dtypes import ParamDtypes
+from fsdp2.schedule.schedule import AfterForward, UnitRules
+from fsdp2.tools.planner.groups import Axes, GroupCost, Wire, group_cost
+from fsdp2.tools.planner.machine import Machine, all_reduce, gather, ranks_of
+from fsdp2.tools.planner.memory import Held
+from fsdp2.tools.planner.simulate import Accelerator, StepTime, UnitCost, steady_step
+from fsdp2.tools.planner.work import Checkpointing, Param, UnitWork, Work
+
+ALLOCATOR_SHARE = 1.09  # reserved per byte held: calibrated on one published row, docs/scale.md
+FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
+
+
+class Precision(Enum):
+    """Of compute: all-gathers and products in it, sums of gradients in fp32."""
+
+    __hash__ = object.__hash__
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    def dtypes(self, orig: torch.dtype) -> ParamDtypes:
+        """The dtypes of a parameter with shards of ``orig``."""
+        param = torch.bfloat16 if self is Precision.BF16 else torch.float32
+        return ParamDtypes(orig, param, torch.float32, orig)
+
+
+class Optimizer(Enum):
+    """Of which kind."""
+
+    __hash__ = object.__hash__
+
+    ADAMW = "adamw"
+    MOMENTUM = "sgd with momentum"
+    SGD = "sgd"
+
+    @property
+    def num_states(self) -> int:
+        """Tensors per parameter, of its size and dtype."""
+        return {Optimizer.ADAMW: 2, Optimizer.MOMENTUM: 1, Optimizer.SGD: 0}[self]
+
+    @property
+    def num_moved(self) -> int:
+        """Tensors that a step reads or writes: it reads the gradient, and reads and writes all else."""
+        return 1 + 2 * (1 + self.num_states)
+
+
+class Kernels(Enum):
+    """Whether blocks run under ``torch.compile``."""
+
+    __hash__ = object.__hash__
+
+    EAGER = "eager"
+    COMPILED = "compiled"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to shard.
+
+    Attributes:
+        shard_size: over how many ranks, with replicas over the others (HSDP); None is over all.
+        num_kept: how many of the last blocks stay unsharded after forward, where ``after_forward`` reshards.
+        offloads: shards, gradients and optimizer are in the host's memory.
+    """
+
+    name: str
+    shard_size: int | None = None
+    after_forward: AfterForward = AfterForward.RESHARD
+    wire: Wire = Wire.BF16
+    shares_communicator: bool = True
+    checkpointing: Checkpointing = Checkpointing.NONE
+    num_kept: int = 0
+    offloads: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``units``: in the order of forward, without the root, whose own parameters are ``root``. ``tokens``: of one GPU,
+    or of a group of ``tensor_parallel`` GPUs. ``fp8``: the blocks' products with weights run in fp8.
+    ``hides_exchanges``: those of tensor parallelism overlap with compute (async TP)."""
+
+    machine: Machine
+    units: tuple[UnitWork, ...]
+    tokens: int
+    num_gpus: int
+    choice: Choice
+    root: tuple[Param, ...] = ()
+    precision: Precision = Precision.BF16
+    optimizer: Optimizer = Optimizer.ADAMW
+    kernels: Kernels = Kernels.COMPILED
+    fp8: bool = False
+    tensor_parallel: int = 1
+    hides_exchanges: bool = False
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.num_gpus // self.tensor_parallel
+
+    @property
+    def axes(self) -> Axes:
+        """Tensor parallelism takes neighbours, sharding comes next, replicas are furthest apart."""
+        tp, node, total = self.tensor_parallel, self.machine.node_size, self.data_parallel_size
+        shard_size = min(self.choice.shard_size or total, total)
+        resting = None
+        if self.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH:
+            resting = ranks_of(min(node, shard_size), tp, node)
+        shard = ranks_of(shard_size, tp, node)
+        return Axes(shard, ranks_of(total // shard_size, tp * shard_size, node), resting)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the ranks divide into groups of the size that the choice asks for, and more than one of them."""
+        total, size = self.data_parallel_size, self.choice.shard_size
+        if self.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and total <= self.machine.node_size:
+            return False
+        return size is None or (total % size == 0 and total > size)
+
+
+@dataclass(frozen=True)
+class Result:
+    """``grads_nbytes``: of the sharded gradients. ``memory``: what is held at the peak beside parameters and optimizer,
+    and for what. All figures are of one GPU."""
+
+    time: StepTime
+    tokens_per_second: float
+    params_nbytes: float
+    optimizer_nbytes: float
+    grads_nbytes: float
+    memory: dict[Held, float]
+
+    @property
+    def state_nbytes(self) -> float:
+        return self.params_nbytes + self.optimizer_nbytes
+
+    @property
+    def peak_nbytes(self) -> float:
+        return self.state_nbytes + sum(self.memory.values())
+
+    @property
+    def reserved_nbytes(self) -> float:
+        """What the caching allocator takes: more than is held, and room for gradients, whenever the peak is."""
+        return ALLOCATOR_SHARE * (self.peak_nbytes + self.grads_nbytes - self.memory[Held.REDUCED])
+
+
+def simulate(scenario: Scenario) -> Result:
+    """The second step of ``scenario``. With ``offloads``, the optimizer's time on the host is not known, and left
+    out."""
+    choice, machine = scenario.choice, scenario.machine
+    root = _group_cost(scenario, scenario.root, Wire.BF16)
+    units = [_unit_cost(scenario, work) for work in scenario.units]
+    groups = [group for group in [root, *(unit.group for unit in units)] if group is not None]
+    params, trainable = (sum(getattr(group, name) for group in groups) for name in ("shards_nbytes", "trained_nbytes"))
+    device = Accelerator(
+        units,
+        _rules(scenario),
+        root=root,
+        shares_communicator=choice.shares_communicator,
+        optimizer=0.0
+        if choice.offloads
+        else trainable * scenario.optimizer.num_moved / machine.copy_bandwidth + _scales_seconds(scenario),
+    )
+    time = steady_step(device, machine.contention)
+    tokens_per_second = scenario.tokens / scenario.tensor_parallel / time.step
+    on_device = 0 if choice.offloads else 1
+    return Result(
+        time,
+        tokens_per_second,
+        params * on_device,
+        trainable * scenario.optimizer.num_states * on_device,
+        trainable * on_device,
+        device.memory.peak,
+    )
+
+
+def calibrated(scenario: Scenario, tokens_per_second: float) -> Machine:
+    """The machine of ``scenario`` with the utilisation that gives so many tokens per second and GPU."""
+    low, high = 0.01, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        machine = replace(scenario.machine, utilisation=middle)
+        too_fast = simulate(replace(scenario, machine=machine)).tokens_per_second > tokens_per_second
+        low, high = (low, middle) if too_fast else (middle, high)
+    return replace(scenario.machine, utilisation=high)
+
+
+def _rules(scenario: Scenario) -> list[UnitRules]:
+    """What ``fully_shard`` is told for each unit, the root first, which stays unsharded."""
+    choice = scenario.choice
+    blocks = [index for index, unit in enumerate(scenario.units) if unit.is_block]
+    kept = set(blocks[len(blocks) - choice.num_kept :])
+    rules = [UnitRules(after_forward=AfterForward.KEEP)]
+    for index in range(len(scenario.units)):
+        rules.append(UnitRules(after_forward=AfterForward.KEEP if index in kept else choice.after_forward))
+    return rules
+
+
+def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> GroupCost | None:
+    if not params:
+        return None
+    offloads = scenario.choice.offloads
+    return group_cost(scenario.machine, params, scenario.axes, wire, scenario.precision.dtypes, offloads=offloads)
+
+
+def _unit_cost(scenario: Scenario, work: UnitWork) -> UnitCost:
+    machine = scenario.machine
+    wire = scenario.choice.wire if work.is_block else Wire.BF16
+    exchange = 0.0
+    if not scenario.hides_exchanges:
+        ranks = ranks_of(scenario.tensor_parallel, 1, machine.node_size)
+        exchange = gather(machine, ranks, work.exchanged_nbytes).alone
+    forward, backward = (exchange * count for count in work.exchanges)
+    return UnitCost(
+        name=work.name,
+        forward=_seconds(scenario, work.forward, is_block=work.is_block),
+        backward=_seconds(scenario, work.backward, is_block=work.is_block),
+        group=_group_cost(scenario, work.params, wire),
+        saved_nbytes=work.saved_nbytes,
+        working_nbytes=work.working_nbytes,
+        forward_fixed=forward,
+        backward_fixed=backward,
+    )
+
+
+def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:
+    """Products at their share of the peak, all other kernels at the rate of a copy."""
+    machine = scenario.machine
+    half = scenario.precision is Precision.BF16
+    peak = machine.bf16_flops if half else machine.peak_fp32()
+    linear_peak, converted = peak, 0.0
+    if scenario.fp8 and is_block:
+        linear_peak = machine.peak_fp8()
+        converted = work.operand_numel * FP8_CAST_NBYTES
+    is_fused = is_block and scenario.kernels is Kernels.COMPILED
+    moved = work.fused_nbytes if is_fused else work.moved_nbytes
+    products = (work.linear / linear_peak + work.other / peak) / machine.utilisation
+    return products + (moved + converted) / machine.copy_bandwidth
+
+
+def _scales_seconds(scenario: Scenario) -> float:
+    """With fp8 on the wire, one all-reduce of the scales of all matrices follows the optimizer."""
+    if scenario.choice.wire is not Wire.FP8:
+        return 0.0
+    matrices = sum(len(param.shape) > 1 for unit in scenario.units if unit.is_block for param in unit.params)
+    return all_reduce(scenario.machine, scenario.axes.shard, 4.0 * matrices).alone

@@ -1,0 +1,83 @@
+"""What a unit of a model computes and holds: parameters, floating-point operations, bytes moved, activations.
+
+A unit is what one ``fully_shard`` call makes. Sizes and operations are those of one GPU and one step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from enum import Enum
+
+import torch
+
+
+class Checkpointing(Enum):
+    """Which activations are computed again in backward. ``SELECTIVE`` keeps attention and every other matrix product,
+    as torchtitan does. No choice gathers parameters again: a block that recomputes has been gathered for backward."""
+
+    __hash__ = object.__hash__
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class Param:
+    """``dtype``: that of the shard, which the optimizer updates."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass computes.
+
+    Attributes:
+        linear: floating-point operations of products with two-dimensional weights, which may run in fp8.
+        other: those of all other products, attention included.
+        moved_nbytes: what all other kernels read and write, if each operation is a kernel.
+        fused_nbytes: the same, if all operations between two products are one kernel, as ``torch.compile`` makes them.
+        operand_numel: elements of the operands of ``linear``, which fp8 has to convert.
+    """
+
+    linear: float = 0.0
+    other: float = 0.0
+    moved_nbytes: float = 0.0
+    fused_nbytes: float = 0.0
+    operand_numel: float = 0.0
+
+    def __add__(self, more: Work) -> Work:
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(more), strict=True)))
+
+    def __sub__(self, less: Work) -> Work:
+        return self + less * -1
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(times * each for each in astuple(self)))
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """One unit. ``backward`` includes what is computed again. ``saved_nbytes`` stay from its forward to its backward,
+    ``working_nbytes`` come on top while its backward runs. ``exchanges``: how often tensor parallelism gathers or
+    scatters all activations of ``exchanged_nbytes``, in forward and in backward. ``is_block``: it may send and compute
+    in fp8."""
+
+    name: str
+    params: tuple[Param, ...]
+    forward: Work
+    backward: Work
+    saved_nbytes: float
+    working_nbytes: float
+    exchanges: tuple[int, int] = (0, 0)
+    exchanged_nbytes: float = 0.0
+    is_block: bool = False
