@@ -8,6 +8,7 @@ from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.tools import inner_gradients as _inner_gradients, memory_limit as _memory_limit, trace
+from fsdp2.tools.auto_shard import AutoShard, auto_shard
 from fsdp2.tools.clip import clip_grad_norm_
 from fsdp2.tools.flat_optimizer import flatten_optimizer
 from fsdp2.tools.install import install, installed, uninstall
@@ -35,12 +36,12 @@ from fsdp2.types import (
 )
 
 if TYPE_CHECKING:
-    from fsdp2.fsdp1.by_policy import auto_shard
     from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
     from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "AllGather",
+    "AutoShard",
     "CPUOffloadPolicy",
     "Comm",
     "CommunicationError",
@@ -87,7 +88,7 @@ __all__ = [
 _inner_gradients.register()
 _memory_limit.register()
 
-_OF_FSDP1 = ("FSDPExtensions", "FullyShardedDataParallel", "auto_shard", "set_fsdp_extensions")
+_OF_FSDP1 = ("FSDPExtensions", "FullyShardedDataParallel", "set_fsdp_extensions")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """``python -m fsdp2 run script.py ...``: run a script with :func:`fsdp2.install` in force.
 
 ``python -m fsdp2 plan module:function --gpus 64``: compare the ways to shard a model.
+``python -m fsdp2 measure machine.json``: measure this machine for ``plan``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import fsdp2
 from fsdp2.tools.planner.command import add_plan
+from fsdp2.tools.planner.measure import add_measure
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     run.set_defaults(run=run_script)
     add_plan(commands)
+    add_measure(commands)
     options = parser.parse_args(arguments)
     options.run(parser, options)
 

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fsdp2.fsdp1.by_policy import auto_shard
 from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
+from fsdp2.tools.auto_shard import auto_shard
 
 __all__ = [
     "BackwardPrefetch",

@@ -1,4 +1,5 @@
-"""``auto_shard``: what a policy chooses becomes a unit, as if ``fully_shard`` had been called on each."""
+"""``auto_shard``: what a policy chooses becomes a unit, as if ``fully_shard`` had been called on each; a budget chooses
+units, checkpointing and what stays unsharded."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 
 import fsdp2
 from fsdp2.runtime.root import units_under
+from fsdp2.tools.planner import recompute
+from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
+from tests.unit.planner_models import LanguageModel
 
 
 def units(model: nn.Module) -> list[str]:
@@ -56,3 +60,73 @@ def test_a_policy_that_chooses_nothing_is_refused() -> None:
         fsdp2.auto_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ModuleWrapPolicy({nn.LayerNorm}))
     with pytest.raises(TypeError, match="the wrapping policy is a set, expected a policy"):
         fsdp2.auto_shard(nn.Sequential(nn.Linear(2, 2)), {nn.Linear})
+
+
+# A budget
+
+WORKLOAD = fsdp2.Workload(batch=2, sequence=32, precision="fp32", loss=lambda output: output.float().square().mean())
+TOKENS = torch.arange(64).remainder(32).reshape(2, 32)
+
+
+def losses(model: nn.Module, num_steps: int = 2) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(num_steps):
+        loss = model(TOKENS).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return LanguageModel(vocabulary=512)
+
+
+@distributed(2)
+def test_a_roomy_budget_shards_blocks_and_large_modules_and_computes_nothing_again(ctx: RankContext) -> None:
+    model, plain = language_model(), language_model()
+    done = fsdp2.auto_shard(model, budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    assert units(model) == ["", "embedding", *(f"layers.{i}" for i in range(4)), "head"]
+    assert done.applied.choice.checkpointing is Checkpointing.NONE
+    assert done.model is model
+    assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@distributed(2)
+def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContext) -> None:
+    model, plain = language_model(), language_model()
+    roomy = fsdp2.auto_shard(language_model(), budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    least = min(each.result.reserved_nbytes for each in roomy.plan.choices)
+    done = fsdp2.auto_shard(model, budget=int(least) + 1, workload=WORKLOAD, mesh=ctx.mesh_1d())
+    assert done.applied.choice.checkpointing is Checkpointing.FULL
+    assert "GiB too much" in str(done)
+    assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@distributed(2)
+def test_selective_checkpointing_trains_alike(ctx: RankContext) -> None:
+    model, plain = language_model(), language_model()
+    for block in model.layers:
+        recompute(block, "selective")
+        fsdp2.fully_shard(block, mesh=ctx.mesh_1d())
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@distributed(2)
+def test_what_cannot_fit_is_refused_with_what_would_and_nothing_is_sharded(ctx: RankContext) -> None:
+    model = language_model()
+    with pytest.raises(ValueError, match=r"auto_shard: nothing fits into .* GiB too much, .* Use "):
+        fsdp2.auto_shard(model, budget="1MB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    assert units(model) == []
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_policy_and_budget_exclude_each_other_and_a_budget_needs_a_workload() -> None:
+    with pytest.raises(TypeError, match="pass either policy or budget"):
+        fsdp2.auto_shard(nn.Linear(2, 2))  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="budget needs workload"):
+        fsdp2.auto_shard(nn.Linear(2, 2), budget="1GiB")  # type: ignore[call-overload]

@@ -67,6 +67,7 @@ def test_public_names() -> None:
         "\n".join(sorted(fsdp2.__all__)),
         """\
 AllGather
+AutoShard
 CPUOffloadPolicy
 Comm
 CommunicationError

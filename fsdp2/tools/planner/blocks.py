@@ -90,18 +90,20 @@ def _stacks(module: nn.Module, path: str, enough: float) -> Iterator[Stack]:
     """The outermost ones; what they hold is not searched."""
     children = {name: child for name, child in module.named_children() if _numel(child)}
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and _numel(module) >= enough:
-        repeated = Counter(map(structure, children.values()))
-        if any(count > 1 for count in repeated.values()):
-            blocks = [
-                name
-                for name, child in children.items()
-                if repeated[structure(child)] > 1
-                or type(child) in {type(other) for other in children.values() if repeated[structure(other)] > 1}
-            ]
-            yield Stack(path, tuple(blocks), isinstance(module, nn.ModuleDict))
+        callable_ones = {name: child for name, child in children.items() if not _is_mere_container(child)}
+        counts = Counter(map(structure, callable_ones.values()))
+        repeated = {kind for (kind, _), count in counts.items() if count > 1}  # others of the class are blocks, too
+        if repeated:
+            names = tuple(name for name, child in callable_ones.items() if type(child) in repeated)
+            yield Stack(path, names, isinstance(module, nn.ModuleDict))
             return
     for name, child in children.items():
         yield from _stacks(child, f"{path}.{name}" if path else name, enough)
+
+
+def _is_mere_container(module: nn.Module) -> bool:
+    """It has no forward of its own."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _outside(module: nn.Module, path: str, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -296,7 +296,8 @@ class _Seen:
 def _observe(module: nn.Module, tensors: dict[str, Tensor], given: Inputs, loss: Loss, shared: set[int]) -> _Seen:
     args, kwargs = map_tensors(lambda leaf: _as_entry(leaf, shared), given)
     entries = {_storage(leaf): leaf for leaf in find_tensors((args, kwargs), [])}
-    fixed = {_storage(tensor) for tensor in tensors.values()} | shared
+    params = {_storage(tensor) for tensor in tensors.values()}
+    fixed = params | shared
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -305,14 +306,14 @@ def _observe(module: nn.Module, tensors: dict[str, Tensor], given: Inputs, loss:
         return tensor
 
     memory = _Live()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Counter(memory, fixed) as forward:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Counter(memory, params) as forward:
         output = functional_call(module, tensors, args, kwargs)
         result = loss(output)
         del output
     entry_nbytes = sum(leaf.untyped_storage().nbytes() for key, leaf in entries.items() if key not in fixed)
     held = sum(nbytes for key, nbytes in saved.items() if key in entries)  # made before this run
     memory.peak = memory.now
-    with _Counter(memory, fixed) as backward:
+    with _Counter(memory, params) as backward:
         if result.requires_grad:
             result.backward()
     grads = [tensor.grad for tensor in tensors.values() if tensor.grad is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -210,15 +210,39 @@ def plan(
         ValueError: the machine or the budget's unit is unknown; the model has no repeated blocks, or cannot run under
             fake tensors.
     """
-    machine = machine_by_name(machine) if isinstance(machine, str) else machine
-    limit = nbytes_of(budget) if budget is not None else int(USABLE_SHARE * machine.memory_nbytes)
+    machine, limit = checked_inputs(machine, budget)
     if num_gpus < 1:
         raise ValueError(f"plan: num_gpus is {num_gpus}, expected at least 1.")
     built = model if isinstance(model, nn.Module) else build(model)
+    return compare(built, machine, workload, num_gpus=num_gpus, limit=limit)
+
+
+def checked_inputs(machine: Machine | str, budget: str | int | None) -> tuple[Machine, int]:
+    """The machine, and the bytes of a GPU that may be used.
+
+    Raises:
+        ValueError: the machine or the budget's unit is unknown.
+    """
+    machine = machine_by_name(machine) if isinstance(machine, str) else machine
+    return machine, nbytes_of(budget) if budget is not None else int(USABLE_SHARE * machine.memory_nbytes)
+
+
+def compare(
+    built: nn.Module,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_gpus: int,
+    limit: int,
+    shard_sizes: Sequence[int | None] = (),
+    is_allowed: Callable[[Choice], bool] = lambda choice: True,
+) -> Plan:
+    """:func:`plan` for a module. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some sizes."""
     units = find_units(built)
     work = observed(built, units, workload)
     base = _scenario(machine, work, workload, num_gpus)
-    candidates = [_candidate(base, work, choice, limit) for choice in _choices(machine, num_gpus, units)]
+    choices = filter(is_allowed, _choices(machine, num_gpus, shard_sizes or _shard_sizes(machine, num_gpus)))
+    candidates = [_candidate(base, work, choice, limit) for choice in choices]
     candidates += list(_that_keep_some(base, work, candidates, limit))
     ordered = sorted(candidates, key=lambda each: (not each.fits, each.missing_nbytes, each.result.time.step))
     return Plan(
@@ -299,10 +323,15 @@ def _candidate(base: Scenario, work: ModelWork, choice: Choice, limit: int) -> C
     return Candidate(choice, simulate(scenario), limit)
 
 
-def _choices(machine: Machine, num_gpus: int, units: Units) -> Iterator[Choice]:
+def _shard_sizes(machine: Machine, num_gpus: int) -> list[int | None]:
+    """None is FSDP."""
+    sizes = sorted({machine.node_size, *SHARD_SIZES})
+    return [None, *(size for size in sizes if size < num_gpus and num_gpus % size == 0)]
+
+
+def _choices(machine: Machine, num_gpus: int, sizes: Sequence[int | None]) -> Iterator[Choice]:
     """What asks least first: in settings, then in computing again."""
     node = machine.node_size
-    sizes = [None, *(size for size in sorted({node, *SHARD_SIZES}) if size < num_gpus and num_gpus % size == 0)]
     after = [AfterForward.RESHARD, AfterForward.KEEP]
     if num_gpus > node and num_gpus % node == 0:
         after.append(AfterForward.RESHARD_TO_SMALLER_MESH)
@@ -312,16 +341,20 @@ def _choices(machine: Machine, num_gpus: int, units: Units) -> Iterator[Choice]:
         yield _named(Choice("", size, after_forward, checkpointing=checkpointing), node)
     for checkpointing in Checkpointing:
         if num_gpus > 1:
-            yield _named(Choice("", wire=Wire.FP8, checkpointing=checkpointing), node)
+            yield _named(Choice("", sizes[0], wire=Wire.FP8, checkpointing=checkpointing), node)
         if machine.host_bandwidth is not None:
-            yield _named(Choice("", offloads=True, checkpointing=checkpointing), node)
+            yield _named(Choice("", sizes[0], offloads=True, checkpointing=checkpointing), node)
 
 
 def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> Iterator[Candidate]:
-    """Of FSDP that fits but could not keep all blocks unsharded: as many of the last blocks as there is room for."""
+    """As many of the last blocks as there is room for, where not all of them can stay unsharded."""
     for candidate in tried:
         choice = candidate.choice
-        if choice.shard_size or choice.after_forward is not AfterForward.RESHARD or not candidate.fits:
+        if (
+            choice.shard_size != tried[0].choice.shard_size
+            or choice.after_forward is not AfterForward.RESHARD
+            or not candidate.fits
+        ):
             continue
         if choice.wire is not Wire.BF16 or choice.offloads:
             continue

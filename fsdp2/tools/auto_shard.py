@@ -1,0 +1,156 @@
+"""``auto_shard``: units by a policy of FSDP1, or by what fits into a budget of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.api.fully_shard import fully_shard
+from fsdp2.api.module import FSDPModule
+from fsdp2.plan.mesh import default_mesh
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.planner.blocks import Units
+from fsdp2.tools.planner.groups import Wire
+from fsdp2.tools.planner.machine import Machine
+from fsdp2.tools.planner.placement import placement_for
+from fsdp2.tools.planner.plan import Candidate, Plan, Workload, checked_inputs, compare
+from fsdp2.tools.planner.recompute import recompute
+from fsdp2.tools.planner.scenario import Choice
+from fsdp2.tools.planner.sizes import GIB
+from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class AutoShard:
+    """What :func:`auto_shard` did for a budget; ``str()`` says why.
+
+    Attributes:
+        model: the sharded model.
+        plan: all choices that were compared. ``plan.recommended`` was applied.
+    """
+
+    model: FSDPModule
+    plan: Plan
+
+    @property
+    def applied(self) -> Candidate:
+        chosen = self.plan.recommended
+        assert chosen is not None  # else auto_shard has raised
+        return chosen
+
+    def __str__(self) -> str:
+        choice, result = self.applied.choice, self.applied.result
+        units = self.plan.units
+        budget = self.plan.budget_nbytes / GIB
+        lines = [
+            f"chose {choice.name}: {result.reserved_nbytes / GIB:.2f} of {budget:.2f} GiB, a step of "
+            f"{result.time.step:.3f} s, of which communication is {result.time.exposed:.3f} s",
+            f"units: {', '.join([f'{len(units.block_paths)} blocks', *units.large])}; the rest with the model",
+        ]
+        for other in self.plan.choices:
+            if other.choice.num_kept == 0 and other is not self.applied:
+                lines.append(f"not {other.choice.name}: {self._why_not(other)}")
+        return "\n".join([*lines, "no prefetch lists: each unit prefetches the next one of the last forward"])
+
+    def _why_not(self, other: Candidate) -> str:
+        if not other.fits:
+            return f"{other.missing_nbytes / GIB:.2f} GiB too much"
+        slower = other.result.time.step / self.applied.result.time.step - 1
+        return f"{100 * slower:.0f}% slower" if slower > 0.005 else "not faster, and asks more"
+
+
+@overload
+def auto_shard(model: nn.Module, policy: Any, **options: Any) -> FSDPModule: ...
+@overload
+def auto_shard(
+    model: nn.Module, *, budget: str | int, workload: Workload, machine: Machine | str = ..., **options: Any
+) -> AutoShard: ...
+def auto_shard(
+    model: nn.Module,
+    policy: Any = None,
+    *,
+    budget: str | int | None = None,
+    workload: Workload | None = None,
+    machine: Machine | str = "H100",
+    **options: Any,
+) -> FSDPModule | AutoShard:
+    """Call :func:`fsdp2.fully_shard` on modules inside ``model``, inner ones first, then on ``model``.
+
+    With ``policy``, on those that it chooses. With ``budget``, on repeated blocks, and on large embeddings and heads:
+    of the ways to shard that fit into the budget, the fastest is applied, with activation checkpointing if it needs
+    some.
+
+    Args:
+        model: the model. It is changed in place.
+        policy: a policy of ``torch.distributed.fsdp.wrap``, such as ``ModuleWrapPolicy({Block})``, or a function
+            ``(module, recurse, nonwrapped_numel)``. What a ``CustomPolicy`` returns for a module overrides ``options``.
+        budget: bytes that one GPU may take, such as ``"70GiB"``, activations and optimizer included.
+        workload: with ``budget``: what each GPU computes in a step.
+        machine: with ``budget``: the machine whose rates decide what is faster, as for :func:`fsdp2.plan`.
+        options: arguments of ``fully_shard``, such as ``mesh`` and ``mp_policy``. With ``budget``, ``mesh`` decides
+            between FSDP and HSDP, and ``mp_policy`` follows from ``workload`` unless it is passed.
+
+    Returns:
+        ``model`` with ``policy``, and an :class:`AutoShard` with ``budget``.
+
+    Raises:
+        TypeError: neither or both of ``policy`` and ``budget`` are given; ``policy`` is neither a policy nor a
+            function; ``fully_shard`` has no such option.
+        ValueError: ``policy`` chooses no module; nothing fits into ``budget``; ``fully_shard`` refuses a module.
+            Modules inside of it stay sharded then.
+    """
+    if (policy is None) == (budget is None):
+        raise TypeError(
+            "auto_shard: pass either policy or budget, such as auto_shard(model, budget='70GiB', workload=...)."
+        )
+    if budget is None:
+        from fsdp2.fsdp1.by_policy import shard_by_policy  # imports torch's FSDP1, which takes long
+
+        return shard_by_policy(model, policy, **options)
+    if workload is None:
+        raise TypeError("auto_shard: budget needs workload, such as fsdp2.Workload(batch=2, sequence=8192).")
+    options = {"mesh": default_mesh(), **options}
+    shard_size = _shard_size(options["mesh"])
+    machine, limit = checked_inputs(machine, budget)
+    offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+
+    def is_allowed(choice: Choice) -> bool:
+        is_on_one_mesh = choice.after_forward is not AfterForward.RESHARD_TO_SMALLER_MESH
+        return is_on_one_mesh and choice.wire is Wire.BF16 and choice.offloads == offloads
+
+    found = compare(
+        model,
+        machine,
+        workload,
+        num_gpus=options["mesh"].size(),
+        limit=limit,
+        shard_sizes=[shard_size],
+        is_allowed=is_allowed,
+    )
+    if found.recommended is None:
+        raise ValueError(f"auto_shard: {found.why_nothing_fits()}")
+    if workload.precision == "bf16":
+        options.setdefault("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    options.setdefault("shard_placement_fn", placement_for(shard_size or options["mesh"].size()))
+    return AutoShard(_apply(model, found.units, found.recommended.choice, options), found)
+
+
+def _shard_size(mesh: DeviceMesh) -> int | None:
+    """That of HSDP; None for FSDP."""
+    return mesh.size(1) if mesh.ndim == 2 else None
+
+
+def _apply(model: nn.Module, units: Units, choice: Choice, options: dict[str, Any]) -> FSDPModule:
+    paths = units.block_paths
+    for index, path in enumerate(paths):
+        block = model.get_submodule(path)
+        recompute(block, choice.checkpointing)
+        stays = choice.after_forward is AfterForward.KEEP or index >= len(paths) - choice.num_kept
+        fully_shard(block, reshard_after_forward=not stays, **options)
+    for path in units.large:
+        fully_shard(model.get_submodule(path), **options)
+    return fully_shard(model, **options)

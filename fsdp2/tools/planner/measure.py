@@ -1,0 +1,216 @@
+"""``python -m fsdp2 measure``: the machine at hand, as the planner needs it.
+
+Alone it measures products, copies and memory; under ``torchrun`` also all-gathers and reduce-scatters, by size, alone
+and beside products. Links in a node and between nodes are told apart by measuring on one node and on several: the
+machine gets the rate over all ranks for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.comm.backends import comm_for, match_channels
+from fsdp2.comm.streams import Waitable
+from fsdp2.plan.mesh import Axis
+from fsdp2.tools.planner.machine import Contention, Link, Machine
+from fsdp2.tools.planner.machines import fields_of
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Seconds of gathering or scattering ``nbytes`` over all ranks. ``beside``: what it adds to products beside it."""
+
+    name: str
+    nbytes: int
+    alone: float
+    beside: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    machine: Machine
+    collectives: tuple[Collective, ...]
+
+
+def measure(sizes: tuple[int, ...], width: int) -> Measured:
+    """Measure this rank's device, and the collectives of the default group if there is one.
+
+    Args:
+        sizes: bytes of collectives, ascending.
+        width: of the square products.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
+    flops = {dtype: _product_flops(device, width, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    copies = _copy_bandwidth(device)
+    found = _collectives(sizes, device, width)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    link = _link(found, num_ranks)
+    machine = Machine(
+        name=f"measured: {_device_name(device)}, {num_ranks} ranks",
+        bf16_flops=flops[torch.bfloat16],
+        fp8_flops=None,
+        utilisation=1.0,  # what was measured is what products reach
+        memory_nbytes=_memory(device),
+        copy_bandwidth=copies,
+        node_size=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
+        in_node=link,
+        network=link,
+        bandwidth_efficiency=1.0,
+        launch_latency=0.0,
+        contention=_contention(found),
+        fp32_flops=flops[torch.float32],
+        sources=("measured by python -m fsdp2 measure",),
+    )
+    return Measured(machine, found)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median, after one round to warm up."""
+    taken = []
+    for _ in range(ROUNDS + 1):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _product_flops(device: torch.device, width: int, dtype: torch.dtype) -> float:
+    a, b = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    return 2.0 * width**3 / _seconds(lambda: a @ b, device)
+
+
+def _copy_bandwidth(device: torch.device, numel: int = 2**24) -> float:
+    source, target = (torch.ones(numel, device=device) for _ in range(2))
+    return 2.0 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _collectives(sizes: tuple[int, ...], device: torch.device, width: int) -> tuple[Collective, ...]:
+    """As fsdp2 issues them over all ranks; none without a process group."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1:
+        return ()
+    axis = Axis(world, world.size(), world.rank())
+    match_channels(axis)
+    comm = comm_for(axis, device, is_async=True)
+    a = torch.ones(width, width, device=device)
+    product = _seconds(lambda: a @ a, device)
+
+    def one(name: str, nbytes: int) -> Collective:
+        whole = torch.ones(nbytes // 4 // axis.size * axis.size, device=device)
+        part = torch.ones(whole.numel() // axis.size, device=device)
+
+        def start() -> Sequence[Waitable]:
+            return comm.all_gather([whole], [part])() if name == "all-gather" else comm.reduce_scatter([part], [whole])
+
+        def finish(works: Sequence[Waitable]) -> None:
+            for work in works:
+                work.wait()
+
+        def products() -> None:
+            for _ in range(count):
+                torch.mm(a, a)
+
+        def both() -> None:
+            works = start()
+            products()
+            finish(works)
+
+        dist.barrier()
+        alone = _agreed(_seconds(lambda: finish(start()), device), device)
+        count = math.ceil(alone / product) + 1  # longer than the transfer
+        dist.barrier()
+        return Collective(name, nbytes, alone, max(_seconds(both, device) - _seconds(products, device), 0.0))
+
+    return tuple(one(name, nbytes) for name in ("all-gather", "reduce-scatter") for nbytes in sizes)
+
+
+def _agreed(seconds: float, device: torch.device) -> float:
+    """That of rank 0, so that all ranks run as many products."""
+    agreed = torch.tensor(seconds, device=device)
+    dist.broadcast(agreed, src=0)
+    return agreed.item()
+
+
+def _link(found: tuple[Collective, ...], num_ranks: int) -> Link:
+    """A line through the smallest and the largest all-gather; a ring has a hop per other rank. Without collectives, a
+    link that takes no time."""
+    gathers = [each for each in found if each.name == "all-gather"]
+    if len(gathers) < 2:
+        return Link(1e15, 0.0)
+    small, large = gathers[0], gathers[-1]
+    moved = (large.nbytes - small.nbytes) * (num_ranks - 1) / num_ranks
+    return Link(moved / max(large.alone - small.alone, 1e-9), small.alone / (num_ranks - 1))
+
+
+def _contention(found: tuple[Collective, ...]) -> Contention:
+    """The share of its rate that compute loses beside a large collective."""
+    if not found:
+        return Contention()
+    return Contention(compute=min(found[-1].beside / found[-1].alone, 0.95))
+
+
+def add_measure(commands: Any) -> None:
+    """Add the subcommand to ``commands`` of a parser."""
+    parser = commands.add_parser(
+        "measure",
+        help="measure this machine for `python -m fsdp2 plan --gpu FILE`",
+        description="With collectives: torchrun --nproc-per-node 8 -m fsdp2 measure machine.json",
+    )
+    parser.add_argument("file", type=Path, help="where to write the machine, as JSON")
+    parser.add_argument("--sizes", default="1,16,64", help="MiB of collectives, ascending")
+    parser.add_argument("--width", type=int, default=2048, help="of the square products")
+    parser.set_defaults(run=_write)
+
+
+def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    try:
+        sizes = tuple(int(float(size) * 2**20) for size in options.sizes.split(","))
+    except ValueError:
+        parser.error(f"--sizes is '{options.sizes}', expected MiB with commas between, such as 1,16,64.")
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+    found = measure(sizes, options.width)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        options.file.write_text(json.dumps(fields_of(found.machine), indent=2))
+        print(f"wrote {options.file}: {found.machine.name}")
+        print(f"products: {found.machine.bf16_flops / 1e12:.3g} TFLOPS in bf16")
+        for each in found.collectives:
+            print(
+                f"{each.name} of {each.nbytes / 2**20:g} MiB: {1e3 * each.alone:.2f} ms alone; it holds up products by "
+                f"{1e3 * each.beside:.2f} ms"
+            )
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,343 @@
+"""``fsdp2.plan``: the units it finds, what it observes, what it compares, and what it says about bad input."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2.__main__ import main
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.planner.blocks import Stack, Units, find_units
+from fsdp2.tools.planner.groups import Wire
+from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
+from fsdp2.tools.planner.observe import ModelWork
+from fsdp2.tools.planner.placement import shard_dim
+from fsdp2.tools.planner.plan import Candidate, Plan, Workload, observed
+from fsdp2.tools.planner.sizes import nbytes_of
+from fsdp2.tools.planner.work import Checkpointing
+from tests.unit.planner_models import Block, LanguageModel
+
+WORKLOAD = Workload(batch=2, sequence=128)
+
+
+def _model(builder: Callable[[], nn.Module] = LanguageModel) -> nn.Module:
+    with torch.device("meta"):
+        return builder()
+
+
+def _observed(model: nn.Module, workload: Workload = WORKLOAD) -> ModelWork:
+    return observed(model, find_units(model), workload)
+
+
+@functools.cache
+def _plan(budget: str | int | None = None, num_gpus: int = 16, **options: Any) -> Plan:
+    return fsdp2.plan(LanguageModel, "H100", replace(WORKLOAD, **options), num_gpus=num_gpus, budget=budget)
+
+
+def _named(found: Plan, name: str) -> Candidate:
+    return next(each for each in found.choices if each.choice.name == name)
+
+
+# Units
+
+
+def test_units_are_the_repeated_blocks_and_large_modules_beside_them() -> None:
+    assert find_units(_model()) == Units((Stack("layers", ("0", "1", "2", "3")),), ("embedding", "head"))
+
+
+def test_tied_modules_and_small_ones_stay_with_the_model() -> None:
+    assert find_units(_model(lambda: LanguageModel(is_tied=True))).large == ()
+    assert find_units(_model(lambda: LanguageModel(is_tied=True))).tied == ("embedding", "head")
+    assert find_units(_model(lambda: LanguageModel(vocabulary=8))).large == ()
+
+
+def test_blocks_are_found_in_a_mapping_in_the_model_itself_and_in_two_stacks() -> None:
+    mapping = nn.ModuleDict({"layers": nn.ModuleDict({"a": Block(32), "b": Block(32)})})
+    assert find_units(mapping).stacks == (Stack("layers", ("a", "b"), is_mapping=True),)
+    assert find_units(nn.Sequential(Block(32), Block(32))).block_paths == ("0", "1")
+    pair = nn.ModuleDict({name: nn.ModuleList(Block(32) for _ in range(2)) for name in ("encoder", "decoder")})
+    assert find_units(pair).block_paths == ("encoder.0", "encoder.1", "decoder.0", "decoder.1")
+
+
+def test_what_lies_inside_of_blocks_is_no_stack_of_its_own() -> None:
+    nested = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+    assert find_units(nn.ModuleDict({"layers": nested})).block_paths == ("layers.0", "layers.1", "layers.2")
+
+
+def test_a_model_without_repeated_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"found no repeated blocks in this Linear, expected an nn\.ModuleList"):
+        find_units(nn.Linear(2, 2))
+
+
+# What is observed
+
+
+class Chain(nn.Module):
+    """Activations that can be counted by hand: the sigmoid saves its output, the product its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Square() for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.sigmoid(self.product(x)) * mask
+
+
+CHAIN = Workload(
+    8,
+    1,
+    precision="fp32",
+    inputs=lambda: (torch.empty(8, 32, requires_grad=True), torch.empty(8, 32)),
+    loss=lambda output: output.sum(),
+)
+
+
+def test_activations_are_what_autograd_saves_each_storage_once_without_what_all_blocks_share() -> None:
+    block = _observed(_model(Chain), CHAIN).kinds[0]
+    size = 8 * 32 * 4
+    assert block[Checkpointing.NONE].saved_nbytes == 2 * size  # input and output of the sigmoid; not the mask
+    assert block[Checkpointing.FULL].saved_nbytes == size  # the input
+    assert block[Checkpointing.SELECTIVE].saved_nbytes == 2 * size  # input and product
+
+
+def test_operations_are_counted_and_those_that_run_again() -> None:
+    block = _observed(_model(Chain), CHAIN).kinds[0]
+    product = 2.0 * 8 * 32 * 32
+    assert {kind: (work.forward.linear, work.backward.linear) for kind, work in block.items()} == {
+        Checkpointing.NONE: (product, 2 * product),
+        Checkpointing.SELECTIVE: (product, 2 * product),  # the only product is kept
+        Checkpointing.FULL: (product, 3 * product),
+    }
+
+
+def test_kernels_beside_products_move_less_when_they_are_fused() -> None:
+    forward = _observed(_model(Chain), CHAIN).kinds[0][Checkpointing.NONE].forward
+    size = 8 * 32 * 4
+    assert forward.moved_nbytes == (1 + 1) * size + (2 + 1) * size  # the sigmoid, and its product with the mask
+    assert forward.fused_nbytes == 2 * size  # one kernel reads the product and the mask
+
+
+def test_half_of_causal_attention_is_counted() -> None:
+    block = _observed(_model()).kinds[0][Checkpointing.NONE]
+    pairs = 2 * 4 * 128 * 128  # sequences, heads, tokens
+    assert block.forward.other == pairs * 2 * (16 + 16) / 2
+    assert block.backward.other == 2.5 * block.forward.other
+
+
+def test_the_order_is_that_of_forward_and_the_rest_counts_with_the_head() -> None:
+    work = _observed(_model())
+    units = work.units(Checkpointing.NONE)
+    assert [unit.name for unit in units] == ["embedding", *["layers.0"] * 4, "head"]
+    assert units[-1].forward.linear == 2.0 * 2 * 128 * 64 * 1024
+    assert [param.name for param in work.root] == ["norm.weight"]
+    logits = 2 * 128 * 1024
+    assert units[-1].saved_nbytes >= 4 * logits  # log-probabilities in fp32
+
+
+def test_parameters_of_all_units_and_the_root_are_those_of_the_model() -> None:
+    work, model = _observed(_model()), _model()
+    units = sum(param.numel for unit in work.units(Checkpointing.NONE) for param in unit.params)
+    assert units + sum(param.numel for param in work.root) == sum(param.numel() for param in model.parameters())
+
+
+def test_observing_leaves_the_model_as_it_was() -> None:
+    model = LanguageModel()
+    before = {name: id(param) for name, param in model.named_parameters()}
+    _observed(model)
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_frozen_parameters_get_no_gradients_and_no_optimizer() -> None:
+    def frozen() -> nn.Module:
+        model = LanguageModel()
+        model.layers.requires_grad_(False)
+        return model
+
+    plans = (fsdp2.plan(each, "H100", WORKLOAD, num_gpus=8) for each in (LanguageModel, frozen))
+    trained, part = (_named(found, "FSDP, reshard") for found in plans)
+    assert part.result.params_nbytes == trained.result.params_nbytes
+    assert part.result.optimizer_nbytes < trained.result.optimizer_nbytes / 1.5
+
+
+# Choices
+
+
+def test_choices_cover_what_can_be_set() -> None:
+    choices = [each.choice for each in _plan().choices]
+    assert {choice.shard_size for choice in choices} == {None, 8}
+    assert {choice.after_forward for choice in choices} == set(AfterForward)
+    assert {choice.checkpointing for choice in choices} == set(Checkpointing)
+    assert {choice.wire for choice in choices} == set(Wire)
+    assert {choice.offloads for choice in choices} == {True, False}
+
+
+def test_what_fits_comes_first_and_the_recommended_one_fits() -> None:
+    found = _plan(budget="6 MiB")
+    fits = [each.fits for each in found.choices]
+    assert fits == sorted(fits, reverse=True)
+    assert {True, False} == set(fits)
+    assert found.recommended is not None
+    assert found.recommended.fits
+
+
+def test_a_smaller_budget_asks_for_more_checkpointing() -> None:
+    roomy, tight = _plan().recommended, _plan(budget="6 MiB").recommended
+    assert roomy is not None
+    assert tight is not None
+    assert roomy.choice.checkpointing is Checkpointing.NONE
+    assert tight.choice.checkpointing is not Checkpointing.NONE
+
+
+def test_where_room_is_left_the_last_blocks_may_stay_unsharded() -> None:
+    largest = 2 * sum(param.numel() for param in LanguageModel().layers[0].parameters())
+    budget = int(_named(_plan(), "FSDP, reshard").result.reserved_nbytes + 2.5 * largest)
+    assert _named(_plan(budget=budget), "FSDP, keep last 2").fits
+
+
+def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
+    found = _plan(budget="1MiB")
+    assert found.recommended is None
+    with pytest.raises(ValueError, match=r"nothing fits into 0\.0 GiB: the smallest choice, .* too much.* Use "):
+        _ = found.code
+
+
+def test_optimizer_and_precision_change_what_is_held() -> None:
+    adamw, sgd, fp32 = (
+        _plan(**options).choices[0].result for options in ({}, {"optimizer": "sgd"}, {"precision": "fp32"})
+    )
+    assert (adamw.optimizer_nbytes, sgd.optimizer_nbytes) == (2 * adamw.params_nbytes, 0)
+    assert fp32.params_nbytes == adamw.params_nbytes  # shards are in fp32 either way
+
+
+def test_stacked_experts_are_cut_where_they_are_long_enough() -> None:
+    assert [shard_dim(shape, 64) for shape in [(8, 4096, 128), (4096, 8), (8, 8), (8,), ()]] == [1, 0, 0, 0, 0]
+
+
+def test_the_table_marks_the_recommended_choice_and_shows_the_smallest() -> None:
+    found = _plan(budget="6 MiB")
+    lines = str(found).splitlines()
+    marked = [line for line in lines if line.startswith("*")]
+    assert len(marked) == 1
+    assert found.recommended is not None
+    assert f"{found.recommended.result.time.step:.3f}" in marked[0]
+    assert lines[-1] == f"recommended: {found.recommended.choice.name}"
+    assert (
+        lines[0]
+        == "LanguageModel: 0.00B parameters; units: 4 blocks in layers, embedding, head; all else with the model"
+    )
+
+
+# Machines
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_machines_have_sources_and_are_found_by_name(name: str) -> None:
+    machine = machine_by_name(name.lower())
+    assert machine is MACHINES[name]
+    assert all(source.startswith("https://") for source in machine.sources)
+    assert machine.sources
+    assert machine_from(fields_of(machine)) == machine
+
+
+def test_a_figure_that_is_not_known_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"machine '.*' has no figure for fp8_flops\. Measure one with"):
+        MACHINES["A100-80"].peak_fp8()
+    assert H100.peak_fp8() > H100.bf16_flops
+
+
+@pytest.mark.parametrize(("size", "expected"), [("70GiB", 70 * 2**30), ("80 gb", 80 * 10**9), (5, 5), ("1.5KiB", 1536)])
+def test_sizes_are_read(size: str | int, expected: int) -> None:
+    assert nbytes_of(size) == expected
+
+
+# Refusals, each on one line of the command
+
+
+MODULE = """
+from torch import nn
+
+def build_model():
+    from tests.unit.planner_models import LanguageModel
+    return LanguageModel()
+
+def on_a_gpu():
+    return nn.Linear(2, 2).to(device="nowhere")
+
+def no_module():
+    return 3
+"""
+REFUSALS = {
+    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, no_module, on_a_gpu.",
+    "my_builders": "'my_builders' names no function, expected module:function, such as my_module:build_model.",
+    "not_there:build": "cannot import 'not_there' (No module named 'not_there').",
+    "my_builders:on_a_gpu": "plan: on_a_gpu() failed on the meta device (RuntimeError:",
+    "my_builders:no_module": "plan: no_module() returned a int, expected an nn.Module.",
+    "my_builders:build_model --gpu H900": "unknown machine 'H900': expected one of H100, H200, B200,",
+    "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number and a unit of B, KB,",
+    "my_builders:build_model --optimizer lion": "Workload: optimizer is 'lion', expected one of ['adamw',",
+    "my_builders:build_model --batch 0": "Workload: batch is 0, expected at least 1.",
+    "--hf not_there": "found no config 'not_there', expected a folder with a config.json",
+    "": "pass either module:function, such as my_module:build_model, or --hf and a config's path.",
+}
+
+
+@pytest.fixture
+def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_builders.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if transformers were there
+    monkeypatch.delitem(sys.modules, "my_builders", raising=False)
+
+
+@pytest.mark.parametrize("arguments", REFUSALS)
+@pytest.mark.usefixtures("builders")
+def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *arguments.split(), "--gpus", "8"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("python -m fsdp2: error: " + REFUSALS[arguments])
+
+
+@pytest.mark.usefixtures("builders")
+def test_the_command_prints_a_table_and_python_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "my_builders:build_model", "--gpus", "8", "--batch", "2", "--sequence", "128"])
+    printed = capsys.readouterr().out
+    assert "* FSDP" in printed
+    compile(printed[printed.index("import torch") :], "pasted", "exec")
+
+
+def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machine.json"
+    main(["measure", str(file), "--width", "32"])
+    assert "products: " in capsys.readouterr().out
+    found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
+    assert found.machine.name == "measured: cpu, 1 ranks"
+    assert found.machine.bf16_flops > 0
+
+
+def test_a_file_that_describes_no_machine_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text('{"name": "half"}')
+    with pytest.raises(ValueError, match="describes no machine"):
+        machine_by_name(str(tmp_path / "machine.json"))
