@@ -130,14 +130,7 @@ PARTS = {
     ),
     "scale_model.efficiency_8b": Part(_SCALE, ("8", "1024", "2048", "4096", "16384")),
     "scale_model.published": Part(
-        ("published tokens/s", "model", "error", "error of GiB"),
-        (
-            "8B, 8 GPUs, compiled",
-            "8B, 128 GPUs, compiled",
-            "8B, 128 GPUs, eager",
-            "8B, 128 GPUs, compiled, fp8",
-            "70B, 256 GPUs, FSDP 32 x TP 8, compiled, fp8",
-        ),
+        ("model tokens/s", "page", "error", "paper", "error of the paper's", "error of GiB"),
     ),
 }
 

@@ -1,7 +1,7 @@
 """The model against published steps: torchtitan's tables of Llama 3.1 on H100s, from two sources.
 
-- ``PAGE``: the project's performance page of December 2024 (benchmarks/llama3_h100_202412_torchtitan.md in
-  pytorch/torchtitan). Its H100s have 96 GB of HBM2e with 2.4 TB/s, and a limit of 500 W.
+- ``PAGE``: the project's performance page of December 2024 (llama3_h100_202412_torchtitan among
+  pytorch/torchtitan's benchmarks). Its H100s have 96 GB of HBM2e with 2.4 TB/s, and a limit of 500 W.
 - ``PAPER``: Liang et al., "TorchTitan", arXiv 2410.06511: the same rows at another date, with other versions.
 
 Sequences of 8,192 tokens, two of them per GPU for 8B with selective checkpointing, 16 per group of 8 tensor-parallel
