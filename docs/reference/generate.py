@@ -24,6 +24,7 @@ import fsdp2.extensions
 import fsdp2.tensors
 import fsdp2.testing
 import fsdp2.tools.memory_plan
+import fsdp2.tools.planner
 import fsdp2.tools.report
 import fsdp2.tools.trace
 
@@ -70,6 +71,13 @@ def public_pages() -> list[Page]:
             "`fsdp2.memory_plan(model)` returns a `MemoryPlan`.",
             memory,
             ("MemoryPlan", "UnitMemory", "UnitBytes"),
+        ),
+        Page(
+            "planner.md",
+            "fsdp2.tools.planner",
+            "What `fsdp2.plan` takes and returns, and what its code uses: `from fsdp2.tools.planner import recompute`.",
+            fsdp2.tools.planner,
+            tuple(name for name in fsdp2.tools.planner.__all__ if name not in ("MACHINES", "Workload", "plan")),
         ),
         Page(
             "tensors.md",
