@@ -199,7 +199,7 @@ def draw(seed: int, world_size: int) -> Program:
                     by_hand=pick.choice(["unshard", "unshard async", "reshard"]) if rarely(0.25) else "",
                     evaluates=rarely(0.12),
                     fails=rarely(0.05),
-                    forwards=2 if rarely(0.1) else 1,
+                    forwards=2 if rarely(0.1) and not ranks_differ else 1,  # fsdp2 hangs: see docs/advanced/ranks.md
                     backwards=2 if rarely(0.05) else 1,
                     marks_last=rarely(0.1),
                     uses_side=uses_side,

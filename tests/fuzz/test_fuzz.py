@@ -86,7 +86,7 @@ def test_programs_have_every_feature() -> None:
 
 def test_few_programs_may_differ() -> None:
     excused = [seed for seed in range(1000) if known_difference(draw(seed, 2))]
-    assert len(excused) < 130
+    assert len(excused) < 150
 
 
 @pytest.mark.parametrize(
