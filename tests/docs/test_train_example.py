@@ -151,7 +151,7 @@ _DIES_ONCE = """
 import os, runpy, signal, sys
 from pathlib import Path
 script, mark, step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-del sys.argv[:3]
+del sys.argv[:4]
 sys.argv.insert(0, script)
 sys.path.insert(0, str(Path(script).parent))
 import lm_run
