@@ -528,7 +528,10 @@ MUTATIONS = [
     ),
     # runtime/root.py
     Mutation(
-        "runtime/root.py", "check_agreement(self.class_name, self.units)", "pass", ("distributed/test_agreement.py",)
+        "runtime/root.py",
+        'self._agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))',
+        "pass",
+        ("distributed/test_agreement.py",),
     ),
     Mutation(
         "runtime/root.py",
@@ -553,7 +556,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/root.py",
-        "self._used.settle()",
+        'self._agree("the agreement on which parameters had gradients", self._used.settle)',
         "pass",
         (
             "distributed/test_skipped_units.py",
@@ -636,7 +639,7 @@ MUTATIONS = [
     # runtime/rank_checks.py
     Mutation(
         "runtime/rank_checks.py",
-        "wait_for(_torch.counted_as(None, partial(all_reduce, axis, bounds, dist.ReduceOp.MIN)))",
+        "wait_for(_torch.counted_as(None, partial(all_reduce, axis, values, op)))",
         "pass",
         (
             "distributed/test_agreement.py",
