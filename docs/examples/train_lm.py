@@ -339,8 +339,9 @@ def join_process_group(name: str) -> torch.device:
     store, rank, world_size = next(dist.rendezvous("env://")) if by_torchrun else (dist.HashStore(), 0, 1)
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
-        # Both runs of --compare use torchrun's one store: the prefix hides the first's addresses from the second.
-        store=dist.PrefixStore(name, store),
+        # Both runs of --compare use torchrun's one store, and so do ranks that torchrun has restarted: the prefix hides
+        # addresses of ranks that have ended.
+        store=dist.PrefixStore(f"{name}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
         rank=rank,
         world_size=world_size,
     )
