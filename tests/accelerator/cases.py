@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -348,17 +348,11 @@ FAST = {
     "offloaded, evaluated",
     "replicated only",
 }
-FAST_ORACLE = {
-    "uneven",
-    "accumulated",
-    "replicated only",
-}  # that the device and the cases are right
 
 
 def names(
     size: int,
     *,
-    fast: Set[str] = FAST,
     beyond_torch: bool = True,
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Any]:
@@ -367,7 +361,7 @@ def names(
     found = []
     for name, case in CASES.items():
         if math.prod(case.shape) == size and (beyond_torch or not case.beyond_torch):
-            marks: list[pytest.MarkDecorator] = [] if name in fast else [pytest.mark.long]
+            marks: list[pytest.MarkDecorator] = [] if name in FAST else [pytest.mark.long]
             if name in known:
                 marks.append(pytest.mark.xfail(strict=True, reason=known[name]))
             found.append(pytest.param(name, marks=marks))

@@ -16,6 +16,7 @@ from tests.accelerator import device
 from tests.accelerator.cases import FEW, SCHEDULES
 from tests.accelerator.support import cpu_mesh, on_device
 from tests.harness.distributed import RankContext
+from tests.harness.selection import long
 
 WIDTH = 128
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
@@ -52,7 +53,7 @@ def trained(ctx: RankContext, mesh: DeviceMesh, **options: object) -> list[Tenso
 
 @pytest.mark.parametrize("schedule", FEW)
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, *long(ShardingStrategy.SHARD_GRAD_OP)])
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @on_device(2)
 def test_trains_as_on_the_cpu(ctx: RankContext, precision, strategy, use_orig_params: bool, schedule: str) -> None:

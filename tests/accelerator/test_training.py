@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.accelerator import device
-from tests.accelerator.cases import CASES, FAST_ORACLE, FEW, SCHEDULES, differences, mesh_of, names, reference, run
+from tests.accelerator.cases import CASES, FEW, SCHEDULES, differences, mesh_of, names, reference, run
 from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
 from tests.harness.runtimes import Runtime, oracle, subject
@@ -30,7 +30,8 @@ def test_subject_trains_as_on_the_cpu(ctx: RankContext, name: str, schedules: li
     check(ctx, name, subject(), schedules)
 
 
-@pytest.mark.parametrize("name", names(2, fast=FAST_ORACLE, beyond_torch=False))
+@pytest.mark.long
+@pytest.mark.parametrize("name", names(2, beyond_torch=False))
 @on_device(2)
 def test_oracle_trains_as_on_the_cpu(ctx: RankContext, name: str) -> None:
     check(ctx, name, oracle(), FEW)

@@ -71,12 +71,12 @@ def _check(saved: Saved, loaded: list[Saved]) -> None:
 
 
 ELSEWHERE = {
-    "more ranks, tied": ("tied", 2, "tied", 4),
     "from HSDP": ("hsdp", 4, "uneven", 2),
     "onto tensor parallelism": ("kept", 2, "tp", 4),
-    "from a smaller mesh between passes": ("resting", 4, "kept", 4),
 }
 MORE_ELSEWHERE = {
+    "more ranks, tied": ("tied", 2, "tied", 4),
+    "from a smaller mesh between passes": ("resting", 4, "kept", 4),
     "more ranks": ("uneven", 2, "uneven", 4),
     "fewer ranks": ("uneven", 4, "uneven", 2),
     "fewer ranks, tied": ("tied", 4, "tied", 2),

@@ -173,7 +173,7 @@ class TestRun:
         ("arguments", "variable", "written"),
         [
             ([], None, "committed"),
-            (["--", "--case", "7"], None, None),
+            pytest.param(["--", "--case", "7"], None, None, marks=pytest.mark.long),
             pytest.param([], "elsewhere", "elsewhere", marks=pytest.mark.long),
         ],
     )

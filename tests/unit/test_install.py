@@ -22,6 +22,7 @@ import fsdp2
 from fsdp2 import fsdp1
 from fsdp2.__main__ import main
 from fsdp2.tools import install as installer
+from tests.harness.selection import long
 
 NAMES = sorted(set(theirs._fully_shard.__all__))
 HOMES = [
@@ -173,7 +174,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize("as_module", [False, *long(True)])
 def test_run_runs_a_script_with_our_names(script: Path, as_module: bool) -> None:
     command = ["-m", "script"] if as_module else [str(script)]
     ran = subprocess.run(

@@ -171,6 +171,7 @@ def _small() -> nn.Module:
     return MLP(num_blocks=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("old", "new"), [(1100, 1100), *LONG])
 def test_a_kill_at_any_moment_leaves_one_complete_checkpoint(old: int | str, new: int | str, tmp_path: Path) -> None:
     before, after = _state(_seeded(_small)), _state(_seeded(_small, 1))

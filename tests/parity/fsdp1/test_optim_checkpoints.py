@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import shared_pool
+from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import Front, assert_same
 from tests.parity.fsdp1.test_optim_state_dicts import OPTIMIZERS, Net, normal, ours, quiet, saved, steps, wrapped_net
 from tests.parity.fsdp1.test_state_dicts import FULL, SHARDED, of_kind
@@ -53,7 +54,7 @@ def resumed(ctx: RankContext, front: Front, weights: Any, given: Any, kind: Any,
     return losses, normal(saved(front, model, optim))
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", *long("SGD")])
 @distributed(2)
 def test_training_resumes_bit_for_bit_in_each_mode_from_each_mode_and_class(ctx: RankContext, optimizer: str) -> None:
     for name, front in fronts(ctx).items():

@@ -25,6 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import Front, assert_same, batch, same
 from tests.parity.fsdp1.test_state_dicts import FULL, LOCAL, SHARDED, described, of_kind
 
@@ -111,7 +112,7 @@ def ours(ctx: RankContext) -> Front:
     return Front(ctx, fsdp2.fsdp1)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("use_orig_params", [False, *long(True)])
 @distributed(2, 4)
 def test_every_kind_of_every_optimizer_is_torchs(ctx: RankContext, use_orig_params: bool) -> None:
     def scenario(front: Front) -> Any:
