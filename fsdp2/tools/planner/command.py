@@ -89,15 +89,14 @@ def _of_hugging_face(path: str) -> Callable[[], nn.Module]:
         raise ValueError("--hf needs transformers: pip install 'fsdp2[bench]', or pass module:function.")
     if not Path(path).exists():
         raise ValueError(f"found no config '{path}', expected a folder with a config.json, or the path of one.")
-    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
-
+    transformers: Any = importlib.import_module("transformers")  # takes seconds
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"'{path}' is no Hugging Face config ({str(error).splitlines()[0]}).") from error
 
     def build_model() -> nn.Module:
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
         model.config.use_cache = False  # training needs no cache of keys and values
         return model
 
