@@ -130,6 +130,7 @@ class _Around(nn.Module):
         return torch.tanh(self.model(2 * x))
 
 
+@pytest.mark.long
 @distributed(2)
 def test_plain_module_around_the_root_is_compiled_too(ctx: RankContext) -> None:
     start_compiling()
@@ -140,6 +141,7 @@ def test_plain_module_around_the_root_is_compiled_too(ctx: RankContext) -> None:
     assert_alike(outputs, train(reference, _Around(reference)))
 
 
+@pytest.mark.long
 @distributed(2)
 def test_compiling_says_nothing(ctx: RankContext) -> None:
     """Neither warnings, which are errors here, nor messages of the compiler's loggers."""

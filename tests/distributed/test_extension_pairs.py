@@ -161,7 +161,7 @@ def test_both_halves_train_on_hsdp_and_resting_on_two_ranks(ctx: RankContext, ki
             pairs.step()
 
 
-@pytest.mark.parametrize("kind", [Pair, CopiedPair])
+@pytest.mark.parametrize("kind", [Pair, *long(CopiedPair)])
 @distributed(2)
 def test_both_halves_accumulate_without_communication(ctx: RankContext, kind: type[Pair]) -> None:
     for policy in (MixedPrecisionPolicy(), MIXED):

@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from tests.mutations.__main__ import ROOT, first_failure, mutated
 from tests.mutations.mutations import MUTATIONS, Mutation
 
 
-@pytest.mark.parametrize("number", range(len(MUTATIONS)))
-def test_mutation_applies_to_one_place_and_leaves_python(number: int) -> None:
-    mutation = MUTATIONS[number]
-    text = (ROOT / "fsdp2" / mutation.file).read_text()
-    assert text.count(mutation.before) == 1
-    assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(text.replace(mutation.before, mutation.after)))
-    assert all((ROOT / "tests" / test).exists() for test in mutation.tests)
+def test_mutations_apply_to_one_place_each_and_leave_python() -> None:
+    for number, mutation in enumerate(MUTATIONS):
+        text = (ROOT / "fsdp2" / mutation.file).read_text()
+        assert text.count(mutation.before) == 1, (number, mutation)
+        changed = ast.parse(text.replace(mutation.before, mutation.after))
+        assert ast.dump(changed) != ast.dump(ast.parse(text)), (number, mutation)
+        assert all((ROOT / "tests" / test).exists() for test in mutation.tests), (number, mutation)
 
 
 def test_places_are_listed_once() -> None:

@@ -20,6 +20,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Travelling
 from tests.harness.models import MLP, ParityModel
 from tests.harness.runtimes import Runtime, beyond_torch
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, Tolerance, accumulate, sgd
 
 
@@ -118,7 +119,7 @@ def test_tensor_parallel_in_mixed_precision(ctx: RankContext) -> None:
     compare(case(mesh, shard=mixed, unsharded=None), mesh)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, *long(torch.bfloat16)])
 @distributed(4)
 def test_tensor_parallel_accumulates_without_communication(ctx: RankContext, dtype: torch.dtype | None) -> None:
     def mixed(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
@@ -224,9 +225,9 @@ FULL_MESHES: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 
 
 def _full_meshes_of_four() -> list[Any]:
-    """Every second one is long."""
+    """All but the first are long."""
     found = [entry[1:] for entry in FULL_MESHES if entry[0] == 4]
-    return [pytest.param(*case, marks=[pytest.mark.long] if i % 2 else []) for i, case in enumerate(found)]
+    return [pytest.param(*case, marks=[pytest.mark.long] if i else []) for i, case in enumerate(found)]
 
 
 def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
