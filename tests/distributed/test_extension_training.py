@@ -54,7 +54,7 @@ CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
     "silent": Silent,
 }
 on_four_ranks = pytest.mark.parametrize(
-    "name", ["packed4", "ragged", "aliasing", *long("halved", "scaled", "padded", "silent")]
+    "name", ["packed4", "ragged", *long("aliasing", "halved", "scaled", "padded", "silent")]
 )
 POLICIES = {"full": None, "mixed": MIXED, "reduced": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
 
@@ -90,7 +90,7 @@ def test_payloads_that_rest_on_two_of_four_ranks_train_with_sgd_as_by_hand(ctx: 
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("name", ["packed4", "aliasing"])
+@pytest.mark.parametrize("name", ["packed4", *long("aliasing")])
 @distributed(4)
 def test_trains_on_hsdp_as_by_hand(ctx: RankContext, name: str, policy: str) -> None:
     twins = Twins(CLASSES[name], ctx.mesh_2d(2, 2), ctx.rank, dim=UNEVEN, policy=POLICIES[policy])
@@ -105,7 +105,7 @@ def test_world_of_one_trains_as_by_hand(ctx: RankContext, name: str) -> None:
         Twins(CLASSES[name], ctx.mesh_of_one(), ctx.rank, dim=UNEVEN, policy=policy).train(3)
 
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("reshard", [2, *long(True, False)])
 @distributed(4)
 def test_what_arrives_in_another_dtype_than_the_bias_is_reduced_in_its_own(
     ctx: RankContext, reshard: bool | int

@@ -15,6 +15,7 @@ from tests.harness.comms import CountingAllGather, CountingReduceScatter
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd, shard_units_and_root
 from tests.parity.test_expert_meshes import same_data_for_all, with_torch_mesh_info
 from tests.parity.test_model_parallel import case as case_with_model_axes, shard as shard_tensor_parallel
@@ -250,7 +251,7 @@ def test_divide_factor_comes_ahead_of_the_hook(ctx: RankContext) -> None:
     compare(Case(MLP, shard, functools.partial(_hooked, scale=2.0), unsharded=None), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("setter", ["set_requires_all_reduce", *long("set_requires_gradient_sync")])
 @distributed(2)
 def test_hook_is_called_when_gradients_are_complete(ctx: RankContext, setter: str) -> None:
     inner = functools.partial(accumulate, switch=setter)
@@ -271,7 +272,7 @@ def test_hook_that_is_taken_away_is_not_called(ctx: RankContext) -> None:
     compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("enable", [True, False])
+@pytest.mark.parametrize("enable", [True, *long(False)])
 @distributed(2)
 def test_force_sum_changes_no_result(ctx: RankContext, enable: bool) -> None:
     for mesh in _meshes(ctx):
@@ -284,7 +285,7 @@ def test_force_sum_changes_no_result(ctx: RankContext, enable: bool) -> None:
 # Groups and memory
 
 
-@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("recurse", [True, *long(False)])
 @distributed(2)
 def test_separate_reduce_scatter_group(ctx: RankContext, recurse: bool) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:

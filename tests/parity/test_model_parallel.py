@@ -76,7 +76,7 @@ def test_tensor_parallel_on_two_ranks(ctx: RankContext, sizes: dict[str, int]) -
 
 
 @pytest.mark.parametrize("sizes", MESHES[4], ids=str)
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, *long(False)])
 @distributed(4)
 def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: dict[str, int], reshard: bool) -> None:
     mesh = ctx.mesh(**sizes)
@@ -84,7 +84,7 @@ def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: 
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"replicate": 2, "shard": 1, "tp": 2}, {"replicate": 1, "shard": 2, "tp": 2}], ids=str
+    "sizes", [{"replicate": 2, "shard": 1, "tp": 2}, *long({"replicate": 1, "shard": 2, "tp": 2})], ids=str
 )
 @distributed(4)
 def test_tensor_parallel_with_hsdp(ctx: RankContext, sizes: dict[str, int]) -> None:
@@ -145,7 +145,7 @@ def test_tensor_parallel_with_uneven_shards(ctx: RankContext) -> None:
     compare(case(mesh, model=Odd, unsharded=None), mesh)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, *long(float("inf"))])
 @distributed(4)
 def test_tensor_parallel_clips_gradients(ctx: RankContext, norm_type: float) -> None:
     mesh = ctx.mesh(dp=2, tp=2)

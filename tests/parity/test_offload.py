@@ -66,13 +66,13 @@ def test_one_rank_on_its_own(ctx: RankContext) -> None:
     compare(Case(Transformer, shard=shard_offloaded), ctx.mesh_of_one())
 
 
-@pytest.mark.parametrize("model", [MLP, Uneven])
+@pytest.mark.parametrize("model", [Uneven, *long(MLP)])
 @distributed(4)
 def test_hsdp(ctx: RankContext, model) -> None:
     compare(Case(model, shard=shard_offloaded, clip_norm=0.1), ctx.mesh_2d(2, 2))
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, *long({"tp": 2, "dp": 2})], ids=str)
 @distributed(4)
 def test_tensor_parallel(ctx: RankContext, sizes: dict[str, int]) -> None:
     def shard(runtime: Runtime, model: MLP, mesh: Any) -> None:
@@ -83,7 +83,7 @@ def test_tensor_parallel(ctx: RankContext, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False, 2])
-@pytest.mark.parametrize("model", [MLP, Uneven])
+@pytest.mark.parametrize("model", [Uneven, *long(MLP)])
 @distributed(4)
 def test_reshard_after_forward(ctx: RankContext, model, reshard: bool | int) -> None:
     shard = functools.partial(shard_offloaded, reshard_after_forward=reshard)
@@ -118,7 +118,7 @@ def test_optimizers(ctx: RankContext, options: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("sync", ["always", "last", "partial"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, *long(False)])
 @distributed(4)
 def test_accumulation(ctx: RankContext, sync: str, set_to_none: bool) -> None:
     """Reduced gradients are added on the host; unreduced and partial ones stay where compute left them."""
