@@ -92,8 +92,8 @@ def _all_moments() -> list[str]:
 def _assert_names_what_it_waited_for(ended: Ended, moment: str) -> None:
     assert ended.exit_code is not None, f"lost at '{moment}': hangs"
     assert ended.exit_code == 1, f"lost at '{moment}': exit code {ended.exit_code}"
-    if moment == STATES:
-        assert ended.error_type in ("RuntimeError", "DistBackendError"), ended.trace  # full_tensor is torch's own
+    if moment in (STATES, END):  # full_tensor is torch's own; a rank that is slow is still in clip_grad_norm_
+        assert ended.error_type in ("RuntimeError", "DistBackendError", "CommunicationError"), ended.trace
         return
     assert ended.error_type == "CommunicationError", f"lost at '{moment}': {ended.trace}"
     what, _, cause = ended.error.partition(" failed on rank 0: ")
@@ -112,9 +112,7 @@ def _lose_at(positions: Sequence[int], moments: Sequence[str], sent: signal.Sign
         for position, world in zip(some, worlds, strict=True):
             ended = world.join(but=LOST if is_stopped else None)
             assert ended[LOST].exit_code == (None if is_stopped else -signal.SIGKILL)
-            if moments[position] == END:
-                assert ended[0].exit_code == 0
-            else:
+            if moments[position] != END or ended[0].exit_code != 0:  # at the end, it may have all that it needs
                 _assert_names_what_it_waited_for(ended[0], moments[position])
 
 
