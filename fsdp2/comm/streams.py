@@ -47,14 +47,20 @@ def wait_for(works: Sequence[Waitable]) -> None:
     Raises:
         CommunicationError: one failed.
     """
-    tell = _Waits.on_wait if works else None
-    with communicating():
+    if not works:
+        return
+    tell = _Waits.on_wait
+    try:  # as communicating(), which costs more than this function does
         if tell is not None:
             tell(True)
         for work in works:
             work.wait()
         if tell is not None:
             tell(False)
+    except (CommunicationError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(str(error)) from error
 
 
 @contextmanager
