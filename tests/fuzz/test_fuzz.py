@@ -17,7 +17,6 @@ import pytest
 import tests.fuzz.check as check_module
 from fsdp2.group import gradients
 from fsdp2.group.param import ShardedParam
-from fsdp2.group.shards import GroupShards
 from fsdp2.plan import plan
 from fsdp2.plan.dtypes import DivideFactors
 from tests.accelerator import device
@@ -32,27 +31,39 @@ from tests.harness.selection import long
 from tests.harness.training import Case
 
 
-def _check(ctx: RankContext, seeds: range) -> None:
-    programs = [draw(seed, ctx.world_size) for seed in seeds]
+def _assert_no_failure(programs: list[Program], verdicts: list[Verdict]) -> None:
     failed = [
-        f"seed {seed}: {verdict.outcome.value}: {verdict.text}\n{source(program)}"
-        for seed, program, verdict in zip(seeds, programs, check(ctx, programs), strict=True)
+        f"{verdict.outcome.value}: {verdict.text}\n{source(program)}"
+        for program, verdict in zip(programs, verdicts, strict=True)
         if verdict.outcome.is_failure
     ]
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("seeds", [range(12), *long(*(range(i, i + 22) for i in range(12, 100, 22)))], ids=str)
-@distributed(2, timeout_s=240)
-def test_programs_on_two_ranks(ctx: RankContext, seeds: range) -> None:
-    _check(ctx, seeds)
+@distributed(2)
+def test_programs_on_two_ranks(ctx: RankContext) -> None:
+    programs = [draw(seed, 2) for seed in range(12)]
+    _assert_no_failure(programs, check(ctx, programs))
 
 
-@pytest.mark.parametrize("seeds", [range(4), *long(*(range(i, i + 16) for i in range(4, 100, 16)))], ids=str)
-@distributed(4, timeout_s=240)
-def test_programs_on_four_ranks(ctx: RankContext, seeds: range) -> None:
+@distributed(4)
+def test_programs_on_four_ranks(ctx: RankContext) -> None:
     """Where a sum has more than two terms, and units rest on two of four ranks."""
-    _check(ctx, seeds)
+    programs = [draw(seed, 4) for seed in range(4)]
+    _assert_no_failure(programs, check(ctx, programs))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("seeds", [range(i, i + 10) for i in range(10, 100, 10)], ids=str)
+def test_more_programs(seeds: range, world_size: int) -> None:
+    """Torch may hang on some: the runner then goes on without it."""
+    runner = Runner(world_size)
+    try:
+        programs = [draw(seed, world_size) for seed in seeds]
+        _assert_no_failure(programs, runner.verdicts(programs))
+    finally:
+        runner.close()
 
 
 @pytest.mark.long
@@ -61,7 +72,10 @@ def test_programs_on_the_simulated_accelerator() -> None:
     runner = Runner(2, device.DEVICE)
     try:
         for seed in range(40):
-            (found,) = runner.verdicts([draw(seed, 2)])
+            program = draw(seed, 2)
+            if program.offload and any(block.wire for block in program.blocks):
+                continue  # the tests' classes with hooks support no pinned memory, which fsdp2 says
+            (found,) = runner.verdicts([program])
             assert not found.outcome.is_failure, f"seed {seed}: {found.text}"
     finally:
         runner.close()
@@ -115,10 +129,6 @@ def _no_division(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "divide_factors", lambda *args, **kwargs: DivideFactors(1.0, 1.0))
 
 
-def _stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupShards, "write_stamp", lambda self: [])
-
-
 def _lost_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "_add_earlier", lambda earlier, reduction: ())
 
@@ -127,7 +137,7 @@ def _lost_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardedParam, "accumulate", lambda self, grad: setattr(self, "accumulated", grad))
 
 
-DEFECTS = [_no_division, _stale_parameters, _lost_partial_sums, _lost_micro_batches]
+DEFECTS = [_no_division, _lost_partial_sums, _lost_micro_batches]
 
 
 @pytest.mark.parametrize("defect", [DEFECTS[0], *long(*DEFECTS[1:])], ids=lambda defect: defect.__name__)
