@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import flop_registry
 
 from fsdp2 import _torch
 from fsdp2.plan.trees import find_tensors, map_tensors
@@ -437,6 +436,8 @@ def _work_of(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> W
         first, second = args[0], args[1]
         rows = first[0].numel() if second.dim() < first.dim() else first.numel()
         return Work(other=2.0 * rows * second.shape[-1])
+    from torch.utils.flop_counter import flop_registry  # imports triton, which `import fsdp2` must not
+
     formula = flop_registry.get(function.overloadpacket)
     if formula is None:
         return None
