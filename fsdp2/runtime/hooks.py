@@ -17,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime.root import Root, Unit, unit_of
-from fsdp2.schedule.rank_skipping import Outcome
+from fsdp2.schedule.rank_skipping import Forward, Outcome
 from fsdp2.schedule.schedule import Pass, Phase
 from fsdp2.schedule.states import GroupState, Lent
 from fsdp2.types import ScheduleError
@@ -66,6 +66,7 @@ class ModuleHooks:
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         pre_forward = torch.compiler.disable(self.pre_forward)
         post_forward = torch.compiler.disable(self.post_forward)
+        self._forward_reached = torch.compiler.disable(self._on_reached_forward)
         self._pre_backward = _torch.GradientHook(torch.compiler.disable(self._on_output_gradient))
         self._post_backward = _torch.GradientHook(torch.compiler.disable(self._on_input_gradient))
         for module in unit.modules:
@@ -124,9 +125,15 @@ class ModuleHooks:
         assert root is not None  # pre_forward has formed one
         if root.schedule.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-        if root.schedule.forward_root == unit.index:
+        is_root = root.schedule.forward_root == unit.index
+        if is_root:
             output = self._end_incomplete(root, output)
         output = self._handed_out(output)
+        if is_root and self._leads_to is Outcome.BACKWARD and root.skipping.forward.expected:
+            reached = functools.partial(self._forward_reached, root.skipping.forward)
+            for tensor in find_tensors(output, []):
+                if tensor.requires_grad:
+                    tensor.register_hook(reached)
         root.post_forward(unit, self._leads_to)
         self._leads_to = Outcome.NOTHING
         return output
@@ -237,6 +244,12 @@ class ModuleHooks:
     def _on_output_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit
         (unit.root or unit.form_root()).pre_backward(unit)
+
+    def _on_reached_forward(self, forward: Forward, gradient: torch.Tensor) -> None:
+        """A gradient has reached the output of ``forward``, a forward of the root."""
+        self._on_output_gradient(gradient)  # it runs later if the output was cast
+        if self._unit.root is not None:
+            self._unit.root.skipping.backward.reach(forward)
 
     def _on_input_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit

@@ -282,7 +282,7 @@ def _step(number: int, step: Step, all_blocks: tuple[Block, ...]) -> Iterator[st
     for each in step.before:
         yield _BEFORE[each].strip("\n")
     skipped = tuple(index for index, block in enumerate(all_blocks) if number in block.skipped)
-    left_out = tuple(index for index, block in enumerate(all_blocks) if number in block.left_out)
+    left_out = tuple(i for i, block in enumerate(all_blocks) if number in block.left_out and i not in skipped)
     num_micros = len(step.micros)
     syncs = {micro.sync for micro in step.micros}
     for index, micro in enumerate(step.micros):
