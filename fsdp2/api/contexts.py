@@ -23,7 +23,7 @@ from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
-from fsdp2.runtime.root import Unit, units_under
+from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.schedule import Pass
 from fsdp2.schedule.states import GroupState, Lent
 from fsdp2.types import ScheduleError

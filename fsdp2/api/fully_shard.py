@@ -29,7 +29,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import SHARDED_AS, Slot
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
-from fsdp2.runtime.root import Unit, unit_of
+from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, TiedWeights
 

@@ -15,7 +15,8 @@ from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScat
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
 from fsdp2.plan.mesh import separate_axis
-from fsdp2.runtime.root import Root, Unit, unit_of, units_under
+from fsdp2.runtime.root import Root, form_root
+from fsdp2.runtime.unit import Unit, unit_of, units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import AllGather, ReduceScatter, ScheduleError
 
@@ -90,7 +91,7 @@ class FSDPModule:
         """All-gather this module's parameters and bind them, until :meth:`reshard` or the end of the next forward or
         backward. With ``async_op``, return a handle at once; the next forward waits without the handle, too."""
         unit = self._unit()
-        unit.unshard()
+        form_root(unit).unshard(unit)
         handle = UnshardHandle(unit.groups)
         if async_op:
             return handle
@@ -139,7 +140,7 @@ class FSDPModule:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the gathers of the next forward wait for ``event`` only. Record ``event`` after the optimizer step; call
         on the root. By default, gathers wait for all earlier work of the current stream. No effect on the CPU."""
-        self._unit().form_root().post_optim_event = event
+        form_root(self._unit()).post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether unsharded parameters are allocated and filled on the caller's stream. Casts and copies around the
@@ -153,7 +154,7 @@ class FSDPModule:
         """Whether the next backward is the last one over the forwards recorded so far. The last backward waits for the
         reductions in flight. The order of the forwards, which backward prefetch follows, is kept until then. Call it on
         the root."""
-        self._unit().form_root().schedule.is_last_backward = is_last_backward
+        form_root(self._unit()).schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If False, each rank accumulates unsharded ones, in reduce dtype."""
@@ -241,7 +242,7 @@ class FSDPModule:
         Raises:
             ScheduleError: the module is not a root; a backward is running, or waits to be finalized.
         """
-        root = self._root("set_manual_backward_finalization").form_root()
+        root = form_root(self._root("set_manual_backward_finalization"))
         schedule = root.schedule
         if enabled == schedule.finalizes_by_hand:
             return
@@ -271,7 +272,7 @@ class FSDPModule:
             ScheduleError: not a root; manual finalization is off; a backward runs; an earlier handle is still pending;
                 the backwards have lost gradients of parameters, because a unit was resharded.
         """
-        root = self._root("finalize_backward").form_root()
+        root = form_root(self._root("finalize_backward"))
         problem = None
         if not root.schedule.finalizes_by_hand:
             problem = (
@@ -304,7 +305,7 @@ class FSDPModule:
         Raises:
             ScheduleError: ``keep_unreduced`` after an exception in backward, which has changed some of the gradients.
         """
-        root = self._unit().form_root()
+        root = form_root(self._unit())
         if not keep_unreduced:
             root.reset()
         elif root.schedule.in_backward:
@@ -450,7 +451,7 @@ class FSDPModule:
         if not unit.is_root:
             raise ScheduleError(
                 f"{caller}: unit '{unit.name}' is not the root. "
-                f"Call {caller} on the root, the {unit.form_root().class_name} around this unit."
+                f"Call {caller} on the root, the {form_root(unit).class_name} around this unit."
             )
         return unit
 

@@ -28,7 +28,7 @@ from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
 from fsdp2.plan.placements import local_part, param_spec
-from fsdp2.runtime.root import Unit, units_under
+from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement, TiedWeights
 

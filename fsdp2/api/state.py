@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.runtime.root import Unit, unit_of
+from fsdp2.runtime.root import form_root
+from fsdp2.runtime.unit import Unit, unit_of
 
 
 @dataclass(frozen=True, eq=True)
@@ -27,11 +28,11 @@ class FSDPState:
     @property
     def all_states(self) -> list[FSDPState]:
         """The states of all units under one root."""
-        return [FSDPState(unit) for unit in self._unit.form_root().units]
+        return [FSDPState(unit) for unit in form_root(self._unit).units]
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that the backwards of a step have kept, reshard, and wait for the gradients."""
-        root = self._unit.form_root()
+        root = form_root(self._unit)
         root.finalize_backward()
         root.land()
 

@@ -23,7 +23,7 @@ from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import replicated
-from fsdp2.runtime.root import Unit, units_under
+from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.tools.clip import clip_grad_norm_
 
 _CALLER = "summon_full_params"

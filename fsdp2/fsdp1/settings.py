@@ -18,7 +18,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from fsdp2.fsdp1.torch_names import HYBRID, KEEPS_PARAMETERS
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh, replicated
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.unit import unit_of
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None

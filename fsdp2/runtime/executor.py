@@ -61,7 +61,7 @@ class Watches(Protocol):
 
 
 class GroupedUnit(Protocol):
-    """What the executor needs of a unit. ``root.Unit`` is the only implementation."""
+    """What the executor needs of a unit. ``unit.Unit`` is the only implementation."""
 
     @property
     def name(self) -> str: ...

@@ -16,7 +16,8 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.plan.trees import find_tensors, map_tensors
-from fsdp2.runtime.root import Root, Unit, unit_of
+from fsdp2.runtime.root import Root, form_root
+from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.schedule.rank_skipping import Forward, Outcome
 from fsdp2.schedule.schedule import Pass, Phase
 from fsdp2.schedule.states import GroupState, Lent
@@ -44,7 +45,7 @@ class _PostBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         unit = ctx.unit
-        (unit.root or unit.form_root()).post_backward(unit)
+        (unit.root or form_root(unit)).post_backward(unit)
         return (None, *grads)
 
 
@@ -90,7 +91,7 @@ class ModuleHooks:
         unit = self._unit
         if unit.lent is not Lent.NOTHING and self._runs_plainly():
             return args, kwargs
-        root = unit.root or unit.form_root()
+        root = unit.root or form_root(unit)
         in_backward = _torch.running_backward() != -1
         is_first = len(unit.modules) == 1 or self._begins_forward(root, in_backward=in_backward)
         if not is_first:
@@ -243,7 +244,7 @@ class ModuleHooks:
 
     def _on_output_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit
-        (unit.root or unit.form_root()).pre_backward(unit)
+        (unit.root or form_root(unit)).pre_backward(unit)
 
     def _on_reached_forward(self, forward: Forward, gradient: torch.Tensor) -> None:
         """A gradient has reached the output of ``forward``, a forward of the root."""
@@ -253,7 +254,7 @@ class ModuleHooks:
 
     def _on_input_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit
-        (unit.root or unit.form_root()).post_backward(unit)
+        (unit.root or form_root(unit)).post_backward(unit)
 
     def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Mark the inputs, to learn when the gradients of all are known. Most blocks have one input. Then a hook on a

@@ -1,8 +1,8 @@
-"""The units, and the passes that they go through under one root.
+"""The passes that units go through under one root.
 
-``Unit`` is one ``fully_shard`` call. ``Root`` is what the units under one root share. Hooks report events to the root;
-each event is one method: the schedule says which actions follow, the executor performs them. The root also inserts
-events of units that this rank skips and other ranks may use (``schedule.rank_skipping``).
+``Root`` is what the units under one root share. Hooks report events to the root; each event is one method: the schedule
+says which actions follow, the executor performs them. The root also inserts events of units that this rank skips and
+other ranks may use (``schedule.rank_skipping``).
 
 The first unit whose forward runs becomes the root. If a unit around it runs later, that unit becomes the root.
 """
@@ -11,43 +11,32 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import lost
-from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
-from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.executor import ActionFilter, Executor
 from fsdp2.runtime.rank_checks import UsedParams, check_agreement, compare, watch_for_stalls
 from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.runtime.ties import movable_ties
+from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
 from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits
-from fsdp2.schedule.schedule import Action, AfterForward, Pass, Phase, Schedule, UnitRules
-from fsdp2.schedule.states import GroupState, Lent
-from fsdp2.types import CommunicationError, MixedPrecisionPolicy, Observer, ScheduleError
+from fsdp2.schedule.schedule import Action, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.schedule.states import GroupState
+from fsdp2.types import CommunicationError, ScheduleError
 
-UNIT_ATTRIBUTE = "_fsdp2_unit"
 _STORY_LENGTH = 12
 _MAX_NAMES = 4
 
 _T = TypeVar("_T")
-
-
-class UnitHooks(Protocol):
-    """What the hooks of one unit call on the hooks of another; see ``hooks``."""
-
-    def end_forward(self, output: Any) -> Any: ...
-
-    def hold(self, modules: Sequence[nn.Module]) -> None: ...
 
 
 class MakesFilter(Protocol):
@@ -57,227 +46,14 @@ class MakesFilter(Protocol):
 
 
 class _Registered:
-    """What higher layers plug in.
-
-    Attributes:
-        tree_version: changes when some module tree may have gained units or parameters.
-    """
+    """What higher layers plug in."""
 
     limits_memory: MakesFilter | None = None
-    tree_version = 0
 
 
 def register_memory_limit(make: MakesFilter) -> None:
     """Use ``make`` for every root with a ``memory_limit``."""
     _Registered.limits_memory = make
-
-
-def note_tree_change() -> None:
-    """Some module tree may have gained units or parameters: each root checks its tree before its next pass."""
-    _Registered.tree_version += 1
-
-
-class Unit:
-    """One ``fully_shard`` call: its modules and its parameter groups, none if it manages no parameter.
-
-    Attributes:
-        modules: the module given, or the modules given together.
-        root: the unit's root; None before its first pass.
-        auto_reshard: the user did not set ``reshard_after_forward``, so only a unit that is no root reshards.
-        post_forward_size: over how many ranks the user wants shards between forward and backward, if not all.
-        max_reductions: how many reductions the user allows in flight; the largest number of all units counts.
-        memory_limit: how many bytes of temporary memory the user allows, if the unit is the root.
-        missing_modules: of several modules, those whose forward has not run in this pass.
-        left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
-        left_out: slots whose tied parameters stay plain until a unit around this one takes them.
-        watches: the watches that observe the unit, under any root.
-        lent: how much of its parameters ``fsdp2.unsharded`` has bound.
-    """
-
-    def __init__(
-        self,
-        modules: tuple[nn.Module, ...],
-        groups: tuple[ParamGroup, ...],
-        mesh: ParallelMesh,
-        policy: MixedPrecisionPolicy,
-        after_forward: AfterForward | None,
-    ) -> None:
-        self.modules = modules
-        self.groups = groups
-        self.mesh = mesh
-        self.policy = policy
-        self.auto_reshard = after_forward is None
-        self.rules = UnitRules(
-            after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1, ranks_may_skip=True
-        )
-        self.post_forward_size: int | None = None
-        self.max_reductions = 1
-        self.memory_limit: int | None = None
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
-        self.missing_modules: set[nn.Module] = set()
-        self.left_alone: set[Slot] = set()
-        self.left_out: list[Slot] = []
-        self.watches: list[Watch] = []
-        self.lent = Lent.NOTHING
-        self.hooks: UnitHooks | None = None
-        self.name = type(modules[0]).__name__
-        self.index = 0
-        self.root: Root | None = None
-        for module in modules:
-            module.__dict__[UNIT_ATTRIBUTE] = self
-            _torch.register_composable_api(module, "fully_shard")
-        note_tree_change()
-
-    def form_root(self) -> Root:
-        """The unit's root. A unit without one becomes a root itself.
-
-        Raises:
-            ScheduleError: this rank is not in the mesh of the unit.
-        """
-        if self.root is None:
-            self._check_rank()
-        return self.root or Root(self)
-
-    def _check_rank(self) -> None:
-        if not self.mesh.has_this_rank:
-            raise ScheduleError(
-                f"rank {dist.get_rank()} is not in the mesh of unit '{self.name}', which has the ranks "
-                f"{sorted(self.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
-                "where fsdp2.reshard_to returned True, or bring this rank in: call fsdp2.reshard_to on all ranks with "
-                "a mesh that has it."
-            )
-
-    @property
-    def running(self) -> Pass:
-        """Which pass its root is in."""
-        return Pass.IDLE if self.root is None else self.root.schedule.running
-
-    @property
-    def is_root(self) -> bool:
-        """Whether the unit is the root, as far as known from the forwards so far."""
-        return self.root is None or self.root.unit is self
-
-    @property
-    def finalizes_by_hand(self) -> bool:
-        """Whether, as a root, it leaves the end of backward to the user."""
-        return self.root is not None and self.root.unit is self and self.root.schedule.finalizes_by_hand
-
-    def reshard(self) -> None:
-        """Reshard because the user asks."""
-        if self.root is not None:  # else nothing was ever unsharded
-            self.root.perform(Action.RESHARD, self)
-
-    def unshard(self) -> None:
-        """Start gathering because the user asks; returns before the data has arrived."""
-        root = self.form_root()
-        root.order_gathers()
-        for group in self.groups:
-            group.reshard_if_outdated()
-        root.perform(Action.UNSHARD, self)
-        for group in self.groups:
-            group.note_writes()
-
-    def hold(self, modules: Sequence[nn.Module]) -> None:
-        """``modules`` hold parameters of the unit from now on."""
-        assert self.hooks is not None
-        self.hooks.hold(modules)
-
-    def leave(self) -> None:
-        """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
-        inside its own child: if a forward of the present root still counts as running, that forward has raised."""
-        if self.root is not None and self.root.schedule.forward_root is not None:
-            self.root.abandon_forward()
-        self.root = None
-
-    def join(self, root: Root, index: int, name: str) -> None:
-        """Work under ``root`` from now on, under ``name``, the module's name from there."""
-        self.root, self.index, self.name = root, index, name or "(root)"
-        for group in self.groups:
-            group.attach(name, root.story)
-
-    def tell(self, watches: list[Watch]) -> None:
-        """Tell ``watches`` what happens to the unit from now on. Groups have no callback while nothing watches."""
-        self.watches = watches
-        for group in self.groups:
-            group.on_transition = self._tell_transition if watches else None
-            group.on_work = self._tell_work if watches else None
-
-    def _tell_transition(self, before: GroupState, after: GroupState) -> None:
-        for watch in self.watches:
-            watch.observer.on_transition(self.name, before.value, after.value)
-
-    def _tell_work(self, work: str, starts: bool) -> None:
-        for watch in self.watches:
-            (watch.observer.on_start if starts else watch.observer.on_stop)(work, self.name)
-
-    def configure(self, **changes: object) -> None:
-        """Replace rules of the schedule."""
-        self.rules = replace(self.rules, **changes)  # type: ignore[arg-type]
-        self.update_rules()
-
-    def update_rules(self) -> None:
-        """Copy rules and prefetch lists to the schedule."""
-        if self.root is not None:
-            self.root.update_rules(self)
-
-    def move_to(self, mesh: ParallelMesh, groups: tuple[ParamGroup, ...]) -> None:
-        """Work on ``mesh`` with ``groups``, which have replaced the old ones, under a root that is yet to be formed.
-        No pass runs."""
-        self.mesh, self.groups, self.root = mesh, groups, None
-        self.tell(self.watches)
-
-    def mark_stale(self) -> None:
-        """Parameters may have been replaced: check them before their next use."""
-        for group in self.groups:
-            group.is_stale = True
-        note_tree_change()
-
-
-class Watch:
-    """Tells ``observer`` about the units inside ``module``, later ones included, until ``end``."""
-
-    def __init__(self, module: nn.Module, observer: Observer) -> None:
-        self.observer = observer
-        self._units: list[Unit] = []
-        for _, unit in units_under(module):
-            self.add(unit)
-
-    def add(self, unit: Unit) -> None:
-        self._units.append(unit)
-        unit.tell([*unit.watches, self])
-
-    def end(self) -> None:
-        for unit in self._units:
-            unit.tell([watch for watch in unit.watches if watch is not self])
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``fully_shard`` made of ``module``; of a wrapper, the unit of the module inside."""
-    return module.__dict__.get(UNIT_ATTRIBUTE)
-
-
-def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """All units of ``module``'s tree with their names in it, each once, outer ones first."""
-    seen: set[int] = set()
-    for name, child in module.named_modules():
-        unit = unit_of(child)
-        if unit is not None and id(unit) not in seen:
-            seen.add(id(unit))
-            yield name, unit
-
-
-def parents_of(units: Sequence[Unit]) -> list[int | None]:
-    """For each unit, the index of the innermost unit around it, found by names. units[0] is the root; the units inside
-    a unit follow that unit."""
-    parents: list[int | None] = [None]
-    around = [0]
-    for index, unit in enumerate(units[1:], 1):
-        while len(around) > 1 and not unit.name.startswith(f"{units[around[-1]].name}."):
-            around.pop()
-        parents.append(around[-1])
-        around.append(index)
-    return parents
 
 
 class Root:
@@ -321,7 +97,7 @@ class Root:
             tie.join()
         before, self.units = self.units, list(found)
         self._is_agreed = self._is_agreed and self.units == before
-        self._seen_version = _Registered.tree_version
+        self._seen_version = ModuleTrees.version
         for unit in dict.fromkeys([*before, *self.units]):
             if (unit.root is self) is not (unit in found):
                 unit.leave()
@@ -486,7 +262,7 @@ class Root:
 
     def _begin_forward(self, unit: Unit) -> None:
         """A forward pass begins with ``unit`` as its outermost unit."""
-        if self._seen_version != _Registered.tree_version:
+        if self._seen_version != ModuleTrees.version:
             self._collect()
         if not self._is_agreed:  # before ranks wait for each other
             self._agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))
@@ -657,6 +433,15 @@ class Root:
         if any(group.gathers_on_compute for unit in self.units for group in unit.groups):
             streams.wait_here(event)  # compute waits for the optimizer: compute reads the shards itself
 
+    def unshard(self, unit: Unit) -> None:
+        """Start gathering ``unit`` because the user asks; returns before the data has arrived."""
+        self.order_gathers()
+        for group in unit.groups:
+            group.reshard_if_outdated()
+        self.perform(Action.UNSHARD, unit)
+        for group in unit.groups:
+            group.note_writes()
+
     def perform(self, action: Action, unit: Unit) -> None:
         """Perform ``action`` on ``unit`` because the user asks."""
         self._note(f"{action.value}()", unit)
@@ -708,6 +493,17 @@ class Root:
                     group.note_writes()
         if not self.schedule.in_backward:  # I12
             self.executor.finish_copies()
+
+
+def form_root(unit: Unit) -> Root:
+    """The root of ``unit``. A unit without one becomes a root itself.
+
+    Raises:
+        ScheduleError: this rank is not in the mesh of the unit.
+    """
+    if unit.root is None:
+        unit.check_rank()
+    return unit.root or Root(unit)
 
 
 def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:

@@ -23,13 +23,14 @@ from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.hooks import register_installer
-from fsdp2.runtime.root import Unit
+from fsdp2.runtime.root import form_root
+from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import Phase
 
 
 def _install(unit: Unit, holders: list[nn.Module]) -> None:
     """Watch the outputs of the submodules of ``unit`` with parameters. ``holders``: all modules with parameters."""
-    begin = torch.compiler.disable(lambda: (unit.root or unit.form_root()).pre_backward(unit))
+    begin = torch.compiler.disable(lambda: (unit.root or form_root(unit)).pre_backward(unit))
 
     def on_gradient(_: torch.Tensor) -> None:
         """Usually, backward began at the unit's output. In the unit's forward, the user computes gradients."""

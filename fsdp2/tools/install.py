@@ -27,7 +27,7 @@ from fsdp2 import _torch
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, UnshardHandle, share_comm_ctx
 from fsdp2.runtime.hooks import register_fsdp_forward_method
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.unit import unit_of
 from fsdp2.types import (
     AllGather,
     CPUOffloadPolicy,

@@ -20,7 +20,8 @@ from fsdp2.comm.backends import ReduceComm
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.plan import GatherStep, Lifetime, Origin, ReducePlan, Route
-from fsdp2.runtime.root import Root, Unit, parents_of
+from fsdp2.runtime.root import Root, form_root
+from fsdp2.runtime.unit import Unit, parents_of
 from fsdp2.schedule.rank_skipping import nested
 from fsdp2.schedule.schedule import Action, Actions, Schedule
 
@@ -68,7 +69,7 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     Raises:
         ValueError: ``module`` is not sharded.
     """
-    root = sharded_unit(module, "fsdp2.memory_plan").form_root()
+    root = form_root(sharded_unit(module, "fsdp2.memory_plan"))
     units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), unit_bytes(unit)) for unit in root.units)
     return MemoryPlan(units, _peak(root, overlaps=True), _peak(root, overlaps=False))
 

@@ -28,7 +28,8 @@ from fsdp2.plan.layout import ShardLayout, pack
 from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
 from fsdp2.plan.placements import plain_spec
 from fsdp2.plan.transfers import Cut as CutOverRanks, Transfer, transfers
-from fsdp2.runtime.root import Root, Unit
+from fsdp2.runtime.root import Root, form_root
+from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.reshard_checks import (
     Belongings,
@@ -95,7 +96,7 @@ def _restore_settings(old: Root) -> None:
     """A new root is formed by the next forward, or here, if the user has changed settings of the old one."""
     settings = old.schedule.finalizes_by_hand, old.schedule.is_last_backward
     if settings != (False, True) and old.unit.mesh.has_this_rank:
-        schedule = old.unit.form_root().schedule
+        schedule = form_root(old.unit).schedule
         schedule.finalizes_by_hand, schedule.is_last_backward = settings
 
 

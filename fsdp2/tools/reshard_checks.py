@@ -29,7 +29,7 @@ from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import Axis, ParallelMesh, parallel_mesh
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.rank_checks import first_difference
-from fsdp2.runtime.root import Unit, units_under
+from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError
 

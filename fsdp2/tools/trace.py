@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2.api.module import sharded_unit
-from fsdp2.runtime.root import Watch
+from fsdp2.runtime.unit import Watch
 from fsdp2.types import Observer
 
 

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fsdp2
-from fsdp2.runtime.root import units_under
+from fsdp2.runtime.unit import units_under
 from fsdp2.tools.planner.plan import Plan
 from tests.harness.distributed import RankContext, distributed
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 import fsdp2
-from fsdp2.runtime.root import units_under
+from fsdp2.runtime.unit import units_under
 from fsdp2.tools.planner import recompute
 from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.group.gradients import GroupOptions
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.unit import unit_of
 from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
 from tests.harness.compare import compare_values

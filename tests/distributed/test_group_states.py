@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import ScheduleError
 from fsdp2.group.group import ParamGroup
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.unit import unit_of
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
 from tests.distributed.support import Stack, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed

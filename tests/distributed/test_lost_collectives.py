@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2.comm.backends import PeerComm
 from fsdp2.runtime.rank_checks import StallWatch
+from fsdp2.runtime.root import form_root
 from tests.distributed.support import Stack, batch, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
@@ -47,7 +48,7 @@ def _watched(ctx: RankContext, model: Any) -> list[str]:
     """What is said of stalls, as if the device had the collectives and this thread waited for the device. Unlike there,
     the wait ends."""
     stalls, heard = StallWatch(ctx.rank, lambda: False, TIMEOUT_S), _Heard()
-    stalls.add(model._unit().form_root())
+    stalls.add(form_root(model._unit()))
     logging.getLogger("fsdp2").addHandler(heard)
     threading.Thread(target=stalls.run, daemon=True).start()
     return heard.messages

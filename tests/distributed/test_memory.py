@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard
 from fsdp2.group.reduce_scatter import Reduce
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.root import form_root
+from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
 from tests.distributed.support import (
     BLOCK_NBYTES,
@@ -337,4 +338,4 @@ def test_no_reduction_is_in_flight_after_a_step(ctx: RankContext) -> None:
         step(model)
         unit = unit_of(model)
         assert unit is not None
-        assert unit.form_root().executor.num_reductions == 0
+        assert form_root(unit).executor.num_reductions == 0

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.root import form_root
+from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
 from tests.distributed.support import BLOCK_NBYTES, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
@@ -382,7 +383,7 @@ attribute.""",
 
 def _share(ctx: RankContext) -> str:
     first, second = sharded(ctx), sharded(ctx)
-    streams = {id(unit_of(module).form_root().executor.streams) for module in (first, second)}  # type: ignore[union-attr]
+    streams = {id(form_root(unit_of(module)).executor.streams) for module in (first, second)}  # type: ignore[arg-type]
     assert len(streams) == 1
     share_comm_ctx([])
     share_comm_ctx([first, second])

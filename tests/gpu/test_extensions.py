@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.unit import unit_of
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,

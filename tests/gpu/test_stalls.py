@@ -8,6 +8,7 @@ import threading
 import torch
 
 from fsdp2.runtime.rank_checks import StallWatch
+from fsdp2.runtime.root import form_root
 from tests.gpu.support import batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
 
@@ -27,7 +28,7 @@ class _Heard(logging.Handler):
 def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankContext) -> None:
     model, heard = sharded(ctx, num_blocks=2), _Heard()
     model(batch())
-    root = model._unit().form_root()  # type: ignore[attr-defined]
+    root = form_root(model._unit())  # type: ignore[attr-defined]
     logging.getLogger("fsdp2").addHandler(heard)
     try:
         watch = StallWatch(ctx.rank, root.executor.streams.is_idle, TIMEOUT_S)

@@ -550,7 +550,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/root.py",
-        "if self._seen_version != _Registered.tree_version:",
+        "if self._seen_version != ModuleTrees.version:",
         "if self._seen_version is None:",
         ("distributed/test_changed_modules.py",),
     ),

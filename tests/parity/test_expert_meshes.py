@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp2 import ParamPlacement
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.unit import unit_of
 from tests.harness.compare import compare, compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP

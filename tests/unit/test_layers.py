@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from pathlib import Path
 
 import pytest
@@ -42,22 +43,30 @@ def _folder(module: str) -> str:
     return module.split(".")[0]
 
 
-def _imported_names(module: str) -> set[str]:
+def _imported_names(tree: ast.AST) -> set[str]:
     """Every module and every name imported, as dotted paths."""
     found: set[str] = set()
-    for node in ast.walk(MODULES[module]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}, line {node.lineno}: relative import"
+            assert node.level == 0, f"relative import of {node.module}"
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return found
 
 
-def _imported_modules(module: str) -> set[str]:
-    """The modules of this package that ``module`` imports."""
+class _WithoutTypes(ast.NodeTransformer):
+    """Takes out ``if TYPE_CHECKING:``. Its imports name types of annotations, and never run."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        is_for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return None if is_for_types else self.generic_visit(node)
+
+
+def _imported_modules(module: str, tree: ast.AST | None = None) -> set[str]:
+    """The modules of this package that ``module`` imports, or that ``tree``, a part of it, imports."""
     found = set()
-    for name in _imported_names(module):
+    for name in _imported_names(tree or MODULES[module]):
         parts = name.split(".")
         if parts[0] != "fsdp2":
             continue
@@ -107,7 +116,8 @@ def test_module_imports_from_its_own_or_lower_folders_only(module: str) -> None:
 
 
 def test_no_two_modules_import_each_other_by_any_way_round() -> None:
-    remaining = {module: _imported_modules(module) for module in MODULES}
+    running = {module: _WithoutTypes().visit(copy.deepcopy(tree)) for module, tree in MODULES.items()}
+    remaining = {module: _imported_modules(module, tree) for module, tree in running.items()}
     while leaves := {module for module, imported in remaining.items() if not imported & set(remaining)}:
         for module in leaves:
             del remaining[module]
@@ -117,7 +127,7 @@ def test_no_two_modules_import_each_other_by_any_way_round() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_torchs_own_fsdp_is_imported_nowhere(module: str) -> None:
     """FSDP1's front takes over settings and policies, which are plain data and functions of modules."""
-    theirs = _imported_names(module) | _torch_chains(module)
+    theirs = _imported_names(MODULES[module]) | _torch_chains(module)
     theirs = {name for name in theirs if name.startswith("torch.distributed.fsdp")}
     if _folder(module) == "fsdp1":
         runtime = {"FullyShardedDataParallel", "FlatParameter", *torch.distributed.fsdp._fully_shard.__all__}
@@ -134,7 +144,7 @@ def test_private_names_of_torch_are_used_behind_the_door_only(module: str) -> No
 
 @pytest.mark.parametrize("module", sorted(KNOWS_NO_TORCH))
 def test_module_of_plain_values_knows_no_torch(module: str) -> None:
-    assert {name for name in _imported_names(module) if name.split(".")[0] == "torch"} == set()
+    assert {name for name in _imported_names(MODULES[module]) if name.split(".")[0] == "torch"} == set()
 
 
 @pytest.mark.parametrize("module", sorted(KNOWS_NO_PROCESS_GROUP))

@@ -20,7 +20,8 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import tell_waits
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Route
-from fsdp2.runtime.root import Root, Unit, Watch
+from fsdp2.runtime.root import Root, form_root
+from fsdp2.runtime.unit import Unit, Watch
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
 from fsdp2.tools.report import files
@@ -79,7 +80,7 @@ def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> 
         raise ScheduleError(
             f"{_CALLER}: a report on {_recording[0]} is being recorded. Leave its block before the next one begins."
         )
-    root = unit.form_root()
+    root = form_root(unit)
     mesh = _mesh_of(root)
     targets = [Path(path) for path in paths]
     problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
@@ -91,7 +92,7 @@ def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> 
     with _attached(recorder, model, root.class_name, times_waits=not on_device):
         yield found
     recorder.end()
-    root = unit.form_root()  # in the block, a unit around it may have become the root
+    root = form_root(unit)  # in the block, a unit around it may have become the root
     record = RankRecord(
         rank=dist.get_rank(),
         host=platform.node(),

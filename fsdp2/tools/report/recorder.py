@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp2.comm.streams import Streams, streams_for
-from fsdp2.runtime.root import Unit
+from fsdp2.runtime.unit import Unit
 from fsdp2.tools.report.timeline import BLOCKED, Edge, Mark
 from fsdp2.types import Observer
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp2.fsdp1
-from fsdp2.runtime.root import unit_of
+from fsdp2.runtime.unit import unit_of
 from tests.harness.distributed import RankContext, distributed
 from tests.parity.fsdp1.fronts import Front, batch, same, train
 from tests.parity.fsdp1.test_strategies import HYBRID
