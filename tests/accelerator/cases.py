@@ -337,11 +337,8 @@ def placed(make: Callable[[], ParityModel], on: str) -> ParityModel:
 
 # Trained whenever the tests run; the rest, and all that takes 4 ranks, when the long ones run.
 FAST = {
-    "adamw",
     "direct bf16 reduced in fp32",
-    "uneven",
     "accumulated",
-    "checkpointed",
     "gathered on the compute stream",
     "reads what forward wrote",
     "partly used",

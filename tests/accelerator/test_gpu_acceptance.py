@@ -117,7 +117,7 @@ def test_parts_for_which_no_time_is_left_are_not_run() -> None:
     assert kept == [1, 2]
 
 
-@pytest.mark.parametrize(("device", "status"), [("cpu", 1), ("sim", 0)])
+@pytest.mark.parametrize(("device", "status"), [("cpu", 1), pytest.param("sim", 0, marks=pytest.mark.long)])
 def test_exit_status_tells_of_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, status: int
 ) -> None:

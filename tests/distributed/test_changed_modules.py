@@ -17,6 +17,7 @@ from tests.distributed.changes import USES, assert_step_is_that_of, step_and_zer
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import wrapped
+from tests.harness.selection import long
 
 # Removed modules
 
@@ -94,7 +95,7 @@ def _assert_adapters_train_alike(ctx: RankContext, use: str, kept: bool | int | 
         assert torch.allclose(state[name].full_tensor(), value, atol=1e-5), name
 
 
-@pytest.mark.parametrize("kept", [None, False])
+@pytest.mark.parametrize("kept", [None, *long(False)])
 @pytest.mark.parametrize("freezes", [True, False])
 @pytest.mark.parametrize("use", ["no use", "step", "evaluation, reshard"])
 @distributed(2)
@@ -104,6 +105,7 @@ def test_adapters_sharded_after_the_model_train_like_unsharded_ones(
     _assert_adapters_train_alike(ctx, use, kept, freezes=freezes)
 
 
+@pytest.mark.long
 @distributed(4)
 def test_adapters_under_units_that_rest_on_a_smaller_mesh(ctx: RankContext) -> None:
     _assert_adapters_train_alike(ctx, "step", 2, freezes=True)

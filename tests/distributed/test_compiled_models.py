@@ -98,6 +98,7 @@ def test_compiled_model_does_the_same_as_the_eager_one(ctx: RankContext, way: st
     assert "pre_forward second" in traces[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [WAYS[0], *long(WAYS[1])])
 @distributed(2)
 def test_model_that_ran_compiled_before_it_was_sharded(ctx: RankContext, way: str) -> None:

@@ -23,6 +23,7 @@ from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, s
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer
+from tests.harness.selection import long
 
 
 def _shard(model: Any, **options: Any) -> Any:
@@ -68,6 +69,7 @@ SETUPS: dict[str, Callable[[RankContext], Any]] = {
     "wire format": _wire,
     "offloaded": lambda ctx: _shard(MLP(), mesh=ctx.mesh_1d(), offload_policy=StagedOffloadPolicy()),
 }
+SHORT = ("bf16, resting", "several modules", "options", "wire format")
 
 
 def _train(ctx: RankContext, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
@@ -83,7 +85,7 @@ def _whole(model: nn.Module) -> list[Tensor]:
     return [p.detach().full_tensor().clone() for p in model.parameters() if isinstance(p, DTensor)]
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", [*SHORT, *long(*[setup for setup in SETUPS if setup not in SHORT])])
 @distributed(2, 4)
 def test_copy_and_original_train_alike_and_apart(ctx: RankContext, setup: str) -> None:
     model = seeded(lambda: SETUPS[setup](ctx))

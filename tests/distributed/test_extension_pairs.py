@@ -151,6 +151,7 @@ def test_both_halves_train_as_by_hand(ctx: RankContext, policy: MixedPrecisionPo
             pairs.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Pair, *long(CopiedPair)])
 @distributed(4)
 def test_both_halves_train_on_hsdp_and_resting_on_two_ranks(ctx: RankContext, kind: type[Pair]) -> None:

@@ -105,6 +105,7 @@ def test_world_of_one_trains_as_by_hand(ctx: RankContext, name: str) -> None:
         Twins(CLASSES[name], ctx.mesh_of_one(), ctx.rank, dim=UNEVEN, policy=policy).train(3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reshard", [2, *long(True, False)])
 @distributed(4)
 def test_what_arrives_in_another_dtype_than_the_bias_is_reduced_in_its_own(

@@ -121,7 +121,7 @@ def _go_on(model: Any, leave: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("resets", [True, False], ids=["reset", "no reset"])
-@pytest.mark.parametrize("leave", [_no_sync, _no_all_reduce, *long(_no_landing, _no_finalization)])
+@pytest.mark.parametrize("leave", [_no_all_reduce, *long(_no_sync, _no_landing, _no_finalization)])
 @distributed(4)
 def test_gradients_on_their_way_stay_after_a_forward_that_raises(ctx: RankContext, leave: Any, resets: bool) -> None:
     reference = seeded(lambda: Stack(1))

@@ -195,6 +195,7 @@ def test_hooks_send_what_they_make_of_a_copy_of_the_shard(ctx: RankContext, make
     assert all(type(copy) is make and all(copy is not shard for shard in shards) for copy in copies)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reshard", [False, 2])
 @distributed(4)
 def test_hooks_under_reshard_after_forward(ctx: RankContext, reshard: bool | int) -> None:

@@ -332,6 +332,7 @@ def test_joining_rank_may_have_built_its_model_on_the_meta_device(ctx: RankConte
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 @distributed(4)
 def test_settings_stay(ctx: RankContext) -> None:
     old, new = [0, 1, 2, 3], [[0, 1], [2, 3]]

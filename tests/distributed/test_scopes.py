@@ -20,6 +20,7 @@ from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, s
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer, Uneven
+from tests.harness.selection import long
 from tests.parity.test_model_parallel import tensor_parallel
 
 
@@ -63,7 +64,7 @@ def _loss(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("rank0_only", [True, *long(False)])
 @distributed(4)
 def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_only: bool) -> None:
     model = seeded(lambda: SETUPS[setup](ctx))

@@ -156,6 +156,7 @@ def test_every_rank_ends_with_the_mean(ctx: RankContext, setting: str) -> None:
     _assert_steps(ctx, model, ways, step, tolerance=4e-3 if setting == "mixed" else 1e-6)
 
 
+@pytest.mark.long
 @distributed(4)
 def test_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
     _assert_steps(ctx, _sharded(ctx, mesh=ctx.mesh_1d(), reshard_after_forward=2), WAYS, _step)

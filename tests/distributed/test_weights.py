@@ -117,6 +117,7 @@ ON_2: dict[str, tuple[Callable[[], ParityModel], _Shard]] = {
     "by torch": (Uneven, _by_torch),
     "unsharded": (Buffers, lambda model, ctx: model),
 }
+SHORT = ("uneven", "tied", "ignored", "offloaded", "bf16 compute", "tp", "replicated")
 ON_4: dict[str, tuple[Callable[[], ParityModel], _Shard]] = {
     "hsdp": (Uneven, lambda model, ctx: _units(model, ctx.mesh_2d(2, 2))),
     "tp x fsdp": (functools.partial(MLP, dim=5), lambda model, ctx: _tensor_parallel(model, ctx.mesh(dp=2, tp=2))),
@@ -241,7 +242,7 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
         assert torch.equal(streamed[name][0], value), name
 
 
-@pytest.mark.parametrize("place", ON_2)
+@pytest.mark.parametrize("place", [*SHORT, *long(*[place for place in ON_2 if place not in SHORT])])
 @distributed(2)
 def test_weights_go_in_and_out_on_2_ranks(ctx: RankContext, place: str, tmp_path: Path) -> None:
     _loads_saves_and_streams(ctx, place, tmp_path)

@@ -46,6 +46,7 @@ def test_programs_on_two_ranks(ctx: RankContext) -> None:
     _assert_no_failure(programs, check(ctx, programs))
 
 
+@pytest.mark.long
 @distributed(4)
 def test_programs_on_four_ranks(ctx: RankContext) -> None:
     """Where a sum has more than two terms, and units rest on two of four ranks."""

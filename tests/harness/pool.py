@@ -38,6 +38,7 @@ PRELOADED = [
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
     *("pytest", "_pytest.assertion.rewrite", "torch._dynamo.repro.after_dynamo"),
     *("torch._functorch.aot_autograd", "torch._inductor.compile_fx"),
+    *("expecttest", "fsdp2", "tests.harness.models"),
 ]
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.mutations.__main__ import ROOT, first_failure, mutated
 from tests.mutations.mutations import MUTATIONS, Mutation
+
+pytestmark = pytest.mark.long
 
 
 def test_mutations_apply_to_one_place_each_and_leave_python() -> None:

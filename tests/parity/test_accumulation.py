@@ -137,6 +137,7 @@ def test_hsdp_without_gradient_sync_until_the_last_micro_batch(ctx: RankContext)
         compare(Case(MLP, step=_no_sync), mesh)
 
 
+@pytest.mark.long
 @distributed(4)
 def test_hsdp_mixes_no_sync_and_no_all_reduce(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block, ParityModel, Transformer
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, sgd, shard_units_and_root
 from tests.parity.setups import hybrid_mesh
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32, shard_with_policy
@@ -204,7 +205,7 @@ def test_selective_checkpointing(ctx: RankContext, build, reshard: bool | int) -
 
 
 @REENTRANT
-@pytest.mark.parametrize("reshard", [True, 2])
+@pytest.mark.parametrize("reshard", [2, *long(True)])
 @distributed(4)
 def test_recomputation_on_other_meshes(ctx: RankContext, reshard: bool | int, reentrant: bool) -> None:
     shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)

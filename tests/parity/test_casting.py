@@ -73,6 +73,7 @@ def test_cast_in_the_middle_of_training(ctx: RankContext, cast: str, evaluates: 
     compare_losses_with_unsharded(Case(AnyDtype, step=step, optimizer=STATELESS, unsharded=ANY_DTYPE), ctx.mesh_1d())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setup", ["resting", *long("hsdp", "kept")])
 @distributed(4)
 def test_cast_to_double_and_back_between_steps(ctx: RankContext, setup: str) -> None:

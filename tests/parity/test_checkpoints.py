@@ -72,9 +72,9 @@ def _check(saved: Saved, loaded: list[Saved]) -> None:
 
 ELSEWHERE = {
     "from HSDP": ("hsdp", 4, "uneven", 2),
-    "onto tensor parallelism": ("kept", 2, "tp", 4),
 }
 MORE_ELSEWHERE = {
+    "onto tensor parallelism": ("kept", 2, "tp", 4),
     "more ranks, tied": ("tied", 2, "tied", 4),
     "from a smaller mesh between passes": ("resting", 4, "kept", 4),
     "more ranks": ("uneven", 2, "uneven", 4),

@@ -337,6 +337,7 @@ def test_communication_of_ones_own_beside_tensor_parallelism(ctx: RankContext) -
     compare(case_with_model_axes(mesh, shard=shard, step=step, unsharded=None), mesh)
 
 
+@pytest.mark.long
 @distributed(4)
 def test_units_whose_parameters_have_several_meshes(ctx: RankContext) -> None:
     def shard(runtime, model: MLP, mesh: DeviceMesh) -> None:

@@ -17,6 +17,7 @@ from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, shard_units_and_root
 
 
@@ -43,7 +44,7 @@ def _evaluate_and_accumulate(step: Step, model: MLP) -> list[Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("kept", [None, False])
+@pytest.mark.parametrize("kept", [None, *long(False)])
 @pytest.mark.parametrize("what", ["blocks", "model"])
 @distributed(2)
 def test_compiled_training_is_that_of_torch(ctx: RankContext, what: str, kept: bool | None) -> None:

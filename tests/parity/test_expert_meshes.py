@@ -19,6 +19,7 @@ from tests.harness.compare import compare, compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
 from tests.harness.runtimes import SUBJECT_IS_TORCH, Runtime, oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import Case, Snapshot, Step, snapshot
 
 # ``down`` plays the experts: sharded over one axis of the mesh, or replicated over it.
@@ -69,13 +70,14 @@ def same_data_for_all(step: Step, model: MLP) -> list[Tensor]:
 
 @pytest.mark.parametrize("shard", [with_torch_mesh_info, with_param_placement])
 @pytest.mark.parametrize("kind", ["shard", "hsdp"])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, *long(False)])
 @distributed(4)
 def test_experts_are_sharded_over_a_mesh_of_their_own(ctx: RankContext, shard: Any, kind: str, reshard: bool) -> None:
     asked = functools.partial(shard, kind=kind, reshard_after_forward=reshard)
     compare(Case(MLP, shard=asked, step=same_data_for_all, longest_axis=4), ctx.mesh_2d(2, 2))
 
 
+@pytest.mark.long
 @distributed(4)
 def test_experts_rest_on_the_ranks_they_have(ctx: RankContext) -> None:
     """An int that suits the dense parameters: the experts' two ranks are no more than it asks for."""

@@ -75,7 +75,7 @@ def test_tensor_parallel_on_two_ranks(ctx: RankContext, sizes: dict[str, int]) -
     compare(case(mesh), mesh)
 
 
-@pytest.mark.parametrize("sizes", MESHES[4], ids=str)
+@pytest.mark.parametrize("sizes", [MESHES[4][0], *long(*MESHES[4][1:])], ids=str)
 @pytest.mark.parametrize("reshard", [True, *long(False)])
 @distributed(4)
 def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: dict[str, int], reshard: bool) -> None:
@@ -109,6 +109,7 @@ def test_sharding_along_the_dim_that_tensor_parallelism_has_cut(ctx: RankContext
     compare(case(mesh, shard=last_dim), mesh)
 
 
+@pytest.mark.long
 @distributed(4)
 def test_tensor_parallel_in_mixed_precision(ctx: RankContext) -> None:
     def mixed(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
@@ -309,6 +310,7 @@ def test_hooks_decide_what_travels_under_tensor_parallelism(ctx: RankContext) ->
     compare(case(mesh, shard=functools.partial(hooked, make=Sent)), mesh)
 
 
+@pytest.mark.long
 @beyond_torch("has no such subclasses")
 @distributed(4, 8)
 def test_hooks_with_tensor_parallelism_rest_on_a_smaller_mesh(ctx: RankContext) -> None:

@@ -82,7 +82,7 @@ def test_tensor_parallel(ctx: RankContext, sizes: dict[str, int]) -> None:
     compare(tensor_parallel_case(mesh, shard=shard), mesh)
 
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("reshard", [2, *long(True, False)])
 @pytest.mark.parametrize("model", [Uneven, *long(MLP)])
 @distributed(4)
 def test_reshard_after_forward(ctx: RankContext, model, reshard: bool | int) -> None:
@@ -117,7 +117,7 @@ def test_optimizers(ctx: RankContext, options: dict[str, bool]) -> None:
 # Gradients that meet others
 
 
-@pytest.mark.parametrize("sync", ["always", "last", "partial"])
+@pytest.mark.parametrize("sync", ["last", *long("always", "partial")])
 @pytest.mark.parametrize("set_to_none", [True, *long(False)])
 @distributed(4)
 def test_accumulation(ctx: RankContext, sync: str, set_to_none: bool) -> None:

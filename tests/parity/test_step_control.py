@@ -88,6 +88,7 @@ def test_two_reductions_of_one_unit_in_flight_at_a_time(ctx: RankContext) -> Non
     compare(Case(_UsedTwice, _with_buffers(4)), ctx.mesh_1d())
 
 
+@pytest.mark.long
 @distributed(2)
 def test_reductions_in_flight_on_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
     step = functools.partial(accumulate, switch="set_requires_all_reduce")

@@ -391,6 +391,7 @@ def test_tied_weights_are_saved_once_and_load_from_any_of_their_names(tmp_path: 
 # Hugging Face
 
 
+@pytest.mark.long
 def test_transformers_loads_what_is_saved_and_the_other_way_round(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

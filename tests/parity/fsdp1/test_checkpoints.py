@@ -103,7 +103,6 @@ def _load(ctx: RankContext, wrapping: str, path: Path) -> list[dict[str, Tensor]
 
 
 WAYS = {
-    "from torch's class": ("torch's", 2, "ours", 2),
     "to torch's class": ("ours", 2, "torch's", 2),
     "from torch's class to more ranks and DTensors": (
         "torch's, original parameters",
@@ -113,6 +112,7 @@ WAYS = {
     ),
 }
 MORE_WAYS = {
+    "from torch's class": ("torch's", 2, "ours", 2),
     "from torch's class to more ranks": ("torch's", 2, "ours", 4),
     "to torch's class on more ranks": ("ours", 2, "torch's", 4),
     "to fewer ranks": ("ours", 4, "ours", 2),

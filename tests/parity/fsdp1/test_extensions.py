@@ -325,6 +325,7 @@ def whole(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state_dict.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("use_orig_params", [False, *long(True)])
 @distributed(4)
 def test_tensor_parallelism_needs_no_extension(ctx: RankContext, use_orig_params) -> None:
