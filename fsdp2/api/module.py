@@ -82,7 +82,10 @@ class FSDPModule:
         """Apply ``to``, ``cuda``, ``to_empty`` and similar methods to the shards."""
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        self._unit().mark_stale()
+        unit = self._unit()
+        for group in unit.groups:
+            group.take_materialised()
+        unit.mark_stale()
         return result
 
     # Parameters

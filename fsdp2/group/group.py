@@ -171,6 +171,12 @@ class ParamGroup:
         if self.is_stale or not self._is_intact():
             self._refresh()
 
+    def take_materialised(self) -> None:
+        """If all shards were on the meta device, and the user has materialised them: move them to the flat buffers now.
+        At first use, all units would hold their shards twice at once."""
+        if self.shards.are_materialised():
+            self._refresh()
+
     def _refresh(self) -> None:
         """Take over parameters that the user replaced, moved, cast, materialised or tied since the last call."""
         are_tied = self._are_tied()

@@ -158,6 +158,13 @@ class GroupShards:
         self._replace(locals_)
         return True
 
+    def are_materialised(self) -> bool:
+        """Whether all shards were on the meta device, and now lie where they belong."""
+        if any(not local.is_meta for local in self._locals):
+            return False
+        devices = [_torch.local_of(param.current()).device for param in self._params]
+        return all(device == self._home.device for device in devices)
+
     def share(self, tensor: torch.Tensor) -> None:
         """``tensor`` has the memory of a flat buffer, too: writes to it, and optimizer steps of it, are writes to the
         shards. Call it again when the shards have moved."""

@@ -30,6 +30,7 @@ from tests.distributed.support import (
     sharded,
     step,
 )
+from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -339,3 +340,19 @@ def test_no_reduction_is_in_flight_after_a_step(ctx: RankContext) -> None:
         unit = unit_of(model)
         assert unit is not None
         assert form_root(unit).executor.num_reductions == 0
+
+
+def test_to_empty_puts_shards_where_they_stay() -> None:
+    """Else each unit's first use would need memory for its shards a second time."""
+    on_one_rank(_materialised)
+
+
+def _materialised(ctx: RankContext) -> None:
+    with torch.device("meta"):
+        model = Stack()
+    shard(ctx, model)
+    model.to_empty(device="cpu")
+    places = [parameter.to_local().data_ptr() for parameter in model.parameters()]
+    model(batch())
+    model.reshard()  # the root
+    assert [parameter.to_local().data_ptr() for parameter in model.parameters()] == places
