@@ -222,13 +222,16 @@ def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
 
 
 def parents_of(units: Sequence[Unit]) -> list[int | None]:
-    """For each unit, the index of the innermost unit around it, found by names. units[0] is the root; the units inside
-    a unit follow that unit."""
+    """For each unit, the index of the innermost unit around it. units[0] is the root; the units inside a unit follow
+    that unit. The forward of several modules lasts from the first to the last, so units between those are inside."""
+    modules = [module for each in units[0].modules for module in each.modules()]
+    position = {module: index for index, module in reversed(list(enumerate(modules)))}
     parents: list[int | None] = [None]
-    around = [0]
+    around = [(0, len(modules))]  # units and where they end
     for index, unit in enumerate(units[1:], 1):
-        while len(around) > 1 and not unit.name.startswith(f"{units[around[-1]].name}."):
+        inside = [position[module] for each in unit.modules for module in each.modules() if module in position]
+        while len(around) > 1 and around[-1][1] < min(inside):
             around.pop()
-        parents.append(around[-1])
-        around.append(index)
+        parents.append(around[-1][0])
+        around.append((index, max(inside)))
     return parents

@@ -90,9 +90,9 @@ def _loss(model: Any, way: Way, seed: int) -> Tensor:
     return model(batch(seed), way).float().square().mean()
 
 
-def _expected(steps: Sequence[Callable[[Any], None]]) -> list[Tensor | None]:
+def _expected(steps: Sequence[Callable[[Any], None]], model_class: type[nn.Module] = Routed) -> list[Tensor | None]:
     """The mean of gradients, of the unsharded model. ``steps``: what each rank does."""
-    models = [seeded(Routed) for _ in steps]
+    models = [seeded(model_class) for _ in steps]
     for model, compute in zip(models, steps, strict=True):
         compute(model)
     found = zip(*([parameter.grad for parameter in model.parameters()] for model in models), strict=True)
@@ -196,6 +196,36 @@ def test_gradients_that_reach_other_units(ctx: RankContext) -> None:
 def test_order_that_is_not_that_of_registration(ctx: RankContext) -> None:
     ways = [[[4, 2, 1, 0], [4, 2, 1, 0]], [[4, 0], [2, 1]], [[1], [4, 2]], [[3, 0], [1]]]
     _assert_steps(ctx, _sharded(ctx), ways, _step)
+
+
+class Listed(nn.Module):
+    """Its first and last block are one unit. A unit lies between them, and one in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) for _ in "abc")
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = self.entry(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index in way else x
+        return x
+
+
+@distributed(2)
+def test_units_inside_and_between_several_modules_of_one_unit(ctx: RankContext) -> None:
+    model = seeded(Listed)
+    for block in model.blocks:
+        fsdp2.fully_shard(block[0], mesh=ctx.mesh_1d())
+    fsdp2.fully_shard(model.blocks[1], mesh=ctx.mesh_1d())
+    fsdp2.fully_shard([model.blocks[0], model.blocks[2]], mesh=ctx.mesh_1d())
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    for number, ways in enumerate([[[0, 1, 2], []], [[], [0, 2]], [[1], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]]):
+        steps = [functools.partial(_step, way=way, seed=10 * number + rank) for rank, way in enumerate(ways)]
+        steps[ctx.rank](model)
+        _assert_gradients(model, _expected(steps, Listed))
+        model.zero_grad()
 
 
 @distributed(2)
