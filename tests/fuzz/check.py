@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import traceback
@@ -38,6 +39,10 @@ class Outcome(Enum):
     @property
     def is_failure(self) -> bool:
         return self in (Outcome.DIFFERS, Outcome.RAISES)
+
+
+class OneSidedRefusalError(Exception):
+    """Torch's runtime raised on some ranks only. The ranks cannot go on together."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_tor
         expected = oracle_records(case, mesh) if with_torch else None
     except Exception:
         refused = traceback.format_exc(limit=-3)
+    if with_torch and len(set(_of_all_ranks(refused is not None))) > 1:
+        raise OneSidedRefusalError(refused)  # its messages to the other ranks are still on their way
     try:
         actual = subject_records(case, mesh)
     except Exception:
@@ -101,6 +108,16 @@ def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_tor
     if not with_torch:
         return Verdict(Outcome.TORCH_HANGS)
     return Verdict(Outcome.TORCH_REFUSES, refused) if refused else Verdict(Outcome.EQUAL)
+
+
+_num_answers = itertools.count()
+
+
+def _of_all_ranks(value: bool) -> list[str]:
+    """``value`` on each rank, through the store: messages that ranks wait for may never come."""
+    store, number = dist.distributed_c10d._get_default_store(), next(_num_answers)
+    store.set(f"fuzz {number} {dist.get_rank()}", str(value))
+    return [store.get(f"fuzz {number} {rank}").decode() for rank in range(dist.get_world_size())]
 
 
 def _case(
@@ -156,4 +173,4 @@ def main(mesh: str, *, with_torch: bool, **settings: Any) -> None:
     os._exit(found.outcome.is_failure)
 
 
-__all__ = ["Outcome", "Verdict", "check", "compared", "init_device_mesh", "main", "verdict"]
+__all__ = ["Outcome", "OneSidedRefusalError", "Verdict", "check", "compared", "init_device_mesh", "main", "verdict"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from tests.fuzz.check import Outcome, Verdict, check
+from tests.fuzz.check import Outcome, OneSidedRefusalError, Verdict, check
 from tests.fuzz.program import Block, Micro, Program, Step
 from tests.harness.compare import oracle_records
 from tests.harness.pool import WorkerError, WorkerPool
@@ -34,7 +34,8 @@ class Runner:
         except WorkerError as error:
             if len(programs) > 1:
                 return [verdict for program in programs for verdict in self.verdicts([program])]
-            if oracle_records.__name__ not in str(error):  # what a rank that hangs in torch's runtime is doing
+            # What a rank that hangs in torch's runtime is doing, and what ranks raise if it refuses on one of them.
+            if oracle_records.__name__ not in str(error) and OneSidedRefusalError.__name__ not in str(error):
                 return [Verdict(Outcome.RAISES, str(error))]
             try:
                 by_rank = self._call(programs, with_torch=False)
