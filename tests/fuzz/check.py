@@ -173,4 +173,4 @@ def main(mesh: str, *, with_torch: bool, **settings: Any) -> None:
     os._exit(found.outcome.is_failure)
 
 
-__all__ = ["Outcome", "OneSidedRefusalError", "Verdict", "check", "compared", "init_device_mesh", "main", "verdict"]
+__all__ = ["OneSidedRefusalError", "Outcome", "Verdict", "check", "compared", "init_device_mesh", "main", "verdict"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from tests.fuzz.check import Outcome, OneSidedRefusalError, Verdict, check
+from tests.fuzz.check import OneSidedRefusalError, Outcome, Verdict, check
 from tests.fuzz.program import Block, Micro, Program, Step
 from tests.harness.compare import oracle_records
 from tests.harness.pool import WorkerError, WorkerPool
