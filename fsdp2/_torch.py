@@ -591,6 +591,8 @@ FULLY_SHARD_CHECKS = (
 )
 # (module, name) of the function by which torch's checkpoints ask whether a module is a FullyShardedDataParallel.
 FSDP1_STATE = ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state_if_fully_sharded_module")
+# The same of the function by which they list the parameters of a model.
+LISTED_STATE = ("torch.distributed.checkpoint.state_dict", "_iterate_valid_model_state")
 
 
 def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -27,3 +28,12 @@ def wrappers_in(module: nn.Module) -> list[Wrapper]:
 def is_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is a FullyShardedDataParallel."""
     return isinstance(vars(module).get("_settings"), Settings)
+
+
+def flat_params_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The flat parameters in ``module`` that optimizers step, with their names."""
+    for name, each in module.named_modules():
+        if is_wrapper(each):
+            flat = each._listed_flat_param
+            if flat is not None:
+                yield f"{name}.{WRAPPED}._flat_param".removeprefix("."), flat

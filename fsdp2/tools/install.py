@@ -91,6 +91,7 @@ class _Installation:
             for module in sources:
                 self._change_class(module)
             self._show_our_wrappers()
+            self._list_our_flat_parameters()
             self._exchange(self.theirs, _NAMES_OF_SOURCES)
         except BaseException:
             self.restore()
@@ -129,6 +130,22 @@ class _Installation:
 
         self._put(name, of_torch, state_of)
         self._undo.append(lambda: self._put(name, state_of, of_torch))
+
+    def _list_our_flat_parameters(self) -> None:
+        """``torch.distributed.checkpoint.state_dict`` looks for them in the wrapped modules, which keep the original
+        parameters: add them to its list."""
+        owner, name = _torch.LISTED_STATE
+        of_torch = getattr(_imported(owner), name, None)
+        if of_torch is None:
+            return
+        from fsdp2.fsdp1.names import flat_params_in
+
+        def listed(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            yield from of_torch(model, *args, **kwargs)
+            yield from flat_params_in(model)
+
+        self._put(name, of_torch, listed)
+        self._undo.append(lambda: self._put(name, listed, of_torch))
 
     def _put(self, name: str, old: object, new: object) -> None:
         for module in _loaded_modules():

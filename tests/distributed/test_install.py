@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fsdp2
 from tests.harness.distributed import RankContext, distributed
 
 torchs_fully_shard: Callable[..., Any] = theirs.fully_shard
 TorchsModule = theirs.FSDPModule
+CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -96,3 +99,40 @@ def test_torchs_replicate_still_works(ctx: RankContext) -> None:
         assert isinstance(model, replicate_with_fsdp.ReplicateModule)
         model(torch.ones(2, 4) * (ctx.rank + 1)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+def _wrapped(seed: int, use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    inner = theirs.FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU, use_orig_params=use_orig_params)
+    model = theirs.FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(4, 4), inner), device_id=CPU, use_orig_params=use_orig_params
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _train(ctx: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    losses = []
+    for step in steps:
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+        losses.append(model(inputs).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@distributed(2)
+def test_torchs_checkpoint_helpers_take_our_wrappers(ctx: RankContext, use_orig_params: bool, is_full: bool) -> None:
+    options = StateDictOptions(full_state_dict=is_full)
+    with quietly_installed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's helpers use what torch has deprecated
+        model, optimizer = _wrapped(0, use_orig_params)
+        _train(ctx, model, optimizer, range(2))
+        of_model, of_optimizer = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        assert all(type(value) is torch.Tensor for value in of_model.values()) is is_full
+        expected = _train(ctx, model, optimizer, range(2, 4))
+        model, optimizer = _wrapped(1, use_orig_params)
+        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
+        assert all(map(torch.equal, _train(ctx, model, optimizer, range(2, 4)), expected))
