@@ -93,7 +93,11 @@ PARTS = {
     "runtime_overhead.ranks": Part(rows=("8 ranks, fp32", "4096 ranks, fp32")),
     "call_counts.main": Part(rows=("all calls", "calls in the runtime")),
     "launches.mixed": Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")),
-    "gloo_step.fp32": Part(rows=_GLOO),
+    "gloo_step.fp32": Part(
+        ("unsharded", "DDP", "FSDP1", "DeepSpeed", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"),
+        _GLOO,
+        note="unsharded: no communication. ratio: fsdp2 to torch FSDP2. class: fsdp2.FullyShardedDataParallel.",
+    ),
     "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "ratio"), _FLAT),
     "clip_grad_norm.main": Part(("fsdp2 ms", "torch FSDP2 ms", "ratio")),
     "divergent_use.main": Part(
@@ -101,7 +105,7 @@ PARTS = {
         note="DDP: find_unused_parameters=True; it holds all parameters on every rank.",
     ),
     "all_gather_bytes.main": Part(
-        ("forward MB", "step MB", "step ms", "val. loss", "ratio"),
+        ("step MB", "step ms", "val. loss", "ratio"),
         ("fp32", "bf16, by policy", "fp8, scale per row", "int8, blocks of 256", "nf4 base, LoRA"),
         note="nf4: trains adapters only, 40 steps from the final weights of the first row.",
     ),
@@ -111,14 +115,13 @@ PARTS = {
             "plain",
             "bf16 parameters, fp32 reduction",
             "2 microbatches, one reduction, mixed",
-            "vocabulary 50257, mixed",
             "HSDP 2 x 4, mixed",
-            "hooks: int8, mixed",
         ),
+        note="ratio: fsdp2 to the smaller of torch's two.",
     ),
     "weights.load": Part(
-        ("warm s", "cold s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
-        note="Medians of 4 rounds. Cold: the files were dropped from the page cache before.",
+        ("warm s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
+        note="Medians of 4 rounds. Warm: the files are in the page cache.",
     ),
     "weights.save": Part(
         ("s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
@@ -126,6 +129,7 @@ PARTS = {
     ),
     "reshard_to.main": Part(
         ("s", "CPU s", "MB", "fsdp2 / peer"),
+        ("4 to 2: fsdp2.reshard_to", "4 to 2: DCP, tmpfs", "4 to 2: DCP, disk"),
         note="Medians of 2 rounds. CPU s: of all ranks. MB: the most that a rank allocates. DCP waits for the disk.",
     ),
     "scale_model.efficiency_8b": Part(_SCALE, ("8", "1024", "2048", "4096", "16384")),
