@@ -25,11 +25,11 @@ from tests.docs.markdown import ROOT, programs
 PAGE = ROOT / "docs" / "clients.md"
 EXAMPLES = ROOT / "docs" / "examples" / "clients"
 BLOCKS = [block for _, blocks in programs(PAGE) for block in blocks]
-NAMES = ["accelerate", "DistributedConfig", "pipelining"]
+NAMES = ["accelerate", "DistributedConfig"]
 assert len(BLOCKS) == len(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", NAMES)
 @hf_client()
 def test_the_lines_run_the_same(rank: int, folder: Path, name: str) -> Any:
     allow_fsdp_on_cpu()
@@ -66,12 +66,13 @@ def test_the_example_of_checkpoints_runs_the_same(rank: int, folder: Path) -> An
 
 def test_every_example_runs() -> None:
     found = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert found == {f"with_{name}" for name in ("peft", "trainer", "torchtitan", "torchao", "fabric", "checkpoints")}
+    names = ("peft", "trainer", "torchtitan", "torchao", "fabric", "checkpoints", "pipelining")
+    assert found == {f"with_{name}" for name in names}
 
 
 @on_pipeline_ranks
-def test_the_lines_of_pipelining_run_the_same(rank: int, folder: Path) -> Any:
-    return parameters_after("pipelining", folder)
+def test_the_example_of_pipelining_runs_the_same(rank: int, folder: Path) -> Any:
+    return parameters_of_example("pipelining", folder)
 
 
 def parameters_of_example(name: str, folder: Path) -> Any:
