@@ -92,6 +92,7 @@ _FLAT = ("AdamW, foreach, 1500 parameters", "AdamW, fused, 1500 parameters")
 PARTS = {
     "runtime_overhead.ranks": Part(rows=("8 ranks, fp32", "4096 ranks, fp32")),
     "call_counts.main": Part(rows=("all calls", "calls in the runtime")),
+    "runtime_instructions.main": Part(("unsharded", "fsdp2", "torch", "ratio", "fsdp2's class")),
     "launches.mixed": Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")),
     "gloo_step.fp32": Part(
         ("unsharded", "DDP", "FSDP1", "DeepSpeed", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"),
@@ -120,12 +121,12 @@ PARTS = {
         note="ratio: fsdp2 to the smaller of torch's two.",
     ),
     "weights.load": Part(
-        ("warm s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
+        ("warm s", "rank 0 MB", "fsdp2 / peer"),
         note="Medians of 4 rounds. Warm: the files are in the page cache.",
     ),
     "weights.save": Part(
-        ("s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
-        note="fsdp2 and DCP wait until the disk has the data; `save_file` does not. Memory comes on top of the shards.",
+        ("s", "rank 0 MB", "fsdp2 / peer"),
+        note="fsdp2 and DCP wait until the disk has the data; `save_file` does not. Memory: on top of the shards.",
     ),
     "reshard_to.main": Part(
         ("s", "CPU s", "MB", "fsdp2 / peer"),
