@@ -24,19 +24,19 @@ from tests.docs.markdown import ROOT, programs
 
 PAGE = ROOT / "docs" / "clients.md"
 EXAMPLES = ROOT / "docs" / "examples" / "clients"
-BLOCKS = [block for _, blocks in programs(PAGE) for block in blocks]
-NAMES = ["accelerate", "DistributedConfig"]
-assert len(BLOCKS) == len(NAMES)
+(BLOCK,) = [block for _, blocks in programs(PAGE) for block in blocks]
 
 
-@pytest.mark.parametrize("name", NAMES)
 @hf_client()
-def test_the_lines_run_the_same(rank: int, folder: Path, name: str) -> Any:
+def test_the_lines_of_accelerate_run_the_same(rank: int, folder: Path) -> Any:
     allow_fsdp_on_cpu()
-    return parameters_after(name, folder)
+    os.chdir(folder)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("\n" * (BLOCK.line - 1) + BLOCK.text, str(PAGE), "exec"), namespace)
+    return parameters_of(namespace["model"])
 
 
-@pytest.mark.parametrize("name", ["peft", "trainer"])
+@pytest.mark.parametrize("name", ["distributed_config", "peft", "trainer"])
 @hf_client()
 def test_the_example_runs_the_same(rank: int, folder: Path, name: str) -> Any:
     allow_fsdp_on_cpu()
@@ -66,7 +66,7 @@ def test_the_example_of_checkpoints_runs_the_same(rank: int, folder: Path) -> An
 
 def test_every_example_runs() -> None:
     found = {path.stem for path in EXAMPLES.glob("*.py")}
-    names = ("peft", "trainer", "torchtitan", "torchao", "fabric", "checkpoints", "pipelining")
+    names = ("distributed_config", "peft", "trainer", "torchtitan", "torchao", "fabric", "checkpoints", "pipelining")
     assert found == {f"with_{name}" for name in names}
 
 
@@ -81,20 +81,11 @@ def parameters_of_example(name: str, folder: Path) -> Any:
     return parameters_of(runpy.run_path(str(EXAMPLES / f"with_{name}.py"), run_name="__main__")["model"])
 
 
-def parameters_after(name: str, folder: Path) -> Any:
-    """Run the lines of ``name``; their model's parameters."""
-    os.chdir(folder)
-    block = BLOCKS[NAMES.index(name)]
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile("\n" * (block.line - 1) + block.text, str(PAGE), "exec"), namespace)
-    return parameters_of(namespace["model"])
-
-
 def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    block = BLOCKS[NAMES.index("DistributedConfig")]
+    example = (EXAMPLES / "with_distributed_config.py").read_text()
     script = tmp_path / "train.py"
-    script.write_text(f'{block.text}print("made by", {{type(m).__mro__[1].__module__ for m in [model]}})\n')
+    script.write_text(f'{example}print("made by", {{type(m).__mro__[1].__module__ for m in [model]}})\n')
     command = [
         "-m",
         "torch.distributed.run",
