@@ -240,11 +240,9 @@ def _find(found: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table whose figures are aligned in the source, too."""
-    cells = [[cell(value).replace("|", "\\|") for value in row] for row in [columns, *rows]]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
-    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    """A table whose figures are aligned when it is shown. The source is not padded: a new figure changes one line."""
+    lines = [[cell(value).replace("|", "\\|") for value in row] for row in [columns, *rows]]
+    lines.insert(1, ["---", *("---:" for _ in columns[1:])])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -262,9 +262,9 @@ above
 <!-- table example.main -->
 Milliseconds:
 
-|      | ours | ratio |
-| ---- | ---: | ----: |
-| a\\|b |   12 |  0.25 |
+|  | ours | ratio |
+| --- | ---: | ---: |
+| a\\|b | 12 | 0.25 |
 
 Of two lines.
 <!-- /table -->
