@@ -138,6 +138,12 @@ def test_memory_names_who_holds_how_much_at_the_peak() -> None:
     assert [nbytes for _, nbytes in found.points] == [1010, 1000, 2010, 2000, 3000, 2000, 1500, 1000, 0]
 
 
+def test_gradients_count_once_their_unit_has_been_gathered_and_its_buckets_are_free() -> None:
+    tape = Tape().event("pre_backward", "a").do("unshard", "a").do("wait", "a", blocked=1).do("prefetch", "b")
+    found = memory(tape.marks, sizes(["a", "b"]), 0.0, tape.now)
+    assert [nbytes for _, nbytes in found.points] == [1010, 1000, 2000, 3010]
+
+
 def test_memory_goes_forward_in_time_although_streams_run_beside_each_other() -> None:
     marks = [
         Mark(Edge.ACTION, "prefetch", "a", None, 3.0),

@@ -8,7 +8,7 @@ made; no torch here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -82,6 +82,7 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-re
 
 _GATHERS = ("unshard", "prefetch")
 _RESHARDS = ("reshard", "reshard_post_forward")
+_BACKWARDS = ("pre_backward", "join_backward")
 _REDUCES = ("reduce", "reduce_jointly")
 _OF_REDUCTIONS = ("reduce_launch", "reduce_finish", "reduce_land")
 
@@ -100,7 +101,7 @@ class _Passes:
             self._forwards.append(unit)
         elif event == "post_forward" and self._forwards:
             self._forwards.pop()
-        elif event in ("pre_backward", "join_backward"):
+        elif event in _BACKWARDS:
             self.in_backward, self._backward = True, unit if event == "pre_backward" else self._backward
         elif event == "post_backward":
             self.in_backward, self._backward = True, self._root
@@ -284,7 +285,7 @@ def memory(marks: Iterable[Mark], sizes: Mapping[str, Sizes], start: float, stop
     points: list[tuple[float, int]] = []
     owners: list[tuple[str, str, int]] = []
     peak, moment, total = -1, 0.0, 0
-    for mark in marks:
+    for mark in _gathered_first(marks):
         changes = _changes(mark, sizes)
         if changes is None:
             continue
@@ -301,13 +302,32 @@ def memory(marks: Iterable[Mark], sizes: Mapping[str, Sizes], start: float, stop
     return Memory(points, sorted(owners, key=lambda owner: -owner[2]))
 
 
+def _gathered_first(marks: Iterable[Mark]) -> Iterator[Mark]:
+    """``marks``, with the start of a unit's backward behind the gather that it waits for: its gradients come later."""
+    backward: Mark | None = None
+    for mark in marks:
+        if backward is not None and not _is_gather_of(backward.unit, mark):
+            yield backward
+            backward = None
+        if mark.edge is Edge.EVENT and mark.name in _BACKWARDS:
+            backward = mark
+        else:
+            yield mark
+    if backward is not None:
+        yield backward
+
+
+def _is_gather_of(unit: str, mark: Mark) -> bool:
+    return mark.name == BLOCKED or (mark.unit == unit and mark.name in (*_GATHERS, "wait"))
+
+
 def _changes(mark: Mark, sizes: Mapping[str, Sizes]) -> dict[tuple[str, str], int] | None:
     """What ``mark`` changes in who holds how much."""
     unit, name = mark.unit, mark.name
     size = sizes.get(unit)
     if size is None:
         return None
-    if mark.edge is Edge.EVENT and name in ("pre_backward", "join_backward"):
+    if mark.edge is Edge.EVENT and name in _BACKWARDS:
         return {(unit, GRADIENTS): size.backward(reshards=True)}
     if mark.edge is Edge.STOP and name == "reduce_land":
         return {(unit, REDUCTION): 0}
