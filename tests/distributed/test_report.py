@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.comm import streams
-from tests.distributed.support import InjectedError, Stack, seeded, shard, sharded, step
+from tests.distributed.support import DIM, InjectedError, Stack, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
 
@@ -89,6 +90,32 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
         assert unit["gather_direct_nbytes"] == 0
     assert data["memory"]["peak_nbytes"] == plan.peak
     assert sum(owner["nbytes"] for owner in data["memory"]["owners"]) == plan.peak
+
+
+@distributed(2)
+def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext, tmp_path: Path) -> None:
+    workload = fsdp2.Workload(4, 1, precision="fp32", inputs=lambda: torch.empty(4, DIM), loss=torch.mean)
+    done = fsdp2.auto_shard(seeded(Stack), budget="1GiB", workload=workload, mesh=ctx.mesh_1d())
+    with fsdp2.report(done.model, tmp_path / "step.json", plan=done) as report:
+        _trained(done.model, 2)
+    nothing_fits = replace(done.plan, recommended=None)
+    with pytest.raises(ValueError, match="recommends nothing"), fsdp2.report(done.model, plan=nothing_fits):
+        pass
+    with pytest.raises(TypeError, match="plan is a str, expected"), fsdp2.report(done.model, plan="H100"):  # type: ignore[arg-type]
+        pass
+    if ctx.rank > 0:
+        return
+    data = json.loads((tmp_path / "step.json").read_text())
+    assert data["prediction"]["choice"] == done.applied.choice.name
+    assert (data["prediction"]["machine"], data["prediction"]["num_gpus"]) == (done.plan.machine.name, 2)
+    rows = {row["figure"]: row for row in data["prediction"]["rows"]}
+    result = done.applied.result
+    assert rows["step_ms"]["predicted"] == pytest.approx(1e3 * result.time.step)
+    assert rows["step_ms"]["measured"] == data["steps_ms"][data["step"]]
+    assert rows["exposed_ms"]["predicted"] == pytest.approx(1e3 * result.time.exposed)
+    assert rows["reserved_nbytes"]["predicted"] == int(result.reserved_nbytes)
+    assert rows["temporary_nbytes"]["measured"] == fsdp2.memory_plan(done.model).peak
+    assert f"predicted {rows['step_ms']['predicted']:.1f} ms" in str(report)
 
 
 @distributed(2)

@@ -13,6 +13,7 @@ import pytest
 
 from fsdp2.tools.report import files
 from fsdp2.tools.report.data import RankRecord, report_data
+from fsdp2.tools.report.prediction import Prediction, StepFigures
 from tests.harness.selection import long
 from tests.unit.report_support import ROOT, Tape, empty_step, info, record, simple_step
 
@@ -20,10 +21,21 @@ UNITS = ["blocks.0", "blocks.1", "</script><b>odd"]
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
-def _data(units: list[str] = UNITS, ranks: int = 2) -> dict[str, Any]:
+PREDICTED = StepFigures(
+    step_ms=100.0,
+    compute_ms=90.0,
+    exposed_ms=10.0,
+    temporary_nbytes=5000,
+    allocated_nbytes=2**31,
+    reserved_nbytes=2**32,
+)
+PREDICTION = Prediction("FSDP, reshard", "H100", 8, "2 x 128 tokens", PREDICTED)
+
+
+def _data(units: list[str] = UNITS, ranks: int = 2, prediction: Prediction | None = None) -> dict[str, Any]:
     records = [record(simple_step(units, late=0.003 + 0.001 * rank), units, rank) for rank in range(ranks)]
     infos = [info(name, 6000 if name == "blocks.1" else 1000) for name in [ROOT, *units]]
-    return report_data("Model", "cpu (gloo)", infos, records)
+    return report_data("Model", "cpu (gloo)", infos, records, prediction)
 
 
 def _embedded(page: str) -> Any:
@@ -97,6 +109,20 @@ def test_the_rank_that_starts_a_collective_last_is_named() -> None:
     assert starts[1] - starts[0] == 1000
 
 
+def test_what_was_predicted_stands_beside_what_the_longest_and_the_fullest_rank_measured() -> None:
+    data = _data(prediction=PREDICTION)
+    assert (data["prediction"]["choice"], data["prediction"]["num_gpus"]) == ("FSDP, reshard", 8)
+    rows = {row["figure"]: (row["predicted"], row["measured"]) for row in data["prediction"]["rows"]}
+    assert {figure: predicted for figure, (predicted, _) in rows.items()} == vars(PREDICTED)
+    last = data["rank_totals"][1]  # waits longer for each gather
+    assert rows["step_ms"][1] == data["steps_ms"][0]
+    assert rows["compute_ms"][1] == pytest.approx(last["forward_ms"] + last["backward_ms"] + last["other_ms"])
+    assert rows["exposed_ms"][1] == pytest.approx(rows["step_ms"][1] - rows["compute_ms"][1])
+    assert rows["temporary_nbytes"][1] == data["memory"]["peak_nbytes"]
+    assert rows["allocated_nbytes"][1] is None  # the CPU does not say
+    assert _data()["prediction"] is None
+
+
 # Files
 
 
@@ -157,6 +183,8 @@ window.addEventListener("load", () => {
         [...document.querySelectorAll("#chosen dd")].map((e) => [e.dataset.field, e.dataset.value])),
       rows: document.querySelectorAll("#units tbody tr:not([hidden])").length,
       chosenRows: document.querySelectorAll("#units tr.chosen").length,
+      prediction: document.getElementById("predicted").hidden ? null :
+        [...document.querySelectorAll("#prediction tbody tr")].map((e) => [...e.children].map((c) => c.textContent)),
       findings: [...document.querySelectorAll("#findings li")].map((e) => e.textContent),
     }),
   }));
@@ -203,9 +231,20 @@ def test_page_opens_without_errors_and_shows_the_findings(browser: str, tmp_path
     found = _opened(browser, tmp_path, data)
     assert found["errors"] == []
     assert found["unit"] is None
+    assert found["prediction"] is None
     assert found["rows"] == len(data["units"])
     assert data["findings"][0]["units"] == ["blocks.1"]
     assert found["findings"] == [f"up to {each['gain_ms']:.1f} ms: {each['text']}" for each in data["findings"]]
+
+
+@pytest.mark.long
+def test_page_shows_what_was_predicted(browser: str, tmp_path: Path) -> None:
+    data = _data(prediction=PREDICTION)
+    found = _opened(browser, tmp_path, data)
+    assert found["errors"] == []
+    step_ms = data["steps_ms"][0]
+    assert found["prediction"][0] == ["step, ms", "100.000", f"{step_ms:.3f}", f"{step_ms / 100:.2f}"]
+    assert found["prediction"][-1] == ["reserved", "4.0 GiB", "not known", ""]
 
 
 @pytest.mark.long

@@ -23,9 +23,13 @@ from fsdp2.plan.plan import Route
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, Watch
 from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.auto_shard import AutoShard
 from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
+from fsdp2.tools.planner.memory import Held
+from fsdp2.tools.planner.plan import Plan
 from fsdp2.tools.report import files
 from fsdp2.tools.report.data import RankRecord, RankStep, UnitInfo, report_data
+from fsdp2.tools.report.prediction import Prediction, StepFigures
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
 from fsdp2.tools.report.timeline import ALL_REDUCE, memory, spans, transfers
 from fsdp2.types import CommunicationError, ScheduleError
@@ -50,11 +54,15 @@ class Report:
             return "no report: only rank 0 has one, after the block"
         lines = [f"up to {each['gain_ms']:.1f} ms: {each['text']}" for each in self.data["findings"]]
         step = f"step of {self.data['steps_ms'][self.data['step']]:.1f} ms"
+        if self.data["prediction"] is not None:
+            step += f", predicted {self.data['prediction']['rows'][0]['predicted']:.1f} ms"
         return "\n".join([step, *lines]) if lines else f"{step}; found nothing to change"
 
 
 @contextmanager
-def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> Iterator[Report]:
+def report(
+    model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3, plan: Plan | AutoShard | None = None
+) -> Iterator[Report]:
     """Record the first ``steps`` training steps of the block, and report on the typical one: a timeline of each rank,
     every unit's bytes and times, who holds the memory, the order of collectives, and what to change first.
 
@@ -66,15 +74,19 @@ def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> 
         model: the root of a sharded model.
         paths: where to write. ``.html``: one page, without any network; ``.trace.json``: a Chrome trace; ``.json``.
         steps: how many steps to record; the rest of the block runs as without a report.
+        plan: what :func:`fsdp2.plan` or :func:`fsdp2.auto_shard` returned. What it predicts for its recommended choice
+            stands beside what happened. For another choice, pass ``dataclasses.replace(plan, recommended=choice)``.
 
     Raises:
         ValueError: ``model`` is not sharded; ``steps`` is less than 1; a path has another suffix, or rank 0 cannot
-            write there. All ranks raise.
+            write there; ``plan`` recommends nothing. All ranks raise.
+        TypeError: ``plan`` is no plan.
         ScheduleError: inside another report; or at the end of the block, no forward ran on some rank.
         CommunicationError: another rank has not reached the end of the block.
     """
     if steps < 1:
         raise ValueError(f"{_CALLER}: steps is {steps}, expected 1 or more.")
+    prediction = None if plan is None else _prediction(plan)
     unit = sharded_unit(model, _CALLER)
     if _recording:
         raise ScheduleError(
@@ -109,7 +121,9 @@ def report(model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3) -> 
             "training step of that model in the block, on every rank."
         )
     if dist.get_rank() == 0:
-        found.data = report_data(root.class_name, _device_name(mesh), _unit_infos(root), _equally_long(records))
+        found.data = report_data(
+            root.class_name, _device_name(mesh), _unit_infos(root), _equally_long(records), prediction
+        )
         for target in targets:
             files.write(target, found.data)
 
@@ -144,6 +158,32 @@ def _problem(targets: Sequence[Path]) -> str | None:
         if target.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
             return f"{_CALLER}: cannot write '{target}': rank 0 may not write there. Use another path."
     return None
+
+
+def _prediction(plan: object) -> Prediction:
+    """What ``plan`` says of its recommended choice."""
+    if isinstance(plan, AutoShard):
+        plan = plan.plan
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"{_CALLER}: plan is a {type(plan).__name__}, expected what fsdp2.plan or fsdp2.auto_shard with a budget "
+            "returned."
+        )
+    if plan.recommended is None:
+        raise ValueError(
+            f"{_CALLER}: this plan recommends nothing, since nothing fits. Pass dataclasses.replace(plan, "
+            "recommended=choice) with the one of plan.choices that was applied."
+        )
+    choice, result = plan.recommended.choice, plan.recommended.result
+    figures = StepFigures(
+        step_ms=1e3 * result.time.step,
+        compute_ms=1e3 * result.time.compute,
+        exposed_ms=1e3 * result.time.exposed,
+        temporary_nbytes=int(result.memory[Held.GROUPS] + result.memory[Held.GRADIENTS]),
+        allocated_nbytes=int(result.peak_nbytes),
+        reserved_nbytes=int(result.reserved_nbytes),
+    )
+    return Prediction(choice.name, plan.machine.name, plan.num_gpus, str(plan.workload), figures)
 
 
 def _mesh_of(root: Root) -> ParallelMesh:
@@ -246,10 +286,12 @@ def _device_name(mesh: ParallelMesh) -> str:
 
 
 def _device_memory(device: torch.device) -> dict[str, int | None]:
-    """The allocator's peak, and what nobody has taken of the device; nothing of a device that does not say."""
+    """The allocator's peaks, and what nobody has taken of the device; nothing of a device that does not say."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     allocated, free = getattr(module, "max_memory_allocated", None), getattr(module, "mem_get_info", None)
+    reserved = getattr(module, "max_memory_reserved", None)
     return {
         "allocated_nbytes": None if allocated is None else allocated(device),
+        "reserved_nbytes": None if reserved is None else reserved(device),
         "free_nbytes": None if free is None else free(device)[0],
     }

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fsdp2.tools.report.findings import StepFacts, UnitFacts, findings
+from fsdp2.tools.report.prediction import Prediction, StepFigures, compared
 from fsdp2.tools.report.timeline import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Does, Memory, Span, Transfer
 
 VERSION = 1
@@ -54,8 +55,8 @@ class RankStep:
 @dataclass(frozen=True)
 class RankRecord:
     """What one rank recorded. ``synced``: its clock when all ranks left a collective. ``is_first_use``: the model had
-    run no forward before. ``allocated_nbytes``, ``free_nbytes``: the device's allocated peak, and what was free at the
-    end; None where the device does not say."""
+    run no forward before. ``allocated_nbytes``, ``reserved_nbytes``, ``free_nbytes``: the peaks of what tensors took,
+    and of what the allocator took for them, and what was free at the end; None where the device does not say."""
 
     rank: int
     host: str
@@ -63,10 +64,17 @@ class RankRecord:
     is_first_use: bool
     steps: list[RankStep]
     allocated_nbytes: int | None = None
+    reserved_nbytes: int | None = None
     free_nbytes: int | None = None
 
 
-def report_data(model: str, device: str, units: Sequence[UnitInfo], records: Sequence[RankRecord]) -> dict[str, Any]:
+def report_data(
+    model: str,
+    device: str,
+    units: Sequence[UnitInfo],
+    records: Sequence[RankRecord],
+    prediction: Prediction | None = None,
+) -> dict[str, Any]:
     """The whole report. ``model`` and ``device`` are names; ``units`` are in the order of the modules, the root first;
     ``records`` in the order of ranks, with as many steps each."""
     durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(len(records[0].steps))]
@@ -78,6 +86,7 @@ def report_data(model: str, device: str, units: Sequence[UnitInfo], records: Seq
     shown = _shown(ranks, losses)
     fullest = max(range(len(ranks)), key=lambda i: ranks[i].memory.peak)
     rows, difference = _collectives(ranks, index, shown, records)
+    measured = _figures(ranks, losses, records[fullest], ranks[fullest].memory.peak)
     return {
         "version": VERSION,
         "model": model,
@@ -91,6 +100,7 @@ def report_data(model: str, device: str, units: Sequence[UnitInfo], records: Seq
             {"rule": each.rule, "units": list(each.units), "text": each.text, "gain_ms": round(each.gain_ms, 3)}
             for each in findings(facts)
         ],
+        "prediction": None if prediction is None else compared(prediction, measured),
         "units": [_unit_row(unit, losses) for unit in units],
         "rank_totals": [
             {"rank": record.rank} | {f"{does.value.replace(' ', '_')}_ms": _ms(loss.of(does)) for does in Does}
@@ -101,6 +111,7 @@ def report_data(model: str, device: str, units: Sequence[UnitInfo], records: Seq
             "rank": records[fullest].rank,
             "peak_nbytes": ranks[fullest].memory.peak,
             "allocated_nbytes": records[fullest].allocated_nbytes,
+            "reserved_nbytes": records[fullest].reserved_nbytes,
             "owners": [{"unit": u, "what": what, "nbytes": n} for u, what, n in ranks[fullest].memory.owners],
             "points": [[_us(time), nbytes] for time, nbytes in ranks[fullest].memory.points],
         },
@@ -239,6 +250,23 @@ def _unit_facts(unit: UnitInfo, losses: Sequence[_Losses], *, is_root: bool) -> 
         reduce_late=reduce_late,
         tail_late=tail_late,
         per_use=thread + forward_late + backward_late + reduce_late + tail_late,
+    )
+
+
+def _figures(
+    ranks: Sequence[RankStep], losses: Sequence[_Losses], fullest: RankRecord, temporary_nbytes: int
+) -> StepFigures:
+    """The times of the rank whose step is longest, and the memory of the rank that holds most."""
+    longest = max(range(len(ranks)), key=lambda i: ranks[i].stop - ranks[i].start)
+    step = ranks[longest].stop - ranks[longest].start
+    compute = sum(map(losses[longest].of, (*_COMPUTE, Does.OTHER)))
+    return StepFigures(
+        step_ms=_ms(step),
+        compute_ms=_ms(compute),
+        exposed_ms=_ms(step - compute),
+        temporary_nbytes=temporary_nbytes,
+        allocated_nbytes=fullest.allocated_nbytes,
+        reserved_nbytes=fullest.reserved_nbytes,
     )
 
 

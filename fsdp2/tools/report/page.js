@@ -296,6 +296,24 @@ function fillTables() {
       Object.entries(difference.by_rank).map(([rank, name]) => `rank ${rank} has ${name}`).join("; ") + ".";
 }
 
+// What the plan predicted
+
+function fillPrediction() {
+  const prediction = data.prediction;
+  if (prediction === null) return;
+  find("predicted").hidden = false;
+  find("prediction-text").textContent = `The plan chose ${prediction.choice}, for ${prediction.num_gpus} x ` +
+    `${prediction.machine}, ${prediction.workload}. Measured on ${data.device}.`;
+  const text = (figure, value) => (value === null ? "not known" :
+    figure.endsWith("_ms") ? value.toFixed(3) : size(value));
+  table("prediction", [["figure"], ["predicted"], ["measured"], ["measured / predicted"]],
+    prediction.rows.map(({figure, predicted, measured}) => {
+      const ratio = measured === null || !predicted ? null : measured / predicted;
+      return [{value: figure, text: label(figure)}, {value: predicted, text: text(figure, predicted)},
+        {value: measured, text: text(figure, measured)}, {value: ratio, text: ratio === null ? "" : ratio.toFixed(2)}];
+    }));
+}
+
 // Memory
 
 function drawMemory() {
@@ -339,6 +357,7 @@ function start() {
     find("legend").append(key);
   }
   fillTables();
+  fillPrediction();
   drawMemory();
   draw();
   window.addEventListener("resize", draw);
