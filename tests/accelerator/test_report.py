@@ -49,6 +49,48 @@ def test_steps_that_are_reported_do_not_wait_for_the_device(ctx: RankContext, la
         assert totals[waits] > 0  # the device has one clock, and does what is late when nothing else is left
 
 
+@pytest.mark.parametrize("late", [["copy"], *long(["all-gather"])])
+@on_device(2)
+def test_copies_of_offloaded_shards_come_before_gathers_and_those_of_gradients_behind_reductions(
+    ctx: RankContext, late: list[str]
+) -> None:
+    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_1d(), offload_policy=fsdp2.CPUOffloadPolicy())
+    _steps(model, 1)
+    device.schedule(3, late=late)
+    with fsdp2.report(model) as report:
+        _steps(model, 3)
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    assert len(data["collectives"]["rows"]) == 11  # copies are none
+    _check_copies(data, behind="reduce-scatter")
+
+
+def _check_copies(data: dict[str, Any], behind: str) -> None:
+    """Gathers come after copies of their units to the device, and copies to the host after reductions, ``behind``."""
+    for timeline in data["timelines"]:
+        spans: dict[str, list[tuple[int, int, int]]] = {kind: [] for kind in data["kinds"]}
+        for kind, unit, start, duration, _ in timeline["transfers"]:
+            spans[data["kinds"][kind]].append((unit, start, start + duration))
+        for before, after in (("copy to device", "all-gather"), (behind, "copy to host")):
+            assert len(spans[before]) > 0
+            for (unit, _, stop), (other, start, _) in zip(spans[before], spans[after], strict=True):
+                assert unit == other
+                assert stop <= start
+
+
+@on_device(4)
+def test_gradients_of_replicated_units_go_to_the_host_behind_their_all_reduces(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_2d(2, 2), offload_policy=fsdp2.CPUOffloadPolicy())
+    device.schedule(3, late=["all-reduce"])
+    with fsdp2.report(model) as report:
+        _steps(model, 3)
+    if ctx.rank == 0:
+        assert report.data is not None
+        _check_copies(report.data, behind="all-reduce")
+
+
 @on_device(4)
 def test_replicated_units_have_their_all_reduces_on_a_device(ctx: RankContext) -> None:
     data, syncs = _report(ctx, ctx.mesh_2d(2, 2), ["all-reduce"])

@@ -138,6 +138,31 @@ def test_memory_names_who_holds_how_much_at_the_peak() -> None:
     assert [nbytes for _, nbytes in found.points] == [1010, 1000, 2010, 2000, 3000, 2000, 1500, 1000, 0]
 
 
+def test_copies_of_an_offloaded_unit_are_transfers_of_their_own() -> None:
+    marks = [
+        Mark(Edge.START, "unshard", "a", None, 0.0),
+        Mark(Edge.START, "copy to device", "a", None, 0.0),
+        Mark(Edge.STOP, "copy to device", "a", None, 1.0),
+        Mark(Edge.STOP, "unshard", "a", None, 3.0),
+        Mark(Edge.ACTION, "unshard", "a", None, 3.0),
+        Mark(Edge.ACTION, "wait", "a", 3.0),
+        Mark(Edge.START, "reduce", "a", 5.0),
+        Mark(Edge.START, "reduce_launch", "a", 5.0, 5.0),
+        Mark(Edge.START, "copy to host", "a", None, 7.0),
+        Mark(Edge.STOP, "copy to host", "a", None, 8.0),
+        Mark(Edge.STOP, "reduce_launch", "a", 5.5, 8.0),
+        Mark(Edge.ACTION, "reduce", "a", 5.5),
+        Mark(Edge.START, "reduce_finish", "a", 9.0),
+        Mark(Edge.STOP, "reduce_finish", "a", 9.0),
+    ]
+    assert {each.kind: (each.start, each.stop) for each in transfers(marks, (), on_device=True)} == {
+        "copy to device": (0.0, 1.0),
+        "all-gather": (1.0, 3.0),
+        "reduce-scatter": (5.5, 7.0),
+        "copy to host": (7.0, 8.0),
+    }
+
+
 def test_gradients_count_once_their_unit_has_been_gathered_and_its_buckets_are_free() -> None:
     tape = Tape().event("pre_backward", "a").do("unshard", "a").do("wait", "a", blocked=1).do("prefetch", "b")
     found = memory(tape.marks, sizes(["a", "b"]), 0.0, tape.now)

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.module import sharded_unit
 from fsdp2.comm.backends import exchange
+from fsdp2.comm.offload import tell_copies
 from fsdp2.comm.streams import tell_waits
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Route
@@ -31,7 +32,7 @@ from fsdp2.tools.report import files
 from fsdp2.tools.report.data import RankRecord, RankStep, UnitInfo, report_data
 from fsdp2.tools.report.prediction import Prediction, StepFigures
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
-from fsdp2.tools.report.timeline import ALL_REDUCE, memory, spans, transfers
+from fsdp2.tools.report.timeline import ALL_REDUCE, COPIES, memory, spans, transfers
 from fsdp2.types import CommunicationError, ScheduleError
 
 _CALLER = "fsdp2.report"
@@ -135,12 +136,14 @@ def _attached(recorder: Recorder, model: nn.Module, class_name: str, *, times_wa
 
     def detach() -> None:
         tell_waits(None)
+        tell_copies(None)
         watch.end()
 
     recorder.on_done = detach
     _recording.append(class_name)
     try:
         tell_waits(recorder.on_wait if times_waits else None)
+        tell_copies(recorder.on_copy)
         yield
     finally:
         detach()
@@ -224,7 +227,7 @@ def _rank_steps(steps: Sequence[Step], root: Root, *, on_device: bool) -> list[R
                 [
                     each
                     for each in transfers(step.marks, replicated, on_device=on_device)
-                    if each.kind == ALL_REDUCE or each.unit not in local  # else nothing travels
+                    if each.unit not in local or each.kind in (ALL_REDUCE, *COPIES)  # else nothing travels
                 ],
                 memory(marks, sizes, step.start, step.stop),
             )

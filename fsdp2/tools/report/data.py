@@ -14,10 +14,20 @@ from typing import Any
 
 from fsdp2.tools.report.findings import StepFacts, UnitFacts, findings
 from fsdp2.tools.report.prediction import Prediction, StepFigures, compared
-from fsdp2.tools.report.timeline import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Does, Memory, Span, Transfer
+from fsdp2.tools.report.timeline import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COPIES,
+    REDUCE_SCATTER,
+    Does,
+    Memory,
+    Span,
+    Transfer,
+)
 
 VERSION = 1
-KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+_REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
+KINDS = (ALL_GATHER, *_REDUCTIONS, *COPIES)
 _MAX_ENTRIES = 50_000  # of all timelines: beyond that, only some ranks have one
 _COMPUTE = (Does.FORWARD, Does.BACKWARD)
 _WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.RANK_WAIT)
@@ -156,7 +166,7 @@ class _Losses:
         for span in step.spans:
             self._by[span.does, span.unit, span.in_backward] += span.stop - span.start
         self.idle, self.transfers = _idle(step.transfers), step.transfers
-        self.reduce_idle = _gaps([each for each in step.transfers if each.kind != ALL_GATHER and each.in_backward])
+        self.reduce_idle = _gaps([each for each in step.transfers if each.kind in _REDUCTIONS and each.in_backward])
         self._counts: dict[str, int] = defaultdict(int)
         self._gather: dict[str, float] = {}
         for transfer in step.transfers:
@@ -319,7 +329,8 @@ def _collectives(
     """Rows of kind, unit, how much later the last of all ranks started than the first, that last rank, and when each
     of the ranks ``shown`` started; up to the first collective that is not the same on all ranks, which comes second."""
     rows: list[list[int]] = []
-    for position, same in enumerate(zip_longest(*(step.transfers for step in ranks))):
+    collectives = ([each for each in step.transfers if each.kind not in COPIES] for step in ranks)
+    for position, same in enumerate(zip_longest(*collectives)):
         names = ["none" if each is None else f"{each.kind} {each.unit}" for each in same]
         if len(set(names)) > 1:
             ours = {str(record.rank): name for record, name in zip(records, names, strict=True)}

@@ -63,7 +63,13 @@ function spanColour(does, unit) {
 
 const canvas = find("timeline");
 const context = canvas.getContext("2d");
-const rankHeight = LANE.compute + 2 * LANE.transfer + LANE.gap;
+const hasCopies = data.timelines.some((t) => t.transfers.some(([kind]) => laneOf(kind) === 2));
+const lanes = hasCopies ? ["gather", "reduce", "copies"] : ["gather", "reduce"];
+const rankHeight = LANE.compute + lanes.length * LANE.transfer + LANE.gap;
+
+function laneOf(kind) { // copies from and to the host have one of their own
+  return kind === 0 ? 0 : kind < 3 ? 1 : 2;
+}
 
 function toX(us) {
   return LANE.label + ((us - view.from) / (view.to - view.from)) * (canvas.clientWidth - LANE.label);
@@ -107,15 +113,13 @@ function draw() {
       bar(start, duration, top, LANE.compute, spanColour(data.does[does], unit), unit);
     }
     for (const [kind, unit, start, duration] of timeline.transfers) {
-      const lane = kind === 0 ? 0 : 1;
-      const y = top + LANE.compute + lane * LANE.transfer + 1;
-      bar(start, duration, y, LANE.transfer - 2, unitColour(unit, kind === 2 ? 30 : 55), unit);
+      const y = top + LANE.compute + laneOf(kind) * LANE.transfer + 1;
+      bar(start, duration, y, LANE.transfer - 2, unitColour(unit, kind === 2 || kind === 4 ? 30 : 55), unit);
     }
     context.globalAlpha = 1;
     context.fillStyle = getComputedStyle(document.body).color;
     context.fillText(`rank ${timeline.rank}`, 2, top + LANE.compute / 2);
-    context.fillText("gather", 14, top + LANE.compute + LANE.transfer / 2);
-    context.fillText("reduce", 14, top + LANE.compute + 1.5 * LANE.transfer);
+    lanes.forEach((name, lane) => context.fillText(name, 14, top + LANE.compute + (lane + 0.5) * LANE.transfer));
   });
   drawAxis();
 }
@@ -144,8 +148,8 @@ function at(x, y) {
     const span = timeline.spans.find(([, , start, duration]) => start <= moment && moment <= start + duration);
     return span ? {text: `${data.does[span[0]]} ${unitName(span[1])}: ${time(span[3])}`, unit: span[1]} : null;
   }
-  const isGather = inside < LANE.compute + LANE.transfer;
-  const transfer = timeline.transfers.find((each) => (each[0] === 0) === isGather && hit(each));
+  const lane = Math.floor((inside - LANE.compute) / LANE.transfer);
+  const transfer = timeline.transfers.find((each) => laneOf(each[0]) === lane && hit(each));
   if (!transfer) return null;
   const early = transfer[4] ? ", prefetched" : "";
   return {text: `${data.kinds[transfer[0]]} ${unitName(transfer[1])}: ${time(transfer[3])}${early}`, unit: transfer[1]};

@@ -44,6 +44,10 @@ class HostClock:
         """A stamp of this moment for the start or end of ``work`` on ``unit``, and one on another stream."""
         return time.perf_counter(), None
 
+    def of_copy(self) -> tuple[Stamp, Stamp]:
+        """The same, for a copy on the current stream."""
+        return time.perf_counter(), None
+
     def settle(self) -> None:
         """Wait until all stamps can be read."""
 
@@ -84,6 +88,9 @@ class DeviceClock(HostClock):
                 side = self._event()
         return None if work in _ON_NO_STREAM else self._event(), side
 
+    def of_copy(self) -> tuple[Stamp, Stamp]:
+        return None, self._event()
+
     def settle(self) -> None:
         torch.accelerator.synchronize(self._device)
 
@@ -107,6 +114,7 @@ class Recorder(Observer):
         self._marks: list[tuple[Edge, str, str, Stamp, Stamp]] = []
         self._bounds: list[tuple[int, Stamp]] = []  # where a step begins among the marks, and when
         self._last: tuple[Stamp, Stamp] = (None, None)
+        self._unit = ""  # of the work that started last
         self._has_reduced = self._has_ended = False  # the step's gradients; its backward
         self._is_done = False
 
@@ -125,6 +133,7 @@ class Recorder(Observer):
         self._marks.append((Edge.EVENT, event, unit, now, None))
 
     def on_start(self, work: str, unit: str) -> None:
+        self._unit = unit
         self._mark(Edge.START, work, unit)
 
     def on_stop(self, work: str, unit: str) -> None:
@@ -134,6 +143,11 @@ class Recorder(Observer):
         if not self._is_done and self._last != (None, None):
             self._has_reduced = self._has_reduced or action == "reduce"
             self._marks.append((Edge.ACTION, action, unit, *self._last))
+
+    def on_copy(self, kind: str, starts: bool) -> None:
+        """A copy from or to the host starts, or is enqueued, in the work that started last."""
+        if self._bounds and not self._is_done:
+            self._marks.append((Edge.START if starts else Edge.STOP, kind, self._unit, *self._clock.of_copy()))
 
     def on_wait(self, starts: bool) -> None:
         """The CPU starts, or stops, to wait for collectives."""

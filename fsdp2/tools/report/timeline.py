@@ -66,8 +66,8 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective in flight. ``stop``: when it had arrived; on the CPU, when the thread had waited for it. ``early``:
-    it was a prefetch. ``order``: they were launched in this order."""
+    """A collective in flight, or a copy from or to the host. ``stop``: when it had arrived; on the CPU, when the thread
+    had waited for it. ``early``: it was a prefetch. ``order``: they were launched in this order."""
 
     order: int
     kind: str
@@ -79,6 +79,7 @@ class Transfer(NamedTuple):
 
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+COPIES = TO_DEVICE, TO_HOST = "copy to device", "copy to host"
 
 _GATHERS = ("unshard", "prefetch")
 _RESHARDS = ("reshard", "reshard_post_forward")
@@ -162,11 +163,12 @@ def _does(works: Sequence[tuple[str, str]], landed: str, *, on_device: bool) -> 
         if name in ("reduce_finish", "land"):  # ``land`` waits for the last reduction
             return Does.REDUCE_WAIT, unit if name == "reduce_finish" else landed
         return (Does.COPY if name == "reduce_launch" else Does.LAUNCH), unit
-    return (Does.COPY if name in ("wait", "reduce_finish", "reduce_land") else Does.LAUNCH), unit
+    return (Does.COPY if name in ("wait", "reduce_finish", "reduce_land", *COPIES) else Does.LAUNCH), unit
 
 
 def transfers(marks: Sequence[Mark], replicated: Iterable[str], *, on_device: bool) -> list[Transfer]:
-    """The collectives of a step in the order of their launches. ``replicated``: units that are also all-reduced."""
+    """The collectives of a step, and copies from and to the host, in the order of their launches. ``replicated``: units
+    that are also all-reduced."""
     return _Transfers(frozenset(replicated), on_device).of(marks)
 
 
@@ -176,6 +178,7 @@ class _Transfers:
         self._passes = _Passes("")
         self._started: dict[str, Mark] = {}  # by the name of the work: when it last started
         self._arrived: float | None = None  # when the thread had waited, since the last work started
+        self._copies: list[Transfer] = []  # since the last work started
         self._issued: dict[str, Transfer] = {}  # gathers by unit: counts if the action did something
         self._gathers: dict[str, Transfer] = {}
         self._launched: list[Transfer] = []  # by the action that runs; the same
@@ -195,7 +198,10 @@ class _Transfers:
     def _start(self, mark: Mark) -> None:
         if mark.name == BLOCKED:
             return
-        self._started[mark.name], self._arrived = mark, None
+        if mark.name in COPIES:
+            self._started[mark.name] = mark
+            return
+        self._started[mark.name], self._arrived, self._copies = mark, None, []
         if mark.name in _REDUCES:
             self._launched = []
 
@@ -204,13 +210,17 @@ class _Transfers:
         start = self._started.get(name, mark)
         if name == BLOCKED:
             self._arrived = mark.time
+        elif name in COPIES:
+            self._copies.append(self._transfer(name, mark, start.any_time))
+            self._found.append(self._copies[-1])
         elif name in _GATHERS:
-            self._issued[unit] = self._transfer(ALL_GATHER, mark, start.any_time, early=name == "prefetch")
+            begin = self._copies[-1].stop if self._copies else start.any_time  # shards come from the host first
+            self._issued[unit] = self._transfer(ALL_GATHER, mark, begin, early=name == "prefetch")
         elif name == "reduce_launch":
             begin = start.any_time
             if self._on_device:  # compute fills buckets first
                 begin = max(start.side or 0.0, mark.any_time)
-            self._launched.append(self._transfer(REDUCE_SCATTER, mark, begin))
+            self._launched.append(self._before_copies(self._transfer(REDUCE_SCATTER, mark, begin)))
         elif name == "reduce_finish" and self._reductions[unit]:
             transfer = self._reductions[unit].pop(0)
             self._close(transfer, transfer.stop if self._on_device else self._waited(start))
@@ -220,7 +230,9 @@ class _Transfers:
                 all_reduce = transfer._replace(order=self._num_launched, kind=ALL_REDUCE, start=begin, stop=begin)
                 self._reductions[unit].append(all_reduce)
         elif name == "reduce_land" and self._reductions[unit] and self._reductions[unit][0].kind == ALL_REDUCE:
-            stop = mark.side if mark.side is not None else self._waited(start)
+            stop = self._waited(start)
+            if mark.side is not None:
+                stop = self._copies[0].start if self._copies else mark.side  # gradients go to the host behind it
             self._close(self._reductions[unit].pop(0), stop)
 
     def _act(self, mark: Mark) -> None:
@@ -236,6 +248,10 @@ class _Transfers:
 
     def _close(self, transfer: Transfer, stop: float) -> None:
         self._found.append(transfer._replace(stop=max(stop, transfer.stop)))
+
+    def _before_copies(self, transfer: Transfer) -> Transfer:
+        """``transfer``, which ends where its result begins to be copied to the host."""
+        return transfer._replace(stop=max(transfer.start, self._copies[0].start)) if self._copies else transfer
 
     def _waited(self, start: Mark) -> float:
         """When the thread had waited for what it began to wait for at ``start``."""
