@@ -23,6 +23,11 @@ from fsdp2.tools.planner.scenario import Choice
 from fsdp2.tools.planner.sizes import GIB
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy
 
+_NO_PREFETCH_LISTS = (
+    "no prefetch lists: each unit prefetches the next one of the last forward, and to look further ahead gains next to "
+    "nothing"
+)
+
 
 @dataclass(frozen=True)
 class AutoShard:
@@ -43,18 +48,23 @@ class AutoShard:
         return chosen
 
     def __str__(self) -> str:
-        choice, result = self.applied.choice, self.applied.result
-        units = self.plan.units
-        budget = self.plan.budget_nbytes / GIB
+        result, budget = self.applied.result, self.plan.budget_nbytes / GIB
         lines = [
-            f"chose {choice.name}: {result.reserved_nbytes / GIB:.2f} of {budget:.2f} GiB, a step of "
+            f"chose {self.applied.choice.name}: {result.reserved_nbytes / GIB:.2f} of {budget:.2f} GiB, a step of "
             f"{result.time.step:.3f} s, of which communication is {result.time.exposed:.3f} s",
-            f"units: {', '.join([f'{len(units.block_paths)} blocks', *units.large])}; the rest with the model",
+            self._units(),
         ]
         for other in self.plan.choices:
             if other.choice.num_kept == 0 and other is not self.applied:
                 lines.append(f"not {other.choice.name}: {self._why_not(other)}")
-        return "\n".join([*lines, "no prefetch lists: each unit prefetches the next one of the last forward"])
+        return "\n".join([*lines, _NO_PREFETCH_LISTS])
+
+    def _units(self) -> str:
+        units, num_kept = self.plan.units, self.applied.choice.num_kept
+        own = ", ".join([f"{len(units.block_paths)} blocks", *units.large])
+        tied = f"{' and '.join(units.tied)}, which share weights, and " if units.tied else ""
+        kept = f"; the last {num_kept} blocks stay unsharded after forward: more do not fit" if num_kept else ""
+        return f"units: {own}; {tied}the rest with the model{kept}"
 
     def _why_not(self, other: Candidate) -> str:
         if not other.fits:
@@ -82,7 +92,7 @@ def auto_shard(
 
     With ``policy``, on those that it chooses. With ``budget``, on repeated blocks, and on large embeddings and heads:
     of the ways to shard that fit into the budget, the fastest is applied, with activation checkpointing if it needs
-    some.
+    some. It sets no prefetch lists: each unit prefetches the next one of the last forward.
 
     Args:
         model: the model. It is changed in place.
@@ -145,12 +155,11 @@ def _shard_size(mesh: DeviceMesh) -> int | None:
 
 
 def _apply(model: nn.Module, units: Units, choice: Choice, options: dict[str, Any]) -> FSDPModule:
-    paths = units.block_paths
+    paths, reshards = units.block_paths, choice.after_forward is AfterForward.RESHARD
     for index, path in enumerate(paths):
         block = model.get_submodule(path)
         recompute(block, choice.checkpointing)
-        stays = choice.after_forward is AfterForward.KEEP or index >= len(paths) - choice.num_kept
-        fully_shard(block, reshard_after_forward=not stays, **options)
+        fully_shard(block, reshard_after_forward=reshards and index < len(paths) - choice.num_kept, **options)
     for path in units.large:
-        fully_shard(model.get_submodule(path), **options)
+        fully_shard(model.get_submodule(path), reshard_after_forward=reshards, **options)
     return fully_shard(model, **options)

@@ -4,6 +4,7 @@ units, checkpointing and what stays unsharded."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 
 import fsdp2
 from fsdp2.runtime.unit import units_under
+from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner import recompute
 from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
@@ -104,6 +106,42 @@ def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContex
     assert done.applied.choice.checkpointing is Checkpointing.FULL
     assert "GiB too much" in str(done)
     assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def after_forward(model: nn.Module) -> dict[str, AfterForward]:
+    return {name: unit.rules.after_forward for name, unit in units_under(model) if name}
+
+
+@distributed(2)
+def test_all_units_stay_unsharded_where_the_plan_keeps_them_all(ctx: RankContext) -> None:
+    done = fsdp2.auto_shard(language_model(), budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    assert done.applied.choice.after_forward is AfterForward.KEEP
+    assert set(after_forward(done.model).values()) == {AfterForward.KEEP}
+
+
+@distributed(2)
+def test_as_many_of_the_last_blocks_stay_unsharded_as_fit_into_the_budget(ctx: RankContext) -> None:
+    workload = replace(WORKLOAD, batch=1, sequence=8)  # few activations: to compute them again frees little
+    roomy = fsdp2.auto_shard(language_model(), budget="1GiB", workload=workload, mesh=ctx.mesh_1d())
+    resharded = next(each for each in roomy.plan.choices if each.choice.name == "FSDP, reshard")
+    model = language_model()
+    largest = 4 * sum(param.numel() for param in model.get_submodule("layers.0").parameters())
+    budget = int(resharded.result.reserved_nbytes + 2.5 * largest)
+    done = fsdp2.auto_shard(model, budget=budget, workload=workload, mesh=ctx.mesh_1d())
+    num_kept = done.applied.choice.num_kept
+    assert 0 < num_kept < 4
+    kept = [name for name, rule in after_forward(model).items() if rule is AfterForward.KEEP]
+    assert kept == [f"layers.{i}" for i in range(4 - num_kept, 4)]
+    assert f"the last {num_kept} blocks stay unsharded after forward: more do not fit" in str(done)
+
+
+@distributed(2)
+def test_tied_embedding_and_head_stay_together_with_the_model(ctx: RankContext) -> None:
+    model = LanguageModel(is_tied=True)
+    done = fsdp2.auto_shard(model, budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    assert units(model) == ["", *(f"layers.{i}" for i in range(4))]
+    assert "embedding and head, which share weights, and the rest with the model" in str(done)
+    assert "no prefetch lists: each unit prefetches the next one of the last forward" in str(done)
 
 
 @distributed(2)

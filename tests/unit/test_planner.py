@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.__main__ import main
-from fsdp2.schedule.schedule import AfterForward
+from fsdp2.schedule.schedule import AfterForward, UnitRules
+from fsdp2.tools.planner import scenario
 from fsdp2.tools.planner.blocks import Stack, Units, find_units
 from fsdp2.tools.planner.groups import Wire
 from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
 from fsdp2.tools.planner.observe import ModelWork
 from fsdp2.tools.planner.placement import shard_dim
-from fsdp2.tools.planner.plan import Candidate, Plan, Workload, observed
+from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
+from fsdp2.tools.planner.scenario import Scenario
 from fsdp2.tools.planner.sizes import nbytes_of
 from fsdp2.tools.planner.work import Checkpointing
 from tests.unit.planner_models import Block, LanguageModel
@@ -216,6 +218,31 @@ def test_where_room_is_left_the_last_blocks_may_stay_unsharded() -> None:
     assert _named(_plan(budget=budget), "FSDP, keep last 2").fits
 
 
+@pytest.mark.parametrize("num_tokens", [1024, 4096])  # communication takes longer than compute, and less long
+def test_prefetch_lists_of_two_units_would_gain_next_to_nothing(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = scenario._rules
+
+    def two_ahead(given: Scenario) -> list[UnitRules]:
+        rules = usual(given)
+        after, before = range(1, len(rules)), range(len(rules) - 1, 0, -1)
+        lists = {unit: (tuple(after[unit : unit + 2]), tuple(before[len(rules) - unit :][:2])) for unit in after}
+        return rules[:1] + [
+            replace(rules[unit], forward_prefetch=forward, backward_prefetch=backward)
+            for unit, (forward, backward) in lists.items()
+        ]
+
+    large = _model(functools.partial(LanguageModel, width=4096, num_blocks=16, vocabulary=32768))
+    steps = []
+    for rules in (usual, two_ahead):
+        monkeypatch.setattr(scenario, "_rules", rules)
+        found = fsdp2.plan(large, "H100", Workload(batch=1, sequence=num_tokens), num_gpus=64)
+        steps.append(_named(found, "FSDP, reshard").result)
+    assert steps[0].time.step < steps[1].time.step * ABOUT_AS_FAST
+    assert steps[0].reserved_nbytes < steps[1].reserved_nbytes
+
+
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
     found = _plan(budget="1MiB")
     assert found.recommended is None
@@ -233,6 +260,14 @@ def test_optimizer_and_precision_change_what_is_held() -> None:
 
 def test_stacked_experts_are_cut_where_they_are_long_enough() -> None:
     assert [shard_dim(shape, 64) for shape in [(8, 4096, 128), (4096, 8), (8, 8), (8,), ()]] == [1, 0, 0, 0, 0]
+
+
+def test_the_code_keeps_large_modules_unsharded_where_the_choice_keeps_all() -> None:
+    found = _plan()
+    for name, argument in (("keep", "reshard_after_forward=False, "), ("reshard", "")):
+        code = replace(found, recommended=_named(found, f"FSDP, {name}")).code
+        assert f"fsdp2.fully_shard(block, {argument}**options)" in code
+        assert f"fsdp2.fully_shard(model.head, {argument}**options)" in code
 
 
 def test_the_table_marks_the_recommended_choice_and_shows_the_smallest() -> None:

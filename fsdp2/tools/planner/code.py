@@ -44,7 +44,7 @@ def _function(units: Units, choice: Choice, machine: Machine, precision: Precisi
         *_options(choice, precision, cuts_other_dims),
         f"blocks = [{', '.join(_blocks(stack) for stack in units.stacks)}]",
         *_per_block(choice, machine),
-        *(f"fsdp2.fully_shard(model.{path}, **options)" for path in units.large),
+        *(f"fsdp2.fully_shard(model.{path}, {_after_forward(choice, machine)}**options)" for path in units.large),
         "return fsdp2.fully_shard(model, **options)",
     ]
     head = 'def shard(model: nn.Module, device_type: str = "cuda") -> nn.Module:'
@@ -68,18 +68,25 @@ def _options(choice: Choice, precision: Precision, cuts_other_dims: bool) -> lis
     return [*lines, f"options = dict({', '.join(policies)})"]
 
 
-def _per_block(choice: Choice, machine: Machine) -> list[str]:
-    reshard = {
-        AfterForward.RESHARD: f"index < len(blocks) - {choice.num_kept}" if choice.num_kept else "True",
-        AfterForward.KEEP: "False",
-        AfterForward.RESHARD_TO_SMALLER_MESH: str(machine.node_size),
+def _after_forward(choice: Choice, machine: Machine) -> str:
+    """The argument of ``fully_shard``; "" for the default."""
+    return {
+        AfterForward.RESHARD: "",
+        AfterForward.KEEP: "reshard_after_forward=False, ",
+        AfterForward.RESHARD_TO_SMALLER_MESH: f"reshard_after_forward={machine.node_size}, ",
     }[choice.after_forward]
+
+
+def _per_block(choice: Choice, machine: Machine) -> list[str]:
+    reshard = _after_forward(choice, machine)
+    if choice.num_kept:
+        reshard = f"reshard_after_forward=index < len(blocks) - {choice.num_kept}, "
     lines = ["for index, block in enumerate(blocks):" if choice.num_kept else "for block in blocks:"]
     if choice.checkpointing is not Checkpointing.NONE:
         lines.append(f'    recompute(block, "{choice.checkpointing.value}")')
     if choice.wire is Wire.FP8:
         lines.append("    wrap_parameters(block, Float8AllGatherTensor)")
-    return [*lines, f"    fsdp2.fully_shard(block, reshard_after_forward={reshard}, **options)"]
+    return [*lines, f"    fsdp2.fully_shard(block, {reshard}**options)"]
 
 
 def _blocks(stack: Stack) -> str:
