@@ -20,7 +20,7 @@ from fsdp2.tools.planner.placement import placement_for
 from fsdp2.tools.planner.plan import Candidate, Plan, Workload, checked_inputs, compare
 from fsdp2.tools.planner.recompute import recompute
 from fsdp2.tools.planner.scenario import Choice
-from fsdp2.tools.planner.sizes import GIB
+from fsdp2.tools.planner.sizes import text_of
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy
 
 _NO_PREFETCH_LISTS = (
@@ -48,10 +48,10 @@ class AutoShard:
         return chosen
 
     def __str__(self) -> str:
-        result, budget = self.applied.result, self.plan.budget_nbytes / GIB
+        result, budget = self.applied.result, self.plan.budget_nbytes
         lines = [
-            f"chose {self.applied.choice.name}: {result.reserved_nbytes / GIB:.2f} of {budget:.2f} GiB, a step of "
-            f"{result.time.step:.3f} s, of which communication is {result.time.exposed:.3f} s",
+            f"chose {self.applied.choice.name}: {text_of(result.reserved_nbytes)} of {text_of(budget)}, a step "
+            f"of {1e3 * result.time.step:.1f} ms, of which communication is {1e3 * result.time.exposed:.1f} ms",
             self._units(),
         ]
         for other in self.plan.choices:
@@ -68,7 +68,7 @@ class AutoShard:
 
     def _why_not(self, other: Candidate) -> str:
         if not other.fits:
-            return f"{other.missing_nbytes / GIB:.2f} GiB too much"
+            return f"{text_of(other.missing_nbytes)} too much"
         slower = other.result.time.step / self.applied.result.time.step - 1
         return f"{100 * slower:.0f}% slower" if slower > 0.005 else "not faster, and asks more"
 
@@ -128,21 +128,26 @@ def auto_shard(
     machine, limit = checked_inputs(machine, budget)
     offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
 
-    def is_allowed(choice: Choice) -> bool:
-        is_on_one_mesh = choice.after_forward is not AfterForward.RESHARD_TO_SMALLER_MESH
-        return is_on_one_mesh and choice.wire is Wire.BF16 and choice.offloads == offloads
+    def compared(*, offloads: bool) -> Plan:
+        def is_allowed(choice: Choice) -> bool:
+            is_on_one_mesh = choice.after_forward is not AfterForward.RESHARD_TO_SMALLER_MESH
+            return is_on_one_mesh and choice.wire is Wire.BF16 and choice.offloads == offloads
 
-    found = compare(
-        model,
-        machine,
-        workload,
-        num_gpus=options["mesh"].size(),
-        limit=limit,
-        shard_sizes=[shard_size],
-        is_allowed=is_allowed,
-    )
+        return compare(
+            model,
+            machine,
+            workload,
+            num_gpus=options["mesh"].size(),
+            limit=limit,
+            shard_sizes=[shard_size],
+            is_allowed=is_allowed,
+        )
+
+    found = compared(offloads=offloads)
     if found.recommended is None:
-        raise ValueError(f"auto_shard: {found.why_nothing_fits()}")
+        fits_offloaded = not offloads and compared(offloads=True).recommended is not None
+        remedy = " Or pass offload_policy=fsdp2.CPUOffloadPolicy(), with which it fits." if fits_offloaded else ""
+        raise ValueError(f"auto_shard: {found.why_nothing_fits()}{remedy}")
     if workload.precision == "bf16":
         options.setdefault("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     options.setdefault("shard_placement_fn", placement_for(shard_size or options["mesh"].size()))

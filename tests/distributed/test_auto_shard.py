@@ -104,7 +104,7 @@ def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContex
     least = min(each.result.reserved_nbytes for each in roomy.plan.choices)
     done = fsdp2.auto_shard(model, budget=int(least) + 1, workload=WORKLOAD, mesh=ctx.mesh_1d())
     assert done.applied.choice.checkpointing is Checkpointing.FULL
-    assert "GiB too much" in str(done)
+    assert "MiB too much" in str(done)
     assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
 
 
@@ -157,10 +157,25 @@ def test_selective_checkpointing_trains_alike(ctx: RankContext) -> None:
 @distributed(2)
 def test_what_cannot_fit_is_refused_with_what_would_and_nothing_is_sharded(ctx: RankContext) -> None:
     model = language_model()
-    with pytest.raises(ValueError, match=r"auto_shard: nothing fits into .* GiB too much, .* Use "):
-        fsdp2.auto_shard(model, budget="1MB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    with pytest.raises(ValueError, match=r"auto_shard: nothing fits into 1\.0 MiB: .* MiB too much\. .* Use ") as said:
+        fsdp2.auto_shard(model, budget="1MiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    assert "offload_policy" not in str(said.value)  # would not help
     assert units(model) == []
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@distributed(2)
+def test_offloading_is_named_where_it_helps(ctx: RankContext) -> None:
+    workload = replace(WORKLOAD, batch=1, sequence=8)
+    with pytest.raises(
+        ValueError, match=r"Use FSDP over \d+ GPUs\. Or pass offload_policy=fsdp2\.CPUOffloadPolicy\(\)"
+    ):
+        fsdp2.auto_shard(language_model(), budget="2MiB", workload=workload, mesh=ctx.mesh_1d())
+    policy = fsdp2.CPUOffloadPolicy()
+    done = fsdp2.auto_shard(
+        language_model(), budget="2MiB", workload=workload, mesh=ctx.mesh_1d(), offload_policy=policy
+    )
+    assert done.applied.choice.offloads
 
 
 def test_policy_and_budget_exclude_each_other_and_a_budget_needs_a_workload() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -246,8 +247,40 @@ def test_prefetch_lists_of_two_units_would_gain_next_to_nothing(
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
     found = _plan(budget="1MiB")
     assert found.recommended is None
-    with pytest.raises(ValueError, match=r"nothing fits into 0\.0 GiB: the smallest choice, .* too much.* Use "):
+    too_much = found.smallest.result.reserved_nbytes / 2**20 - 1
+    assert too_much > 0
+    with pytest.raises(ValueError, match=rf"nothing fits into 1\.0 MiB: .* {too_much:.1f} MiB too much\. .* Use "):
         _ = found.code
+
+
+def test_what_only_fp8_would_fit_does_not_fit() -> None:
+    fp8 = _named(_plan(num_gpus=2, batch=1, sequence=8), "FSDP, reshard, full checkpointing, fp8 gathers").result
+    machine = replace(H100, host_bandwidth=None)
+    workload, budget = Workload(batch=1, sequence=8), int(fp8.reserved_nbytes) + 1
+    found = fsdp2.plan(LanguageModel, machine, workload, num_gpus=2, budget=budget)
+    assert found.recommended is None
+    assert found.smallest.missing_nbytes > 0
+
+
+REMEDIES: dict[str, tuple[Workload, str]] = {
+    r"Use a batch of (?P<batch>\d+) per GPU": (Workload(batch=64, sequence=128), "20MiB"),
+    r"Use sequences of (?P<sequence>\d+) tokens": (Workload(batch=1, sequence=8192), "20MiB"),
+    r"Use a batch of (?P<batch>1) per GPU and sequences of (?P<sequence>\d+) tokens": (Workload(4, 2048), "12MiB"),
+    r"Use FSDP over (?P<num_gpus>\d+) GPUs\.": (Workload(batch=1, sequence=8), "2MiB"),
+}
+
+
+@pytest.mark.parametrize("pattern", REMEDIES)
+def test_what_is_said_to_fit_fits(pattern: str) -> None:
+    workload, budget = REMEDIES[pattern]
+    machine = replace(H100, host_bandwidth=None) if "GPUs" in pattern else H100  # else offloading fits
+    why = fsdp2.plan(LanguageModel, machine, workload, num_gpus=2, budget=budget).why_nothing_fits()
+    said = re.search(pattern, why)
+    assert said is not None, why
+    changes = {name: int(value) for name, value in said.groupdict().items()}
+    num_gpus = changes.pop("num_gpus", 2)
+    better = fsdp2.plan(LanguageModel, machine, replace(workload, **changes), num_gpus=num_gpus, budget=budget)
+    assert better.recommended is not None
 
 
 def test_optimizer_and_precision_change_what_is_held() -> None:

@@ -21,12 +21,13 @@ from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe
 from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
-from fsdp2.tools.planner.sizes import GIB, nbytes_of
+from fsdp2.tools.planner.sizes import GIB, nbytes_of, text_of
 from fsdp2.tools.planner.work import Checkpointing
 
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
 USABLE_SHARE = 0.95  # of a GPU's memory; the rest is for the driver and NCCL
 SHARD_SIZES = (64, 512)  # of HSDP, besides a node
+MOST_GPUS = 2**17  # that a remedy names
 
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
@@ -108,6 +109,7 @@ class Plan:
         shapes: of its parameters.
         choices: all ways that were looked at, those that fit first, the fastest of them first.
         recommended: of those that fit and are about as fast as the fastest, the one that asks least; None if none fits.
+        enough_gpus: if none fits: over how many GPUs FSDP would, without offloading; None if over no number.
     """
 
     model: str
@@ -120,11 +122,12 @@ class Plan:
     budget_nbytes: int
     choices: tuple[Candidate, ...]
     recommended: Candidate | None
+    enough_gpus: int | None = None
 
     @cached_property
     def smallest(self) -> Candidate:
-        """The choice that needs least memory."""
-        return min(self.choices, key=lambda each: each.result.reserved_nbytes)
+        """The choice that needs least memory, of those that may be recommended."""
+        return min(filter(_changes_no_numbers, self.choices), key=lambda each: each.result.reserved_nbytes)
 
     @property
     def code(self) -> str:
@@ -143,23 +146,22 @@ class Plan:
 
     def why_nothing_fits(self) -> str:
         """By how much the smallest choice is too large, and what would fit."""
-        smallest = self.smallest
+        smallest, workload = self.smallest, self.workload
         activations = smallest.result.memory[Held.ACTIVATIONS]
-        state = smallest.result.reserved_nbytes - activations
+        room = self.budget_nbytes - (smallest.result.reserved_nbytes - activations)
+        share = room / activations if activations else 0.0  # of the activations, that would fit
         remedies = []
-        if state < self.budget_nbytes and self.workload.batch > 1:
-            batch = int(self.workload.batch * (self.budget_nbytes - state) / activations)
-            if batch >= 1:
-                remedies.append(f"a batch of {batch} per GPU")
-        if smallest.choice.shard_size is None and activations < self.budget_nbytes and not smallest.choice.offloads:
-            needed = self.num_gpus * state / (self.budget_nbytes - activations)
-            remedies.append(f"about {2 ** max(1, int(needed)).bit_length()} GPUs")
-        if activations >= self.budget_nbytes:
-            remedies.append("shorter sequences or context parallelism")
+        if share * workload.batch >= 1:
+            remedies.append(f"a batch of {int(share * workload.batch)} per GPU")
+        elif share * workload.tokens >= 1:
+            batch = "a batch of 1 per GPU and " if workload.batch > 1 else ""
+            remedies.append(f"{batch}sequences of {int(share * workload.tokens)} tokens, or context parallelism")
+        if self.enough_gpus is not None:
+            remedies.append(f"FSDP over {self.enough_gpus} GPUs")
         return (
-            f"nothing fits into {_gib(self.budget_nbytes)} GiB: the smallest choice, {smallest.choice.name}, takes "
-            f"{_gib(smallest.result.reserved_nbytes)} GiB, {_gib(smallest.missing_nbytes)} GiB too much, of which "
-            f"activations take {_gib(activations)} GiB. Use {' or '.join(remedies) or 'GPUs with more memory'}."
+            f"nothing fits into {text_of(self.budget_nbytes)}: the smallest choice, {smallest.choice.name}, takes "
+            f"{text_of(smallest.result.reserved_nbytes)}, {text_of(smallest.missing_nbytes)} too much. Activations "
+            f"take {text_of(activations)} of it. Use {', or '.join(remedies) or 'GPUs with more memory'}."
         )
 
     def __str__(self) -> str:
@@ -171,7 +173,7 @@ class Plan:
             f"{self.model}: {self.num_params / 1e9:.2f}B parameters; units: {', '.join([*stacks, *self.units.large])}; "
             "all else with the model",
             f"{self.num_gpus} x {self.machine.name}; {self.workload}",
-            f"budget: {_gib(self.budget_nbytes)} GiB of {_gib(self.machine.memory_nbytes)} GiB",
+            f"budget: {text_of(self.budget_nbytes)} of {text_of(self.machine.memory_nbytes)}",
         ]
 
     def _shown(self) -> list[Candidate]:
@@ -244,6 +246,7 @@ def compare(
     choices = filter(is_allowed, _choices(machine, num_gpus, shard_sizes or _shard_sizes(machine, num_gpus)))
     candidates = [_candidate(base, work, choice, limit) for choice in choices]
     candidates += list(_that_keep_some(base, work, candidates, limit))
+    recommended = _recommended(candidates)
     ordered = sorted(candidates, key=lambda each: (not each.fits, each.missing_nbytes, each.result.time.step))
     return Plan(
         model=type(built).__name__,
@@ -255,7 +258,8 @@ def compare(
         workload=workload,
         budget_nbytes=limit,
         choices=tuple(ordered),
-        recommended=_recommended(candidates),
+        recommended=recommended,
+        enough_gpus=_enough_gpus(base, work, candidates, limit) if recommended is None else None,
     )
 
 
@@ -366,9 +370,27 @@ def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], lim
             yield _candidate(base, work, _named(replace(choice, num_kept=room), base.machine.node_size), limit)
 
 
+def _enough_gpus(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> int | None:
+    """Over how many GPUs FSDP fits, in powers of two times the present number."""
+    allowed = filter(_changes_no_numbers, tried)
+    smallest = min(allowed, key=lambda each: (each.choice.offloads, each.result.reserved_nbytes)).choice
+    choice = replace(smallest, shard_size=None, after_forward=AfterForward.RESHARD)
+    num_gpus = base.num_gpus
+    while num_gpus <= MOST_GPUS:
+        if _candidate(replace(base, num_gpus=num_gpus), work, choice, limit).fits:
+            return num_gpus
+        num_gpus *= 2
+    return None
+
+
+def _changes_no_numbers(candidate: Candidate) -> bool:
+    """Rounding on the wire changes what is learned, so it is never recommended."""
+    return candidate.choice.wire is Wire.BF16
+
+
 def _recommended(candidates: list[Candidate]) -> Candidate | None:
-    """Rounding on the wire changes what is learned, so it is never recommended; offloading is, if nothing else fits."""
-    fitting = [each for each in candidates if each.fits and each.choice.wire is Wire.BF16]
+    """Offloading is recommended if nothing else fits."""
+    fitting = [each for each in candidates if each.fits and _changes_no_numbers(each)]
     fitting = [each for each in fitting if not each.choice.offloads] or fitting
     if not fitting:
         return None

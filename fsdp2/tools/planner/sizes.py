@@ -10,6 +10,7 @@ _UNITS = {
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 GIB = 2**30
+_MIB = 2**20
 
 
 def nbytes_of(size: str | int | float) -> int:
@@ -29,3 +30,8 @@ def nbytes_of(size: str | int | float) -> int:
     if size <= 0:
         raise ValueError(f"budget is {size} bytes, expected more than zero, such as '70GiB'.")
     return int(size)
+
+
+def text_of(nbytes: float) -> str:
+    """``nbytes`` for people: "70.8 GiB", or "3.1 MiB"."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / _MIB:.1f} MiB"
