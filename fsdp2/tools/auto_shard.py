@@ -21,6 +21,7 @@ from fsdp2.tools.planner.plan import Candidate, Plan, Workload, checked_inputs, 
 from fsdp2.tools.planner.recompute import recompute
 from fsdp2.tools.planner.scenario import Choice
 from fsdp2.tools.planner.sizes import text_of
+from fsdp2.tools.progress import progress
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy
 
 _NO_PREFETCH_LISTS = (
@@ -161,10 +162,13 @@ def _shard_size(mesh: DeviceMesh) -> int | None:
 
 def _apply(model: nn.Module, units: Units, choice: Choice, options: dict[str, Any]) -> FSDPModule:
     paths, reshards = units.block_paths, choice.after_forward is AfterForward.RESHARD
-    for index, path in enumerate(paths):
-        block = model.get_submodule(path)
-        recompute(block, choice.checkpointing)
-        fully_shard(block, reshard_after_forward=reshards and index < len(paths) - choice.num_kept, **options)
-    for path in units.large:
-        fully_shard(model.get_submodule(path), reshard_after_forward=reshards, **options)
+    with progress("shard", len(paths) + len(units.large), "unit") as advance:
+        for index, path in enumerate(paths):
+            block = model.get_submodule(path)
+            recompute(block, choice.checkpointing)
+            fully_shard(block, reshard_after_forward=reshards and index < len(paths) - choice.num_kept, **options)
+            advance(1)
+        for path in units.large:
+            fully_shard(model.get_submodule(path), reshard_after_forward=reshards, **options)
+            advance(1)
     return fully_shard(model, **options)

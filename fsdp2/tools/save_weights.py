@@ -19,7 +19,7 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.api.state import bound_state
 from fsdp2.comm.backends import exchange
 from fsdp2.plan.mesh import Axis
+from fsdp2.tools.progress import progress
 from fsdp2.tools.weights import (
     DTYPES,
     INDEX,
@@ -126,9 +127,10 @@ def save_safetensors(
             raise FileNotFoundError(f"{_CALLER}: {path} is not there on this rank. Pass a folder that all ranks see.")
     try:
         with together(axis):
-            problem = None
-            for first in range(0, len(files), axis.size):
-                problem = _write(path, files[first : first + axis.size], axis, device) or problem
+            problem, total = None, sum(entry.nbytes for file in files for entry in file.entries)
+            with progress("save", total, "B", is_first=axis.rank == 0) as advance:
+                for first in range(0, len(files), axis.size):
+                    problem = _write(path, files[first : first + axis.size], axis, device, advance) or problem
             if problem is not None:
                 raise problem
     except BaseException:
@@ -232,9 +234,11 @@ def _warn_of_others(model: nn.Module, axis: Axis) -> None:
 # Write
 
 
-def _write(path: Path, files: Sequence[_File], axis: Axis, device: torch.device | None) -> OSError | None:
+def _write(
+    path: Path, files: Sequence[_File], axis: Axis, device: torch.device | None, advance: Callable[[int], object]
+) -> OSError | None:
     """Write ``files``; file i is this rank's if its rank on ``axis`` is i. A rank that cannot write goes on gathering,
-    since the others need it, and returns its error."""
+    since the others need it, and returns its error. ``advance``: gets the bytes that some rank has gathered."""
     mine = files[axis.rank] if axis.rank < len(files) else None
     out: BinaryIO | None = None
     problem: OSError | None = None
@@ -253,6 +257,7 @@ def _write(path: Path, files: Sequence[_File], axis: Axis, device: torch.device 
                     if values is not None:
                         kept = values.cpu().contiguous()
                     del values
+                    advance(file.entries[index].nbytes)
             if kept is not None and out is not None and problem is None:
                 try:
                     out.write(_bytes_of(kept))

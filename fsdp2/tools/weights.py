@@ -11,10 +11,9 @@ import importlib
 import itertools
 import json
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import NO_AXIS, Axis, mesh_device
+from fsdp2.tools.progress import progress
 from fsdp2.types import ScheduleError
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -312,7 +312,6 @@ def load_safetensors(
     *,
     rename: Rename | None = None,
     strict: bool = True,
-    progress: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedKeys:
     """Load safetensors files into the parameters and persistent buffers of ``model``, sharded or not.
@@ -329,7 +328,6 @@ def load_safetensors(
         rename: maps a key of the files to a name of the model: a mapping, in which keys may be absent, or a function,
             which returns None to leave a key out.
         strict: whether missing and unexpected keys are errors.
-        progress: whether rank 0 shows a bar. Default: if its standard error is a terminal.
         group: the ranks that load together. Default: all ranks.
 
     Returns:
@@ -359,25 +357,22 @@ def load_safetensors(
                 + "\n".join(f"- {each}" for each in problems)
             )
         plan = checked.plan()
-        shown = progress if progress is not None else sys.stderr is not None and sys.stderr.isatty()
-        bar = extra("tqdm", "load_safetensors(progress=True)").tqdm if shown and axis.rank == 0 else None
     with together(axis):
         total = sum(weight.local.nbytes for reads in plan.values() for _, weight in reads)
-        with nullcontext() if bar is None else bar(total=total, unit="B", unit_scale=True, desc="load") as shown_bar:
+        with progress("load", total, "B", is_first=axis.rank == 0) as advance:
             for file, reads in plan.items():
-                _load_file(library, file, reads, shown_bar)
+                _load_file(library, file, reads, advance)
     return LoadedKeys(checked.missing, checked.unexpected)
 
 
-def _load_file(library: Any, file: Path, reads: Sequence[tuple[str, Weight]], bar: Any) -> None:
+def _load_file(library: Any, file: Path, reads: Sequence[tuple[str, Weight]], advance: Callable[[int], object]) -> None:
     key = ""
     try:
         with library.safe_open(file, framework="pt") as opened:
             for key, weight in reads:
                 if weight.local.numel() > 0:
                     weight.local.copy_(_slice_of(opened, key, weight))
-                if bar is not None:
-                    bar.update(weight.local.nbytes)
+                advance(weight.local.nbytes)
     except Exception as error:
         raise RuntimeError(
             f"load_safetensors: reading '{key}' of {file} failed with {type(error).__name__}: {error}\n"
@@ -570,11 +565,13 @@ def stream_full_params(
 def _stream(
     weights: Sequence[Weight], dtype: torch.dtype | None, device: torch.device | str | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for _, neighbours in itertools.groupby(weights, key=lambda weight: id(weight.group or weight)):
-        unit = list(neighbours)
-        wholes = deque(_wholes(unit, dtype))
-        for weight in unit:  # no variable holds a whole tensor: the caller alone keeps it alive
-            yield weight.names[0], _handed_out(wholes.popleft(), weight, device)
+    with progress("stream", len(weights), "parameter") as advance:
+        for _, neighbours in itertools.groupby(weights, key=lambda weight: id(weight.group or weight)):
+            unit = list(neighbours)
+            wholes = deque(_wholes(unit, dtype))
+            for weight in unit:  # no variable holds a whole tensor: the caller alone keeps it alive
+                yield weight.names[0], _handed_out(wholes.popleft(), weight, device)
+                advance(1)
 
 
 def _wholes(unit: Sequence[Weight], dtype: torch.dtype | None) -> list[torch.Tensor]:

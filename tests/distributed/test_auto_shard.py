@@ -18,6 +18,7 @@ from fsdp2.tools.planner import recompute
 from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
+from tests.harness.terminal import on_a_terminal
 from tests.unit.planner_models import LanguageModel
 
 
@@ -95,6 +96,14 @@ def test_a_roomy_budget_shards_blocks_and_large_modules_and_computes_nothing_aga
     assert done.applied.choice.checkpointing is Checkpointing.NONE
     assert done.model is model
     assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@distributed(2)
+def test_on_a_terminal_the_first_rank_shows_which_unit_is_sharded(ctx: RankContext) -> None:
+    shown = on_a_terminal(
+        lambda: fsdp2.auto_shard(language_model(), budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    )
+    assert ("shard: 100%" in shown and "6/6" in shown) is (ctx.rank == 0)
 
 
 @distributed(2)

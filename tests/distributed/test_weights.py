@@ -5,9 +5,7 @@ The oracles are safetensors itself, the unsharded model, and the same model shar
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import itertools
 import json
 import os
@@ -38,6 +36,7 @@ from tests.harness.messages import error_of
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.pool import WorkerError, WorkerPool
 from tests.harness.selection import long
+from tests.harness.terminal import on_a_terminal
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -560,10 +559,19 @@ def test_killing_a_rank_leaves_the_old_checkpoint(after: int, tmp_path: Path) ->
 
 
 @distributed(2)
-def test_the_first_rank_alone_shows_a_bar(ctx: RankContext, tmp_path: Path) -> None:
-    _write(tmp_path, _unsharded("1d"), ctx.rank)
-    for progress in (True, False, None):
-        shown = io.StringIO()
-        with contextlib.redirect_stderr(shown):
-            fsdp2.load_safetensors(_make(ctx, "1d"), tmp_path, progress=progress)
-        assert ("100%" in shown.getvalue()) is (progress is True and ctx.rank == 0)
+def test_on_a_terminal_the_first_rank_shows_where_loading_saving_and_streaming_are(
+    ctx: RankContext, tmp_path: Path
+) -> None:
+    model = _make(ctx, "1d")
+
+    def stream() -> None:
+        for _ in fsdp2.stream_full_params(model):
+            pass
+
+    for label, work in (
+        ("save", functools.partial(fsdp2.save_safetensors, model, tmp_path)),
+        ("load", functools.partial(fsdp2.load_safetensors, model, tmp_path)),
+        ("stream", stream),
+    ):
+        shown = on_a_terminal(work)
+        assert (f"{label}: 100%" in shown) is (ctx.rank == 0), (label, shown)

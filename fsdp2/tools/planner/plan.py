@@ -23,6 +23,7 @@ from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
 from fsdp2.tools.planner.sizes import GIB, nbytes_of, text_of
 from fsdp2.tools.planner.work import Checkpointing
+from fsdp2.tools.progress import progress
 
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
 USABLE_SHARE = 0.95  # of a GPU's memory; the rest is for the driver and NCCL
@@ -241,10 +242,15 @@ def compare(
 ) -> Plan:
     """:func:`plan` for a module. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some sizes."""
     units = find_units(built)
-    work = observed(built, units, workload)
-    base = _scenario(machine, work, workload, num_gpus)
-    choices = filter(is_allowed, _choices(machine, num_gpus, shard_sizes or _shard_sizes(machine, num_gpus)))
-    candidates = [_candidate(base, work, choice, limit) for choice in choices]
+    sizes = shard_sizes or _shard_sizes(machine, num_gpus)
+    choices = list(filter(is_allowed, _choices(machine, num_gpus, sizes)))
+    candidates: list[Candidate] = []
+    with progress("compare ways to shard", len(choices), "choice") as advance:
+        work = observed(built, units, workload)
+        base = _scenario(machine, work, workload, num_gpus)
+        for choice in choices:
+            candidates.append(_candidate(base, work, choice, limit))
+            advance(1)
     candidates += list(_that_keep_some(base, work, candidates, limit))
     recommended = _recommended(candidates)
     ordered = sorted(candidates, key=lambda each: (not each.fits, each.missing_nbytes, each.result.time.step))

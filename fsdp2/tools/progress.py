@@ -1,0 +1,43 @@
+"""Where long work is: a bar on the first rank, on a terminal, if tqdm is installed; else nothing.
+
+``TQDM_DISABLE=1`` in the environment hides all bars: that is tqdm's own switch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+DELAY_S = 1.0  # shorter work shows nothing
+
+
+@contextmanager
+def progress(label: str, total: int, unit: str, *, is_first: bool | None = None) -> Iterator[Callable[[int], object]]:
+    """Show how much of ``total`` is done: call what this yields with each amount, in ``unit``. ``is_first``: whether
+    this is the rank that shows it; None asks the default process group."""
+    tqdm = _tqdm() if (_is_first() if is_first is None else is_first) else None
+    if tqdm is None:
+        yield lambda amount: None
+        return
+    is_large = unit == "B"  # bytes read better as MB and GB
+    with tqdm(total=total, desc=label, unit=unit, unit_scale=is_large, delay=DELAY_S) as bar:
+        yield bar.update
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _tqdm() -> Any:
+    """The class of bars; None where none can be shown."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    try:
+        return importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return None

@@ -1,0 +1,61 @@
+"""Bars of long work: on a terminal, with tqdm, and not if the user has disabled them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import fsdp2
+from fsdp2.tools.progress import progress
+from tests.harness.terminal import on_a_terminal
+from tests.unit.planner_models import LanguageModel
+
+
+def _work() -> None:
+    with progress("work", 3, "step") as advance:
+        for _ in range(3):
+            advance(1)
+
+
+def test_a_terminal_sees_the_work_go_on_to_its_end() -> None:
+    assert "work: 100%" in on_a_terminal(_work)
+
+
+def test_what_is_no_terminal_sees_nothing() -> None:
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        _work()
+    assert shown.getvalue() == ""
+    with contextlib.redirect_stderr(None):
+        _work()
+
+
+def test_without_tqdm_the_work_is_done_and_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, *rest: Any) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert on_a_terminal(_work) == ""
+
+
+def test_a_plan_shows_where_it_is() -> None:
+    workload = fsdp2.Workload(batch=1, sequence=16)
+    assert "compare ways to shard: 100%" in on_a_terminal(
+        lambda: fsdp2.plan(LanguageModel, "H100", workload, num_gpus=2)
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("disable", ["0", "1"])
+def test_tqdm_disable_hides_bars(disable: str) -> None:
+    code = "from tests.unit.test_progress import _work, on_a_terminal; print(on_a_terminal(_work))"
+    environment = {**os.environ, "TQDM_DISABLE": disable if disable == "1" else ""}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert ("work: 100%" in result.stdout) is (disable == "0")
