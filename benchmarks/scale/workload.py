@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from fsdp2.tools.planner.blocks import find_units
 from fsdp2.tools.planner.machine import Machine
 from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe
 from fsdp2.tools.planner.scenario import Choice, Kernels, Scenario
-from fsdp2.tools.planner.work import Checkpointing, Param, UnitWork
+from fsdp2.tools.planner.work import Checkpointing, Exchange, UnitWork, Work
 
 HEAD_DIM = 128
 
@@ -32,9 +33,10 @@ class Llama:
     def num_params(self) -> int:
         return sum(param.numel() for param in self.build().parameters())
 
-    def build(self) -> Transformer:
+    def build(self, tensor_parallel: int = 1) -> Transformer:
+        """The part of one of ``tensor_parallel`` GPUs."""
         with torch.device("meta"):
-            return Transformer(self)
+            return Transformer(self, tensor_parallel)
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,17 @@ def scenario(
     choice: Choice,
     *,
     fp8: bool = False,
-    hides_exchanges: bool = False,
+    async_tp: bool = False,
     kernels: Kernels = Kernels.COMPILED,
+    wraps_large: bool = True,
 ) -> Scenario:
-    """``model`` on ``num_gpus``, sharded by ``choice``."""
-    work = observed(model, batch.tokens // batch.seq_len, batch.seq_len)
-    units = tuple(_divided(unit, model, batch) for unit in work.units(batch.checkpointing))
+    """``model`` on ``num_gpus``, sharded by ``choice``. ``wraps_large``: embedding and head are units of their own."""
+    shape, size = (batch.tokens // batch.seq_len, batch.seq_len), batch.tensor_parallel
+    work = observed(model, *shape, size, wraps_large=wraps_large)
+    units = work.units(batch.checkpointing)
+    if size > 1:
+        whole = observed(model, *shape, wraps_large=wraps_large).units(batch.checkpointing)
+        units = tuple(_with_exchanges(*each, model, batch) for each in zip(units, whole, strict=True))
     return Scenario(
         machine,
         units,
@@ -70,80 +77,101 @@ def scenario(
         root=work.root,
         kernels=kernels,
         fp8=fp8,
-        tensor_parallel=batch.tensor_parallel,
-        hides_exchanges=hides_exchanges,
+        tensor_parallel=size,
+        async_tp=async_tp,
     )
 
 
 @cache
-def observed(model: Llama, num_sequences: int, seq_len: int) -> ModelWork:
-    built = model.build()
+def observed(
+    model: Llama, num_sequences: int, seq_len: int, tensor_parallel: int = 1, *, wraps_large: bool = True
+) -> ModelWork:
+    """On one GPU of a group of ``tensor_parallel``."""
+    built = model.build(tensor_parallel)
     shape = (num_sequences, seq_len)
     inputs = lambda: torch.zeros(shape, dtype=torch.int64)  # noqa: E731
-    return observe(built, find_units(built), inputs, language_model_loss, torch.bfloat16)
+    units = find_units(built) if wraps_large else replace(find_units(built), large=())
+    loss = language_model_loss if tensor_parallel == 1 else _loss_of_a_part
+    return observe(built, units, inputs, loss, torch.bfloat16)
 
 
-def _divided(unit: UnitWork, model: Llama, batch: Batch) -> UnitWork:
-    """By tensor parallelism with sequence parallelism: matrices, operations and activations. A block gathers or
-    scatters all activations four times per pass, and once more per gather that is computed again."""
-    tp = batch.tensor_parallel
-    if tp == 1:
-        return unit
-    exchanges = (4, 8 if batch.checkpointing is Checkpointing.FULL else 4) if unit.is_block else (0, 0)
+def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch) -> UnitWork:
+    """What torchtitan's plan sends. Block: a gather before attention and feed-forward and a sum behind each, backward
+    the other way round. What runs again sends all but the last sum. Head: a gather before it. ``whole``: the same unit
+    without tensor parallelism."""
+    size = batch.tensor_parallel
+    numel = batch.tokens * model.dim
+
+    def exchange(num_features: int = 0, *, gathers: bool) -> Exchange:
+        return Exchange(float(numel), gathers, product=2.0 * numel * num_features / size)
+
+    if not unit.is_block:
+        sent = ((exchange(gathers=True),), (exchange(gathers=False),))
+        return replace(unit, exchanges=sent) if unit.forward.linear else unit
+    forward = (
+        exchange(model.dim + 2 * model.kv_dim, gathers=True),
+        exchange(model.dim, gathers=False),
+        exchange(2 * model.hidden_dim, gathers=True),
+        exchange(model.hidden_dim, gathers=False),
+    )
+    summed = exchange(gathers=False)  # gradients that several products make and another kernel adds
+    backward = (exchange(model.hidden_dim, gathers=True), summed, exchange(model.dim, gathers=True), summed)
+    again = forward[:-1] if batch.checkpointing is Checkpointing.FULL else ()
     return replace(
         unit,
-        params=tuple(_divided_param(param, tp) for param in unit.params),
-        forward=unit.forward * (1 / tp),
-        backward=unit.backward * (1 / tp),
-        saved_nbytes=unit.saved_nbytes / tp,
-        working_nbytes=unit.working_nbytes / tp,
-        exchanges=exchanges,
-        exchanged_nbytes=2 * batch.tokens * model.dim,
+        forward=_casting_a_part(unit.forward, whole.forward, size),
+        backward=_casting_a_part(unit.backward, whole.backward, size),
+        exchanges=(forward, again + backward),
     )
 
 
-def _divided_param(param: Param, tp: int) -> Param:
-    return param if len(param.shape) == 1 else replace(param, shape=(param.shape[0] // tp, *param.shape[1:]))
+def _casting_a_part(work: Work, whole: Work, size: int) -> Work:
+    """torchao casts activations to fp8 before it gathers them: each GPU casts its own part."""
+    return replace(work, operand_numel=whole.operand_numel / size)
 
 
 class Transformer(nn.Module):
-    def __init__(self, shape: Llama) -> None:
+    """The part of one of ``size`` GPUs: heads, hidden features and words are divided, and sequences between blocks."""
+
+    def __init__(self, shape: Llama, size: int) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
+        self.size = size
+        self.tok_embeddings = nn.Embedding(shape.vocab_size // size, shape.dim)
+        self.layers = nn.ModuleList(Block(shape, size) for _ in range(shape.num_blocks))
         self.norm = nn.RMSNorm(shape.dim)
-        self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.output = nn.Linear(shape.dim, shape.vocab_size // size, bias=False)
         self.head_dim = shape.head_dim
 
     def forward(self, tokens: Tensor) -> Tensor:
         angles = torch.empty(tokens.shape[1], self.head_dim // 2, dtype=torch.complex64)
-        x = self.tok_embeddings(tokens)
+        x = scattered(self.tok_embeddings(tokens), self.size)
         for layer in self.layers:
             x = layer(x, angles)
-        return self.output(self.norm(x))
+        return self.output(gathered(self.norm(x), self.size))
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Llama) -> None:
+    def __init__(self, shape: Llama, size: int) -> None:
         super().__init__()
+        self.size = size
         self.attention_norm = nn.RMSNorm(shape.dim)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, size)
         self.ffn_norm = nn.RMSNorm(shape.dim)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward = FeedForward(shape, size)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + scattered(self.attention(gathered(self.attention_norm(x), self.size), angles), self.size)
+        return x + scattered(self.feed_forward(gathered(self.ffn_norm(x), self.size)), self.size)
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Llama) -> None:
+    def __init__(self, shape: Llama, size: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.wk = nn.Linear(shape.dim, shape.kv_dim, bias=False)
-        self.wv = nn.Linear(shape.dim, shape.kv_dim, bias=False)
-        self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.wq = nn.Linear(shape.dim, shape.dim // size, bias=False)
+        self.wk = nn.Linear(shape.dim, shape.kv_dim // size, bias=False)
+        self.wv = nn.Linear(shape.dim, shape.kv_dim // size, bias=False)
+        self.wo = nn.Linear(shape.dim // size, shape.dim, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
@@ -161,14 +189,61 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    def __init__(self, shape: Llama) -> None:
+    def __init__(self, shape: Llama, size: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
-        self.w2 = nn.Linear(shape.hidden_dim, shape.dim, bias=False)
-        self.w3 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
+        self.w1 = nn.Linear(shape.dim, shape.hidden_dim // size, bias=False)
+        self.w2 = nn.Linear(shape.hidden_dim // size, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.hidden_dim // size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def gathered(x: Tensor, size: int) -> Tensor:
+    """Sequences as long as those of ``size`` GPUs together."""
+    return x if size == 1 else _Resized.apply(x, x.shape[1] * size)
+
+
+def scattered(x: Tensor, size: int) -> Tensor:
+    """One GPU's part of each sequence."""
+    return x if size == 1 else _Resized.apply(x, x.shape[1] // size)
+
+
+class _Resized(torch.autograd.Function):
+    """Holds what a collective holds, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seq_len: int) -> Tensor:
+        ctx.seq_len = x.shape[1]
+        return x.new_empty(x.shape[0], seq_len, x.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_empty(grad.shape[0], ctx.seq_len, grad.shape[2]), None
+
+
+def _loss_of_a_part(logits: Tensor) -> Tensor:
+    labels = torch.zeros(logits.shape[:-1].numel(), 1, dtype=torch.int64, device=logits.device)
+    return LossOfAPart.apply(logits.float().flatten(0, -2), labels)
+
+
+class LossOfAPart(torch.autograd.Function):
+    """Cross-entropy of one GPU's part of the words, in the steps of torch's ``loss_parallel``, which do not run as one
+    kernel. Its collectives are small and left out."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        log_probs = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        ctx.save_for_backward(log_probs, labels)
+        return -log_probs.gather(1, labels).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        log_probs, labels = ctx.saved_tensors
+        chosen = torch.zeros_like(log_probs)
+        chosen.scatter_(1, labels, -1.0)
+        return (chosen + log_probs.exp()) * (grad / len(labels)), None
 
 
 LLAMA_8B = Llama("Llama 3 8B", dim=4096, num_blocks=32, kv_dim=1024, hidden_dim=14336)

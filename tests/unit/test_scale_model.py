@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp2.schedule.schedule import AfterForward, UnitRules
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import published
-from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, observed, scenario
+from scale.workload import (
+    LLAMA_8B,
+    LLAMA_70B,
+    LLAMA_405B,
+    Batch,
+    Checkpointing,
+    Llama,
+    LossOfAPart,
+    observed,
+    scenario,
+)
 
 from fsdp2.tools.planner.groups import Axes, Flight, GroupCost, Wire, group_cost
 from fsdp2.tools.planner.machine import (
@@ -30,9 +42,9 @@ from fsdp2.tools.planner.machine import (
 from fsdp2.tools.planner.machines import H100
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.queues import Op, Queues, Stream, run
-from fsdp2.tools.planner.scenario import Choice, Precision, Result, simulate
+from fsdp2.tools.planner.scenario import Choice, Kernels, Precision, Result, Scenario, simulate
 from fsdp2.tools.planner.simulate import Accelerator, Cpu, StepTime, UnitCost, steady_step
-from fsdp2.tools.planner.work import Param
+from fsdp2.tools.planner.work import Exchange, Param, UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
 # Round figures: a second per byte sent, unless said otherwise.
@@ -332,8 +344,26 @@ def test_recomputing_trades_activations_for_operations(checkpointing: Checkpoint
     if checkpointing is Checkpointing.SELECTIVE:
         assert 0.25 < share < 0.5
         assert block.saved_nbytes < everything.saved_nbytes / 2
+    elif checkpointing is Checkpointing.FULL:
+        last = 2.0 * 8192 * LLAMA_8B.dim * LLAMA_8B.hidden_dim  # only the output needs the last product
+        assert share == pytest.approx(1 - last / (block.forward.linear + block.forward.other))
     else:
-        assert share == (checkpointing is Checkpointing.FULL)
+        assert share == 0
+
+
+def test_a_model_observed_again_is_seen_the_same() -> None:
+    """Storages of inputs that are gone must not be taken for those that all blocks share."""
+    first, again, once_more = (observed.__wrapped__(LLAMA_8B, 1, 8192).kinds[0] for _ in range(3))
+    assert first == again == once_more
+
+
+def test_compiled_blocks_do_not_keep_what_backward_does_not_read() -> None:
+    """Selective checkpointing keeps the last product of a block, which only the output needs."""
+    choice = replace(CHOICES["fsdp"], checkpointing=Checkpointing.SELECTIVE)
+    compiled = scenario(H100, LLAMA_8B, Batch(8192), 64, choice)
+    eager = replace(compiled, kernels=Kernels.EAGER)
+    product = 2 * 8192 * LLAMA_8B.dim
+    assert simulate(eager).peak_nbytes - simulate(compiled).peak_nbytes == LLAMA_8B.num_blocks * product
 
 
 def _simulate(choice: str, num_gpus: int = 64, machine: Machine = H100, model: Llama = SMALL) -> Result:
@@ -380,25 +410,103 @@ def test_on_few_gpus_sharding_over_all_is_about_as_fast_as_replicas() -> None:
     assert fsdp.time.step == pytest.approx(hsdp.time.step, rel=0.02)
 
 
-def test_tensor_parallelism_divides_parameters_and_compute() -> None:
-    batch = Batch(8192, tensor_parallel=8)
-    divided = scenario(H100, LLAMA_8B, batch, 256, CHOICES["fsdp"], hides_exchanges=True)
-    found, whole = simulate(divided), _simulate("fsdp", 32, model=LLAMA_8B)
+TP_8 = Batch(8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)
+
+
+def test_tensor_parallelism_divides_parameters_and_products() -> None:
+    whole, divided = (scenario(H100, LLAMA_8B, replace(TP_8, tensor_parallel=n), 256, CHOICES["fsdp"]) for n in (1, 8))
     assert divided.axes.shard == Ranks(32, 1)
-    assert found.state_nbytes == pytest.approx(whole.state_nbytes / 8, rel=1e-2)
-    assert found.time.compute == pytest.approx(whole.time.compute / 8, rel=1e-2)
-    exchanging = simulate(replace(divided, hides_exchanges=False))
-    assert exchanging.time.step > found.time.step
+    assert simulate(divided).state_nbytes == pytest.approx(simulate(whole).state_nbytes, rel=1e-2)  # 8 x 32 ranks
+    for part, unit in zip(divided.units, whole.units, strict=True):
+        assert part.forward.linear == unit.forward.linear / 8
+        assert part.backward.other == unit.backward.other / 8
 
 
-def test_presets_are_calibrated_on_the_published_row_and_no_other() -> None:
-    assert published.calibrated_h100().utilisation == pytest.approx(H100.utilisation, rel=0.005)
+def test_tensor_parallelism_gathers_whole_sequences_to_compute() -> None:
+    """Block: what is kept is divided, what its backward works on is not. Head: its input is gathered and kept."""
+    whole, divided = (scenario(H100, LLAMA_8B, replace(TP_8, tensor_parallel=n), 256, CHOICES["fsdp"]) for n in (1, 8))
+    block, part = whole.units[1], divided.units[1]
+    activations = 2 * 8192 * LLAMA_8B.dim
+    assert part.saved_nbytes == block.saved_nbytes / 8 == activations / 8
+    assert part.working_nbytes > block.working_nbytes / 8 + 2 * activations
+    logits = 4 * 8192 * LLAMA_8B.vocab_size / 8
+    assert divided.units[-1].saved_nbytes == pytest.approx(logits + activations * (1 + 4 / 8), rel=1e-3)
 
 
-def test_times_are_within_a_tenth_of_the_published_ones_of_fsdp() -> None:
-    """Tensor parallelism hides more here than it does on GPUs, and its buffers are not counted."""
-    rows = [(row, found) for row, found in published.predictions(published.calibrated_h100()) if row.num_gpus < 256]
-    assert len(rows) == 6
+def test_the_loss_of_a_part_of_the_words_holds_four_times_its_logits_and_that_of_all_words_three_times() -> None:
+    """torch's ``loss_parallel`` makes log-probabilities, zeros, exponentials and their sum. The loss of one GPU makes
+    log-probabilities, their gradients and those of logits."""
+    for size, copies in ((1, 3), (8, 4)):
+        head = scenario(H100, LLAMA_8B, replace(TP_8, tensor_parallel=size), 256, CHOICES["fsdp"]).units[-1]
+        logits = 4 * 8192 * LLAMA_8B.vocab_size / size
+        at_peak = head.saved_nbytes + head.working_nbytes
+        assert copies * logits < at_peak < (copies + 1) * logits
+
+
+def test_the_loss_of_all_words_computed_as_that_of_a_part_is_cross_entropy() -> None:
+    logits, labels = torch.randn(6, 9, requires_grad=True), torch.randint(9, (6,))
+    expected = torch.nn.functional.cross_entropy(logits, labels)
+    found = LossOfAPart.apply(logits, labels[:, None])
+    assert found.item() == pytest.approx(expected.item())
+    (ours,), (theirs,) = (torch.autograd.grad(loss, logits) for loss in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def _exchanging(*exchanges: Exchange, async_tp: bool = False) -> float:
+    """Seconds that ``exchanges`` add to a forward: gathers take a second per 400 bytes, copies one per 100."""
+    machine = replace(PLAIN, copy_bandwidth=100.0, in_node=Link(400.0, 0.0), bf16_flops=1.0, utilisation=1.0)
+    second = Work(linear=1.0)
+    unit = UnitWork("block", (), second, Work(), 0.0, 0.0, exchanges=(exchanges, ()), is_block=True)
+    found = simulate(Scenario(machine, (unit,), 1, 64, Choice("fsdp"), tensor_parallel=8, async_tp=async_tp))
+    return found.time.step - 1
+
+
+def test_an_exchange_is_a_transfer_and_a_copy() -> None:
+    assert _exchanging(Exchange(800.0, gathers=True)) == pytest.approx(1600 * 7 / 8 / 400 + 2 * 1600 / 100)
+
+
+def test_async_tp_hides_a_transfer_as_long_as_its_product_and_sums_in_a_kernel_of_its_own() -> None:
+    transfer = 1600 * 7 / 8 / 400
+    gather, total = (Exchange(800.0, gathers, product=transfer - 1) for gathers in (True, False))
+    assert _exchanging(gather, async_tp=True) == pytest.approx(1)
+    assert _exchanging(replace(gather, product=2 * transfer), async_tp=True) == 0
+    assert _exchanging(total, async_tp=True) == pytest.approx(1 + 1600 * (1 + 1 / 8) / 100)
+
+
+def test_async_tp_leaves_what_belongs_to_no_single_product() -> None:
+    alone = Exchange(800.0, gathers=False)
+    assert _exchanging(alone, async_tp=True) == _exchanging(alone)
+
+
+@cache
+def _predictions() -> dict[str, tuple[published.Row, Result]]:
+    return {row.name: (row, found) for row, found in published.predictions(published.calibrated_h100())}
+
+
+def test_presets_are_calibrated_on_one_published_row() -> None:
+    """Products and the allocator, and nothing else: of the rows, only this one is reproduced exactly."""
+    assert published.calibrated_h100().utilisation == pytest.approx(H100.utilisation, rel=0.002)
+    row, found = _predictions()[published.CALIBRATES.name]
+    assert found.tokens_per_second == pytest.approx(row.page, rel=1e-4)
+    assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=1e-3)
+
+
+def test_times_are_within_a_tenth_of_the_published_ones_without_async_tp() -> None:
+    rows = [each for each in _predictions().values() if not each[0].async_tp]
+    assert len(rows) == 7
     for row, found in rows:
         assert found.tokens_per_second == pytest.approx(row.page, rel=0.1), row.name
+
+
+def test_async_tp_is_predicted_within_a_tenth_of_the_paper_and_15_percent_of_the_page() -> None:
+    """The sources differ by 15% themselves: docs/scale.md."""
+    ((row, found),) = [each for each in _predictions().values() if each[0].async_tp]
+    assert found.tokens_per_second == pytest.approx(row.paper, rel=0.1)
+    assert found.tokens_per_second == pytest.approx(row.page, rel=0.15)
+
+
+def test_memory_is_within_a_tenth_of_the_published_one() -> None:
+    rows = _predictions()
+    assert len(rows) == 8
+    for row, found in rows.values():
         assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=0.1), row.name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,15 +175,15 @@ def _storage(tensor: Tensor) -> int:
 @dataclass
 class _Calls:
     """``order``: units as forward called them. ``inputs`` and ``outputs``: of the first block of each kind.
-    ``arguments``: the storages that each block was given."""
+    ``arguments``: what each block was given. It stays here, or a storage could get the address of one that is gone."""
 
     order: list[str]
     inputs: dict[str, Inputs]
     outputs: dict[str, Any]
-    arguments: dict[str, set[int]]
+    arguments: dict[str, list[Tensor]]
 
     def shared_storages(self) -> set[int]:
-        counts = Counter(storage for storages in self.arguments.values() for storage in storages)
+        counts = Counter(storage for given in self.arguments.values() for storage in set(map(_storage, given)))
         return {storage for storage, count in counts.items() if count > 1}
 
 
@@ -198,8 +198,7 @@ def _calls(model: nn.Module, made: _Fakes, given: Inputs, units: Units, firsts: 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found.order.append(path)
             if is_block:
-                leaves = find_tensors((args, kwargs), [])
-                found.arguments[path] = {_storage(leaf) for leaf in leaves}
+                found.arguments[path] = find_tensors((args, kwargs), [])
                 if path in firsts:
                     found.inputs[path] = (args, kwargs)
 
@@ -269,27 +268,37 @@ def _left_out(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """One forward and backward. ``input_nbytes``: what full checkpointing keeps. ``kept``: operations that selective
-    checkpointing does not run again, and what they returned. ``peak_nbytes``: the most that was there in backward,
-    gradients of parameters included."""
+    """One forward and backward. ``input_nbytes``: what full checkpointing keeps. ``kept_nbytes``: what selective
+    checkpointing keeps besides. ``full`` and ``selective``: what these run again. ``peak_nbytes``: the most that was
+    there in backward, gradients of parameters included."""
 
     forward: Work
     backward: Work
     saved_nbytes: int
     input_nbytes: int
-    kept: Work
     kept_nbytes: int
+    full: _Again
+    selective: _Again
     peak_nbytes: int
-    grad_nbytes: int
 
     def unit(self, name: str, params: tuple[Param, ...], checkpointing: Checkpointing) -> UnitWork:
-        again, saved = Work(), self.saved_nbytes
+        again, saved, read = Work(), self.saved_nbytes, self.saved_nbytes
         if checkpointing is Checkpointing.FULL:
-            again, saved = self.forward, self.input_nbytes
+            again, saved = self.full.work, self.input_nbytes
         elif checkpointing is Checkpointing.SELECTIVE:
-            again, saved = self.forward - self.kept, min(self.input_nbytes + self.kept_nbytes, self.saved_nbytes)
-        working = max(self.peak_nbytes - self.grad_nbytes - saved, 0)
-        return UnitWork(name, params, self.forward, self.backward + again, saved, working, is_block=True)
+            again = self.selective.work
+            saved = min(self.input_nbytes + self.kept_nbytes, self.saved_nbytes)
+            read = self.input_nbytes + self.selective.read_nbytes
+        return UnitWork(
+            name,
+            params,
+            self.forward,
+            self.backward + again,
+            saved,
+            working_nbytes=max(self.peak_nbytes - saved, 0),
+            unread_nbytes=max(saved - read, 0),
+            is_block=True,
+        )
 
 
 def _observe(module: nn.Module, tensors: dict[str, Tensor], given: Inputs, loss: Loss, shared: set[int]) -> _Seen:
@@ -298,10 +307,12 @@ def _observe(module: nn.Module, tensors: dict[str, Tensor], given: Inputs, loss:
     params = {_storage(tensor) for tensor in tensors.values()}
     fixed = params | shared
     saved: dict[int, int] = {}
+    needed: set[int] = set()
 
     def pack(tensor: Tensor) -> Tensor:
         if isinstance(tensor, Tensor) and _storage(tensor) not in fixed:
             saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            needed.update(forward.writers_of([tensor]))
         return tensor
 
     memory = _Live()
@@ -315,8 +326,6 @@ def _observe(module: nn.Module, tensors: dict[str, Tensor], given: Inputs, loss:
     with _Counter(memory, params) as backward:
         if result.requires_grad:
             result.backward()
-    grads = [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
-    grad_nbytes = sum(grad.untyped_storage().nbytes() for grad in grads)
     for tensor in tensors.values():
         tensor.grad = None
     return _Seen(
@@ -324,10 +333,10 @@ def _observe(module: nn.Module, tensors: dict[str, Tensor], given: Inputs, loss:
         backward=backward.total,
         saved_nbytes=sum(saved.values()),
         input_nbytes=entry_nbytes,
-        kept=forward.kept,
-        kept_nbytes=forward.kept_nbytes,
+        kept_nbytes=sum(op.kept_nbytes for op in forward.ops),
+        full=_run_again(forward.ops, needed, keeps=False),
+        selective=_run_again(forward.ops, needed, keeps=True),
         peak_nbytes=memory.peak + held,
-        grad_nbytes=grad_nbytes,
     )
 
 
@@ -335,6 +344,43 @@ def _as_entry(leaf: Tensor, shared: set[int]) -> Tensor:
     """An input as the unit before would hand it over: a leaf with a gradient, unless all blocks get it."""
     is_own = leaf.is_floating_point() and _storage(leaf) not in shared
     return leaf.detach().requires_grad_(is_own)
+
+
+@dataclass(frozen=True)
+class _Op:
+    """One operation. ``sources``: which operations wrote what it reads. ``kept_nbytes``: of its results, if selective
+    checkpointing keeps them."""
+
+    work: Work
+    sources: tuple[int, ...]
+    kept_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Again:
+    """What runs again in backward, and how much of what was kept is read."""
+
+    work: Work
+    read_nbytes: int
+
+
+def _run_again(ops: Sequence[_Op], needed: Iterable[int], *, keeps: bool) -> _Again:
+    """What gives backward the results of ``needed``, and no more: what only the output of a block needs does not run
+    again. ``keeps``: kept results are there already."""
+    work, read_nbytes = Work(), 0
+    left, seen = list(needed), set()
+    while left:
+        number = left.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        op = ops[number]
+        if keeps and op.kept_nbytes:
+            read_nbytes += op.kept_nbytes
+        else:
+            work += op.work
+            left += op.sources
+    return _Again(work, read_nbytes)
 
 
 class _Live:
@@ -360,13 +406,13 @@ class _Live:
 
 
 class _Counter(_torch.DispatchMode):
-    """Adds up what operations compute and move. ``kept``: of attention and every other matrix product."""
+    """Notes what operations compute, move and read. Attention and every other matrix product may be kept."""
 
     def __init__(self, memory: _Live, fixed: set[int]) -> None:
         super().__init__()
-        self.total = self.kept = Work()
-        self.kept_nbytes = 0
+        self.ops: list[_Op] = []
         self._memory = memory
+        self._writers: dict[int, int] = {}  # of storages, the operation that wrote them last
         self._num_products = 0
         self._fixed = frozenset(fixed)
         self._inside = set(fixed)  # storages that other kernels than products made, and parameters
@@ -385,31 +431,41 @@ class _Counter(_torch.DispatchMode):
             self._inside.discard(_storage(each))  # an address that was freed
             self._crossed.discard(_storage(each))
         name = function.name().split("::")[-1].split(".")[0]
+        if not new and not function._schema.is_mutable:
+            return result  # a view
+        sources = tuple(self.writers_of(inputs))
+        self._writers.update({_storage(each): len(self.ops) for each in outputs})
         work = _work_of(function, name, args, kwargs, result)
         if work is not None:
-            self._count_product(name, work, inputs, new)
-        elif (new or function._schema.is_mutable) and "empty" not in name:
-            self._count_other(inputs, outputs)
+            kept_nbytes = sum(each.untyped_storage().nbytes() for each in new) if self._keeps(name) else 0
+            self.ops.append(_Op(work + self._beside_product(inputs), sources, kept_nbytes))
+        else:
+            self.ops.append(_Op(Work() if "empty" in name else self._moved(inputs, outputs), sources))
         return result
 
-    def _count_product(self, name: str, work: Work, inputs: list[Tensor], new: list[Tensor]) -> None:
-        """Other kernels write its operands, unless products or parameters are these."""
-        fused = sum(self._crosses(each) for each in inputs if _storage(each) in self._inside - self._fixed)
-        work += Work(fused_nbytes=fused)
-        self.total += work
-        is_kept = "scaled_dot_product" in name
-        if name in ("mm", "addmm"):
-            is_kept = self._num_products % 2 == 0
-            self._num_products += 1
-        if is_kept:
-            self.kept += work
-            self.kept_nbytes += sum(each.untyped_storage().nbytes() for each in new)
+    @property
+    def total(self) -> Work:
+        return sum((op.work for op in self.ops), Work())
 
-    def _count_other(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def writers_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The operations that wrote ``tensors``, unless they were there before."""
+        return {self._writers[_storage(each)] for each in tensors if _storage(each) in self._writers}
+
+    def _keeps(self, name: str) -> bool:
+        if name not in ("mm", "addmm"):
+            return "scaled_dot_product" in name
+        self._num_products += 1
+        return self._num_products % 2 == 1
+
+    def _beside_product(self, inputs: list[Tensor]) -> Work:
+        """Other kernels write its operands, unless products or parameters are these."""
+        return Work(fused_nbytes=sum(self._crosses(x) for x in inputs if _storage(x) in self._inside - self._fixed))
+
+    def _moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
         """A fused kernel reads what products made, and what was there before."""
         fused = sum(self._crosses(each) for each in inputs if _storage(each) not in self._inside)
         self._inside.update(map(_storage, outputs))
-        self.total += Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused)
+        return Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused)
 
     def _crosses(self, tensor: Tensor) -> int:
         """Bytes that a kernel leaves for another one, counted once."""

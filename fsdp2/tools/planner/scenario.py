@@ -13,9 +13,9 @@ from fsdp2.tools.planner.groups import Axes, GroupCost, Wire, group_cost
 from fsdp2.tools.planner.machine import Machine, all_reduce, gather, ranks_of
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.simulate import Accelerator, StepTime, UnitCost, steady_step
-from fsdp2.tools.planner.work import Checkpointing, Param, UnitWork, Work
+from fsdp2.tools.planner.work import Checkpointing, Exchange, Param, UnitWork, Work
 
-ALLOCATOR_SHARE = 1.09  # reserved per byte held: calibrated on one published row, docs/scale.md
+ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
 FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
 
 
@@ -85,8 +85,8 @@ class Choice:
 @dataclass(frozen=True)
 class Scenario:
     """``units``: in the order of forward, without the root, whose own parameters are ``root``. ``tokens``: of one GPU,
-    or of a group of ``tensor_parallel`` GPUs. ``fp8``: the blocks' products with weights run in fp8.
-    ``hides_exchanges``: those of tensor parallelism overlap with compute (async TP)."""
+    or of a group of ``tensor_parallel`` GPUs. ``fp8``: the blocks' products with weights run in fp8. ``async_tp``:
+    tensor parallelism sends beside products where it can."""
 
     machine: Machine
     units: tuple[UnitWork, ...]
@@ -99,7 +99,7 @@ class Scenario:
     kernels: Kernels = Kernels.COMPILED
     fp8: bool = False
     tensor_parallel: int = 1
-    hides_exchanges: bool = False
+    async_tp: bool = False
 
     @property
     def data_parallel_size(self) -> int:
@@ -211,23 +211,36 @@ def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> Gr
 
 
 def _unit_cost(scenario: Scenario, work: UnitWork) -> UnitCost:
-    machine = scenario.machine
     wire = scenario.choice.wire if work.is_block else Wire.BF16
-    exchange = 0.0
-    if not scenario.hides_exchanges:
-        ranks = ranks_of(scenario.tensor_parallel, 1, machine.node_size)
-        exchange = gather(machine, ranks, work.exchanged_nbytes).alone
-    forward, backward = (exchange * count for count in work.exchanges)
+    forward, backward = (
+        sum(_exchange_seconds(scenario, each, is_block=work.is_block) for each in exchanges)
+        for exchanges in work.exchanges
+    )
+    is_fused = work.is_block and scenario.kernels is Kernels.COMPILED
     return UnitCost(
         name=work.name,
         forward=_seconds(scenario, work.forward, is_block=work.is_block),
         backward=_seconds(scenario, work.backward, is_block=work.is_block),
         group=_group_cost(scenario, work.params, wire),
-        saved_nbytes=work.saved_nbytes,
+        saved_nbytes=work.saved_nbytes - work.unread_nbytes * is_fused,
         working_nbytes=work.working_nbytes,
         forward_fixed=forward,
         backward_fixed=backward,
     )
+
+
+def _exchange_seconds(scenario: Scenario, exchange: Exchange, *, is_block: bool) -> float:
+    """What an exchange along the sequence adds to compute: the transfer, and a copy, since sequences are not the first
+    dim. Async TP hides the transfer behind the parts of a product, and sums what arrives in a kernel of its own."""
+    machine, size = scenario.machine, scenario.tensor_parallel
+    in_fp8 = scenario.fp8 and is_block
+    nbytes = exchange.numel * (1 if exchange.gathers and in_fp8 else 2)
+    transfer = gather(machine, ranks_of(size, 1, machine.node_size), nbytes).alone
+    if not (scenario.async_tp and is_block and exchange.product):
+        return transfer + 2 * nbytes / machine.copy_bandwidth
+    product = exchange.product / (machine.peak_fp8() if in_fp8 else machine.bf16_flops) / machine.utilisation
+    summed = 0.0 if exchange.gathers else nbytes * (1 + 1 / size) / machine.copy_bandwidth
+    return max(transfer - product, 0.0) + summed
 
 
 def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:

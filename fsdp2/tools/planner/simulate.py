@@ -122,10 +122,10 @@ class Accelerator:
     def _backward(self, unit: int) -> None:
         cost = self.units[unit]
         self._compute_backward(unit, cost)
-        if cost.group is not None:
-            self.memory.add(Held.GRADIENTS, cost.group.grad_nbytes)
         self.memory.touch(Held.ACTIVATIONS, cost.working_nbytes)
         self.memory.add(Held.ACTIVATIONS, -cost.saved_nbytes)
+        if cost.group is not None:
+            self.memory.add(Held.GRADIENTS, cost.group.grad_nbytes)
 
     def _compute_backward(self, unit: int, cost: UnitCost) -> None:
         self.queues.enqueue(Stream.COMPUTE, f"backward {unit}", fixed=cost.backward_fixed, work=cost.backward)

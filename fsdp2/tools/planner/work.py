@@ -66,11 +66,26 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Tensor parallelism gathers all activations of a group of GPUs, or sums and scatters them: ``numel`` elements.
+
+    Attributes:
+        gathers: it is a gather, which sends fp8 if products are in fp8. Sums are in bf16.
+        product: floating-point operations of the one product that reads or makes it, in whose parts async TP sends it;
+            zero if there is no such product.
+    """
+
+    numel: float
+    gathers: bool
+    product: float = 0.0
+
+
+@dataclass(frozen=True)
 class UnitWork:
     """One unit. ``backward`` includes what is computed again. ``saved_nbytes`` stay from its forward to its backward,
-    ``working_nbytes`` come on top while its backward runs. ``exchanges``: how often tensor parallelism gathers or
-    scatters all activations of ``exchanged_nbytes``, in forward and in backward. ``is_block``: it may send and compute
-    in fp8."""
+    of which backward does not read ``unread_nbytes``. ``working_nbytes`` come on top while its backward runs, gradients
+    included. ``exchanges``: what tensor parallelism sends in forward and in backward. ``is_block``: it may send and
+    compute in fp8."""
 
     name: str
     params: tuple[Param, ...]
@@ -78,6 +93,6 @@ class UnitWork:
     backward: Work
     saved_nbytes: float
     working_nbytes: float
-    exchanges: tuple[int, int] = (0, 0)
-    exchanged_nbytes: float = 0.0
+    unread_nbytes: float = 0.0
+    exchanges: tuple[tuple[Exchange, ...], tuple[Exchange, ...]] = ((), ())
     is_block: bool = False
