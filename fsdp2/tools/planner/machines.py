@@ -1,8 +1,9 @@
 """Machines by name: public figures, each with its source.
 
-Peaks are of dense products, without sparsity. Vendors name both directions of a link together; here it is one.
-Latencies and the share of a link's bandwidth that a collective reaches are assumptions; ``utilisation`` is calibrated
-on one published row (docs/scale.md). ``python -m fsdp2 measure`` measures your own machine.
+Peaks are of dense products, without sparsity. Vendors name both directions of a link together; here it is one. The
+first source is the vendor's page, as those below it quote it; sources marked as secondary name no origin. Latencies and
+the share of a link's bandwidth that a collective reaches are assumptions; ``utilisation`` is calibrated on a published
+row (docs/scale.md). ``python -m fsdp2 measure`` measures your own machine.
 """
 
 from __future__ import annotations
@@ -18,14 +19,38 @@ _COPY_SHARE = 0.8  # of the memory bandwidth: what a kernel that only moves data
 _UTILISATION = 0.433
 _IN_NODE_LATENCY, _NETWORK_LATENCY = 3e-6, 15e-6
 
+# Quotes the vendors' peaks: torchtitan's get_peak_flops.
+_PEAKS = "https://github.com/pytorch/torchtitan/blob/main/torchtitan/tools/utils.py"
 _GARDEN = "https://glennklockwood.com/garden/processors"
-_LINKS = "https://alpha-one-index.github.io/ai-infra-index/specs/networking-interconnects.html"
-_NETWORK_OF_B200 = "https://rillor.com/insights/connectx-7-vs-connectx-8-and-nvlink5"
-_HOST_OF_H100 = f"{_GARDEN}/h100"
+_LINKS = "https://alpha-one-index.github.io/ai-infra-index/specs/networking-interconnects.html"  # secondary
+_MLPERF = "https://raw.githubusercontent.com/mlcommons/inference_results_v4.1/main/closed"  # systems, by their vendors
+_A100 = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
+    f"{_GARDEN}/A100",
+    _LINKS,
+)
+_H100 = ("https://www.nvidia.com/en-us/data-center/h100/", _PEAKS, f"{_GARDEN}/h100", _LINKS)
+_H200 = (
+    "https://www.nvidia.com/en-us/data-center/h200/",
+    _PEAKS,
+    f"{_MLPERF}/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json",  # memory, links
+    "https://lzwjava.github.io/nvidia-h200-gpu-specs-en",  # bandwidth of memory; secondary
+)
+_B200 = (
+    "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703",
+    _PEAKS,
+    "https://github.com/pytorch/ao/pull/4002",  # bandwidth of memory, as the driver has it; the data sheet says 8 TB/s
+    "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",  # memory, as nvidia-smi has it
+    f"{_GARDEN}/B200",  # fp32, fp8, link; secondary
+    "https://rillor.com/insights/connectx-7-vs-connectx-8-and-nvlink5",  # network; secondary
+)
 _MI300X = (
-    "https://www.emergentmind.com/topics/amd-mi300x-gpu",  # memory, links
-    "https://localaimaster.com/blog/mi300x-deep-dive",  # peaks
-    "https://www.yobitel.com/knowledge-base/amd-mi300x",  # network
+    "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+    _PEAKS,
+    f"{_MLPERF}/AMD/systems/8xMI300X_2xEPYC-9374F.json",  # memory, host
+    "https://www.emergentmind.com/topics/amd-mi300x-gpu",  # bandwidth of memory, links; secondary
+    "https://localaimaster.com/blog/mi300x-deep-dive",  # fp8; secondary
+    "https://www.yobitel.com/knowledge-base/amd-mi300x",  # network; secondary
 )
 
 
@@ -68,14 +93,14 @@ H100 = _node(
     link=450e9,
     network=50e9,
     host=64e9,
-    sources=(f"{_GARDEN}/h100", _LINKS),
+    sources=_H100,
 )
 H200 = replace(
     H100,
     name="H200 SXM, 8 per node, 400 Gb/s each",
     memory_nbytes=141e9,
     copy_bandwidth=_COPY_SHARE * 4.8e12,
-    sources=(f"{_GARDEN}/h100", "https://lzwjava.github.io/nvidia-h200-gpu-specs-en", _LINKS),
+    sources=_H200,
 )
 B200 = _node(
     "B200 HGX, 8 per node, 400 Gb/s each",
@@ -83,14 +108,10 @@ B200 = _node(
     fp8=4500e12,
     fp32=80e12,
     memory=179e9,
-    memory_bandwidth=8e12,
+    memory_bandwidth=7.67e12,
     link=900e9,
     network=50e9,
-    sources=(
-        f"{_GARDEN}/B200",
-        "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
-        _NETWORK_OF_B200,
-    ),
+    sources=_B200,
 )
 A100_80 = _node(
     "A100 SXM 80 GB, 8 per node, 200 Gb/s each",
@@ -102,7 +123,7 @@ A100_80 = _node(
     link=300e9,
     network=25e9,
     host=32e9,
-    sources=(f"{_GARDEN}/A100", _LINKS),
+    sources=_A100,
 )
 A100_40 = replace(
     A100_80,
@@ -118,6 +139,7 @@ MI300X = _node(
     memory_bandwidth=5.3e12,
     link=448e9,
     network=50e9,
+    host=64e9,
     sources=_MI300X,
 )
 MACHINES = {"H100": H100, "H200": H200, "B200": B200, "A100-80": A100_80, "A100-40": A100_40, "MI300X": MI300X}
