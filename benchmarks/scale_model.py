@@ -1,7 +1,7 @@
 """Claim: FSDP over all GPUs costs under 5% of a step up to 1,024 GPUs for Llama 3 8B and 8,192 for 70B, HSDP beyond.
 
-This is predicted from fsdp2's plans and schedule, for GPUs that this machine does not have. Two tables say how wrong
-the model is, docs/scale.md what it assumes.
+This is predicted from fsdp2's plans and schedule, for GPUs that this machine does not have: nothing is measured. A
+table says how wrong the model is, docs/scale.md what it assumes; scale_gloo.py compares it with steps on this machine.
 
     python benchmarks/scale_model.py
 """
@@ -9,12 +9,11 @@ the model is, docs/scale.md what it assumes.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from common import Lines, Table, publish
-from scale import gloo, published
+from scale import published
 from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, scenario
 
 from fsdp2.schedule.schedule import AfterForward
@@ -218,25 +217,13 @@ def published_table() -> Table:
     return Table("published", title, columns, rows, ratio=None)
 
 
-def gloo_table() -> Table:
-    rows = []
-    for case in (gloo.Case(1024, 6, 256, rounds=3), gloo.Case(256, 8, 64, rounds=10)):
-        measured = gloo.measure(case)
-        predicted = gloo.predict(case, measured)
-        seconds = (predicted.compute, predicted.step, measured.step)
-        rows.append([str(case), *(f"{1e3 * value:.1f}" for value in seconds), _error(predicted.step, measured.step)])
-    columns = ["", "compute alone", "predicted", "measured", "error"]
-    return Table("gloo", "A step on 2 gloo ranks of this machine, ms", columns, rows, ratio=None)
-
-
 def _error(found: float, expected: float) -> str:
     return f"{100 * (found / expected - 1):+.0f}%"
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    tables = [published_table(), gloo_table()]
+    tables = [published_table()]
     for subject in SUBJECTS:
         tables += tables_of(subject)
     publish("scale_model", "A step on N GPUs, predicted", [*tables, parts_table(), tokens_table(), sensitivity_table()])

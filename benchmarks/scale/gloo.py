@@ -1,17 +1,20 @@
-"""The model against a step that this machine can run: two gloo ranks, one thread each.
+"""The model against steps that this machine can run: gloo ranks, one thread each.
 
-Bare compute and bare collectives are measured in the same processes as the steps, both alone and at the same time:
-computing and sending share the cores here, which is the contention that the model is given. From these figures alone it
-predicts the step.
+Everything is measured in the same processes and rounds as the steps:
+
+- compute, with what the runtime itself does: a step of the model sharded over one rank, which sends nothing
+- collectives as the plans have them, alone
+- the CPU time that a gather takes beside compute. Where ranks fill all cores, a transfer takes this from compute.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +22,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 from common import Block
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from fsdp2.comm.backends import PeerComm
+from fsdp2.comm.streams import Waitable
 from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
@@ -31,52 +35,53 @@ from fsdp2.tools.planner.groups import Flight, GroupCost
 from fsdp2.tools.planner.machine import Contention, Resource, Transfer
 from fsdp2.tools.planner.simulate import Cpu, StepTime, UnitCost, steady_step
 
-NUM_RANKS = 2
 _DTYPES = ParamDtypes(*4 * (torch.float32,))
 
 
 @dataclass(frozen=True)
 class Case:
+    num_ranks: int
     width: int
     num_blocks: int
     batch_size: int
     rounds: int
 
     def __str__(self) -> str:
-        return f"width {self.width} x {self.num_blocks} blocks, batch {self.batch_size}"
+        return f"{self.num_ranks} ranks, width {self.width} x {self.num_blocks} blocks, batch {self.batch_size}"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, per block but for ``step``. ``launch`` and ``finish`` keep the program busy, ``travel`` does not.
+    """Seconds, per block but for ``settle`` and ``step``. ``launch`` and ``finish`` keep the program busy, ``travel``
+    does not. ``gather_cpu``: CPU time of all of a gather beside a forward. That is more than alone: gloo's thread polls
+    while a message waits for its receive.
 
-    ``computing``: a forward beside a gather that was launched before it. ``waiting``: for that gather afterwards.
+    ``settle``: the small all-reduce at the end of a step. ``cores``: that each rank has for itself.
     """
 
     forward: float
     backward: float
     gather_launch: float
     gather_travel: float
+    gather_cpu: float
     gather_finish: float
     reduce_launch: float
     reduce_travel: float
     reduce_finish: float
-    computing: float
-    waiting: float
+    settle: float
     step: float
+    cores: float
 
 
 def contention(measured: Measured) -> Contention:
-    """How much slower the forward was, and how much of the gather was left when it had ended."""
-    travelled = measured.gather_travel - measured.waiting
-    return Contention(
-        compute=_share(1 - measured.forward / measured.computing),
-        transfer=_share(1 - travelled / measured.computing) if measured.waiting > measured.gather_travel / 10 else 0.0,
-    )
-
-
-def _share(value: float) -> float:
-    return min(max(value, 0.0), 0.95)
+    """A rank computes on all of its share of the cores. A transfer wants some of it, too, and gets it, up to half."""
+    share, spare = min(measured.cores, 1.0), max(measured.cores - 1.0, 0.0)
+    travel_cpu = measured.gather_cpu - measured.gather_launch - measured.gather_finish
+    wanted = travel_cpu / measured.gather_travel / share
+    if wanted <= spare:
+        return Contention()
+    taken = min(wanted - spare, 0.5)
+    return Contention(compute=taken, transfer=1 - (taken + spare) / wanted)
 
 
 def predict(case: Case, measured: Measured) -> StepTime:
@@ -92,7 +97,8 @@ def predict(case: Case, measured: Measured) -> StepTime:
     )
     units = [UnitCost("block", measured.forward, measured.backward, group)] * case.num_blocks
     rules = [UnitRules(after_forward=AfterForward.KEEP), *[UnitRules()] * case.num_blocks]
-    return steady_step(Cpu(units, rules, shares_communicator=False), contention(measured))
+    time = steady_step(Cpu(units, rules, shares_communicator=False), contention(measured))
+    return StepTime(time.step + measured.settle, time.compute)
 
 
 def _travel(seconds: float) -> Transfer:
@@ -102,131 +108,149 @@ def _travel(seconds: float) -> Transfer:
 def measure(case: Case) -> Measured:
     """Medians of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_run_rank, (f"{folder}/store", case, f"{folder}/results"), nprocs=NUM_RANKS)
+        arguments = (f"{folder}/store", case, f"{folder}/results")
+        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=case.num_ranks)
         return Measured(**torch.load(f"{folder}/results"))
 
 
 def _run_rank(rank: int, store: str, case: Case, results: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.num_ranks)
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(case.width) for _ in range(case.num_blocks)))
     x = torch.randn(case.batch_size, case.width)
     bare = _Bare(model, x)
-    step = _stepper(copy.deepcopy(model), x)
+    mesh = init_device_mesh("cpu", (case.num_ranks, 1), mesh_dim_names=("all", "one"))
+    alone, together = (_sharded(copy.deepcopy(model), mesh[name]) for name in ("one", "all"))
     rounds = []
     for _ in range(case.rounds + 2):
-        step()
-        rounds.append({"step": step(), **bare.measure()})
-    names = rounds[0]
-    medians = {name: statistics.median(taken[name] for taken in rounds[2:]) for name in names}
+        _step(together, x)
+        rounds.append({"step": sum(_step(together, x)), **_compute(alone, x), **bare.measure()})
+    medians = {name: statistics.median(taken[name] for taken in rounds[2:]) for name in rounds[0]}
     if rank == 0:
-        torch.save(medians, results)
+        torch.save({**medians, "cores": len(os.sched_getaffinity(0)) / case.num_ranks}, results)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _stepper(model: nn.Sequential, x: Tensor) -> Callable[[], float]:
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+def _sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     for module in [*model, model]:
         fsdp2.fully_shard(module, mesh=mesh)
-    return lambda: _timed(lambda: model(x).sum().backward(), model)
+    return model
 
 
-def _timed(run: Callable[[], object], model: nn.Module | None = None) -> float:
-    """Seconds of ``run``, which all ranks begin together; gradients of ``model`` are dropped."""
+def _compute(model: nn.Sequential, x: Tensor) -> dict[str, float]:
+    forward, backward = _step(model, x)
+    return {"forward": forward / len(model), "backward": backward / len(model)}
+
+
+def _step(model: nn.Sequential, x: Tensor) -> tuple[float, float]:
+    """Seconds of forward and of backward, which all ranks begin together; gradients are dropped."""
     dist.barrier()
     start = time.perf_counter()
-    run()
-    taken = time.perf_counter() - start
-    for parameter in model.parameters() if model is not None else ():
+    loss = model(x).sum()
+    half = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    for parameter in model.parameters():
         parameter.grad = None
-    return taken
+    return half - start, end - half
 
 
 class _Bare:
-    """Compute without communication, and one block's collectives as its plans have them, without compute."""
+    """One block's collectives as its plans have them, without compute."""
 
     def __init__(self, model: nn.Sequential, x: Tensor) -> None:
         self._model, self._x = model, x
         world = dist.group.WORLD
         assert world is not None
+        self._num_ranks = num_ranks = world.size()
         self._comm = PeerComm(world)
         shapes = {name: tuple(parameter.shape) for name, parameter in model[0].named_parameters()}
-        inputs = [PlanInput(name, ShardLayout(shape, 0, NUM_RANKS), _DTYPES) for name, shape in shapes.items()]
+        inputs = [PlanInput(name, ShardLayout(shape, 0, num_ranks), _DTYPES) for name, shape in shapes.items()]
         plan = compile_gather(dict(enumerate(inputs)), self._comm)
-        (reduce,) = compile_reduces(inputs, self._comm, NUM_RANKS)
-        self._bucketed = [step.layout.padded_numel for bucket in plan.buckets for step in bucket.steps]
-        direct = [step.layout.padded_numel for step in plan.on_route(Route.DIRECT)]
-        numels = [sum(bucketed) for bucketed in [self._bucketed] if bucketed] + direct
+        (reduce,) = compile_reduces(inputs, self._comm, num_ranks)
+        bucketed = sum(step.layout.padded_numel for bucket in plan.buckets for step in bucket.steps)
+        numels = [bucketed] * bool(bucketed) + [step.layout.padded_numel for step in plan.on_route(Route.DIRECT)]
+        self._bucketed = bucketed > 0
+        self._unpacked = torch.zeros(bucketed)
         self._whole = [torch.zeros(numel) for numel in numels]
-        self._unpacked = torch.zeros(sum(self._bucketed))
-        self._parts = [torch.zeros(numel // NUM_RANKS) for numel in numels]
-        self._packed = [torch.zeros(length * NUM_RANKS) for _, length in reduce.calls]
+        self._parts = [torch.zeros(numel // num_ranks) for numel in numels]
+        self._packed = [torch.zeros(length * num_ranks) for _, length in reduce.calls]
         self._sums = [torch.zeros(length) for _, length in reduce.calls]
+        self._flags = torch.zeros(len(inputs), dtype=torch.uint8)
         self._gather = self._comm.all_gather(self._whole, self._parts)
 
     def measure(self) -> dict[str, float]:
-        return {**self._compute(), **self._gathers(), **self._reduces(), **self._together()}
+        gather_cpu = self._forward_cpu(gathers=True) - self._forward_cpu()
+        return {"gather_cpu": gather_cpu, **self._gathers(), **self._reduces(), "settle": self._settles()}
 
-    def _compute(self) -> dict[str, float]:
-        outputs: list[Tensor] = []
-        forward = _timed(lambda: outputs.append(self._model(self._x).sum()))
-        backward = _timed(outputs[0].backward, self._model)
-        return {"forward": forward / len(self._model), "backward": backward / len(self._model)}
+    def _forward_cpu(self, *, gathers: bool = False) -> float:
+        """CPU seconds of a block's forward, and of a gather beside it. Ranks begin together, and then drift apart."""
+        dist.barrier()
+        x = self._x
+        with _Clock() as clock:
+            for block in self._model:
+                works = self._gather() if gathers else []
+                x = block(x)
+                if gathers:
+                    self._finish_gather(works)
+        return clock.cpu / len(self._model)
 
     def _gathers(self) -> dict[str, float]:
         dist.barrier()
-        start = time.perf_counter()
-        works = self._gather()
-        launched = time.perf_counter()
-        for work in works:
-            work.wait()
-        arrived = time.perf_counter()
-        self._unpack()
-        return {
-            "gather_launch": launched - start,
-            "gather_travel": arrived - launched,
-            "gather_finish": time.perf_counter() - arrived,
-        }
+        with _Clock() as launch:
+            works = self._gather()
+        with _Clock() as travel:
+            _wait(works)
+        with _Clock() as finish:
+            self._finish_gather([])
+        return {"gather_launch": launch.wall, "gather_travel": travel.wall, "gather_finish": finish.wall}
 
-    def _unpack(self) -> None:
+    def _finish_gather(self, works: Sequence[Waitable]) -> None:
+        _wait(works)
         if self._bucketed:
             self._unpacked.copy_(self._whole[0])
 
     def _reduces(self) -> dict[str, float]:
-        finish = _timed(self._finish_reduce)
+        with _Clock() as finish:
+            for total in self._sums:  # the sum of each other rank's part, and the division by the ranks
+                for _ in range(self._num_ranks - 1):
+                    total.add_(total)
+                total.div_(self._num_ranks)
         dist.barrier()
-        start = time.perf_counter()
-        if self._bucketed:
-            self._packed[0].copy_(self._unpacked)
-        works = self._comm.reduce_scatter(self._sums, self._packed)
-        launched = time.perf_counter()
-        for work in works:
-            work.wait()  # forms the sums, too
+        with _Clock() as launch:
+            if self._bucketed:
+                self._packed[0].copy_(self._unpacked)
+            works = self._comm.reduce_scatter(self._sums, self._packed)
+        with _Clock() as travel:
+            _wait(works)  # forms the sums, too
         return {
-            "reduce_launch": launched - start,
-            "reduce_travel": time.perf_counter() - launched - finish,
-            "reduce_finish": finish,
+            "reduce_launch": launch.wall,
+            "reduce_travel": travel.wall - finish.wall,
+            "reduce_finish": finish.wall,
         }
 
-    def _finish_reduce(self) -> None:
-        """The sums of two ranks, and the division of the averages, counted as twice a pass over the sums."""
-        for total in self._sums:
-            total.add_(total)
-            total.div_(NUM_RANKS)
-
-    def _together(self) -> dict[str, float]:
-        computing = waiting = 0.0
+    def _settles(self) -> float:
         dist.barrier()
-        x = self._x
-        for block in self._model:
-            works = self._gather()
-            launched = time.perf_counter()
-            x = block(x)
-            computed = time.perf_counter()
-            for work in works:
-                work.wait()
-            computing += computed - launched
-            waiting += time.perf_counter() - computed
-        return {"computing": computing / len(self._model), "waiting": waiting / len(self._model)}
+        with _Clock() as clock:
+            dist.all_reduce(self._flags, dist.ReduceOp.MAX)
+        return clock.wall
+
+
+def _wait(works: Sequence[Waitable]) -> None:
+    for work in works:
+        work.wait()
+
+
+class _Clock:
+    """Seconds, and CPU seconds of all threads of this process, inside of a ``with``."""
+
+    wall = cpu = 0.0
+
+    def __enter__(self) -> _Clock:
+        self._start = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wall, self.cpu = time.perf_counter() - self._start[0], time.process_time() - self._start[1]

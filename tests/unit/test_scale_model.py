@@ -13,7 +13,7 @@ import torch
 from fsdp2.schedule.schedule import AfterForward, UnitRules
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from scale import published
+from scale import gloo, published
 from scale.workload import (
     LLAMA_8B,
     LLAMA_70B,
@@ -510,3 +510,48 @@ def test_memory_is_within_a_tenth_of_the_published_one() -> None:
     assert len(rows) == 8
     for row, found in rows.values():
         assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=0.1), row.name
+
+
+# Steps on gloo ranks
+
+PIECES = gloo.Measured(
+    forward=4.0,
+    backward=8.0,
+    gather_launch=0.5,
+    gather_travel=2.0,
+    gather_cpu=1.0,
+    gather_finish=0.25,
+    reduce_launch=0.5,
+    reduce_travel=2.0,
+    reduce_finish=0.25,
+    settle=0.125,
+    step=0.0,
+    cores=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("travel_cpu", "cores", "expected"),
+    [
+        (0.0, 1.0, Contention()),
+        (0.5, 1.0, Contention(compute=0.25)),  # a quarter of a core, which compute loses
+        (2.0, 1.0, Contention(compute=0.5, transfer=0.5)),  # a core, of which it gets half
+        (0.5, 0.5, Contention(compute=0.5)),  # half of what each of two ranks on one core has
+        (2.0, 1.5, Contention(compute=0.5)),  # half a core is free
+        (2.0, 2.0, Contention()),
+    ],
+)
+def test_a_transfer_takes_its_cpu_time_from_compute_where_ranks_fill_the_cores(
+    travel_cpu: float, cores: float, expected: Contention
+) -> None:
+    busy = PIECES.gather_launch + PIECES.gather_finish
+    assert gloo.contention(replace(PIECES, gather_cpu=busy + travel_cpu, cores=cores)) == expected
+
+
+def test_a_step_on_gloo_ranks_is_compute_copies_and_what_compute_does_not_hide() -> None:
+    """As on the CPU above: of two blocks' transfers, the first gather of either pass and the last reduction show."""
+    free = replace(PIECES, gather_cpu=0.75)
+    found = gloo.predict(gloo.Case(2, 1, 2, 1, 1), free)
+    assert found.compute == 2 * 12
+    assert found.exposed == pytest.approx(4 * 0.75 + 2 * 2 + 2 * 0.75 + 2 + 0.125)
+    assert gloo.predict(gloo.Case(2, 1, 2, 1, 1), PIECES).step > found.step
