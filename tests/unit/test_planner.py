@@ -265,7 +265,7 @@ def test_what_only_fp8_would_fit_does_not_fit() -> None:
 REMEDIES: dict[str, tuple[Workload, str]] = {
     r"Use a batch of (?P<batch>\d+) per GPU": (Workload(batch=64, sequence=128), "20MiB"),
     r"Use sequences of (?P<sequence>\d+) tokens": (Workload(batch=1, sequence=8192), "20MiB"),
-    r"Use a batch of (?P<batch>1) per GPU and sequences of (?P<sequence>\d+) tokens": (Workload(4, 2048), "12MiB"),
+    r"Use a batch of (?P<batch>1) per GPU and sequences of (?P<sequence>\d+) tokens": (Workload(4, 2048), "16MiB"),
     r"Use FSDP over (?P<num_gpus>\d+) GPUs\.": (Workload(batch=1, sequence=8), "2MiB"),
 }
 
