@@ -133,7 +133,7 @@ PARTS = {
         ("4 to 2: fsdp2.reshard_to", "4 to 2: DCP, tmpfs", "4 to 2: DCP, disk"),
         note="Medians of 2 rounds. CPU s: of all ranks. MB: the most that a rank allocates. DCP waits for the disk.",
     ),
-    "scale_model.efficiency_8b": Part(_SCALE, ("8", "1024", "2048", "4096", "16384")),
+    "scale_model.efficiency_8b": Part(_SCALE, ("8", "512", "1024", "2048", "4096", "16384")),
     "scale_model.published": Part(
         ("model tokens/s", "page", "error", "paper", "error of the paper's", "error of GiB"),
     ),

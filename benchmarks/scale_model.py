@@ -1,4 +1,4 @@
-"""Claim: FSDP over all GPUs costs under 5% of a step up to 1,024 GPUs for Llama 3 8B and 8,192 for 70B, HSDP beyond.
+"""Claim: FSDP over all GPUs costs under 5% of a step up to 1,024 GPUs for Llama 3 8B and 4,096 for 70B, HSDP beyond.
 
 This is predicted from fsdp2's plans and schedule, for GPUs that this machine does not have: nothing is measured. A
 table says how wrong the model is, docs/scale.md what it assumes; scale_gloo.py compares it with steps on this machine.
