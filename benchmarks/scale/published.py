@@ -7,9 +7,9 @@
 Sequences of 8,192 tokens, two of them per GPU for 8B with selective checkpointing, 16 per group of 8 tensor-parallel
 GPUs for 70B with full checkpointing. The tables of 405B use pipeline parallelism, which the model does not have.
 
-What is not in the tables is in torchtitan's code of that time (torchtitan/parallelisms/parallelize_llama.py): units are the
-blocks, of which the last stays unsharded; embedding and head are with the root; sequences are divided between blocks, and
-words for the loss, which was not compiled then (pytorch/pytorch#143774).
+What is not in the tables is in torchtitan's code of that time (torchtitan/parallelisms/parallelize_llama.py): units are
+the blocks, of which the last stays unsharded; embedding and head are with the root; sequences are divided between
+blocks, and words for the loss, which was not compiled then (pytorch/pytorch#143774).
 
 One row calibrates the share of the peak that products reach, and what the allocator reserves; all else is predicted.
 """
