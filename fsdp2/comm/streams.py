@@ -12,15 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp2.types import CommunicationError
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 _HERE = nullcontext()
 _MAX_RANKS = 16  # in a message
+_NO_CPU_MEMORY = "DefaultCPUAllocator"  # in the text of torch's error
 
 
 class Waitable(Protocol):
@@ -57,21 +61,45 @@ def wait_for(works: Sequence[Waitable]) -> None:
             work.wait()
         if tell is not None:
             tell(False)
-    except (CommunicationError, torch.OutOfMemoryError):
-        raise
     except RuntimeError as error:
-        raise CommunicationError(str(error)) from error
+        if is_of_communication(error):
+            raise CommunicationError(str(error)) from error
+        raise
+
+
+def is_of_communication(error: RuntimeError) -> bool:
+    """Whether ``error``, which the call of a collective has raised, is the backend's, and not yet named so. gloo
+    has no class of its own. Other subclasses of ``RuntimeError`` say what else has failed, and the CPU's allocator
+    only says it in the text."""
+    if type(error) is RuntimeError:
+        return _NO_CPU_MEMORY not in str(error)
+    return isinstance(error, dist.DistError)
+
+
+def launched(launch: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """What ``launch`` returns, which starts collectives.
+
+    Raises:
+        CommunicationError: the backend has refused one.
+    """
+    try:
+        return launch(*args, **kwargs)
+    except RuntimeError as error:
+        if is_of_communication(error):
+            raise CommunicationError(str(error)) from error
+        raise
 
 
 @contextmanager
 def communicating() -> Iterator[None]:
-    """A block that does nothing but communicate: what the backend raises becomes a ``CommunicationError``."""
+    """A block that does nothing but communicate: what the backend raises becomes a ``CommunicationError``. Too slow for
+    what each step does."""
     try:
         yield
-    except (CommunicationError, torch.OutOfMemoryError):
-        raise
     except RuntimeError as error:
-        raise CommunicationError(str(error)) from error
+        if is_of_communication(error):
+            raise CommunicationError(str(error)) from error
+        raise
 
 
 def lost(what: str, error: CommunicationError, story: str, groups: Iterable[dist.ProcessGroup]) -> CommunicationError:

@@ -18,7 +18,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm
 from fsdp2.comm.memory import tensor_on
 from fsdp2.comm.offload import FlatStage
-from fsdp2.comm.streams import Streams, Waitable, wait_for
+from fsdp2.comm.streams import Streams, Waitable, launched, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
 from fsdp2.types import CommunicationError
@@ -162,8 +162,8 @@ class Gather:
                 self._forget_memory()
                 raise
             try:
-                works = self._launch()
-            except KeyboardInterrupt:  # some messages are in flight, and some are not
+                works = launched(self._launch)
+            except (KeyboardInterrupt, CommunicationError):  # some messages are in flight, and some are not
                 self.gathered.is_lost = True
                 raise
             if not works:  # the gather stream orders the arrival behind the collective

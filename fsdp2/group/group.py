@@ -260,8 +260,10 @@ class ParamGroup:
                 _torch.in_range("all_gather", self.name, self._in_flight.issue)
             else:
                 self._in_flight.issue()
-        except BaseException:
+        except BaseException as error:
             self.state = before  # nothing is in flight: a refused gather leaves the group as it was
+            if isinstance(error, CommunicationError):
+                raise self.lost("all-gather", error) from error.__cause__
             raise
 
     def wait(self) -> None:

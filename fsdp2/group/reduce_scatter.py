@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
-from fsdp2.comm.streams import Streams, Waitable, communicating
+from fsdp2.comm.streams import Streams, Waitable, launched
 from fsdp2.group.all_gather import piece_pairs
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -76,8 +76,8 @@ class Reduce:
             sums = [part.receive(mine, outputs, sent) for part, mine in zip(self._parts, packed, strict=True)]
             held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` once it was read
             del packed
-            with communicating():
-                works = self._comm.reduce_scatter(outputs, sent, averages=self._averages) if outputs else ()
+            reduce = self._comm.reduce_scatter
+            works = launched(reduce, outputs, sent, averages=self._averages) if outputs else ()
             # Gradients that land without a copy must live longer.
             read = None if self._lands_gradients else streams.record()
         return Launched(sums, works, held, read)
@@ -90,7 +90,8 @@ class Reduce:
     def all_reduce(self, sums: Sums) -> Sequence[Waitable]:
         """Start summing over the replicate axis as well, in place. Returns what to wait for."""
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        return [work for mine in sums for buffer in mine for work in all_reduce(self._mesh.replicate, buffer, op)]
+        axis = self._mesh.replicate
+        return [work for mine in sums for buffer in mine for work in launched(all_reduce, axis, buffer, op)]
 
     def complete(self, sums: Sums) -> Sums:
         """Divide in place, run the user's hook, cast to the gradients' dtype."""

@@ -6,10 +6,11 @@ import logging
 import re
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +22,7 @@ from fsdp2.runtime.root import form_root
 from tests.distributed.support import Stack, batch, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
+from tests.harness.selection import long
 
 TIMEOUT_S = 4  # gloo takes that long at most to connect, too
 
@@ -90,6 +92,39 @@ def test_reduction_that_is_lost_names_the_unit_and_its_last_events(ctx: RankCont
         "pre_backward blocks.2, post_backward blocks.2, pre_backward blocks.1, post_backward blocks.1.\n"
         "Compare the last events of all ranks: the ranks diverged at the first difference."
     )
+    model.reset_iter_state()
+
+
+def _refuse(*args: object, **kwargs: object) -> NoReturn:
+    raise RuntimeError("connection closed")
+
+
+def _lack_memory(*args: object, **kwargs: object) -> Tensor:
+    return torch.empty(1 << 60)
+
+
+@distributed(2)
+def test_all_gather_that_cannot_be_launched_names_the_unit_and_keeps_its_memory(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    with (
+        mock.patch.object(PeerComm, "all_gather", return_value=_refuse),
+        pytest.raises(fsdp2.CommunicationError) as raised,
+    ):
+        model(batch())
+    found = str(raised.value)
+    assert found.startswith(f"all-gather of unit '(root)' failed on rank {ctx.rank}: connection closed"), found
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert model._unit().groups[0].unsharded.gather.gathered.is_lost  # others of its messages might be in flight
+
+
+@pytest.mark.parametrize("collective", ["all_gather", *long("reduce_scatter")])
+@distributed(2)
+def test_memory_that_a_launch_lacks_is_no_lost_collective(ctx: RankContext, collective: str) -> None:
+    model = sharded(ctx)
+    fault = {"return_value" if collective == "all_gather" else "side_effect": _lack_memory}
+    with mock.patch.object(PeerComm, collective, **fault), pytest.raises(RuntimeError, match="memory") as raised:
+        step(model)
+    assert type(raised.value) is RuntimeError, raised.value
     model.reset_iter_state()
 
 
