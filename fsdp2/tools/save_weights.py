@@ -120,7 +120,10 @@ def save_safetensors(
         device = next((each.param.mesh.device for each in weights if each.param is not None), None)
         files = _files(_entries(weights, dtype, rename), _nbytes(max_shard_size), tag)
         if axis.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _unwritable(path, error) from error
     with together(axis):
         _check_alike(exchange(axis, _digest(files)))
         if not path.is_dir():
@@ -245,10 +248,11 @@ def _write(
     with contextlib.ExitStack() as stack:
         if mine is not None:
             try:
-                out = stack.enter_context(open(path / mine.new_name, "wb"))
+                out = open(path / mine.new_name, "wb")  # noqa: SIM115  # a with would raise the error once more
+                stack.callback(_close, out)
                 out.write(_header(mine.entries))
             except OSError as error:
-                problem = error
+                problem = _unwritable(path / mine.name, error)
         for index in range(max(len(file.entries) for file in files)):
             kept: torch.Tensor | None = None
             for owner, file in enumerate(files):
@@ -258,19 +262,33 @@ def _write(
                         kept = values.cpu().contiguous()
                     del values
                     advance(file.entries[index].nbytes)
-            if kept is not None and out is not None and problem is None:
+            if kept is not None and mine is not None and out is not None and problem is None:
                 try:
                     out.write(_bytes_of(kept))
                 except OSError as error:
-                    problem = error
+                    problem = _unwritable(path / mine.name, error)
         try:
             if out is not None and problem is None:
                 out.flush()
                 os.fsync(out.fileno())
-            stack.close()  # a full disk may show only now
+                out.close()  # a full disk may show only now
         except OSError as error:
-            problem = problem or error
+            problem = problem or (error if mine is None else _unwritable(path / mine.name, error))
     return problem
+
+
+def _close(file: BinaryIO) -> None:
+    """Closing tries once more to write what could not be written, which has been noted."""
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def _unwritable(path: Path, error: OSError) -> OSError:
+    """What the system says of a full disk names no file."""
+    return OSError(
+        f"{_CALLER}: {path} could not be written ({type(error).__name__}: {error}). The checkpoint that was in the "
+        "folder is there. Make room, or pass a folder that this process may write."
+    )
 
 
 def _gathered(entry: _Entry, owner: int, axis: Axis, device: torch.device | None) -> torch.Tensor | None:
@@ -313,22 +331,29 @@ def _commit(path: Path, files: Sequence[_File], tag: str) -> None:
     """Make ``files`` the checkpoint of the folder, and remove the old one. A reader looks for the only file first, and
     then for the index."""
     _sync(path)
+    new_names = {file.name: file.new_name for file in files}
+    try:
+        if len(files) == 1:
+            os.replace(path / files[0].new_name, path / ONE_FILE)
+        else:
+            _write_index(path, files, new_names, tag)
+    except OSError as error:  # the new checkpoint is not in its place: the old one is
+        for name in (*new_names.values(), f"{INDEX}.{tag}"):
+            (path / name).unlink(missing_ok=True)
+        raise _unwritable(path / (ONE_FILE if len(files) == 1 else INDEX), error) from error
     if len(files) == 1:
-        os.replace(path / files[0].new_name, path / ONE_FILE)
         _sync(path)
         _remove(path, {ONE_FILE})
         return
-    new_names = {file.name: file.new_name for file in files}
-    _write_index(path, files, new_names, tag)
     _remove(path, set(new_names.values()) | {INDEX})
     # The usual names may have belonged to the old checkpoint until now. Each file has both names for a moment.
     try:
         for file in files:
             os.link(path / file.new_name, path / file.name)
-    except OSError:  # a file system without hard links: the index has the new names, and stays
+        _write_index(path, files, {file.name: file.name for file in files}, tag)
+    except OSError:  # no hard links, or no room for another index: the one with the new names stays
         _remove(path, set(new_names.values()) | {INDEX})
         return
-    _write_index(path, files, {file.name: file.name for file in files}, tag)
     _remove(path, {file.name for file in files} | {INDEX})
 
 

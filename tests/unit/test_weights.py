@@ -6,8 +6,10 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,67 @@ def test_without_hard_links_the_new_files_keep_their_names(tmp_path: Path, monke
         assert _same(_read(tmp_path), _state(model))
         listed = set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values())
         assert {each.name for each in tmp_path.iterdir()} == {INDEX, *listed}
+
+
+# A disk that is full, and places that cannot be written
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[int], None]]:
+    """Call it to let no file grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("size", "file"), [("5GB", "model.safetensors"), (3000, "model-0000")])
+def test_full_disk_names_the_file_and_leaves_the_old_checkpoint(
+    tmp_path: Path, small_disk: Callable[[int], None], size: int | str, file: str
+) -> None:
+    fsdp2.save_safetensors(_seeded(MLP, 0), tmp_path, max_shard_size=size)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    small_disk(500)
+    named = re.escape(f"save_safetensors: {tmp_path / file}")
+    with pytest.raises(OSError, match=rf"^{named}\S* could not be written \(OSError: .* too large\).* Make room"):
+        fsdp2.save_safetensors(_seeded(MLP, 1), tmp_path, max_shard_size=size)
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("num_indices", [0, 1])
+def test_disk_that_is_full_when_an_index_is_written_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_indices: int
+) -> None:
+    """The old one, or, from the first index on, the new one. Nothing is left of the other."""
+    old, new = _seeded(MLP, 0), _seeded(MLP, 1)
+    fsdp2.save_safetensors(old, tmp_path, max_shard_size=3000)
+    left = num_indices
+    original = json.dump
+
+    def dump(*args: Any, **kwargs: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(28, "No space left on device")
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(json, "dump", dump)
+    if num_indices == 0:
+        named = re.escape(f"save_safetensors: {tmp_path / INDEX} could not be written")
+        with pytest.raises(OSError, match=rf"^{named} \(OSError: .*No space left"):
+            fsdp2.save_safetensors(new, tmp_path, max_shard_size=3000)
+    else:
+        fsdp2.save_safetensors(new, tmp_path, max_shard_size=3000)
+    assert _same(_read(tmp_path), _state(new if num_indices else old))
+    listed = set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values())
+    assert {each.name for each in tmp_path.iterdir()} == {INDEX, *listed}
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """No permissions keep the superuser out: a file stands in the way."""
+    (tmp_path / "file").touch()
+    named = re.escape(f"save_safetensors: {tmp_path / 'file' / 'weights'} could not be written (NotADirectoryError")
+    with pytest.raises(OSError, match=rf"^{named}"):
+        fsdp2.save_safetensors(_seeded(MLP, 0), tmp_path / "file" / "weights")
 
 
 # Kills
