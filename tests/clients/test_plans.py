@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fsdp2
+from fsdp2.__main__ import main
 from fsdp2.runtime.unit import units_under
 from fsdp2.tools.planner.plan import Plan
 from tests.harness.distributed import RankContext, distributed
@@ -121,6 +124,19 @@ MixtralForCausalLM: 46.70B parameters; units: 32 blocks in model.layers
 recommended: FSDP, reshard, selective checkpointing""",
     )
     assert "placement_for" in found.code  # eight experts on 64 GPUs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_file", [True, False])
+def test_the_command_reads_a_config_or_its_folder(
+    is_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SCALED_DOWN))
+    path = tmp_path / "config.json" if is_file else tmp_path
+    main(["plan", "--hf", str(path), "--gpus", "8", "--sequence", "64"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("LlamaForCausalLM: ")
+    assert "fsdp2.fully_shard(model, **options)" in printed
 
 
 @pytest.mark.long

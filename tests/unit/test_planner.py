@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -353,17 +354,31 @@ def build_model():
 def on_a_gpu():
     return nn.Linear(2, 2).to(device="nowhere")
 
+def on_cuda():
+    return nn.Linear(2, 2).cuda()
+
+def of_a_config(config):
+    return nn.Linear(2, 2)
+
 def no_module():
     return 3
 """
 REFUSALS = {
-    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, no_module, on_a_gpu.",
+    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, no_module, ",
     "my_builders": "'my_builders' names no function, expected module:function, such as my_module:build_model.",
-    "not_there:build": "cannot import 'not_there' (No module named 'not_there').",
+    "not_there:build": "cannot import 'not_there' (ModuleNotFoundError: No module named 'not_there'). Write it as",
+    "my_broken:build": "cannot import 'my_broken' (ZeroDivisionError: division by zero). Write it as in an import",
     "my_builders:on_a_gpu": "plan: on_a_gpu() failed on the meta device (RuntimeError:",
+    "my_builders:on_cuda": "plan: on_cuda() failed on the meta device (",
+    "my_builders:of_a_config": "plan: of_a_config() failed on the meta device (TypeError:",
     "my_builders:no_module": "plan: no_module() returned a int, expected an nn.Module.",
     "my_builders:build_model --gpu H900": "unknown machine 'H900': expected one of H100, H200, B200,",
     "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number and a unit of B, KB,",
+    "my_builders:build_model --budget lots": "budget is 'lots', expected a number and a unit of B, KB,",
+    "my_builders:build_model --budget 70": "budget is '70', expected a number and a unit of B, KB,",
+    "my_builders:build_model --budget 0GiB": "budget is 0 bytes, expected more than zero, such as '70GiB'.",
+    "my_builders:build_model --gpus 0": "plan: num_gpus is 0, expected at least 1.",
+    "my_builders:build_model --precision int4": "Workload: precision is 'int4', expected one of ['bf16', 'fp32'].",
     "my_builders:build_model --optimizer lion": "Workload: optimizer is 'lion', expected one of ['adamw',",
     "my_builders:build_model --batch 0": "Workload: batch is 0, expected at least 1.",
     "--hf not_there": "found no config 'not_there', expected a folder with a config.json",
@@ -374,18 +389,43 @@ REFUSALS = {
 @pytest.fixture
 def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_builders.py").write_text(MODULE)
+    (tmp_path / "my_broken.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if transformers were there
+    found = importlib.util.find_spec  # as if transformers were there
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformers" or found(name))
     monkeypatch.delitem(sys.modules, "my_builders", raising=False)
 
 
 @pytest.mark.parametrize("arguments", REFUSALS)
 @pytest.mark.usefixtures("builders")
 def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--gpus", "8", *arguments.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m fsdp2 plan: error: " + REFUSALS[arguments])
+    assert ended.value.code == 2
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_builder_that_needs_a_device_is_told_what_a_builder_does(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", *arguments.split(), "--gpus", "8"])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("python -m fsdp2: error: " + REFUSALS[arguments])
+        main(["plan", "--gpus", "8", "my_builders:on_cuda"])
+    assert capsys.readouterr().err.endswith(
+        "A builder takes no arguments and makes the model alone: name no device in it, load no weights, and read no "
+        "values.\n"
+    )
+
+
+def test_the_extra_for_configs_of_hugging_face_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "8", "--hf", "config.json"])
+    said = (
+        "python -m fsdp2 plan: error: --hf needs transformers. Run: pip install 'fsdp2[plan]', or pass module:function."
+    )
+    assert capsys.readouterr().err.strip() == said
 
 
 @pytest.mark.usefixtures("builders")

@@ -54,7 +54,7 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             _builder(options.builder, options.hf), options.gpu, workload, num_gpus=options.gpus, budget=options.budget
         )
     except (ValueError, TypeError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog} plan: error: {error}\n")
     print(found)
     if found.recommended is not None:
         print(f"\n{found.code}")
@@ -73,9 +73,10 @@ def _imported(name: str) -> Callable[[], nn.Module]:
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # whatever the user's module does
         raise ValueError(
-            f"cannot import '{module_name}' ({error}). Write it as in an import statement, seen from this folder."
+            f"cannot import '{module_name}' ({type(error).__name__}: {error}). Write it as in an import statement, "
+            "seen from this folder."
         ) from error
     builder = getattr(module, function, None)
     if not callable(builder):
@@ -86,7 +87,7 @@ def _imported(name: str) -> Callable[[], nn.Module]:
 
 def _of_hugging_face(path: str) -> Callable[[], nn.Module]:
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--hf needs transformers: pip install 'fsdp2[bench]', or pass module:function.")
+        raise ValueError("--hf needs transformers. Run: pip install 'fsdp2[plan]', or pass module:function.")
     if not Path(path).exists():
         raise ValueError(f"found no config '{path}', expected a folder with a config.json, or the path of one.")
     transformers: Any = importlib.import_module("transformers")  # takes seconds

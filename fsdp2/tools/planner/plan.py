@@ -174,7 +174,8 @@ class Plan:
             f"{self.model}: {self.num_params / 1e9:.2f}B parameters; units: {', '.join([*stacks, *self.units.large])}; "
             "all else with the model",
             f"{self.num_gpus} x {self.machine.name}; {self.workload}",
-            f"budget: {text_of(self.budget_nbytes)} of {text_of(self.machine.memory_nbytes)}",
+            f"budget: {text_of(self.budget_nbytes)} of {text_of(self.machine.memory_nbytes)}; below: GiB of one GPU at "
+            "the peak",
         ]
 
     def _shown(self) -> list[Candidate]:
@@ -281,8 +282,8 @@ def build(builder: Callable[[], nn.Module]) -> nn.Module:
             built = builder()
     except Exception as error:
         raise ValueError(
-            f"plan: {name}() failed on the meta device ({type(error).__name__}: {_first_line(error)}). A builder makes "
-            "the model alone: name no device in it, load no weights, and read no values."
+            f"plan: {name}() failed on the meta device ({type(error).__name__}: {_first_line(error)}). A builder "
+            "takes no arguments and makes the model alone: name no device in it, load no weights, and read no values."
         ) from error
     if not isinstance(built, nn.Module):
         raise ValueError(f"plan: {name}() returned a {type(built).__name__}, expected an nn.Module.")

@@ -28,7 +28,7 @@ def nbytes_of(size: str | int | float) -> int:
             )
         return nbytes_of(float(match[1]) * units[match[2].lower()])
     if size <= 0:
-        raise ValueError(f"budget is {size} bytes, expected more than zero, such as '70GiB'.")
+        raise ValueError(f"budget is {int(size)} bytes, expected more than zero, such as '70GiB'.")
     return int(size)
 
 
