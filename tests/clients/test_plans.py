@@ -84,7 +84,7 @@ def test_plan_of_llama_8b() -> None:
         main_lines(found),
         """\
 LlamaForCausalLM: 8.03B parameters; units: 32 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard selective bf16 GPU 0.5 1.4 0.9 53.1 1.4 62.5 3.073 0.021 5331 yes
+* FSDP reshard selective bf16 GPU 0.5 0.5 0.9 55.0 1.4 65.5 3.057 0.021 5360 yes
 recommended: FSDP, reshard, selective checkpointing""",
     )
 
@@ -96,7 +96,7 @@ def test_plan_of_llama_70b() -> None:
         main_lines(found),
         """\
 LlamaForCausalLM: 70.55B parameters; units: 80 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard full bf16 GPU 1.0 3.0 2.1 18.3 3.6 30.5 13.817 0.055 593 yes
+* FSDP reshard full bf16 GPU 1.0 1.0 2.1 22.2 3.6 33.6 13.029 0.055 629 yes
 recommended: FSDP, reshard, full checkpointing""",
     )
 
@@ -108,7 +108,7 @@ def test_plan_of_llama_405b() -> None:
         main_lines(found),
         """\
 LlamaForCausalLM: 405.85B parameters; units: 126 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard full bf16 GPU 3.0 26.7 5.9 35.3 11.9 90.2 70.640 0.137 116 yes
+* FSDP reshard full bf16 GPU 3.0 20.8 5.9 41.3 11.9 93.0 66.095 0.137 124 yes
 recommended: FSDP, reshard, full checkpointing""",
     )
 
@@ -120,7 +120,7 @@ def test_plan_of_mixtral() -> None:
         main_lines(found),
         """\
 MixtralForCausalLM: 46.70B parameters; units: 32 blocks in model.layers
-* FSDP reshard selective bf16 GPU 2.7 13.5 5.4 8.1 5.9 38.8 2.547 0.039 3217 yes
+* FSDP reshard selective bf16 GPU 2.7 10.8 5.4 10.8 5.9 40.0 2.516 0.039 3256 yes
 recommended: FSDP, reshard, selective checkpointing""",
     )
     assert "placement_for" in found.code  # eight experts on 64 GPUs
