@@ -1,0 +1,285 @@
+"""What a rank holds after many steps: nothing of it may grow with their number.
+
+    python -m tests.faults.growth --steps 10000                  # all variants, 2 ranks, a table
+    python -m tests.faults.growth --steps 10000 --runtime torch  # the same under torch's fully_shard
+
+A leak of one object or of some bytes per step is thousands of them in a long run. So counts are compared, not guessed
+from memory: all of a process are read at a few steps, each time behind a garbage collection.
+
+torch notes the last 2,000 collectives of a process, with about 1.3 KB each. fsdp2 calls one per step on gloo: its other
+messages are no collectives. So the first reading is after 2,000 steps; TORCH_FR_BUFFER_SIZE=0 makes shorter runs flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import fsdp2
+from tests.distributed.compile_support import BACKEND, start_compiling
+from tests.distributed.support import DIM, Stack, seeded
+from tests.harness.pool import WorkerPool
+from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.worker import RankContext
+
+KEPT_STEPS = 5
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds.
+
+    Attributes:
+        step: after how many steps.
+        resident_nbytes: memory that the system has given; it also moves with how pages are used.
+        malloc_nbytes: memory that was allocated and not freed, Python's and torch's.
+        python_blocks: memory blocks of Python objects, also of those that the garbage collector does not know.
+        objects: how many the garbage collector knows, by the name of their type.
+        tensors: how many of these are tensors.
+        threads, descriptors, mappings: of the process, as the system counts them.
+    """
+
+    step: int
+    resident_nbytes: int
+    malloc_nbytes: int
+    python_blocks: int
+    objects: Counter[str]
+    tensors: int
+    threads: int
+    descriptors: int
+    mappings: int
+
+
+class _Mallinfo2(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def held(step: int) -> Held:
+    """What this process holds now; Linux with glibc."""
+    gc.collect()
+    python_blocks = sys.getallocatedblocks()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    malloc = mallinfo2()
+    types = Counter(map(type, gc.get_objects()))
+    objects: Counter[str] = Counter()
+    for cls, count in types.items():
+        objects[f"{cls.__module__}.{cls.__qualname__}"] += count
+    process = Path("/proc/self")
+    return Held(
+        step=step,
+        resident_nbytes=int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        malloc_nbytes=malloc.uordblks + malloc.hblkhd,
+        python_blocks=python_blocks,
+        objects=objects,
+        tensors=sum(count for cls, count in types.items() if issubclass(cls, Tensor)),
+        threads=len(list((process / "task").iterdir())),
+        descriptors=len(list((process / "fd").iterdir())),
+        mappings=(process / "maps").read_text().count("\n"),
+    )
+
+
+# Variants
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+        options: of ``fully_shard``, from a runtime and a rank.
+        step: one step of a model and its optimizer; its values are kept by the user for some steps.
+        compiled: the blocks, with inductor's front and no C++ compiler.
+        needs_ours: uses what torch's runtime lacks.
+    """
+
+    options: Callable[[Runtime, RankContext], dict[str, Any]] = lambda runtime, ctx: {}
+    step: Callable[[Any, torch.optim.Optimizer, int], list[Any]] = lambda model, optimizer, index: _one_backward(
+        model, optimizer, index
+    )
+    compiled: bool = False
+    needs_ours: bool = False
+
+
+def _inputs(index: int) -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(index))
+
+
+def _update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _one_backward(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    model(_inputs(index)).square().mean().backward()
+    _update(optimizer)
+    return []
+
+
+def _accumulation(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        model(_inputs(index + micro)).square().mean().backward()
+    _update(optimizer)
+    return []
+
+
+def _evaluation(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    model.eval()
+    with torch.no_grad():
+        model(_inputs(index))
+    model.train()
+    return _one_backward(model, optimizer, index)
+
+
+def _kept(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    """Outputs whose graphs nobody frees, gradients, and a loss."""
+    unused = model(_inputs(index + 1))
+    output = model(_inputs(index))
+    loss = output.square().mean()
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    _update(optimizer)
+    return [unused, output, loss, *gradients]
+
+
+def _state_dicts(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    _one_backward(model, optimizer, index)
+    if index % 10 == 0:
+        return [model.state_dict(), get_state_dict(model, optimizer)]
+    return []
+
+
+def _scopes(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    with fsdp2.unsharded(model, writeback=index % 2 == 0):
+        next(model.parameters()).norm()
+    handle = model.unshard(async_op=True)
+    _one_backward(model, optimizer, index)
+    if handle is not None:
+        handle.wait()
+    model.reshard()
+    return []
+
+
+def _clipping(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    model(_inputs(index)).square().mean().backward()
+    clip = fsdp2.clip_grad_norm_ if isinstance(model, fsdp2.FSDPModule) else nn.utils.clip_grad_norm_
+    norm = clip(model.parameters(), 1.0)
+    _update(optimizer)
+    return [norm]
+
+
+class _FailedForwardError(Exception):
+    """Raised by ``_recovery``, and by nothing else."""
+
+
+def _recovery(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    def fail(*args: object) -> None:
+        raise _FailedForwardError
+
+    hook = model.blocks[-1].register_forward_pre_hook(fail)
+    try:
+        model(_inputs(index))
+    except _FailedForwardError:
+        model.reset_iter_state()
+    hook.remove()
+    return _one_backward(model, optimizer, index)
+
+
+def _in_bfloat16(runtime: Runtime, ctx: RankContext) -> dict[str, Any]:
+    return {"mp_policy": runtime.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+VARIANTS = {
+    "fp32": Variant(),
+    "mixed precision": Variant(_in_bfloat16),
+    "kept after forward": Variant(lambda runtime, ctx: {"reshard_after_forward": False}),
+    "HSDP": Variant(lambda runtime, ctx: {"mesh": ctx.mesh_2d(2, 1)}),
+    "offload": Variant(lambda runtime, ctx: {"offload_policy": runtime.CPUOffloadPolicy(pin_memory=False)}),
+    "compiled blocks": Variant(compiled=True),
+    "compiled, mixed precision, accumulation": Variant(_in_bfloat16, _accumulation, compiled=True),
+    "accumulation": Variant(step=_accumulation),
+    "evaluation between steps": Variant(step=_evaluation),
+    "tensors kept by the user": Variant(step=_kept),
+    "compiled, tensors kept by the user": Variant(step=_kept, compiled=True),
+    "clipping": Variant(step=_clipping),
+    "state dicts between steps": Variant(step=_state_dicts),
+    "unsharded() and unshard()": Variant(step=_scopes, needs_ours=True),
+    "errors and reset_iter_state()": Variant(step=_recovery, needs_ours=True),
+}
+
+
+def train(ctx: RankContext, variant: str, at: tuple[int, ...], with_torch: bool = False) -> list[Held]:
+    """Train as ``variant`` says; what this rank holds after each number of steps in ``at``."""
+    chosen, runtime = VARIANTS[variant], oracle() if with_torch else subject()
+    if chosen.compiled:
+        start_compiling()
+    model = seeded(lambda: Stack(2))
+    options = {"mesh": ctx.mesh_1d(), **chosen.options(runtime, ctx)}
+    for block in model.blocks:
+        if chosen.compiled:
+            block.compile(backend=BACKEND)
+        runtime.fully_shard(block, **options)
+    runtime.fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    kept: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
+    held(0)  # what reading itself keeps, such as compiled patterns of paths, is there from now on
+    with tempfile.TemporaryFile() as readings:  # in memory, the first would be growth in the last
+        for index in range(max(at)):
+            kept.append(chosen.step(model, optimizer, index))
+            if index + 1 in at:
+                pickle.dump(held(index + 1), readings)
+        readings.seek(0)
+        return [pickle.load(readings) for _ in at]
+
+
+def growth(found: list[Held]) -> Iterator[tuple[str, int, int]]:
+    """What grew between the first and the last reading: its name, before, and after."""
+    first, last = found[0], found[-1]
+    for name in ("resident_nbytes", "malloc_nbytes", "python_blocks", "tensors", "threads", "descriptors", "mappings"):
+        yield name, getattr(first, name), getattr(last, name)
+    for name in last.objects:
+        if last.objects[name] != first.objects[name]:
+            yield name, first.objects[name], last.objects[name]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--runtime", choices=("fsdp2", "torch"), default="fsdp2")
+    parser.add_argument("--only", nargs="*", choices=tuple(VARIANTS), default=tuple(VARIANTS))
+    options = parser.parse_args()
+    at = tuple(options.steps * tenths // 10 for tenths in (3, 5, 7, 10))
+    for name in options.only:
+        if options.runtime == "torch" and VARIANTS[name].needs_ours:
+            continue
+        started = time.perf_counter()
+        pool = WorkerPool(2)  # new processes
+        found = pool.run(train, 3600, variant=name, at=at, with_torch=options.runtime == "torch")
+        pool.close()
+        print(f"{time.perf_counter() - started:.0f} s")
+        for rank, readings in enumerate(found):
+            print(f"{name}, rank {rank}:")
+            for what, before, after in growth(readings):
+                print(f"    {what:<24} {before:>12,} {after - before:>+12,}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Nothing that a rank holds grows with the number of steps."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.faults.growth import MIB, VARIANTS, Held, Variant, growth, train
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.pool import WorkerPool
+
+FEW_STEPS = (50, 150)
+MANY_STEPS = (3_000, 10_000)  # see growth.py for why no earlier
+# Of 7,000 steps. A leak in every step, or in every tenth one, is more than all of these.
+MOST_OBJECTS = 500  # a few are made late: caches, and what the compiler drops
+MOST_MALLOC_NBYTES = MIB // 2  # 75 bytes per step
+MOST_RESIDENT_NBYTES = 8 * MIB  # the allocator returns pages late, and cuts freed ones into pieces
+MOST_MAPPINGS = 8  # of such pages
+
+
+def _assert_flat(found: list[Held], what: str) -> None:
+    grown = {name: after - before for name, before, after in growth(found)}
+    most = {"resident_nbytes": MOST_RESIDENT_NBYTES, "malloc_nbytes": MOST_MALLOC_NBYTES, "mappings": MOST_MAPPINGS}
+    most |= dict.fromkeys(("tensors", "threads", "descriptors"), 0)
+    too_much = {name: by for name, by in grown.items() if by > most.get(name, MOST_OBJECTS)}
+    assert not too_much, f"{what}: grown from step {found[0].step} to step {found[-1].step}: {too_much}"
+
+
+@distributed(2)
+def test_objects_and_descriptors_do_not_grow_in_100_steps(ctx: RankContext) -> None:
+    """Bytes do: torch notes the last collectives."""
+    found = train(ctx, "tensors kept by the user", FEW_STEPS)
+    grown = {name: after - before for name, before, after in growth(found) if not name.endswith("nbytes")}
+    too_much = {name: by for name, by in grown.items() if by >= 50}  # less than an object in two steps
+    assert not too_much, too_much
+    assert max(grown["tensors"], grown["threads"], grown["descriptors"]) <= 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.timeout(1800)
+def test_nothing_grows_in_10_000_steps(variant: str) -> None:
+    pool = WorkerPool(2)
+    try:
+        for rank, found in enumerate(pool.run(train, 1800, variant=variant, at=MANY_STEPS)):
+            _assert_flat(found, f"rank {rank}")
+    finally:
+        pool.close()
+
+
+_kept: list[object] = []
+
+
+def _leak_descriptor(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    _kept.append(os.open(os.devnull, os.O_RDONLY))
+    return []
+
+
+def _leak_bytes(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    _kept.append(bytes(1000))
+    return []
+
+
+def _leak_tensor(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    _kept.append(torch.empty(1))
+    return []
+
+
+LEAKS = {"descriptors": _leak_descriptor, "malloc_nbytes": _leak_bytes, "tensors": _leak_tensor}
+
+
+def _train_leaking(ctx: RankContext, name: str) -> None:
+    with mock.patch.dict(VARIANTS, {name: Variant(step=LEAKS[name])}):
+        found = train(ctx, name, (100, 1_100))
+    with pytest.raises(AssertionError, match=name):
+        _assert_flat(found, "this rank")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LEAKS)
+def test_what_leaks_in_every_step_is_noticed(name: str) -> None:
+    pool = WorkerPool(2)
+    try:
+        pool.run(_train_leaking, name=name)
+    finally:
+        pool.close()
