@@ -185,7 +185,9 @@ def draw(seed: int, world_size: int) -> Program:
         )
         for leaves_out in [ranks_differ and rarely(0.7) for _ in range(pick.choice([1, 2, 2, 3]))]
     )
-    takes_two = not ranks_differ or not any(block.checkpoint for block in blocks)  # see docs/advanced/ranks.md
+    # See docs/advanced/ranks.md.
+    takes_two = not ranks_differ or not any(block.checkpoint for block in blocks)
+    may_list = not ranks_differ or all(block.checkpoint != "reentrant" for block in blocks[-2:])
     steps = []
     for index in range(num_steps):
         num_micros = pick.choice([1, 1, 1, 2, 3])
@@ -216,7 +218,7 @@ def draw(seed: int, world_size: int) -> Program:
         mesh=mesh,
         dim=pick.choice([8, 8, 10]) if mesh != "tp" else 8,
         tied=rarely(0.15),
-        listed=len(blocks) > 1 and rarely(0.12) and mesh != "experts",
+        listed=len(blocks) > 1 and rarely(0.12) and mesh != "experts" and may_list,
         buffer=rarely(0.15),
         scalar=rarely(0.04),
         force_sum=rarely(0.06),
