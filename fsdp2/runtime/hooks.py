@@ -18,7 +18,7 @@ from fsdp2.plan.dtypes import cast_floating
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, unit_of
-from fsdp2.schedule.rank_skipping import Forward, Outcome
+from fsdp2.schedule.rank_skipping import Outcome
 from fsdp2.schedule.schedule import Pass, Phase
 from fsdp2.schedule.states import GroupState, Lent
 from fsdp2.types import ScheduleError
@@ -67,7 +67,6 @@ class ModuleHooks:
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         pre_forward = torch.compiler.disable(self.pre_forward)
         post_forward = torch.compiler.disable(self.post_forward)
-        self._forward_reached = torch.compiler.disable(self._on_reached_forward)
         self._pre_backward = _torch.GradientHook(torch.compiler.disable(self._on_output_gradient))
         self._post_backward = _torch.GradientHook(torch.compiler.disable(self._on_input_gradient))
         for module in unit.modules:
@@ -126,15 +125,9 @@ class ModuleHooks:
         assert root is not None  # pre_forward has formed one
         if root.schedule.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-        is_root = root.schedule.forward_root == unit.index
-        if is_root:
+        if root.schedule.forward_root == unit.index:
             output = self._end_incomplete(root, output)
         output = self._handed_out(output)
-        if is_root and self._leads_to is Outcome.BACKWARD and root.skipping.forward.expected:
-            reached = functools.partial(self._forward_reached, root.skipping.forward)
-            for tensor in find_tensors(output, []):
-                if tensor.requires_grad:
-                    tensor.register_hook(reached)
         root.post_forward(unit, self._leads_to)
         self._leads_to = Outcome.NOTHING
         return output
@@ -245,12 +238,6 @@ class ModuleHooks:
     def _on_output_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit
         (unit.root or form_root(unit)).pre_backward(unit)
-
-    def _on_reached_forward(self, forward: Forward, gradient: torch.Tensor) -> None:
-        """A gradient has reached the output of ``forward``, a forward of the root."""
-        self._on_output_gradient(gradient)  # it runs later if the output was cast
-        if self._unit.root is not None:
-            self._unit.root.skipping.backward.reach(forward)
 
     def _on_input_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit

@@ -106,19 +106,12 @@ class Backward:
 
     def __init__(self, units: SkippedUnits, forwards: list[Forward], reachable: Collection[int]) -> None:
         self._forwards = forwards
-        self._earliest = len(forwards)  # the first forward whose output a gradient has reached
         self.ended: set[int] = set()  # units whose backward was ended here although no hook has reported its end
         self._begins, self._ends = units.begins, units.ends
         self._reachable = reachable
         self._left = [event for forward in forwards for event in forward.events]
         self._is_following = bool(self._left)
         self._open: set[int] = set()  # units whose backward has begun and not ended
-
-    def reach(self, forward: Forward) -> None:
-        """A gradient has reached the output of ``forward``. This rank may have used nothing in it but the root."""
-        for index, each in enumerate(self._forwards[: self._earliest]):
-            if each is forward:
-                self._earliest = index
 
     def begin(self, unit: int) -> Sequence[Event]:
         """``unit``'s backward begins. Returns the events before it, of units that this rank skips."""
@@ -157,22 +150,18 @@ class Backward:
         return ()
 
     def finish(self, *, is_last: bool, ends_open: bool) -> Sequence[Event]:
-        """The backward is over. Returns the remaining events of the forwards that it has reached. ``is_last``: no later
-        backward passes through the other forwards. ``ends_open``: units whose end no hook reported end now."""
+        """The backward is over. Returns the remaining events of the forward that it has passed in part. ``is_last``: no
+        later backward passes through the other forwards. ``ends_open``: units whose end no hook reported end now."""
         forwards, left = self._forwards, self._left
-        skipped: list[Event] = []
+        skipped: Sequence[Event] = ()
         starts = [0, *accumulate(len(forward.events) for forward in forwards)]
         while forwards and starts[-2] >= len(left):
             del forwards[-1], starts[-1]
-        first = min(self._earliest, len(forwards) - (len(left) < starts[-1]))
-        if first < len(forwards) and self._is_following:
-            roots = self._roots()  # their backward has begun in each of these forwards, and ends in the first one
-            skipped = self._skip([event for event in left[starts[first + 1] :] if event.unit not in roots])
+        if forwards and self._is_following and len(left) < starts[-1]:
             if not ends_open:
                 self._open.clear()
-            rest = left[starts[first] : starts[first + 1]]
-            skipped += self._skip([event for event in rest if event.begins or event.unit not in roots])
-            del forwards[first:]
+            skipped = self._skip(left[starts[-2] :])
+            del forwards[-1]
         if is_last:
             forwards.clear()
         self._is_following = False
@@ -181,14 +170,11 @@ class Backward:
     def _pass_to(self, at: int) -> list[Event]:
         """Take the remaining events from ``at`` on. Autograd runs first what was computed last, so an open unit has all
         its gradients. Only the roots stay open: further forwards may follow."""
-        roots = self._roots()
+        roots = {root for root, _ in (forward.key for forward in self._forwards)}
         passed = [event for event in self._left[at:] if not event.begins or event.unit not in roots]
         del self._left[at:]
         self.ended.update(event.unit for event in passed if event.begins and event.unit in self._open)
         return self._skip(passed)
-
-    def _roots(self) -> set[int]:
-        return {forward.key[0] for forward in self._forwards}
 
     def _skip(self, passed: Sequence[Event]) -> list[Event]:
         """Read ``passed`` from its end. Returns the events that this rank has to perform."""

@@ -181,8 +181,7 @@ def _two_backwards(model: Any, way: Way, seed: int) -> None:
 @pytest.mark.parametrize("step", [_micro_batches, _two_forwards, _two_backwards])
 @distributed(2)
 def test_steps_of_several_passes(ctx: RankContext, step: Callable[[Any, Way, int], None]) -> None:
-    ways = [[[0, 2], [1]], [[1], [0, 1, 2]], [[0, 4], [1]], [[3], [1, 4]], [[], [0, 2]], [[1], []]]
-    _assert_steps(ctx, _sharded(ctx), ways, step)
+    _assert_steps(ctx, _sharded(ctx), [[[0, 2], [1]], [[1], [0, 1, 2]], [[0, 4], [1]], [[3], [1, 4]]], step)
 
 
 @distributed(2)

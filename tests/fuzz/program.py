@@ -185,8 +185,6 @@ def draw(seed: int, world_size: int) -> Program:
         )
         for leaves_out in [ranks_differ and rarely(0.7) for _ in range(pick.choice([1, 2, 2, 3]))]
     )
-    # See docs/advanced/ranks.md.
-    takes_two = not ranks_differ or not any(block.checkpoint for block in blocks)
     may_list = not ranks_differ or all(block.checkpoint != "reentrant" for block in blocks[-2:])
     steps = []
     for index in range(num_steps):
@@ -201,8 +199,8 @@ def draw(seed: int, world_size: int) -> Program:
                     keep=not is_last and rarely(0.3),
                     by_hand=pick.choice(["unshard", "unshard async", "reshard"]) if rarely(0.25) else "",
                     evaluates=rarely(0.12),
-                    fails=rarely(0.05) and not ranks_differ,  # see docs/advanced/ranks.md
-                    forwards=2 if rarely(0.1) and takes_two else 1,
+                    fails=rarely(0.05) and not ranks_differ,  # see docs/advanced/ranks.md, for two forwards, too
+                    forwards=2 if rarely(0.1) and not ranks_differ else 1,
                     backwards=2 if rarely(0.05) else 1,
                     marks_last=rarely(0.1),
                     uses_side=uses_side,

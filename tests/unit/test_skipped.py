@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from fsdp2.schedule import rank_skipping
-from fsdp2.schedule.rank_skipping import Event, Forward, Outcome, SkippedUnits, nested
+from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits, nested
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 
 Program = Sequence[int]
@@ -27,15 +27,13 @@ class Rank:
         self.log: list[str] = []
         self._parents, self.frozen = parents, frozen
         self._unsharded: set[int] = set()
-        self._passes: list[tuple[Forward, Sequence[tuple[int, bool]]]] = []  # forwards before the next backward
 
     def forward(self, program: Program, *, grad_enabled: bool = True, without_gradient: Collection[int] = ()) -> object:
         """One forward over ``program``. ``without_gradient``: units whose output needs none. Returns what ranks have
         to compare."""
         self.skipped.begin_forward(program[0], grad_enabled=grad_enabled)
-        events = nested(program, self._parents)
-        self._passes.append((self.skipped.forward, events))
-        for unit, begins in events:
+        self._events = nested(program, self._parents)
+        for unit, begins in self._events:
             if begins:
                 self._join_forward(self.skipped.forward.begin(unit))
                 self._do(self.schedule.pre_forward(unit, in_backward=False, grad_enabled=grad_enabled))
@@ -49,26 +47,19 @@ class Rank:
         self.schedule.last_order = self.skipped.agree(used, self._trainable)  # type: ignore[arg-type]
 
     def backward(self, *, unreached: Collection[int] = (), unreported: Collection[int] = ()) -> None:
-        """Back through the forwards. ``unreached``: units that no gradient reaches; ``unreported``: whose end nobody
-        reports, because their inputs need no gradient. If there are several forwards, this is so for the root."""
+        """Back through the last forward. ``unreached``: units that no gradient reaches; ``unreported``: whose end
+        nobody reports, because their inputs need no gradient."""
         self.skipped.begin_backward()
-        passes, self._passes = self._passes, []
-        if len(passes) > 1:
-            unreported = [*unreported, 0]
-        for forward, events in reversed(passes):
-            for unit, begins in reversed(events):
-                if unit in unreached:
-                    continue
-                if not begins:
-                    if self.schedule.phases[unit] is not Phase.BACKWARD:
-                        self._join_backward(self.skipped.backward.begin(unit))
-                        self._do(self.schedule.pre_backward(unit))
-                    if unit == events[-1][0]:
-                        self.skipped.backward.reach(forward)
-                elif unit not in unreported:
-                    self._join_backward(self.skipped.backward.end(unit))
-                    if unit not in self.skipped.backward.ended:
-                        self._do(self.schedule.post_backward(unit))
+        for unit, begins in reversed(self._events):
+            if unit in unreached:
+                continue
+            if not begins:
+                self._join_backward(self.skipped.backward.begin(unit))
+                self._do(self.schedule.pre_backward(unit))
+            elif unit not in unreported:
+                self._join_backward(self.skipped.backward.end(unit))
+                if unit not in self.skipped.backward.ended:
+                    self._do(self.schedule.post_backward(unit))
         self._join_backward(self.skipped.backward.finish(is_last=True, ends_open=True))
         self._do(self.schedule.end_backward())
 
@@ -114,21 +105,18 @@ def ranks_of(parents: Sequence[int | None] = FLAT, num_ranks: int = 2, frozen: C
 def step(
     ranks: Sequence[Rank],
     *programs: Program,
-    earlier: Sequence[Program] = (),
     without_gradient: Collection[int] = (),
     backwards: Sequence[dict[str, list[int]]] = (),
 ) -> str:
-    """Forward and backward of every rank over its own program. ``earlier``: programs of a forward before it, which the
-    same backward goes through. Returns the collectives, the same on all ranks."""
+    """Forward and backward of every rank over its own program. Returns the collectives, the same on all ranks."""
     for rank in ranks:
         rank.log.clear()
-    for one_each in [earlier, programs] if earlier else [programs]:
-        passes = zip(ranks, one_each, strict=True)
-        used = [rank.forward(program, without_gradient=without_gradient) for rank, program in passes]
-        assert used.count(None) in (0, len(used))
-        if used[0] is not None:
-            for rank in ranks:
-                rank.agree(used)
+    passes = zip(ranks, programs, strict=True)
+    used = [rank.forward(program, without_gradient=without_gradient) for rank, program in passes]
+    assert used.count(None) in (0, len(used))
+    if used[0] is not None:
+        for rank in ranks:
+            rank.agree(used)
     for rank, how in zip(ranks, [*backwards, *[{}] * len(ranks)], strict=False):
         unreached = [*without_gradient, *how.get("unreached", ())]
         rank.backward(unreached=unreached, unreported=how.get("unreported", ()))
@@ -307,21 +295,12 @@ def test_a_pass_of_an_inner_root_joins_what_is_inside_it_only() -> None:
     step(ranks, [0, 1, 2, 4], [0, 4, 5])
 
 
-def test_rank_that_uses_nothing_in_one_of_two_forwards_joins_both() -> None:
-    ranks = ranks_of((None, 0))
-    expected = step(ranks, [0, 1], [0, 1], earlier=[[0, 1], [0, 1]])
-    assert step(ranks, [0, 1], [0], earlier=[[0, 1], [0]]) == expected
-    assert step(ranks, [0], [0, 1], earlier=[[0, 1], [0]]) == expected
-    assert step(ranks, [0, 1], [0], earlier=[[0], [0]]) == expected
-
-
 def test_exception_forgets_the_pass() -> None:
     ranks = ranks_of()
     program = [0, 1, 2, 3, 4]
     step(ranks, program, program)
     for rank in ranks:
         rank.forward(program)
-        rank._passes.clear()
         rank.skipped.reset()
         rank.schedule.reset()
         rank._unsharded.clear()
@@ -341,17 +320,6 @@ def test_any_ranks_start_the_same_collectives(seed: int) -> None:
     for _ in range(4):
         programs = [_some(order, parents, chance) for _ in ranks]
         step(ranks, *programs, backwards=[_some_backward(program, parents, chance) for program in programs])
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_any_ranks_start_the_same_collectives_for_two_forwards_and_one_backward(seed: int) -> None:
-    chance = random.Random(seed)
-    parents = _tree(chance.randint(2, 9), chance)
-    ranks = ranks_of(parents, 3)
-    order = list(range(len(parents)))
-    for _ in range(4):
-        first, second = ([_some(order, parents, chance) for _ in ranks] for _ in range(2))
-        step(ranks, *second, earlier=first)
 
 
 def _tree(num_units: int, chance: random.Random) -> list[int | None]:
