@@ -41,8 +41,9 @@ def test_objects_and_descriptors_do_not_grow_in_100_steps(ctx: RankContext) -> N
     assert max(grown["tensors"], grown["threads"], grown["descriptors"]) <= 0
 
 
+# ``python -m tests.faults.growth`` runs all variants: too long for a suite.
 @pytest.mark.long
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["tensors kept by the user", "compiled, mixed precision, accumulation"])
 @pytest.mark.timeout(1800)
 def test_nothing_grows_in_10_000_steps(variant: str) -> None:
     pool = WorkerPool(2)
