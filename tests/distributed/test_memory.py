@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard
+from fsdp2.group import all_gather
 from fsdp2.group.reduce_scatter import Reduce
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import unit_of
@@ -340,6 +341,26 @@ def test_no_reduction_is_in_flight_after_a_step(ctx: RankContext) -> None:
         unit = unit_of(model)
         assert unit is not None
         assert form_root(unit).executor.num_reductions == 0
+
+
+def test_a_gather_that_cannot_start_keeps_no_memory() -> None:
+    on_one_rank(_starts_no_gather)
+
+
+def _starts_no_gather(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    storages = UnshardedStorages(model)
+    step(model)
+    model.reshard()
+    allocate = all_gather.allocate
+
+    def fails(*args: Any) -> None:
+        allocate(*args)
+        raise torch.OutOfMemoryError
+
+    with mock.patch.object(all_gather, "allocate", fails), pytest.raises(torch.OutOfMemoryError):
+        model(batch())
+    assert storages.nbytes == 0
 
 
 def test_to_empty_puts_shards_where_they_stay() -> None:

@@ -168,6 +168,13 @@ def test_ties_of_sharded_parameters_that_cannot_move_are_kept_or_refused(ctx: Ra
     _tie(late, ("entry", "exit"))
     with pytest.raises(ScheduleError, match=r"'entry\.weight' and 'exit\.weight' were tied after the first use"):
         step(late)
+    late = made()
+    step(late)
+    late.reshard()
+    _tie(late, ("blocks.0.linear", "blocks.1.linear"))
+    late.load_state_dict(late.state_dict())  # the root looks for ties again
+    with pytest.raises(ScheduleError, match="one of the units was used before"):
+        step(late)
 
 
 @distributed(2)

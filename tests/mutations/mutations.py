@@ -803,15 +803,6 @@ MUTATIONS = [
     ),
     Mutation(
         "tools/weights.py",
-        "if weight.local.numel() > 0:",
-        "if True:",
-        (
-            "unit/test_weights.py",
-            "distributed/test_weights.py",
-        ),
-    ),
-    Mutation(
-        "tools/weights.py",
         "if keys and strict:",
         "if False:",
         (

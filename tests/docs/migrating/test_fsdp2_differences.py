@@ -119,7 +119,7 @@ def scalars_and_strides(ctx: RankContext) -> None:
     assert cut.to_local().is_contiguous()
 
 
-@ROWS("weights tied to one of another unit")
+@ROWS("weights tied across units")
 def tied_weights(ctx: RankContext) -> None:
     def tied(package: Any) -> Any:
         layers: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

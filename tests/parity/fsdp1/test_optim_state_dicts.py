@@ -318,6 +318,21 @@ def test_rekeying_is_torchs_and_plain_optimizers_load_and_save_for_us(ctx: RankC
 
 
 @distributed(2)
+def test_sharded_states_are_no_whole_states_of_rank_0(ctx: RankContext) -> None:
+    front = ours(ctx)
+    model = wrapped_net(front, use_orig_params=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    steps(ctx, model, optim, range(1))
+    given = saved(front, model, optim, StateDictType.SHARDED_STATE_DICT)
+    whole_on_rank_0 = FullOptimStateDictConfig(rank0_only=True)
+    with (
+        of_kind(front, model, FULL, FullStateDictConfig(), whole_on_rank_0),
+        pytest.raises(ValueError, match=r"with rank0_only, the first rank has whole states, but '.*' is sharded"),
+    ):
+        front.cls.optim_state_dict_to_load(model, optim, given)
+
+
+@distributed(2)
 def test_rekeying_before_the_first_step_also_changes_the_groups(ctx: RankContext) -> None:
     """Torch's class gives back numbers when there are no states."""
     plain = Net()
