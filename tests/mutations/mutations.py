@@ -661,11 +661,7 @@ MUTATIONS = [
         "runtime/split_backward.py",
         "self._params, self._losers = (), []",
         "self._params = ()",
-        (
-            "parity/test_pipeline_roots.py",
-            "distributed/test_misuse.py",
-            "distributed/test_recovery.py",
-        ),
+        ("unit/test_split_backward.py",),
     ),
     # runtime/ties.py
     Mutation(
