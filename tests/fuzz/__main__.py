@@ -21,8 +21,6 @@ from tests.fuzz.program import draw
 from tests.fuzz.runner import Runner, shrunk
 from tests.fuzz.source import source
 
-PER_CALL = 10
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,16 +39,14 @@ def main() -> None:
     failures = []
     runner = Runner(options.ranks, options.device)
     with tqdm(total=len(seeds), disable=None, desc="programs") as bar:
-        for start in range(0, len(seeds), PER_CALL):
-            some = seeds[start : start + PER_CALL]
-            found = runner.verdicts([draw(seed, options.ranks) for seed in some])
-            for seed, verdict in zip(some, found, strict=True):
-                said = f": {verdict.text}" if verdict.outcome is Outcome.KNOWN else ""
-                outcomes[f"{verdict.outcome.value}{said}"] += 1
-                if verdict.outcome.is_failure:
-                    failures.append(seed)
-                    bar.write(f"seed {seed}: {verdict.outcome.value}: {verdict.text}", file=sys.stderr)
-            bar.update(len(some))
+        for seed in seeds:
+            verdict = runner.verdict(draw(seed, options.ranks))
+            said = f": {verdict.text}" if verdict.outcome is Outcome.KNOWN else ""
+            outcomes[f"{verdict.outcome.value}{said}"] += 1
+            if verdict.outcome.is_failure:
+                failures.append(seed)
+                bar.write(f"seed {seed}: {verdict.outcome.value}: {verdict.text}", file=sys.stderr)
+            bar.update()
     print(f"{len(seeds)} programs from seed {seeds.start} on {options.ranks} ranks ({options.device}):")
     for said, count in outcomes.most_common():
         print(f"{count:6d}  {said}")

@@ -18,4 +18,11 @@ def known_difference(program: Program) -> str | None:
         keeps_partial = any(micro.sync == "no all-reduce" for micro in step.micros)
         if program.mesh in ("hsdp", "one replica", "experts") and keeps_partial and again:
             return "a block used twice after a backward without all-reduce: the same sum, rounded in another order"
+        is_cut_off = program.listed and program.blocks[-2].detached  # torch notices the end of its backward only then
+        keeps_gradients = any(micro.sync == "no reduction" for micro in step.micros)
+        if is_cut_off and keeps_gradients and again:
+            return "gradients stop at a unit of two modules, used twice: fsdp2 reduces after each use, torch at the end"
+        ends_twice = program.listed and any(block.checkpoint == "reentrant" for block in program.blocks[-2:])
+        if ends_twice and keeps_gradients:
+            return "a unit of two modules, one checkpointed reentrantly: fsdp2 reduces units inside of it twice"
     return None

@@ -11,7 +11,8 @@ from tests.fuzz.program import Block, Micro, Program, Step
 from tests.harness.compare import oracle_records
 from tests.harness.pool import WorkerError, WorkerPool
 
-SECONDS_PER_CALL, SECONDS_PER_PROGRAM = 20.0, 4.0  # then ranks hang; on a busy machine, too
+# Longer than that, ranks hang; on a busy machine, too. A program takes a third of a second, and compiling some more.
+SECONDS, SECONDS_TO_COMPILE = 8.0, 24.0
 MAX_RUNS = 150  # of one program that is being shrunk
 
 
@@ -27,28 +28,26 @@ class Runner:
         self._body = body or check
         self._pool = WorkerPool(world_size, device)
 
-    def verdicts(self, programs: list[Program]) -> list[Verdict]:
-        """One verdict per program: the worst one of all ranks."""
+    def verdict(self, program: Program) -> Verdict:
+        """The worst one of all ranks."""
         try:
-            by_rank = self._call(programs)
+            by_rank = self._call(program)
         except WorkerError as error:
-            if len(programs) > 1:
-                return [verdict for program in programs for verdict in self.verdicts([program])]
             # What a rank that hangs in torch's runtime is doing, and what ranks raise if it refuses on one of them.
             if oracle_records.__name__ not in str(error) and OneSidedRefusalError.__name__ not in str(error):
-                return [Verdict(Outcome.RAISES, str(error))]
+                return Verdict(Outcome.RAISES, str(error))
             try:
-                by_rank = self._call(programs, with_torch=False)
+                by_rank = self._call(program, with_torch=False)
             except WorkerError as ours:
-                return [Verdict(Outcome.RAISES, str(ours))]
-        found = [max(each, key=lambda one: list(Outcome).index(one.outcome)) for each in zip(*by_rank, strict=True)]
-        if any(len({verdict.outcome for verdict in each}) > 1 for each in zip(*by_rank, strict=True)):
+                return Verdict(Outcome.RAISES, str(ours))
+        if len({verdict.outcome for verdict in by_rank}) > 1:
             self._pool.close(kill=True)  # one rank raised alone: others' messages may still be on their way
-        return found
+        return max(by_rank, key=lambda verdict: list(Outcome).index(verdict.outcome))
 
-    def _call(self, programs: list[Program], *, with_torch: bool = True) -> list[list[Verdict]]:
-        timeout_s = SECONDS_PER_CALL + SECONDS_PER_PROGRAM * len(programs)
-        return self._pool.run(self._body, timeout_s, programs=programs, with_torch=with_torch)
+    def _call(self, program: Program, *, with_torch: bool = True) -> list[Verdict]:
+        timeout_s = SECONDS_TO_COMPILE if any(block.compiled for block in program.blocks) else SECONDS
+        answers = self._pool.run(self._body, timeout_s, programs=[program], with_torch=with_torch)
+        return [verdict for (verdict,) in answers]
 
     def close(self) -> None:
         self._pool.close()
@@ -56,12 +55,12 @@ class Runner:
 
 def shrunk(program: Program, runner: Runner) -> tuple[Program, Verdict]:
     """A simpler program that fails in the same way, such that none of its ``simpler`` ones does."""
-    (verdict,) = runner.verdicts([program])
+    verdict = runner.verdict(program)
     num_runs = 0
     while num_runs < MAX_RUNS:
         for candidate in simpler(program):
             num_runs += 1
-            (found,) = runner.verdicts([candidate])
+            found = runner.verdict(candidate)
             if found.outcome is verdict.outcome and _kind(found) == _kind(verdict):
                 program, verdict = candidate, found
                 break

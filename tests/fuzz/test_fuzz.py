@@ -62,7 +62,7 @@ def test_100_programs(seeds: range, world_size: int) -> None:
     runner = Runner(world_size)
     try:
         programs = [draw(seed, world_size) for seed in seeds]
-        _assert_no_failure(programs, runner.verdicts(programs))
+        _assert_no_failure(programs, [runner.verdict(program) for program in programs])
     finally:
         runner.close()
 
@@ -76,7 +76,7 @@ def test_programs_on_the_simulated_accelerator() -> None:
             program = draw(seed, 2)
             if program.offload and any(block.wire for block in program.blocks):
                 continue  # the tests' classes with hooks support no pinned memory, which fsdp2 says
-            (found,) = runner.verdicts([program])
+            found = runner.verdict(program)
             assert not found.outcome.is_failure, f"seed {seed}: {found.text}"
     finally:
         runner.close()
@@ -158,11 +158,8 @@ class _Pretending(Runner):
     def __init__(self, fails: Callable[[Program], bool]) -> None:
         self._fails = fails
 
-    def verdicts(self, programs: list[Program]) -> list[Verdict]:
-        return [
-            Verdict(Outcome.DIFFERS, "the values differ") if self._fails(each) else Verdict(Outcome.EQUAL)
-            for each in programs
-        ]
+    def verdict(self, program: Program) -> Verdict:
+        return Verdict(Outcome.DIFFERS, "the values differ") if self._fails(program) else Verdict(Outcome.EQUAL)
 
 
 def test_a_failing_program_is_shrunk_to_what_it_needs_to_fail() -> None:
