@@ -106,13 +106,8 @@ def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return list(map(_get_grad, params))
 
 
-def set_grads(
-    params: Sequence[torch.Tensor],
-    locals_: Sequence[torch.Tensor],
-    make: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-) -> None:
-    """Set ``grad`` of each to what ``make(params, locals_)`` returns."""
-    grads = make(params, locals_)
+def set_grads(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """Set ``grad`` of each."""
     with plain_access():
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
@@ -256,7 +251,8 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return _new_dtensor(local, spec)
 
 
-get_local = attrgetter("_local_tensor")  # a DTensor's local tensor, without Python
+# A DTensor's local tensor itself; ``to_local()`` returns a new, differentiable view.
+local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 _get_spec = attrgetter("_spec")
 _new_dtensor = partial(DTensor.__new__, DTensor, requires_grad=False)
 
@@ -275,14 +271,9 @@ def dtensors_placed_like(params: Sequence[torch.Tensor], locals_: Sequence[torch
     ]
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's local tensor itself; ``to_local()`` returns a new, differentiable view."""
-    return tensor._local_tensor  # type: ignore[attr-defined]
-
-
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The local tensors of many DTensors."""
-    return list(map(get_local, tensors))
+    return list(map(local_of, tensors))
 
 
 def locals_placed_like(

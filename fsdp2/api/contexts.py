@@ -24,8 +24,7 @@ from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
 from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.schedule.schedule import Pass
-from fsdp2.schedule.states import GroupState, Lent
+from fsdp2.schedule.states import GroupState, Lent, Pass
 from fsdp2.types import ScheduleError
 
 
@@ -97,14 +96,14 @@ def lent_whole(
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
     """``unsharded`` of the parameters ``lent``. Those of ``units`` that are lent completely run as if not sharded."""
-    meshes = dict.fromkeys(group.mesh for group in lent) if rank0_only and writeback else {}
+    ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in lent)} if rank0_only else {}
     with ExitStack() as stack:
         whole = set()  # groups that this rank gets completely
         for group, params in lent.items():
             group.settle()
             group.lend()
             stack.callback(group.take_back)
-            is_here = not rank0_only or is_first_rank(group.mesh)
+            is_here = not rank0_only or ranks[group.mesh].rank == 0
             if is_here and len(params) == len(group.params):
                 whole.add(group)
             for param in params:
@@ -112,39 +111,39 @@ def lent_whole(
         for unit in units:
             stack.callback(setattr, unit, "lent", unit.lent)
             unit.lent = Lent.ALL if whole.issuperset(unit.groups) else Lent.PART
-        with _raising_on_all_ranks(meshes):
+        with _raising_on_all_ranks(ranks.values() if writeback else ()):
             yield
             values = {param: _value(param) for params in lent.values() for param in params}
     if writeback:
         with torch.no_grad():
             for group, params in lent.items():
                 for param in params:
-                    value = _from_first_rank(values[param], param, group.mesh) if rank0_only else values[param]
+                    value = _from_first_rank(values[param], param, ranks[group.mesh]) if rank0_only else values[param]
                     _torch.local_of(param.sharded).copy_(param.shard_of(value))
 
 
-def is_first_rank(mesh: ParallelMesh) -> bool:
-    """Whether this is the first data-parallel rank of ``mesh``."""
-    return _all_ranks(mesh).rank == 0
+def all_ranks(mesh: ParallelMesh) -> Axis:
+    """All data-parallel ranks: the shard and the replicate axis as one axis. Collective on a 2D mesh."""
+    return replicated(mesh).replicate
 
 
 @contextmanager
-def _raising_on_all_ranks(meshes: Iterable[ParallelMesh]) -> Iterator[None]:
-    """If the block raises on one rank of ``meshes``, raise on all: other ranks would wait for the values to write."""
+def _raising_on_all_ranks(axes: Iterable[Axis]) -> Iterator[None]:
+    """If the block raises on one rank of ``axes``, raise on all: other ranks would wait for the values to write."""
     try:
         yield
     except Exception as error:
-        _problem(meshes, f"on rank {dist.get_rank()}: {type(error).__name__}: {error}")
+        _problem(axes, f"on rank {dist.get_rank()}: {type(error).__name__}: {error}")
         raise
-    problem = _problem(meshes, None)
+    problem = _problem(axes, None)
     if problem is not None:
         raise RuntimeError(f"unsharded(rank0_only=True): no shard was written, because the block raised {problem}")
 
 
-def _problem(meshes: Iterable[ParallelMesh], mine: str | None) -> str | None:
-    """The first problem on the ranks of ``meshes``; without ``meshes``, ``mine``."""
-    for mesh in meshes:
-        found = exchange(_all_ranks(mesh), mine)
+def _problem(axes: Iterable[Axis], mine: str | None) -> str | None:
+    """The first problem on the ranks of ``axes``; without ``axes``, ``mine``."""
+    for axis in axes:
+        found = exchange(axis, mine)
         mine = next((each for each in found if each is not None), None)
     return mine
 
@@ -170,6 +169,7 @@ def params_under(module: nn.Module, caller: str = "unsharded") -> dict[ParamGrou
             "was called on, or a module in it."
         )
     check_not_lent(found, caller)
+    _refuse_running({group.running for group in found}, module, caller)  # of units around ``module``
     for group in found:
         if not group.mesh.has_this_rank:
             raise ValueError(
@@ -199,7 +199,11 @@ def check_idle(module: nn.Module, caller: str) -> None:
     Raises:
         ScheduleError: a forward or backward of ``module`` runs.
     """
-    running = {unit.running for _, unit in units_under(module)} - {Pass.IDLE}
+    _refuse_running({unit.running for _, unit in units_under(module)}, module, caller)
+
+
+def _refuse_running(passes: Iterable[Pass], module: nn.Module, caller: str) -> None:
+    running = {*passes} - {Pass.IDLE}
     if running or _torch.in_backward():
         found = Pass.BACKWARD if _torch.in_backward() else running.pop()
         name = type(module).__name__.removeprefix("FSDP")
@@ -289,18 +293,13 @@ def _value(param: ShardedParam) -> torch.Tensor:
     return local.detach()
 
 
-def _all_ranks(mesh: ParallelMesh) -> Axis:
-    """All data-parallel ranks: the shard and the replicate axis as one axis."""
-    return replicated(mesh).replicate
-
-
-def _from_first_rank(value: torch.Tensor, param: ShardedParam, mesh: ParallelMesh) -> torch.Tensor:
-    """Every rank of ``mesh`` returns the ``value`` of the first rank."""
-    ranks = _all_ranks(mesh)
+def _from_first_rank(value: torch.Tensor, param: ShardedParam, ranks: Axis) -> torch.Tensor:
+    """Every rank returns the ``value`` of the first one."""
+    device = param.mesh.device
     if ranks.rank == 0:
-        value = value.to(mesh.device, param.dtypes.orig).contiguous()
+        value = value.to(device, param.dtypes.orig).contiguous()
     else:
-        value = torch.empty(param.layout.shape, dtype=param.dtypes.orig, device=mesh.device)
+        value = torch.empty(param.layout.shape, dtype=param.dtypes.orig, device=device)
     if ranks.size > 1:
         dist.broadcast(value, group=ranks.group, group_src=0)
     return value

@@ -19,7 +19,7 @@ from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of
-from fsdp2.schedule.schedule import Pass
+from fsdp2.schedule.states import Pass
 from fsdp2.types import ScheduleError
 
 Memo = dict[Any, Any]
@@ -122,7 +122,7 @@ def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
 
 def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
     """Replace the copied hooks of ``unit``, which report to ``unit``, by hooks of ``made``."""
-    assert isinstance(unit.hooks, ModuleHooks)
+    assert unit.hooks is not None
     for module in unit.hooks.modules:
         if id(module) in memo:
             _torch.remove_hooks(memo[id(module)], unit.hooks.functions)

@@ -16,9 +16,8 @@ from fsdp2.api.resolve import (
     Found,
     ResolvedGroup,
     ShardPlacementFn,
-    check_reshard_after_forward,
     described,
-    resolve_after_forward,
+    read_reshard_after_forward,
     resolve_groups,
     settle_ties,
     take_over,
@@ -286,12 +285,11 @@ def prepare_unit(
     """
     found, managed, left_alone = _collect(roots, ignored_params)
     found, left_out = settle_ties(found, roots, tied_weights)
-    check_reshard_after_forward(reshard_after_forward, parallel)
+    after_forward, size = read_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
-    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, reshard_after_forward)
-    after_forward = resolve_after_forward(reshard_after_forward, resolved)
-    is_bool = reshard_after_forward is None or isinstance(reshard_after_forward, bool)
-    size = None if is_bool or reshard_after_forward == 1 else reshard_after_forward
+    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, size)
+    if size is not None and all(group.mesh.shard.size <= size for group in resolved):
+        after_forward = AfterForward.RESHARD
     return PreparedUnit(
         roots, found, managed, left_alone, left_out, resolved, parallel, mp_policy, home, after_forward, size
     )

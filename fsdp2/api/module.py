@@ -245,7 +245,7 @@ class FSDPModule:
         Raises:
             ScheduleError: the module is not a root; a backward is running, or waits to be finalized.
         """
-        root = form_root(self._root("set_manual_backward_finalization"))
+        root = form_root(self._root_unit("set_manual_backward_finalization"))
         schedule = root.schedule
         if enabled == schedule.finalizes_by_hand:
             return
@@ -275,7 +275,7 @@ class FSDPModule:
             ScheduleError: not a root; manual finalization is off; a backward runs; an earlier handle is still pending;
                 the backwards have lost gradients of parameters, because a unit was resharded.
         """
-        root = form_root(self._root("finalize_backward"))
+        root = form_root(self._root_unit("finalize_backward"))
         problem = None
         if not root.schedule.finalizes_by_hand:
             problem = (
@@ -350,7 +350,7 @@ class FSDPModule:
         """
         if nbytes is not None:
             _check_at_least_one("set_temporary_memory_limit", nbytes, "an int or None", " byte")
-        self._root("set_temporary_memory_limit").memory_limit = nbytes
+        self._root_unit("set_temporary_memory_limit").memory_limit = nbytes
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether resharding keeps the memory of unsharded parameters allocated, for example for CUDA graphs."""
@@ -449,7 +449,7 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.configure(**changes)
 
-    def _root(self, caller: str) -> Unit:
+    def _root_unit(self, caller: str) -> Unit:
         unit = self._unit()
         if not unit.is_root:
             raise ScheduleError(

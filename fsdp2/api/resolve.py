@@ -116,9 +116,10 @@ def resolve_groups(
     placement_fn: ShardPlacementFn | None,
     policy: MixedPrecisionPolicy,
     home: Home,
-    reshard_after_forward: bool | int | None,
+    post_forward_size: int | None,
 ) -> list[ResolvedGroup]:
-    """One group per set of ranks, in the order of the first parameter of each group."""
+    """One group per set of ranks, in the order of the first parameter of each group. ``post_forward_size``: over how
+    many ranks the user wants shards between forward and backward."""
     meshes: dict[Any, ParallelMesh] = {}
 
     def known(mesh: ParallelMesh) -> ParallelMesh:
@@ -133,7 +134,7 @@ def resolve_groups(
             mesh = replicated(known(mesh))
         members.setdefault(known(mesh), []).append(_resolve(item, known(mesh), placement, policy, home))
     return [
-        ResolvedGroup(mesh, tuple(records), _post_forward_mesh(reshard_after_forward, mesh))
+        ResolvedGroup(mesh, tuple(records), _post_forward_mesh(post_forward_size, mesh))
         for mesh, records in members.items()
     ]
 
@@ -255,10 +256,17 @@ def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int
 # After forward
 
 
-def check_reshard_after_forward(value: object, parallel: ParallelMesh) -> None:
-    """Accept None, a bool, or a number of ranks that divides the shard axis; refuse everything else."""
-    if value is None or isinstance(value, bool):
-        return
+def read_reshard_after_forward(value: object, parallel: ParallelMesh) -> tuple[AfterForward | None, int | None]:
+    """The rule, None if the user gave no value; and the number of ranks, if the user gave one that divides the shard
+    axis.
+
+    Raises:
+        TypeError, ValueError: ``value`` is something else.
+    """
+    if value is None:
+        return None, None
+    if isinstance(value, bool):
+        return (AfterForward.RESHARD if value else AfterForward.KEEP), None
     if not isinstance(value, int):
         raise TypeError(f"fully_shard: reshard_after_forward must be a bool, an int or None, not {described(value)}.")
     size = parallel.shard.size
@@ -268,35 +276,27 @@ def check_reshard_after_forward(value: object, parallel: ParallelMesh) -> None:
             f"fully_shard: reshard_after_forward={value} does not divide the {size} ranks of the shard axis. "
             f"Pass one of {factors}, or a bool."
         )
-    if value == 1:
-        warnings.warn(
-            "reshard_after_forward=1 means one rank per shard, so parameters stay unsharded after forward. Pass False "
-            "to keep parameters unsharded, or True to reshard parameters over all ranks.",
-            stacklevel=3,
-        )
+    if value > 1:
+        return AfterForward.RESHARD_TO_SMALLER_MESH, value
+    warnings.warn(
+        "reshard_after_forward=1 means one rank per shard, so parameters stay unsharded after forward. Pass False to "
+        "keep parameters unsharded, or True to reshard parameters over all ranks.",
+        stacklevel=4,  # the caller of fully_shard
+    )
+    return AfterForward.KEEP, None
 
 
-def resolve_after_forward(value: bool | int | None, groups: Sequence[ResolvedGroup]) -> AfterForward | None:
-    """The rule for a unit of ``groups``; None if the user gave no value."""
-    if value is None:
-        return None
-    if value is False or (value is not True and value == 1):
-        return AfterForward.KEEP
-    is_smaller = value is not True and any(1 < value < group.mesh.shard.size for group in groups)
-    return AfterForward.RESHARD_TO_SMALLER_MESH if is_smaller else AfterForward.RESHARD
-
-
-def _post_forward_mesh(value: bool | int | None, mesh: ParallelMesh) -> ParallelMesh | None:
+def _post_forward_mesh(size: int | None, mesh: ParallelMesh) -> ParallelMesh | None:
     """The smaller mesh of a group between forward and backward, or None. A mesh from ``shard_placement_fn`` may have
-    fewer ranks than ``value``."""
-    if value is None or isinstance(value, bool) or not 1 < value < mesh.shard.size:
+    fewer ranks than ``size``."""
+    if size is None or size >= mesh.shard.size:
         return None
-    if mesh.shard.size % value != 0:
+    if mesh.shard.size % size != 0:
         raise ValueError(
-            f"fully_shard: reshard_after_forward={value} does not divide the {mesh.shard.size} ranks of a mesh that "
+            f"fully_shard: reshard_after_forward={size} does not divide the {mesh.shard.size} ranks of a mesh that "
             "shard_placement_fn returned. Pass a number that divides the ranks of every shard axis, or a bool."
         )
-    return post_forward_mesh(mesh, value) if mesh.has_this_rank else None
+    return post_forward_mesh(mesh, size) if mesh.has_this_rank else None
 
 
 def described(value: object) -> str:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import Waitable, streams_for
+from fsdp2.comm.streams import Waitable, launched, streams_for
 from fsdp2.plan.mesh import Axis, ParallelMesh
+from fsdp2.plan.plan import CarriesGathers, CarriesReductions
 
 Launch = Callable[[], Sequence[Waitable]]
 
@@ -25,15 +26,8 @@ Launch = Callable[[], Sequence[Waitable]]
 _ALL_GATHER, _REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
-class GatherComm(Protocol):
-    """All-gathers over one shard axis.
-
-    Attributes:
-        direct_min_nbytes: tensors whose shards have at least this many bytes travel without a staging copy; smaller
-            ones share a bucket.
-    """
-
-    direct_min_nbytes: int
+class GatherComm(CarriesGathers, Protocol):
+    """All-gathers over one shard axis."""
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         """A function that gathers each ``inputs[i]`` ``[n]`` of all ranks into ``outputs[i]`` ``[W * n]`` at each call.
@@ -46,19 +40,8 @@ class GatherComm(Protocol):
         return 0
 
 
-class ReduceComm(Protocol):
-    """Reduce-scatters over one shard axis.
-
-    Attributes:
-        direct_min_nbytes: as for a gather.
-        reduces_uneven: whether ``reduce_scatter`` takes inputs whose last shards are short.
-        buckets_casts: whether gradients that must be cast share a bucket, to save launches; else each gradient is freed
-            after its cast.
-    """
-
-    direct_min_nbytes: int
-    reduces_uneven: bool
-    buckets_casts: bool
+class ReduceComm(CarriesReductions, Protocol):
+    """Reduce-scatters over one shard axis."""
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
@@ -334,7 +317,8 @@ def exchange(axis: Axis, value: object) -> list[Any]:
     if axis.group is None or axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
-    _torch.counted_as(None, lambda: dist.all_gather_object(values, value, group=axis.group))
+    gather = partial(dist.all_gather_object, values, value, group=axis.group)
+    launched(_torch.counted_as, None, gather)
     return values
 
 

@@ -7,28 +7,15 @@ them, so the CPU may use the host memory only after it has waited for them (I12)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fsdp2.comm.streams import Streams
+from fsdp2.comm.streams import Activity, Streams, activity_observer
 from fsdp2.types import CPUOffloadPolicy, OffloadPolicy
 
 HOST = torch.device("cpu")
-TO_DEVICE, TO_HOST = "copy to device", "copy to host"
-
-
-class _Copies:
-    """``on_copy`` is called before copies are enqueued (with their kind and True) and afterwards (with False)."""
-
-    on_copy: Callable[[str, bool], None] | None = None
-
-
-def tell_copies(on_copy: Callable[[str, bool], None] | None) -> None:
-    """Call ``on_copy`` around copies from and to the host, with ``TO_DEVICE`` or ``TO_HOST``, and True and then False;
-    None ends it. The current stream is the one that copies. For tools that measure."""
-    _Copies.on_copy = on_copy
 
 
 @dataclass(frozen=True)
@@ -80,13 +67,13 @@ class FlatStage:
 
     def fetch(self) -> None:
         """Fill ``flats``, which have memory now. One copy per dtype, on the current stream."""
-        tell = _Copies.on_copy
+        tell = activity_observer()
         if tell is not None:
-            tell(TO_DEVICE, True)
+            tell(Activity.COPY_TO_DEVICE, True)
         for flat, host in zip(self.flats.values(), self._host, strict=True):
             flat.copy_(host, non_blocking=True)
         if tell is not None:
-            tell(TO_DEVICE, False)
+            tell(Activity.COPY_TO_DEVICE, False)
         self._copied = self._streams.record()
 
     def wait(self) -> None:
@@ -103,12 +90,12 @@ class HostCopies:
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], home: Home, streams: Streams) -> None:
-        tell = _Copies.on_copy
+        tell = activity_observer()
         if tell is not None:
-            tell(TO_HOST, True)
+            tell(Activity.COPY_TO_HOST, True)
         self.tensors = [_copied_to(home, source) for source in sources]
         if tell is not None:
-            tell(TO_HOST, False)
+            tell(Activity.COPY_TO_HOST, False)
         self._streams = streams
         self._copied = streams.record()
 

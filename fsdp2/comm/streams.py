@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import cached_property
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,16 +34,30 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-class _Waits:
-    """``on_wait`` is called before this thread waits for collectives (with True) and afterwards (with False)."""
+class Activity(Enum):
+    """What tools that measure can observe here."""
 
-    on_wait: Callable[[bool], None] | None = None
+    WAIT = "this thread waits for collectives"
+    COPY_TO_DEVICE = "shards are copied from the host"
+    COPY_TO_HOST = "gradients are copied to the host"
 
 
-def tell_waits(on_wait: Callable[[bool], None] | None) -> None:
-    """Call ``on_wait`` around each wait for collectives, with True and then with False; None ends it. For tools that
-    measure. On an accelerator, a wait only enqueues."""
-    _Waits.on_wait = on_wait
+OnActivity: TypeAlias = Callable[[Activity, bool], None]
+
+
+class _Observer:
+    on_activity: OnActivity | None = None
+
+
+def observe_activities(on_activity: OnActivity | None) -> None:
+    """Call ``on_activity`` around each activity, with True and then with False; None ends it. On an accelerator, waits
+    and copies are only enqueued, on the current stream."""
+    _Observer.on_activity = on_activity
+
+
+def activity_observer() -> OnActivity | None:
+    """The one that ``observe_activities`` set."""
+    return _Observer.on_activity
 
 
 def wait_for(works: Sequence[Waitable]) -> None:
@@ -53,31 +68,21 @@ def wait_for(works: Sequence[Waitable]) -> None:
     """
     if not works:
         return
-    tell = _Waits.on_wait
-    try:  # as communicating(), which costs more than this function does
+    tell = _Observer.on_activity
+    try:  # as launched(), without another call
         if tell is not None:
-            tell(True)
+            tell(Activity.WAIT, True)
         for work in works:
             work.wait()
         if tell is not None:
-            tell(False)
+            tell(Activity.WAIT, False)
     except RuntimeError as error:
-        if is_of_communication(error):
-            raise CommunicationError(str(error)) from error
+        _raise_if_backends(error)
         raise
 
 
-def is_of_communication(error: RuntimeError) -> bool:
-    """Whether ``error``, which the call of a collective has raised, is the backend's, and not yet named so. gloo
-    has no class of its own. Other subclasses of ``RuntimeError`` say what else has failed, and the CPU's allocator
-    only says it in the text."""
-    if type(error) is RuntimeError:
-        return _NO_CPU_MEMORY not in str(error)
-    return isinstance(error, dist.DistError)
-
-
 def launched(launch: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """What ``launch`` returns, which starts collectives.
+    """What ``launch`` returns, which starts collectives, or runs them.
 
     Raises:
         CommunicationError: the backend has refused one.
@@ -85,21 +90,17 @@ def launched(launch: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _
     try:
         return launch(*args, **kwargs)
     except RuntimeError as error:
-        if is_of_communication(error):
-            raise CommunicationError(str(error)) from error
+        _raise_if_backends(error)
         raise
 
 
-@contextmanager
-def communicating() -> Iterator[None]:
-    """A block that does nothing but communicate: what the backend raises becomes a ``CommunicationError``. Too slow for
-    what each step does."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_of_communication(error):
-            raise CommunicationError(str(error)) from error
-        raise
+def _raise_if_backends(error: RuntimeError) -> None:
+    """Raise ``error``, which the call of a collective has raised, as a ``CommunicationError`` if the backend has made
+    it. gloo has no class of its own. Other subclasses of ``RuntimeError`` say what else has failed, and the CPU's
+    allocator says it in the text only."""
+    is_plain = type(error) is RuntimeError and _NO_CPU_MEMORY not in str(error)
+    if is_plain or isinstance(error, dist.DistError):
+        raise CommunicationError(str(error)) from error
 
 
 def lost(what: str, error: CommunicationError, story: str, groups: Iterable[dist.ProcessGroup]) -> CommunicationError:

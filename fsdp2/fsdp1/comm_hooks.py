@@ -107,10 +107,10 @@ def register(wrapper: Wrapper, state: object, hook: Hook) -> None:
                 "all that is needed."
             )
     dtype = _compressed_dtype(hook)
+    if dtype is not None and wrapper.compute_device.type == "cpu":
+        hook = Compress(dtype)
     for each in wrappers:
         each.__dict__[_KEY] = hook
-        if dtype is not None and each.compute_device.type == "cpu":
-            hook = Compress(dtype)
         for group in each._unit.groups:
             if group.mesh.shard.size > 1:
                 group.configure(reduce_scatter=HookedReduceScatter(state, hook), gradient_divide_factor=1.0)

@@ -18,6 +18,7 @@ from fsdp2.fsdp1.torch_names import as_subclass
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import contiguous_stride
+from fsdp2.tools.flat_optimizer import spanned
 
 _DATA: Any = torch.Tensor.data  # the descriptor
 
@@ -76,7 +77,7 @@ class FlatParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         """Give the shards other values, also of another dtype: clients of torch's class upcast parameters so."""
         with torch.no_grad():
-            for param, part in self.parts(value):
+            for param, part in self.parts(value.contiguous()):
                 (made,) = _torch.dtensors_placed_like([param.sharded], [part])
                 torch.utils.swap_tensors(param.sharded, nn.Parameter(made, param.sharded.requires_grad))
         self._group.is_stale = True
@@ -98,7 +99,8 @@ class FlatParameter(nn.Parameter):
     def parts(self, flat: torch.Tensor) -> list[tuple[ShardedParam, torch.Tensor]]:
         """Each parameter of the unit with its part of ``flat``, which has the layout of this parameter, such as its
         gradient or an optimizer state. A part has the shape of the shard, and shares the memory of ``flat``."""
-        return [(param, alias(flat, offset, *place)) for param, offset, place in self._places()]
+        start = int(flat.storage_offset())
+        return [(param, alias(flat, start + offset, *place)) for param, offset, place in self._places()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the same values. It belongs to no unit."""
@@ -141,15 +143,12 @@ class FlatParameter(nn.Parameter):
         )
         if len(starts) != 1 or first is None:
             return None
-        storage = first.untyped_storage()
-        if storage.nbytes() < self._flat.numel() * first.itemsize:  # separate tensors that are neighbours by chance
-            return None
-        return first.as_strided((self._flat.numel(),), (1,))
+        return spanned(first, self._flat.numel())  # None for separate tensors that are neighbours by chance
 
     def _use(self, flat: torch.Tensor) -> None:
         """Make parts of ``flat`` the gradients of the shards."""
         params, parts = zip(*((param.sharded, part) for param, part in self.parts(flat)), strict=True)
-        _torch.set_grads(params, parts, _torch.dtensors_placed_like)
+        _torch.set_grads(params, _torch.dtensors_placed_like(params, parts))
         self._seen, self._flat_grad = [param.grad for param in params], flat
 
 

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.contexts import check_idle, check_not_lent, gathered_together, is_first_rank, lent_whole, params_under
+from fsdp2.api.contexts import all_ranks, check_idle, check_not_lent, gathered_together, lent_whole, params_under
 from fsdp2.comm.backends import exchange
 from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.plan.mesh import replicated
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.tools.clip import clip_grad_norm_
 
@@ -61,7 +60,7 @@ def summoned(
         with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
             if with_grads:
                 for group, mine in params.items():
-                    _bind_gradients(group, mine, is_here=not rank0_only or is_first_rank(group.mesh))
+                    _bind_gradients(group, mine, is_here=not rank0_only or all_ranks(group.mesh).rank == 0)
             bind_shown(extended)
             yield
             bind_plain(extended)
@@ -122,7 +121,7 @@ def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], *, is_her
     """Give the whole ``params``, which are bound, their whole gradients. Ranks without a gradient contribute zeros, if
     another rank has one."""
     mine = [None if param.sharded.grad is None else param.sharded.grad.dtype for param in params]
-    for_each = zip(*exchange(replicated(group.mesh).replicate, mine), strict=True)
+    for_each = zip(*exchange(all_ranks(group.mesh), mine), strict=True)
     dtypes = [next((dtype for dtype in found if dtype is not None), None) for found in for_each]
     there = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     locals_ = [_local_gradient(params[i], cast(torch.dtype, dtypes[i])) for i in there]
@@ -157,7 +156,7 @@ def _write_gradients(grads: Mapping[ShardedParam, torch.Tensor | None]) -> None:
             _torch.local_of(param.sharded.grad).copy_(shard)
         else:
             own = shard.clone().to(_torch.local_of(param.sharded).device)
-            _torch.set_grads([param.sharded], [own], _torch.dtensors_placed_like)
+            _torch.set_grads([param.sharded], _torch.dtensors_placed_like([param.sharded], [own]))
 
 
 # The norm of all gradients

@@ -10,6 +10,7 @@ from torch import nn
 from fsdp2.fsdp1.settings import Settings
 
 WRAPPED = "_fsdp_wrapped_module"  # torch's name: it is part of the names of parameters
+FLAT = "_flat_param"  # and of the one that stands for all parameters of a unit
 _PREFIX = f"{WRAPPED}."
 
 Wrapper: TypeAlias = Any  # a FullyShardedDataParallel; to import the class would be a circle
@@ -18,6 +19,11 @@ Wrapper: TypeAlias = Any  # a FullyShardedDataParallel; to import the class woul
 def clean_name(name: str) -> str:
     """``name`` of a parameter, buffer or module as it was before anything was wrapped."""
     return name.replace(_PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)
+
+
+def flat_name(path: str) -> str:
+    """The name of the flat parameter of the wrapper at ``path``."""
+    return f"{path}.{WRAPPED}.{FLAT}".removeprefix(".")
 
 
 def wrappers_in(module: nn.Module) -> list[Wrapper]:
@@ -36,4 +42,4 @@ def flat_params_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if is_wrapper(each):
             flat = each._listed_flat_param
             if flat is not None:
-                yield f"{name}.{WRAPPED}._flat_param".removeprefix("."), flat
+                yield flat_name(name), flat

@@ -21,7 +21,6 @@ from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_i
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, whole_of_pieces
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import is_replicated, local_value
-from fsdp2.types import ExtensionError
 
 _STEP = "step"  # a count, whatever the shape of the parameter; Optimizer.load_state_dict knows the name, too
 
@@ -77,7 +76,7 @@ def to_load(
                 f"optim_state_dict_to_load: with rank0_only, the first rank has whole states, but {ways[0][1]!r} of "
                 f"{ways[0][0]!r} is sharded. Set SHARDED_STATE_DICT to load sharded states."
             )
-    except ValueError as error:
+    except Exception as error:
         problem = error
     if is_collective:
         _raise_on_all(owners, problem, [] if rank0_only else ways)
@@ -90,7 +89,7 @@ def to_load(
     for owner in owners:
         try:
             found = _states_of(owner, given["state"], fetch)
-        except (ValueError, ExtensionError) as error:
+        except Exception as error:  # a user's extension may raise anything
             found, problem = {}, problem or error
         if found:
             state[keys[id(owner.param)]] = found
@@ -386,7 +385,7 @@ def rekeyed(
     Raises:
         ValueError: the keys are of both kinds; or parameters that the model or optimizer does not have.
     """
-    if key_type not in OptimStateKeyType:
+    if not isinstance(key_type, OptimStateKeyType):
         raise TypeError(f"rekey_optim_state_dict: expected an OptimStateKeyType, not {key_type!r}.")
     keys = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
     kinds = {type(key) for key in keys}

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.api.contexts import all_ranks
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.names import clean_name, wrappers_in
 from fsdp2.fsdp1.state_dict import Entry, entries_of
-from fsdp2.plan.mesh import Axis, replicated
+from fsdp2.plan.mesh import Axis
 
 OptimInput: TypeAlias = Sequence[dict[str, Any]] | Iterable[nn.Parameter] | None
 States: TypeAlias = dict[str, Any]  # of one parameter, by the optimizer's names
@@ -83,9 +84,7 @@ class Owners:
     @property
     def axis(self) -> Axis:
         """All ranks that have the model: those of the largest wrapper."""
-        return max(
-            (replicated(each._settings.parallel).replicate for each in self.wrappers), key=lambda axis: axis.size
-        )
+        return max((all_ranks(each._settings.parallel) for each in self.wrappers), key=lambda axis: axis.size)
 
 
 def _names_in_order(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,9 +10,11 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -81,7 +83,8 @@ def save(
     """
     given = optim.state_dict() if given is None else given
     owners = Owners(model, groups_in(model, optim, None))
-    by_key = _owners_by_key(model, owners, given["state"])
+    keys = _keys(model, owners, given)
+    by_key = {key: keys[key] for key in given["state"] if key in keys}
     problem, copied = owners.problem, {}
     cut: list[Part] = []
     if problem is None:
@@ -90,7 +93,7 @@ def save(
         except ValueError as error:
             problem = str(error)
     merged = _agreed(owners, cut, problem)
-    is_saved = not (is_full and rank0_only) or _torch_rank(group) == 0
+    is_saved = not (is_full and rank0_only) or dist.get_rank(group) == 0
     device = CPU if offload else None
     results = _full(merged, device, is_saved=is_saved) if is_full else _sharded(merged, device)
     if not is_saved:
@@ -110,7 +113,6 @@ def save(
             }
     made: dict[str, Any] = {"state": {**results, **copied}}
     if "param_groups" in given:
-        keys = _keys(model, owners, given["state"])
         names = {key: [each[0] for each in owner.names] for key, owner in keys.items()}
         made["param_groups"] = [
             {**copy.deepcopy(each), "params": [name for key in each["params"] for name in names[key]]}
@@ -119,22 +121,13 @@ def save(
     return made
 
 
-def _torch_rank(group: Any) -> int:
-    return torch.distributed.get_rank(group)
-
-
-def _keys(model: nn.Module, owners: Owners, states: Mapping[Any, Any]) -> dict[Any, Owner]:
+def _keys(model: nn.Module, owners: Owners, given: Mapping[str, Any]) -> dict[Any, Owner]:
     """The keys of an optimizer's state dict: numbers, or names if the optimizer has such."""
-    is_named = bool(states) and isinstance(next(iter(states)), str)
-    if not is_named:
+    in_groups = (key for group in given.get("param_groups", ()) for key in group["params"])
+    if not isinstance(next(chain(in_groups, given["state"]), None), str):
         return dict(enumerate(owners))
     names = {id(param): name for name, param in model.named_parameters()}
     return {names.get(id(owner.param), owner.names[0][0]): owner for owner in owners if owner.names}
-
-
-def _owners_by_key(model: nn.Module, owners: Owners, states: Mapping[Any, Any]) -> dict[Any, Owner]:
-    keys = _keys(model, owners, states)
-    return {key: keys[key] for key in states if key in keys}
 
 
 def _cut_states(owners: Owners, by_key: Mapping[Any, Owner], states: Mapping[Any, States]) -> list[Part]:

@@ -41,9 +41,6 @@ class Settings:
     strategy: ShardingStrategy
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
     use_orig_params: bool
 
     @property
@@ -85,8 +82,6 @@ def checked_settings(
     device_mesh: DeviceMesh | None,
     *,
     has_policy: bool,
-    forward_prefetch: bool,
-    limit_all_gathers: bool,
     use_orig_params: bool,
 ) -> Settings:
     """The settings of one wrapper.
@@ -133,9 +128,6 @@ def checked_settings(
         strategy=strategy,
         mixed_precision=mixed_precision or MixedPrecision(),
         cpu_offload=cpu_offload or CPUOffload(),
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-        limit_all_gathers=limit_all_gathers,
         use_orig_params=use_orig_params,
     )
 
@@ -298,8 +290,9 @@ def checked_ignored(
     """What the user wants to leave alone in ``module``.
 
     Raises:
-        ValueError: both arguments are given; ``ignored_states`` mixes parameters and modules; a wrapper is ignored.
-        TypeError: ``ignored_modules`` has something that is no module.
+        ValueError: both arguments are given; ``ignored_states`` mixes parameters and modules; a wrapper is ignored;
+            ``ignored_modules`` has something that is no module.
+        TypeError: an argument is no iterable; or an iterator has something that is no module, as in torch.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
@@ -316,18 +309,13 @@ def checked_ignored(
             "ignored_states."
         )
     params = [state for state in states if isinstance(state, nn.Parameter)]
-    if params and len(params) < len(states):
+    others = [state for state in states if isinstance(state, nn.Module)]
+    if len(states) not in (len(params), len(others)):
         raise ValueError(
             f"FullyShardedDataParallel: ignored_states has {' and '.join(types)}, expected parameters only or modules "
             "only."
         )
-    if not params:
-        if not all(isinstance(state, nn.Module) for state in states):
-            raise ValueError(
-                f"FullyShardedDataParallel: ignored_states has {' and '.join(types)}, expected parameters only or "
-                "modules only."
-            )
-        modules += states
+    modules += others
     for each in modules:
         if unit_of(each) is not None or getattr(each, "_fsdp_wrapped_module", None) is not None:
             raise ValueError(
@@ -347,7 +335,7 @@ def checked_ignored(
 def _listed(name: str, given: object) -> list[Any]:
     if given is None:
         return []
-    if not isinstance(given, Iterable) or (isinstance(given, nn.Module) and not hasattr(given, "__iter__")):
+    if not isinstance(given, Iterable):
         raise TypeError(
             f"FullyShardedDataParallel: {name} is a {type(given).__name__}, expected an iterable. Pass a list."
         )

@@ -31,11 +31,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.api.contexts import check_idle
+from fsdp2.api.contexts import all_ranks, check_idle
 from fsdp2.api.state import collects_shards
 from fsdp2.comm.backends import exchange
 from fsdp2.fsdp1 import extensions
-from fsdp2.fsdp1.names import WRAPPED, Wrapper, clean_name, is_wrapper, wrappers_in
+from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, wrappers_in
 from fsdp2.fsdp1.state_values import (
     CPU,
     flat_problem,
@@ -49,8 +49,8 @@ from fsdp2.fsdp1.state_values import (
 )
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.plan.mesh import replicated
 from fsdp2.schedule.states import GroupState
+from fsdp2.tools.weights import together
 from fsdp2.types import ScheduleError
 
 FULL, SHARDED, LOCAL = (
@@ -58,7 +58,6 @@ FULL, SHARDED, LOCAL = (
     StateDictType.SHARDED_STATE_DICT,
     StateDictType.LOCAL_STATE_DICT,
 )
-FLAT = "_flat_param"
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     FULL: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -349,9 +348,10 @@ def load(
 ) -> Any:
     """``nn.Module.load_state_dict``, which is ``call``, on the outermost wrapper. Collective. If it fails on some rank,
     it raises on all, and no rank has loaded anything."""
-    check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
-    given = _with_metadata_of_wrappers(wrapper, state_dict)
-    axis = replicated(wrapper._settings.parallel).replicate
+    axis = all_ranks(wrapper._settings.parallel)
+    with together(axis):
+        check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
+        given = _with_metadata_of_wrappers(wrapper, state_dict)
     mine = _local_problem(wrapper, given), _doubt(wrapper, given, strict=strict)
     problems, doubts = zip(*exchange(axis, mine), strict=True)
     if any(problems):
@@ -368,6 +368,8 @@ def load(
         if error is None and not any(failed):
             return result
         restore()
+        for each in wrappers_in(wrapper):
+            each.__dict__.pop("_loading", None)
         if error is not None:
             raise error
         raise RuntimeError(_of_another_rank(failed))

@@ -27,13 +27,6 @@ _ALIGNMENT_NBYTES = 16  # of parameters in torch's flat parameter, with use_orig
 # Whole
 
 
-def full_value(
-    group: ParamGroup, param: ShardedParam, local: torch.Tensor, device: torch.device | None = None
-) -> torch.Tensor:
-    """The whole tensor of which ``local`` is this rank's part, cut as ``param`` is. Collective over the shard axis."""
-    return full_values(group, [param], [local], device)[0]
-
-
 def full_values(
     group: ParamGroup,
     params: Sequence[ShardedParam],

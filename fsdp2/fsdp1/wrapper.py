@@ -52,7 +52,7 @@ from fsdp2.fsdp1.init_states import (
     keep_low_precision,
     materialise,
 )
-from fsdp2.fsdp1.names import WRAPPED, clean_name
+from fsdp2.fsdp1.names import WRAPPED, clean_name, flat_name
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
 from fsdp2.fsdp1.undo import undone_on_error
@@ -133,8 +133,6 @@ class FullyShardedDataParallel(nn.Module):
             device_id,
             device_mesh,
             has_policy=auto_wrap_policy is not None,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
         ignored = checked_ignored(module, ignored_modules, ignored_states)
@@ -424,12 +422,12 @@ class FullyShardedDataParallel(nn.Module):
         cleans = self._settings.use_orig_params or self._unit.lent is not Lent.NOTHING
         hidden: set[Slot] = set()
         modules = list(self.named_modules(prefix=prefix, remove_duplicate=False)) if recurse else [(prefix, self)]
-        for name, module in modules:
-            name = name and f"{name}."
+        for path, module in modules:
+            name = path and f"{path}."
             if isinstance(module, FullyShardedDataParallel) and recurse:  # it is a parameter of the wrapped module
                 flat = module._listed_flat_param
                 if flat is not None and module._unit.lent is Lent.NOTHING:
-                    yield f"{name}{WRAPPED}._flat_param", flat
+                    yield flat_name(path), flat
                     hidden |= {slot for param in flat._group.params for slot in param.slots}
             for short, param in module._parameters.items():
                 if param is not None and Slot(module, short) not in hidden:

@@ -16,7 +16,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm
-from fsdp2.comm.memory import tensor_on
+from fsdp2.comm.memory import allocate, release, tensor_on
 from fsdp2.comm.offload import FlatStage
 from fsdp2.comm.streams import Streams, Waitable, launched, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
@@ -146,7 +146,8 @@ class Gather:
 
     def issue(self) -> None:
         """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if the
-        collective writes it directly, else when the buckets have arrived. If that fails, all memory is freed."""
+        collective writes it directly, else when the buckets have arrived. If that fails, all memory is freed, unless
+        messages may be in flight: then it stays."""
         assert not self._is_in_flight
         with self._streams.on_gather():
             payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
@@ -372,18 +373,3 @@ def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:
         same = [step for step in steps if step.source is source]
         runs.append(flats[source].narrow(0, same[0].shard_offset, sum(step.layout.chunk_numel for step in same)))
     return runs
-
-
-def allocate(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-    """Give each of ``storages`` memory of its size in bytes, unless it has it; called on the gather stream."""
-    for storage, nbytes in storages:
-        if storage.nbytes() != nbytes:  # else its memory was kept
-            storage.resize_(nbytes)
-
-
-def release(storages: Sequence[tuple[torch.UntypedStorage, int]], streams: Streams) -> None:
-    """Empty ``storages``, given with their sizes in bytes; called on the compute stream. Their memory belongs to the
-    gather stream, so the gather stream waits for the compute that has read them (I3)."""
-    streams.gather_after_compute()
-    for storage, _ in storages:
-        storage.resize_(0)

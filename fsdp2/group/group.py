@@ -26,7 +26,7 @@ from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
+from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState, Pass
 from fsdp2.types import CommunicationError, ScheduleError
 
 _get_requires_grad = attrgetter("requires_grad")
@@ -75,6 +75,7 @@ class ParamGroup:
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
         self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial
         self._story: Callable[[], str] = lambda: "none"
+        self._running: Callable[[], Pass] = lambda: Pass.IDLE
         self.stamp: list[int] | None = None
         self._in_flight: Gather | LocalGather | None = None
         self._bindings = Bindings(self.params)
@@ -83,12 +84,17 @@ class ParamGroup:
 
     # What the user configures
 
-    def attach(self, name: str, story: Callable[[], str]) -> None:
+    def attach(self, name: str, story: Callable[[], str], running: Callable[[], Pass]) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` returns the
-        recent events of that root."""
-        self.name, self._story = name or "(root)", story
+        recent events of that root, ``running`` its pass."""
+        self.name, self._story, self._running = name or "(root)", story, running
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
+
+    @property
+    def running(self) -> Pass:
+        """Which pass the root is in."""
+        return self._running()
 
     def configure(self, **changes: object) -> None:
         """Replace options. Collectives in flight keep the old options."""
@@ -173,7 +179,7 @@ class ParamGroup:
 
     def take_materialised(self) -> None:
         """If all shards were on the meta device, and the user has materialised them: move them to the flat buffers now.
-        At first use, all units would hold their shards twice at once."""
+        Each unit's first use would copy its shards to new memory, and a caching allocator may keep both."""
         if self.shards.are_materialised():
             self._refresh()
 
@@ -224,7 +230,7 @@ class ParamGroup:
     def _is_intact(self) -> bool:
         """Whether nobody has replaced parameters, or their local tensors, since they were bound."""
         shards = self.shards
-        has_moved = not all(map(is_, map(_torch.get_local, shards.sharded), shards.noted))  # by swap_tensors
+        has_moved = not all(map(is_, map(_torch.local_of, shards.sharded), shards.noted))  # by swap_tensors
         return not has_moved and self._bindings.are_intact()
 
     def _unbind(self) -> None:
@@ -312,15 +318,17 @@ class ParamGroup:
         if before is GroupState.SHARDED:
             return
         unsharded = self.unsharded
-        if before is GroupState.UNSHARDING:
-            gather, self._in_flight = self._in_flight, None
-            assert gather is not None
-            gather.drop()
-        if before is not GroupState.UNSHARDED and unsharded.post_forward is not None:
-            unsharded.post_forward.release()
-        self._rebind(self.shards.sharded)
-        if before is not GroupState.SHARDED_POST_FORWARD:
-            self._release()
+        try:
+            if before is GroupState.UNSHARDING:
+                gather, self._in_flight = self._in_flight, None
+                assert gather is not None
+                gather.drop()
+        finally:
+            if before is not GroupState.UNSHARDED and unsharded.post_forward is not None:
+                unsharded.post_forward.release()
+            self._rebind(self.shards.sharded)
+            if before is not GroupState.SHARDED_POST_FORWARD:
+                self._release()
 
     def _release(self) -> None:
         """Free the unsharded parameters when compute has read them; or keep their memory for the next gather.

@@ -16,10 +16,8 @@ from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.streams import Streams
 from fsdp2.group.all_gather import Gather, GatherHooks, flat_shards, shard_slice
 from fsdp2.group.param import ShardedParam
-from fsdp2.plan.dtypes import ParamDtypes
-from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.plan.plan import GatherStep, Origin, PlanInput, compile_gather
+from fsdp2.plan.plan import compile_gather, cut_after_forward
 from fsdp2.types import AllGather
 
 
@@ -43,7 +41,7 @@ class PostForwardShards:
     ) -> None:
         self._mesh = mesh
         self._comm = comm_for(mesh.shard, mesh.device, is_async=streams.gathers_are_async)
-        inputs = {step.index: _cut_input(step, mesh.shard.size) for step in full.plan.steps}
+        inputs = {step.index: cut_after_forward(step, mesh.shard.size) for step in full.plan.steps}
         plan = compile_gather(inputs, self._comm, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)
         rank = mesh.shard.rank
@@ -81,14 +79,3 @@ class PostForwardShards:
             return
         for flat in self._flats.values():
             flat.untyped_storage().resize_(0)
-
-
-def _cut_input(step: GatherStep, num_shards: int) -> PlanInput:
-    """The tensor that ``step`` gathered, to be cut over ``num_shards`` ranks; it is already cast. What hooks sent is
-    cut as a flat tensor: only the hooks know its shape."""
-    layout = step.layout
-    if step.origin is Origin.SHARD:
-        cut = ShardLayout(layout.shape, layout.dim, num_shards)
-    else:
-        cut = ShardLayout((layout.numel,), 0, num_shards)
-    return PlanInput(step.name, cut, ParamDtypes(*4 * (step.dtype,)))

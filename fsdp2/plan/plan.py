@@ -33,7 +33,7 @@ _MAX_SHARED_PLANS = 256  # groups that are alike, as a model's blocks are, share
 
 class CarriesGathers(Protocol):
     """What a plan needs to know of the comm that carries it. ``direct_min_nbytes``: shards of at least this many bytes
-    travel without a staging copy."""
+    travel without a staging copy; smaller ones share a bucket."""
 
     direct_min_nbytes: int
 
@@ -44,6 +44,7 @@ class CarriesReductions(CarriesGathers, Protocol):
     Attributes:
         reduces_uneven: whether the comm takes inputs whose last shards are short.
         buckets_casts: whether gradients that must be cast share a bucket whatever their size: one launch casts all.
+            Else each gradient is freed after its cast.
     """
 
     reduces_uneven: bool
@@ -66,7 +67,7 @@ class Lifetime(Enum):
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What a plan needs to know of one parameter, or of one tensor that its hook sends."""
+    """What a plan needs to know of one parameter, or of the part of it that is kept after forward."""
 
     name: str
     layout: ShardLayout
@@ -233,7 +234,7 @@ def _compile_gather(
         return route is Route.DIRECT, dtypes.index(_gathered_dtype(inputs[index])), _ROUTES.index(route), index
 
     order = sorted(inputs, key=place)
-    unplaced = [_unplaced_step(index, inputs[index], routes[index], cast=back_into is None) for index in order]
+    unplaced = [_unplaced_step(index, inputs[index], routes[index]) for index in order]
     steps, shard_numels = _place_shards(unplaced)
     if back_into is None:
         steps, shared_nbytes = _place_regions(steps)
@@ -267,6 +268,14 @@ def compile_reduces(
         _compile_reduce(tuple(alike), divisions, comm.direct_min_nbytes, comm.reduces_uneven, comm.buckets_casts)
         for alike, divisions in zip(by_dtypes.values(), factors, strict=True)
     )
+
+
+def cut_after_forward(step: GatherStep, num_shards: int) -> PlanInput:
+    """What ``step`` gathered, as ``num_shards`` ranks hold it between forward and backward; it is already cast. What
+    hooks sent is cut as a flat tensor: only the hooks know its shape."""
+    layout = step.layout
+    shape, dim = (layout.shape, layout.dim) if step.origin is Origin.SHARD else ((layout.numel,), 0)
+    return PlanInput(step.name, ShardLayout(shape, dim, num_shards), ParamDtypes(*4 * (step.dtype,)))
 
 
 @lru_cache(maxsize=_MAX_SHARED_PLANS)
@@ -304,11 +313,11 @@ def _gathered_dtype(item: GatherInput) -> torch.dtype:
     return item.dtype if isinstance(item, HookInput) else item.dtypes.param
 
 
-def _unplaced_step(index: int, item: GatherInput, route: Route, *, cast: bool) -> GatherStep:
+def _unplaced_step(index: int, item: GatherInput, route: Route) -> GatherStep:
     dtype = _gathered_dtype(item)
     if isinstance(item, HookInput):
         return GatherStep(index, item.name, route, item.layout, dtype, dtype, 0, 0, Origin.HOOK, item.lifetime)
-    return GatherStep(index, item.name, route, item.layout, item.dtypes.orig if cast else dtype, dtype, 0, 0)
+    return GatherStep(index, item.name, route, item.layout, item.dtypes.orig, dtype, 0, 0)
 
 
 def _reduce_route(item: PlanInput, direct_min_nbytes: int, reduces_uneven: bool, buckets_casts: bool) -> Route:

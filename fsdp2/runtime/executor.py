@@ -7,6 +7,7 @@ units, but not why they run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -16,9 +17,10 @@ from fsdp2 import _torch
 from fsdp2.comm.streams import streams_for
 from fsdp2.group.gradients import Reduction, Unused
 from fsdp2.group.group import ParamGroup
-from fsdp2.schedule.schedule import Action, Actions, UnitRules
+from fsdp2.runtime.unit import Unit
+from fsdp2.schedule.schedule import Action, Actions
 from fsdp2.schedule.states import GroupState
-from fsdp2.types import CommunicationError, Observer
+from fsdp2.types import CommunicationError
 
 Programs = Mapping[tuple[Action, int], Callable[[], object]]
 _T = TypeVar("_T")
@@ -54,25 +56,6 @@ def _run_all(runs: Sequence[Callable[[], object]]) -> None:
         run()
 
 
-class Watches(Protocol):
-    """Holds an observer that is told what happens to a unit."""
-
-    observer: Observer
-
-
-class GroupedUnit(Protocol):
-    """What the executor needs of a unit. ``unit.Unit`` is the only implementation."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def groups(self) -> tuple[ParamGroup, ...]: ...
-    @property
-    def rules(self) -> UnitRules: ...
-    @property
-    def watches(self) -> Sequence[Watches]: ...
-
-
 class ActionFilter(Protocol):
     """Decides for each action whether and when it is performed. The memory limit plugs in here.
 
@@ -101,7 +84,7 @@ class Executor:
 
     def __init__(self, device: torch.device) -> None:
         self.streams = streams_for(device)
-        self.units: Sequence[GroupedUnit] = ()
+        self.units: Sequence[Unit] = ()
         self.max_in_flight = 1
         self.programs: Programs = {}
         self.filter: ActionFilter | None = None
@@ -111,13 +94,13 @@ class Executor:
         self._offloaded: list[ParamGroup] = []
         self._has_reduced = False
 
-    def take(self, units: Sequence[GroupedUnit]) -> None:
+    def take(self, units: Sequence[Unit]) -> None:
         """Work on ``units`` from now on."""
         self.units, self.filter = units, None
         self.programs = {(action, i): self._program(action, unit) for i, unit in enumerate(units) for action in Action}
         self._offloaded = [group for unit in units for group in unit.groups if group.home.is_staged]
 
-    def _program(self, action: Action, unit: GroupedUnit) -> Callable[[], object]:
+    def _program(self, action: Action, unit: Unit) -> Callable[[], object]:
         if action is Action.LAND:
             return self.land
         if action in _REDUCTIONS:
@@ -153,7 +136,7 @@ class Executor:
         elif changed or (kind is Action.LAND and pending):
             self.tell(kind.value, unit, sum(group.unsharded.nbytes for group in changed))
 
-    def tell(self, action: str, unit: GroupedUnit, nbytes: int) -> None:
+    def tell(self, action: str, unit: Unit, nbytes: int) -> None:
         """``action`` on ``unit`` was performed."""
         for watch in unit.watches:
             watch.observer.on_action(action, unit.name, nbytes)
@@ -165,7 +148,7 @@ class Executor:
         """How many reductions are in flight."""
         return len(self._pending)
 
-    def _reduce(self, unit: GroupedUnit, group: ParamGroup, unused: Unused) -> None:
+    def _reduce(self, unit: Unit, group: ParamGroup, unused: Unused) -> None:
         if group.state is not GroupState.SHARDED:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
@@ -180,40 +163,52 @@ class Executor:
         """Reduce over the replicate axis what ``group`` has reduced over the shard axis only."""
         if group.mesh.replicate.size > 1:
             self._make_room(group)
-            self._add(group, group.reduce_partial())
+            self._add(group, _run("reduce_launch", group, group.reduce_partial))
 
     def land(self) -> None:
-        """Land everything."""
-        pending, self._pending = self._pending, []  # if landing raises, the others must not land later
-        for group, reduction in pending:
-            self._finish(group, reduction)
-        self._land_finished()
+        """Land everything. If a collective has failed, or a user's hook raises, land no more."""
+        try:
+            self.land_down_to(0)
+        except Exception:
+            with suppress(CommunicationError):  # the first error is the cause
+                self.drop()
+            raise
         self._wait_for_last()
 
     def land_down_to(self, count: int) -> None:
         """Land the oldest reductions until no more than ``count`` are in flight."""
         while len(self._pending) > count:
-            self._finish(*self._pending.pop(0))
+            self._finish_oldest()
         self._land_finished()
 
     def drop(self) -> None:
-        """Wait for all reductions in flight, and land none."""
+        """Wait for all reductions in flight, and land none.
+
+        Raises:
+            CommunicationError: one of them failed. None is in flight then.
+        """
         pending, self._pending = self._pending, []
         if self._landing is not None:
             pending.insert(0, self._landing)
             self._landing = None
-        for _, reduction in pending:
-            reduction.drop()
+        failed = None
+        for group, reduction in pending:
+            try:
+                reduction.drop()
+            except CommunicationError as error:
+                failed = failed or group.lost("reduction", error)
         self._wait_for_last()
         for group in self._offloaded:
             group.gradients.drop_copies()
+        if failed is not None:
+            raise failed
 
     def _make_room(self, group: ParamGroup) -> None:
         """Finish the oldest reductions until one more may start, and until none of ``group`` is in flight: gradients
         of a group land in the order in which they were reduced."""
         pending = self._pending
         while pending and (len(pending) >= self.max_in_flight or any(other is group for other, _ in pending)):
-            self._finish(*pending.pop(0))
+            self._finish_oldest()
         if self._landing is not None and self._landing[0] is group:
             self._land_finished()
 
@@ -224,8 +219,9 @@ class Executor:
         # Its all-reduce over replicas ran beside the reduce-scatter that was just launched. Users' hooks may raise.
         self._land_finished()
 
-    def _finish(self, group: ParamGroup, reduction: Reduction) -> None:
+    def _finish_oldest(self) -> None:
         self._land_finished()
+        group, reduction = self._pending.pop(0)
         _run("reduce_finish", group, reduction.finish)
         self._landing = group, reduction
 

@@ -19,8 +19,8 @@ from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.schedule.rank_skipping import Outcome
-from fsdp2.schedule.schedule import Pass, Phase
-from fsdp2.schedule.states import GroupState, Lent
+from fsdp2.schedule.schedule import Phase
+from fsdp2.schedule.states import GroupState, Lent, Pass
 from fsdp2.types import ScheduleError
 
 _installers: list[Callable[[Unit, list[nn.Module]], None]] = []
@@ -96,6 +96,7 @@ class ModuleHooks:
         if not is_first:
             phase = root.resume_forward(unit)
         else:
+            self._leads_to = Outcome.NOTHING
             phase = root.pre_recompute(unit) if in_backward else root.pre_forward(unit)
         if self._moves_inputs and root.schedule.forward_root == unit.index:
             device = unit.mesh.device
@@ -129,7 +130,6 @@ class ModuleHooks:
             output = self._end_incomplete(root, output)
         output = self._handed_out(output)
         root.post_forward(unit, self._leads_to)
-        self._leads_to = Outcome.NOTHING
         return output
 
     def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,7 +290,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"found {found}.{hint}"
         )
     if not hasattr(method, FORWARD_METHOD):
-        assert isinstance(unit.hooks, ModuleHooks)
+        assert unit.hooks is not None
         setattr(module, method_name, unit.hooks.forward_method(module, method))
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce, exchange, match_channels
-from fsdp2.comm.streams import Streams, communicating, wait_for
+from fsdp2.comm.streams import Streams, launched, wait_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.executor import GroupedUnit
+from fsdp2.runtime.unit import Unit
 from fsdp2.types import ScheduleError
 
 _T = TypeVar("_T")
@@ -39,21 +39,15 @@ _PATIENCE = 0.5  # part of the timeout: the collective that hangs may have start
 _log = logging.getLogger("fsdp2")
 
 
-def check_agreement(root_class: str, units: Sequence[GroupedUnit]) -> None:
+def check_agreement(root_class: str, units: Sequence[Unit]) -> None:
     """Compare ``units``, and the software, with those of the other ranks. Collective on the meshes of their groups.
 
     Raises:
         ScheduleError: they differ; all ranks raise. Names the ranks, and the software or the unit and the parameter.
     """
-    by_groups: dict[object, tuple[ParallelMesh, list[str]]] = {}
-    for unit in units:
-        for group in unit.groups:
-            mesh = group.mesh
-            by_groups.setdefault((mesh.shard.group, mesh.replicate.group), (mesh, [software()]))[1].extend(
-                _described(unit, group)
-            )
-    # Meshes may overlap, so ranks with other meshes must use the same order, whatever their units are.
-    for mesh, lines in sorted(by_groups.values(), key=_size):
+    unit_of = {group: unit for unit in units for group in unit.groups}
+    for mesh, groups in _by_mesh(unit_of):
+        lines = [software(), *(line for group in groups for line in _described(unit_of[group], group))]
         if not _is_agreed(mesh, "\n".join(lines)):
             match_channels(mesh.shard)  # so that models built later work
             raise ScheduleError(_difference(root_class, mesh, lines))
@@ -67,7 +61,7 @@ def software() -> str:
     return f"torch {torch.__version__}, fsdp2 with source {hashlib.sha256(repr(sources).encode()).hexdigest()[:12]}"
 
 
-def compare(units: Sequence[GroupedUnit], found: _T) -> list[_T]:
+def compare(units: Sequence[Unit], found: _T) -> list[_T]:
     """The values ``found`` on the ranks of the largest mesh of ``units``, in rank order; one entry if all are equal.
     ``found``: plain values."""
     meshes = [group.mesh for unit in units for group in unit.groups]
@@ -79,16 +73,14 @@ def compare(units: Sequence[GroupedUnit], found: _T) -> list[_T]:
 
 def _from_all(mesh: ParallelMesh, value: _T) -> list[_T]:
     """``value`` of all ranks of ``mesh``, in rank order."""
-    with communicating():
-        return [each for row in exchange(mesh.replicate, exchange(mesh.shard, value)) for each in row]
+    return [each for row in exchange(mesh.replicate, exchange(mesh.shard, value)) for each in row]
 
 
 def _reduce(mesh: ParallelMesh, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
     """Reduce ``values`` in place over all ranks of ``mesh``."""
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:
-            with communicating():
-                wait_for(_torch.counted_as(None, partial(all_reduce, axis, values, op)))
+            wait_for(launched(_torch.counted_as, None, partial(all_reduce, axis, values, op)))
 
 
 def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
@@ -101,7 +93,7 @@ def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
     return torch.equal(least, 255 - lacking)
 
 
-def _described(unit: GroupedUnit, group: ParamGroup) -> list[str]:
+def _described(unit: Unit, group: ParamGroup) -> list[str]:
     lines = [f"unit '{unit.name}', after forward: {unit.rules.after_forward.value}"]
     for param in group.params:
         lines.append(
@@ -118,21 +110,15 @@ def _difference(root_class: str, mesh: ParallelMesh, lines: list[str]) -> str:
     found = _from_all(mesh, (rank, lines))
     line_number, said = first_difference(found)
     if line_number == 0:
-        return "\n".join(
-            [
-                "the ranks do not run the same software:",
-                *said,
-                "Install the same torch and the same fsdp2 on all ranks.",
-            ]
-        )
-    return "\n".join(
-        [
+        head = "the ranks do not run the same software:"
+        advice = "Install the same torch and the same fsdp2 on all ranks."
+    else:
+        head = (
             f"{root_class} is not the same on all ranks. The ranks would hang, or add wrong gradients. First "
-            "difference:",
-            *said,
-            "Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.",
-        ]
-    )
+            "difference:"
+        )
+        advice = "Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad."
+    return "\n".join([head, *said, advice])
 
 
 def first_difference(found: Sequence[tuple[int, Sequence[str]]]) -> tuple[int, list[str]]:
@@ -148,9 +134,13 @@ def _named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-def _size(described: tuple[ParallelMesh, list[str]]) -> tuple[int, int]:
-    mesh, _ = described
-    return mesh.data_parallel_size, mesh.shard.size
+def _by_mesh(groups: Iterable[ParamGroup]) -> list[tuple[ParallelMesh, list[ParamGroup]]]:
+    """Meshes with their groups. Meshes may overlap, so all ranks have them in one order, whatever their units are."""
+    found: dict[object, tuple[ParallelMesh, list[ParamGroup]]] = {}
+    for group in groups:
+        mesh = group.mesh
+        found.setdefault((mesh.shard.group, mesh.replicate.group), (mesh, []))[1].append(group)
+    return sorted(found.values(), key=lambda each: (each[0].data_parallel_size, each[0].shard.size, each[0].ranks))
 
 
 class UsedParams:
@@ -162,11 +152,7 @@ class UsedParams:
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
-        by_ranks: dict[object, list[ParamGroup]] = {}
-        for group in groups:
-            by_ranks.setdefault((group.mesh.shard.group, group.mesh.replicate.group), []).append(group)
-        # Meshes may overlap, so ranks with other meshes must use the same order.
-        self._meshes = sorted((_OnMesh(same) for same in by_ranks.values()), key=lambda each: each.size)
+        self._meshes = [_OnMesh(mesh, same) for mesh, same in _by_mesh(groups)]
 
     def settle(self) -> None:
         """All gradients of a step have landed, except the withheld ones: hand these over if another rank had one."""
@@ -182,15 +168,14 @@ class UsedParams:
 class _OnMesh:
     """The groups on one mesh."""
 
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> None:
         self._groups = [group.gradients for group in groups]
-        self._mesh: ParallelMesh = groups[0].mesh
+        self._mesh = mesh
         self._mine = b""
         self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
-        self.size = (self._mesh.data_parallel_size, self._mesh.shard.size)
 
     def settle(self) -> None:
-        self.hand_over(self._anywhere() if self.size[0] > 1 else b"")
+        self.hand_over(self._anywhere() if self._mesh.data_parallel_size > 1 else b"")
 
     def hand_over(self, used: bytes) -> None:
         """``used``: one byte per parameter of all groups; empty if nobody has a gradient."""
@@ -245,14 +230,17 @@ class StallWatch:
         self._rank, self._is_idle, self._timeout_s = rank, is_idle, timeout_s
         self._lock = threading.Lock()
         self._roots: weakref.WeakSet[Tells] = weakref.WeakSet()
+        self._has_ended = False
         self._seen: list[object] = []
         self._since = 0.0
         self._has_told = False
 
-    def add(self, root: Tells) -> None:
-        """Watch ``root``, too."""
+    def add(self, root: Tells) -> bool:
+        """Watch ``root``, too. False if ``run`` has ended, or is about to: then nobody would look."""
         with self._lock:
-            self._roots.add(root)
+            if not self._has_ended:
+                self._roots.add(root)
+            return not self._has_ended
 
     def look(self, now: float) -> str | None:
         """The message to log at time ``now`` (in seconds), once per stall; else None."""
@@ -276,29 +264,31 @@ class StallWatch:
 
     def run(self) -> None:
         """Look until there are no more roots."""
-        while self._roots:
+        while self._goes_on():
             time.sleep(self._timeout_s / _LOOKS_PER_TIMEOUT)
             message = self.look(time.monotonic())
             if message is not None:
                 _log.error(message)
 
+    def _goes_on(self) -> bool:
+        with self._lock:
+            self._has_ended = not self._roots
+            return not self._has_ended
 
-_watches: dict[object, tuple[StallWatch, threading.Thread]] = {}
+
+_watches: dict[object, StallWatch] = {}
 
 
 def watch_for_stalls(root: Tells, streams: Streams, mesh: ParallelMesh) -> None:
     """Let a thread of this process watch ``root`` from now on, if the CPU does not wait for collectives on ``mesh``.
     The thread ends with the process, or with its roots."""
-    groups = [axis.group for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
+    groups = mesh.process_groups
     timeout = _torch.timeout_of(groups[0], mesh.device) if groups and streams.runs_ahead else None
     if timeout is None:
         return
     timeout_s = timeout.total_seconds()
-    stalls, thread = _watches.get((streams, timeout_s), (None, None))
-    if stalls is None or thread is None or not thread.is_alive():
-        stalls = StallWatch(dist.get_rank(), streams.is_idle, timeout_s)
-        thread = threading.Thread(target=stalls.run, name="fsdp2-stalls", daemon=True)
-        _watches[streams, timeout_s] = stalls, thread
-    stalls.add(root)
-    if not thread.is_alive():
-        thread.start()
+    stalls = _watches.get((streams, timeout_s))
+    if stalls is None or not stalls.add(root):
+        stalls = _watches[streams, timeout_s] = StallWatch(dist.get_rank(), streams.is_idle, timeout_s)
+        stalls.add(root)
+        threading.Thread(target=stalls.run, name="fsdp2-stalls", daemon=True).start()

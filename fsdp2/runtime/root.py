@@ -12,9 +12,10 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -39,20 +40,14 @@ _MAX_NAMES = 4
 _T = TypeVar("_T")
 
 
-class MakesFilter(Protocol):
-    """Makes the action filter that keeps a root's passes under a limit on temporary memory."""
-
-    def __call__(self, limit: int, root: Root) -> ActionFilter: ...
-
-
 class _Registered:
     """What higher layers plug in."""
 
-    limits_memory: MakesFilter | None = None
+    limits_memory: Callable[[int, Root], ActionFilter] | None = None
 
 
-def register_memory_limit(make: MakesFilter) -> None:
-    """Use ``make`` for every root with a ``memory_limit``."""
+def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
+    """Use ``make``, of a limit in bytes and a root, for the action filter of every root with a ``memory_limit``."""
     _Registered.limits_memory = make
 
 
@@ -215,8 +210,7 @@ class Root:
             self._begin_forward(unit)
             schedule = self.schedule
         index = unit.index
-        skipped = self.skipping.forward.begin(index)
-        if skipped:
+        if skipped := self.skipping.forward.begin(index):
             self._join_forward(skipped)
         for group in unit.groups:
             if group.stamp is not None:
@@ -249,10 +243,8 @@ class Root:
         """``unit`` has computed, in a forward or a recomputation. ``leads_to``: what its output leads to."""
         schedule, index = self.schedule, unit.index
         is_root = schedule.forward_root == index
-        if schedule.phases[index] is Phase.FORWARD:
-            skipped = self.skipping.forward.end(index, leads_to)
-            if skipped:
-                self._join_forward(skipped)
+        if schedule.phases[index] is Phase.FORWARD and (skipped := self.skipping.forward.end(index, leads_to)):
+            self._join_forward(skipped)
         self._note("post_forward", unit)
         self.executor.do(schedule.post_forward(index))
         if schedule.forward_root is None:
@@ -312,8 +304,7 @@ class Root:
             self._begin_backward()
         elif schedule.phases[index] is Phase.BACKWARD:
             return
-        skipped = self.skipping.backward.begin(index)
-        if skipped:
+        if skipped := self.skipping.backward.begin(index):
             self._join_backward(skipped)
         self._start_backward("pre_backward", unit)
 
@@ -330,8 +321,7 @@ class Root:
             return
         if not schedule.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
-        skipped = self.skipping.backward.end(index)
-        if skipped:
+        if skipped := self.skipping.backward.end(index):
             self._join_backward(skipped)
         if index not in self.skipping.backward.ended:
             self._note("post_backward", unit)
@@ -467,24 +457,28 @@ class Root:
         """Clean up after any exception. Only gradients that have landed stay: a backward has added to some of the
         others, and the user may have zeroed the gradients since."""
         self.num_resets += 1
-        self._come_to_rest()
-        self._used.forget()
-        self._split.forget()
-        self.schedule.awaits_finalization = False
-        for unit in self.units:
-            for group in unit.groups:
-                group.gradients.discard_unreduced()
+        try:
+            self._come_to_rest()
+        finally:
+            self._used.forget()
+            self._split.forget()
+            self.schedule.awaits_finalization = False
+            for unit in self.units:
+                for group in unit.groups:
+                    group.gradients.discard_unreduced()
 
     def _come_to_rest(self) -> None:
-        self.executor.drop()
+        """Give up what is in flight, and bind the shards. If a collective has failed, raise its error afterwards."""
         self.is_reducing = False
         self.schedule.reset()
         self.skipping.reset()
-        for unit in self.units:
-            unit.missing_modules.clear()
-            for group in unit.groups:
-                group.reshard()
-        self._end_pass()
+        with ExitStack() as stack:  # calls all of these, last ones first, whichever raises
+            stack.callback(self._end_pass)
+            for unit in reversed(self.units):
+                unit.missing_modules.clear()
+                for group in unit.groups:
+                    stack.callback(group.reshard)
+            stack.callback(self.executor.drop)
 
     def _end_pass(self) -> None:
         for unit in self.units:

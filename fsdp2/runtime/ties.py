@@ -9,45 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
-
-from torch import nn
 
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
+from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError
 
 
-class TiedUnit(Protocol):
-    """A unit, as far as this file knows."""
-
-    modules: tuple[nn.Module, ...]
-    groups: tuple[ParamGroup, ...]
-
-    def hold(self, modules: Sequence[nn.Module]) -> None:
-        """``modules`` hold parameters of the unit from now on."""
-
-
-_U = TypeVar("_U", bound=TiedUnit)
-
-
 @dataclass(frozen=True)
-class Member(Generic[_U]):
+class Member:
     """One of the parameters that are bound as one, with its unit, and its name from the root."""
 
-    unit: _U
+    unit: Unit
     group: ParamGroup
     param: ShardedParam
     name: str
 
 
 @dataclass(frozen=True)
-class Tie(Generic[_U]):
+class Tie:
     """Parameters that can move to ``unit``, into ``group``. ``name``: of the unit."""
 
-    members: Sequence[Member[_U]]
-    unit: _U
+    members: Sequence[Member]
+    unit: Unit
     group: ParamGroup
     name: str
 
@@ -71,15 +56,15 @@ class Tie(Generic[_U]):
             member.unit.groups = tuple(group for group in member.unit.groups if group.params)
 
 
-def movable_ties(units: Sequence[tuple[_U, str]], keeps: Callable[[_U], bool]) -> list[Tie[_U]]:
+def movable_ties(units: Sequence[tuple[Unit, str]], keeps: Callable[[Unit], bool]) -> list[Tie]:
     """The ties across ``units``, given with their names, that can move. ``keeps``: whether a unit stays unsharded until
     backward.
 
     Raises:
         ScheduleError: a tie cannot move, and one of its units is resharded after forward.
     """
-    found: dict[int, tuple[_U, str, ParamGroup, ShardedParam]] = {}
-    tied: dict[int, list[Member[_U]]] = {}
+    found: dict[int, tuple[Unit, str, ParamGroup, ShardedParam]] = {}
+    tied: dict[int, list[Member]] = {}
     for unit, name in units:
         for group in unit.groups:
             for param in group.params if group.state is GroupState.SHARDED else ():
@@ -109,11 +94,11 @@ def movable_ties(units: Sequence[tuple[_U, str]], keeps: Callable[[_U], bool]) -
     return ties
 
 
-def _member(unit: _U, unit_name: str, group: ParamGroup, param: ShardedParam) -> Member[_U]:
+def _member(unit: Unit, unit_name: str, group: ParamGroup, param: ShardedParam) -> Member:
     return Member(unit, group, param, f"{unit_name}.{param.name}" if unit_name else param.name)
 
 
-def _tie(members: Sequence[Member[_U]], units: Sequence[tuple[_U, str]]) -> Tie[_U] | None:
+def _tie(members: Sequence[Member], units: Sequence[tuple[Unit, str]]) -> Tie | None:
     """``members`` as a tie that can move; None if it cannot."""
     holders = {slot.module for member in members for slot in member.param.slots}
     around = [each for each in units if holders <= {inner for module in each[0].modules for inner in module.modules()}]

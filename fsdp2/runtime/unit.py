@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -17,22 +17,15 @@ from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.schedule.schedule import Action, AfterForward, Pass, UnitRules
-from fsdp2.schedule.states import GroupState, Lent
+from fsdp2.schedule.schedule import Action, AfterForward, UnitRules
+from fsdp2.schedule.states import GroupState, Lent, Pass
 from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
 
-if TYPE_CHECKING:  # ``root`` imports this module
+if TYPE_CHECKING:  # these import this module
+    from fsdp2.runtime.hooks import ModuleHooks
     from fsdp2.runtime.root import Root
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
-
-
-class UnitHooks(Protocol):
-    """What the hooks of one unit call on the hooks of another; see ``hooks``."""
-
-    def end_forward(self, output: Any) -> Any: ...
-
-    def hold(self, modules: Sequence[nn.Module]) -> None: ...
 
 
 class ModuleTrees:
@@ -93,7 +86,7 @@ class Unit:
         self.left_out: list[Slot] = []
         self.watches: list[Watch] = []
         self.lent = Lent.NOTHING
-        self.hooks: UnitHooks | None = None
+        self.hooks: ModuleHooks | None = None
         self.name = type(modules[0]).__name__
         self.index = 0
         self.root: Root | None = None
@@ -148,7 +141,7 @@ class Unit:
         """Work under ``root`` from now on, under ``name``, the module's name from there."""
         self.root, self.index, self.name = root, index, name or "(root)"
         for group in self.groups:
-            group.attach(name, root.story)
+            group.attach(name, root.story, lambda: self.running)
 
     def tell(self, watches: list[Watch]) -> None:
         """Tell ``watches`` what happens to the unit from now on. Groups have no callback while nothing watches."""

@@ -215,7 +215,10 @@ class SkippedUnits:
 
     def may_skip(self, unit: int, *, enabled: bool) -> None:
         """Whether ranks may skip ``unit`` while others use it."""
-        (self.alike.discard if enabled else self.alike.add)(unit)
+        if enabled:
+            self.alike.discard(unit)
+        else:
+            self.alike.add(unit)
 
     def begin_forward(self, root: int, *, grad_enabled: bool) -> None:
         """A forward pass begins with ``root`` as its outermost unit."""

@@ -20,6 +20,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from fsdp2.schedule.states import Pass
+
 
 class Action(Enum):
     """What is done to one unit."""
@@ -43,15 +45,6 @@ class AfterForward(Enum):
     KEEP = "keep"
     RESHARD = "reshard"
     RESHARD_TO_SMALLER_MESH = "reshard to smaller mesh"
-
-
-class Pass(Enum):
-    """Which pass the whole model is in."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RECOMPUTE = "recompute"  # a forward inside a backward
 
 
 class Phase(Enum):

@@ -1,4 +1,4 @@
-"""The state machine of a parameter group, as a table.
+"""Which pass a model is in, and the state machine of a parameter group, as a table.
 
 The group looks up each event in ``TRANSITIONS`` and raises a ScheduleError if the pair is not there. A test drives
 every cell.
@@ -7,6 +7,15 @@ every cell.
 from __future__ import annotations
 
 from enum import Enum
+
+
+class Pass(Enum):
+    """Which pass the whole model is in."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"  # a forward inside a backward
 
 
 class GroupState(Enum):

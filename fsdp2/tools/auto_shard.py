@@ -128,6 +128,8 @@ def auto_shard(
     shard_size = _shard_size(options["mesh"])
     machine, limit = checked_inputs(machine, budget)
     offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+    if offloads:
+        machine.to_host()  # refuses a machine without a figure for it
 
     def compared(*, offloads: bool) -> Plan:
         def is_allowed(choice: Choice) -> bool:
@@ -146,7 +148,8 @@ def auto_shard(
 
     found = compared(offloads=offloads)
     if found.recommended is None:
-        fits_offloaded = not offloads and compared(offloads=True).recommended is not None
+        may_offload = not offloads and machine.host_bandwidth is not None
+        fits_offloaded = may_offload and compared(offloads=True).recommended is not None
         remedy = " Or pass offload_policy=fsdp2.CPUOffloadPolicy(), with which it fits." if fits_offloaded else ""
         raise ValueError(f"auto_shard: {found.why_nothing_fits()}{remedy}")
     if workload.precision == "bf16":

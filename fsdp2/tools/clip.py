@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import communicating, lost
+from fsdp2.comm.streams import launched, lost
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.types import CommunicationError
 
@@ -177,8 +177,7 @@ def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order:
         cut = [i for i, each in enumerate(classes) if group in each.groups]
         joint = torch.stack([powers[i] for i in cut])
         try:
-            with communicating():
-                dist.all_reduce(joint, op, group=group)
+            launched(dist.all_reduce, joint, op, group=group)
         except CommunicationError as error:
             raise lost("clip_grad_norm_", error, "sum the norms of gradients", [group]) from error.__cause__
         for i, power in zip(cut, joint.unbind(), strict=True):

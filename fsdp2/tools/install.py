@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -119,33 +120,30 @@ class _Installation:
     def _show_our_wrappers(self) -> None:
         """Let ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's own state, go on with
         our wrappers."""
-        owner, name = _torch.FSDP1_STATE
-        of_torch = getattr(_imported(owner), name, None)
-        if of_torch is None:
-            return
         from fsdp2.fsdp1.names import is_wrapper
 
-        def state_of(module: nn.Module) -> Any:
-            return module if is_wrapper(module) else of_torch(module)
-
-        self._put(name, of_torch, state_of)
-        self._undo.append(lambda: self._put(name, state_of, of_torch))
+        self._replace(
+            _torch.FSDP1_STATE, lambda of_torch: lambda module: module if is_wrapper(module) else of_torch(module)
+        )
 
     def _list_our_flat_parameters(self) -> None:
         """``torch.distributed.checkpoint.state_dict`` looks for them in the wrapped modules, which keep the original
         parameters: add them to its list."""
-        owner, name = _torch.LISTED_STATE
-        of_torch = getattr(_imported(owner), name, None)
-        if of_torch is None:
-            return
         from fsdp2.fsdp1.names import flat_params_in
 
-        def listed(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-            yield from of_torch(model, *args, **kwargs)
-            yield from flat_params_in(model)
+        def with_ours(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda model, *args, **kwargs: chain(of_torch(model, *args, **kwargs), flat_params_in(model))
 
-        self._put(name, of_torch, listed)
-        self._undo.append(lambda: self._put(name, listed, of_torch))
+        self._replace(_torch.LISTED_STATE, with_ours)
+
+    def _replace(self, place: tuple[str, str], make: Callable[[Any], object]) -> None:
+        """Put ``make(function)`` where torch's function at ``place`` is, (module, name), if there is one."""
+        owner, name = place
+        of_torch = getattr(_imported(owner), name, None)
+        if of_torch is not None:
+            ours = make(of_torch)
+            self._put(name, of_torch, ours)
+            self._undo.append(lambda: self._put(name, ours, of_torch))
 
     def _put(self, name: str, old: object, new: object) -> None:
         for module in _loaded_modules():

@@ -18,8 +18,7 @@ from fsdp2 import _torch
 from fsdp2.api.module import sharded_unit
 from fsdp2.comm.backends import ReduceComm
 from fsdp2.group.group import ParamGroup
-from fsdp2.plan.layout import ShardLayout
-from fsdp2.plan.plan import GatherStep, Lifetime, Origin, ReducePlan, Route
+from fsdp2.plan.plan import GatherStep, Lifetime, ReducePlan, Route, cut_after_forward
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, parents_of
 from fsdp2.schedule.rank_skipping import nested
@@ -158,8 +157,12 @@ def _gather_bytes(group: ParamGroup) -> UnitBytes:
     return UnitBytes(
         unsharded=plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes,
         arriving=plan.staging_nbytes + passing + staged + unsharded.carrier.gather_buffer_nbytes(travelling),
-        post_forward=0 if smaller is None else sum(_post_forward_nbytes(s, smaller.shard.size) for s in plan.steps),
+        post_forward=0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps),
     )
+
+
+def _nbytes_after_cut(step: GatherStep, num_ranks: int) -> int:
+    return cut_after_forward(step, num_ranks).layout.chunk_numel * step.dtype.itemsize
 
 
 def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
@@ -181,11 +184,6 @@ def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
                 row = 0 if param is reduce else step.layout.chunk_numel * reduce.itemsize
                 packing = max(packing, padded + row)
     return UnitBytes(gradients=gradients, copies=copies + packing, sent=copies + sent_as_they_are)
-
-
-def _post_forward_nbytes(step: GatherStep, num_ranks: int) -> int:
-    shape, dim = (step.layout.shape, step.layout.dim) if step.origin is Origin.SHARD else ((step.layout.numel,), 0)
-    return ShardLayout(shape, dim, num_ranks).chunk_numel * step.dtype.itemsize
 
 
 # Who holds how much

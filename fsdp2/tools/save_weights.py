@@ -267,13 +267,13 @@ def _write(
                     out.write(_bytes_of(kept))
                 except OSError as error:
                     problem = _unwritable(path / mine.name, error)
-        try:
-            if out is not None and problem is None:
+        if mine is not None and out is not None and problem is None:
+            try:
                 out.flush()
                 os.fsync(out.fileno())
                 out.close()  # a full disk may show only now
-        except OSError as error:
-            problem = problem or (error if mine is None else _unwritable(path / mine.name, error))
+            except OSError as error:
+                problem = _unwritable(path / mine.name, error)
     return problem
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardedStateDictConfig, ShardingStrategy, StateDictType
 
-from fsdp2.fsdp1 import FullyShardedDataParallel
+from docs.examples.log_weights import LogExtensions
+from fsdp2.fsdp1 import FullyShardedDataParallel, set_fsdp_extensions
 from tests.accelerator import device
 from tests.accelerator.cases import FEW, SCHEDULES
 from tests.accelerator.support import cpu_mesh, on_device
@@ -62,3 +63,19 @@ def test_trains_as_on_the_cpu(ctx: RankContext, precision, strategy, use_orig_pa
     device.schedule(**SCHEDULES[schedule])
     found = trained(ctx, init_device_mesh(device.DEVICE, (2,)), **options)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@on_device(2)
+def test_sharded_values_of_an_extension_come_to_the_host_when_asked_for(ctx: RankContext) -> None:
+    set_fsdp_extensions(LogExtensions())
+    try:
+        model = wrapped(init_device_mesh(device.DEVICE, (2,)))
+    finally:
+        set_fsdp_extensions(None)
+    found = {}
+    for offloads in (True, False):
+        config = ShardedStateDictConfig(offload_to_cpu=offloads)
+        with model.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
+            found[offloads] = model.state_dict()
+    assert {value.to_local().device.type for value in found[True].values()} == {"cpu"}
+    assert {value.to_local().device.type for value in found[False].values()} == {device.DEVICE}

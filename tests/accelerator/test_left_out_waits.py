@@ -23,6 +23,7 @@ from tests.accelerator.cases import CASES, SCHEDULES, differences, mesh_of, refe
 from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
 from tests.harness.runtimes import subject
+from tests.harness.selection import long
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Wait:
 
 WAITS = [
     Wait("wait_here", "group.all_gather.Gather.wait", "plain", "late gathers"),
-    Wait("gather_after_compute", "group.all_gather.release", "direct", "side streams first"),
+    Wait("gather_after_compute", "comm.memory.release", "direct", "side streams first"),
     Wait("wait_here", "group.gradients.Reduction.finish", "direct", "late reductions"),
     Wait("wait_here", "group.gradients.Reduction.wait", "bf16", "compute first"),
     Wait("gather_after_compute", "runtime.root.Root.order_gathers", "plain", "side streams first"),
@@ -74,7 +75,7 @@ WAITS_OF_4 = [
 ]
 
 
-@pytest.mark.parametrize("wait", WAITS, ids=str)
+@pytest.mark.parametrize("wait", [*WAITS[:3], *long(*WAITS[3:])], ids=str)
 @on_device(2)
 def test_wait_that_is_left_out_is_noticed(ctx: RankContext, wait: Wait) -> None:
     check(ctx, wait)

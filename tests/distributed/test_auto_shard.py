@@ -4,17 +4,25 @@ units, checkpointing and what stays unsharded."""
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2.runtime.unit import units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner import recompute
+from fsdp2.tools.planner.blocks import find_units
+from fsdp2.tools.planner.code import code_for
+from fsdp2.tools.planner.machines import MACHINES
+from fsdp2.tools.planner.scenario import Choice, Precision
 from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
@@ -192,3 +200,52 @@ def test_policy_and_budget_exclude_each_other_and_a_budget_needs_a_workload() ->
         fsdp2.auto_shard(nn.Linear(2, 2))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="budget needs workload"):
         fsdp2.auto_shard(nn.Linear(2, 2), budget="1GiB")  # type: ignore[call-overload]
+
+
+class _Counted(TorchDispatchMode):
+    num_products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_products += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_keeps_every_other_product_with_a_bias() -> None:
+    block = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    recompute(block, "selective")
+    with _Counted() as counted:
+        block(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert counted.num_products == 4 + 1  # torch does not compute what nothing reads, here the last one
+
+
+def _named(*modules: nn.Module) -> nn.Module:
+    return nn.Sequential(OrderedDict(zip(["table", "1", "2", "last"], modules, strict=False)))
+
+
+NESTED: dict[str, Callable[[], nn.Module]] = {
+    "numbers in the path": lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(Block(8), Block(8), Block(8))),
+    "blocks beside others": lambda: nn.Sequential(nn.Embedding(64, 8), Block(8), Block(8), nn.Linear(8, 64)),
+    "beside others, by name": lambda: _named(nn.Embedding(64, 8), Block(8), Block(8), nn.Linear(8, 64)),
+    "by name": lambda: _named(nn.ModuleDict({"x": Block(8), "y": Block(8), "w": nn.Embedding(64, 8)})),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@distributed(2)
+def test_the_code_makes_the_units_that_were_found(ctx: RankContext, kind: str) -> None:
+    model = NESTED[kind]()
+    found = find_units(model)
+    code = code_for(found, Choice("FSDP"), MACHINES["H100"], Precision.FP32)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["shard"](model, "cpu")
+    assert set(units(model)) == {"", *found.block_paths, *found.large}
+
+
+@distributed(2)
+def test_machine_without_a_figure_for_the_host_is_no_obstacle_unless_it_is_needed(ctx: RankContext) -> None:
+    given = {"budget": "1MiB", "machine": "B200", "workload": WORKLOAD, "mesh": ctx.mesh_1d()}
+    with pytest.raises(ValueError, match=r"auto_shard: nothing fits into 1\.0 MiB"):
+        fsdp2.auto_shard(language_model(), **given)
+    with pytest.raises(ValueError, match=r"machine 'B200 .*' has no figure for host_bandwidth"):
+        fsdp2.auto_shard(language_model(), offload_policy=fsdp2.CPUOffloadPolicy(), **given)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard, no_sync
+from fsdp2 import CommunicationError, FSDPModule, MixedPrecisionPolicy, Observer, fully_shard, no_sync
 from fsdp2.tools import trace
 from tests.distributed.support import (
     InjectedError,
@@ -24,6 +24,7 @@ from tests.distributed.support import (
     sharded,
     step,
 )
+from tests.harness.comms import CountingReduceScatter
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -213,3 +214,69 @@ def test_sharded_model_that_is_dropped_is_freed(ctx: RankContext) -> None:
     del model
     gc.collect()
     assert [reference() for reference in watched] == [None, None, None]
+
+
+class _Work:
+    """A collective, and how often it was waited for."""
+
+    fails = False
+
+    def __init__(self, work: Any) -> None:
+        self._work, self.num_waits = work, 0
+
+    def wait(self) -> None:
+        self._work.wait()
+        self.num_waits += 1
+        if self.fails:
+            raise RuntimeError("connection closed")
+
+
+class _WatchedReduceScatter(CountingReduceScatter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[_Work] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.works.append(_Work(super().__call__(*args, **kwargs)))
+        return self.works[-1]
+
+
+def _watch_reductions(model: Any) -> list[_Work]:
+    reduce_scatter = _WatchedReduceScatter()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(reduce_scatter)
+    return reduce_scatter.works
+
+
+@distributed(2)
+def test_reset_waits_for_reductions_in_flight(ctx: RankContext) -> None:
+    """Else the backend writes into memory that is free."""
+    model = _faulty_model(ctx, warm=True)
+    works = _watch_reductions(model)
+    _fail(model, "backward")
+    waits = [work.num_waits for work in works]
+    assert waits.count(0) == 1, waits  # the reduction of the block behind the fault
+    model.reset_iter_state()
+    assert {work.num_waits for work in works} == {1}
+
+
+@distributed(2)
+def test_reset_brings_all_units_to_rest_though_a_reduction_is_lost(ctx: RankContext) -> None:
+    model = _faulty_model(ctx, warm=True)
+    works, states = _watch_reductions(model), _States()
+    with trace.observe(model, states):
+        _fail(model, "backward")
+        works[-1].fails = True
+        with pytest.raises(CommunicationError, match=r"reduction of unit 'blocks\.2' failed.*connection closed"):
+            model.reset_iter_state()
+    assert set(states.last.values()) == {"SHARDED"}
+    model.zero_grad()
+    _assert_step_is_right(model)
+
+
+@distributed(2)
+def test_executor_keeps_no_reduction_after_a_backward(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    step(model)
+    assert model._unit().root.executor.num_reductions == 0

@@ -7,8 +7,10 @@ objects and their values and the output are compared; then, where the case names
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from expecttest import assert_expected_inline
@@ -436,3 +438,13 @@ def _values_beside_meta(ctx: RankContext) -> None:
 def test_meta_parameter_does_not_cost_the_real_ones_of_its_group_their_values() -> None:
     """Either the mixture is refused, or the real parameters keep their values, as with torch."""
     same_on_all_ranks(_values_beside_meta)
+
+
+def _place_of_warning(ctx: RankContext) -> str:
+    with pytest.warns(UserWarning, match="reshard_after_forward=1 means one rank per shard") as warned:
+        fully_shard(seeded(Stack), mesh=ctx.mesh_1d(), reshard_after_forward=1)
+    return Path(warned[0].filename).name
+
+
+def test_warning_about_one_rank_per_shard_shows_the_line_of_the_call() -> None:
+    assert same_on_all_ranks(_place_of_warning) == Path(__file__).name

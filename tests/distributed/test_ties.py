@@ -16,6 +16,7 @@ from fsdp2.tools import trace
 from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
+from tests.harness.selection import long
 
 
 def _tied(places: tuple[str, ...]) -> Stack:
@@ -67,7 +68,7 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize("case", [*list(LATE)[:2], *long(*list(LATE)[2:])])
 @pytest.mark.parametrize(
     ("replicas", "kept"),
     [(1, None), *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, False), (2, True)])],

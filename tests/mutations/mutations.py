@@ -618,13 +618,9 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/executor.py",
-        "pending, self._pending = self._pending, []  # if landing raises",
-        "pending = list(self._pending)  # if landing raises",
-        (
-            *_RANDOM,
-            "distributed/test_recovery.py",
-            "distributed/test_step_control.py",
-        ),
+        "            with suppress(CommunicationError):  # the first error is the cause\n                self.drop()",
+        "            pass",
+        ("unit/test_executor.py",),
     ),
     # runtime/root.py
     Mutation(
@@ -639,7 +635,7 @@ MUTATIONS = [
     # runtime/rank_checks.py
     Mutation(
         "runtime/rank_checks.py",
-        "wait_for(_torch.counted_as(None, partial(all_reduce, axis, values, op)))",
+        "wait_for(launched(_torch.counted_as, None, partial(all_reduce, axis, values, op)))",
         "pass",
         (
             "distributed/test_agreement.py",
@@ -896,6 +892,7 @@ MUTATIONS = [
         "values[param] = value",
         (
             "parity/fsdp1/test_state_dicts.py",
+            "accelerator/test_fsdp1.py",
             "parity/fsdp1/test_extensions.py",
         ),
     ),

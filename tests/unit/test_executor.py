@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
 import torch
 
+from fsdp2 import CommunicationError
 from fsdp2.runtime.executor import Executor
 
 
 class NotedReduction:
-    """Notes what is done with it."""
+    """Notes what is done with it. ``raises``: what is raised then."""
 
-    def __init__(self) -> None:
+    def __init__(self, **raises: Exception) -> None:
         self.log: list[str] = []
+        self._raises = raises
 
     def __getattr__(self, name: str) -> Any:
-        return lambda: self.log.append(name)
+        def note() -> None:
+            self.log.append(name)
+            if name in self._raises:
+                raise self._raises[name]
+
+        return note
+
+
+def _group(reduce: Callable[[], object]) -> Any:
+    mesh = SimpleNamespace(replicate=SimpleNamespace(size=2))
+    return SimpleNamespace(
+        mesh=mesh,
+        reduce_partial=reduce,
+        on_work=None,
+        lost=lambda what, error: CommunicationError(f"{what} of unit 'layer': {error}"),
+    )
+
+
+def _executor(*reductions: NotedReduction) -> Executor:
+    """With all ``reductions`` in flight."""
+    executor = Executor(torch.device("cpu"))
+    executor.max_in_flight = len(reductions)
+    for reduction in reductions:
+        executor.reduce_partial(_group(lambda reduction=reduction: reduction))
+    return executor
 
 
 def _with_a_reduction() -> tuple[Executor, NotedReduction]:
-    executor, reduction = Executor(torch.device("cpu")), NotedReduction()
-    mesh = SimpleNamespace(replicate=SimpleNamespace(size=2))
-    group: Any = SimpleNamespace(mesh=mesh, reduce_partial=lambda: reduction, on_work=None)
-    executor.reduce_partial(group)
-    return executor, reduction
+    reduction = NotedReduction()
+    return _executor(reduction), reduction
 
 
 def test_landed_gradients_are_waited_for_when_the_rest_is_dropped() -> None:
@@ -42,3 +67,41 @@ def test_reductions_in_flight_are_dropped_once_and_do_not_land() -> None:
     executor.drop()
     executor.land()
     assert reduction.log == ["drop"]
+
+
+def test_all_reductions_are_dropped_though_the_first_is_lost() -> None:
+    reductions = [NotedReduction(drop=CommunicationError("no peer")), NotedReduction(), NotedReduction()]
+    executor = _executor(*reductions)
+    with pytest.raises(CommunicationError, match="reduction of unit 'layer': no peer"):
+        executor.drop()
+    assert [reduction.log for reduction in reductions] == [["drop"]] * 3
+    executor.drop()
+    assert [reduction.log for reduction in reductions] == [["drop"]] * 3
+
+
+def test_reductions_behind_one_that_cannot_land_are_dropped() -> None:
+    """A user's hook raises there."""
+    reductions = [NotedReduction(land=ValueError("by a hook")), NotedReduction(), NotedReduction()]
+    executor = _executor(*reductions)
+    with pytest.raises(ValueError, match="by a hook"):
+        executor.land()
+    assert [reduction.log for reduction in reductions] == [["finish", "land"], ["drop"], ["drop"]]
+    assert executor.num_reductions == 0
+
+
+def test_the_error_that_kept_a_reduction_from_landing_is_raised_though_others_are_lost() -> None:
+    executor = _executor(
+        NotedReduction(land=ValueError("by a hook")),
+        NotedReduction(),
+        NotedReduction(drop=CommunicationError("no peer")),
+    )
+    with pytest.raises(ValueError, match="by a hook"):
+        executor.land()
+
+
+def test_reduction_over_replicas_that_cannot_start_names_the_unit() -> None:
+    def refuse() -> NoReturn:
+        raise CommunicationError("no peer")
+
+    with pytest.raises(CommunicationError, match="reduction of unit 'layer': no peer"):
+        _executor().reduce_partial(_group(refuse))

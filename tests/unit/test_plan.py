@@ -19,7 +19,7 @@ from expecttest import assert_expected_inline
 from fsdp2._torch import GradDtype
 from fsdp2.plan.dtypes import DivideFactors, param_dtypes
 from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout
-from fsdp2.plan.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces
+from fsdp2.plan.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces, cut_after_forward
 from fsdp2.types import MixedPrecisionPolicy
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -119,8 +119,8 @@ all-gather into 4864 bytes
 def test_gather_back_from_a_smaller_mesh_lands_where_the_parameters_came_from() -> None:
     inputs = [_input("weight", (33, 32), param_dtype=BF16), _input("bias", (33,), param_dtype=BF16)]
     whole = _gather(inputs)
-    resting = [replace(item, layout=replace(item.layout, num_shards=2)) for item in inputs]
-    plan = compile_gather(dict(enumerate(resting)), Preferences(), back_into=whole)  # type: ignore[arg-type]
+    resting = {step.index: cut_after_forward(step, 2) for step in whole.steps}
+    plan = compile_gather(resting, Preferences(), back_into=whole)
     assert plan.unsharded_nbytes == whole.unsharded_nbytes
     assert_expected_inline(
         str(plan),

@@ -21,6 +21,7 @@ from fsdp2.schedule.schedule import AfterForward, UnitRules
 from fsdp2.tools.planner import scenario
 from fsdp2.tools.planner.blocks import Stack, Units, find_units
 from fsdp2.tools.planner.groups import Wire
+from fsdp2.tools.planner.machine import ranks_of
 from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
 from fsdp2.tools.planner.observe import ModelWork
 from fsdp2.tools.planner.placement import shard_dim
@@ -331,7 +332,7 @@ def test_machines_have_sources_and_are_found_by_name(name: str) -> None:
 
 
 def test_a_figure_that_is_not_known_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"machine '.*' has no figure for fp8_flops\. Measure one with"):
+    with pytest.raises(ValueError, match=r"machine '.*' has no figure for fp8_flops\. Pass dataclasses"):
         MACHINES["A100-80"].peak_fp8()
     assert H100.peak_fp8() > H100.bf16_flops
 
@@ -443,6 +444,17 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: p
     found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
     assert found.machine.name == "measured: cpu, 1 ranks"
     assert found.machine.bf16_flops > 0
+
+
+@pytest.mark.parametrize("sizes", ["64", "64,1", "4,4", "0,1", "one"])
+def test_sizes_that_make_no_line_are_refused(sizes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["measure", str(tmp_path / "machine.json"), "--sizes", sizes])
+    assert f"--sizes is '{sizes}', expected at least two sizes in MiB, ascending" in capsys.readouterr().err
+
+
+def test_a_node_that_is_filled_in_part_is_a_node() -> None:
+    assert [ranks_of(size, 1, 8).num_nodes for size in (1, 8, 12, 16)] == [1, 1, 2, 2]
 
 
 def test_a_file_that_describes_no_machine_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ A step is written as plain lists of unit numbers. Unit 0 is the root; its forwar
 
 from __future__ import annotations
 
-from fsdp2.schedule.schedule import Action, Actions, AfterForward, Pass, Schedule, UnitRules
+from fsdp2.schedule.schedule import Action, Actions, AfterForward, Schedule, UnitRules
+from fsdp2.schedule.states import Pass
 from tests.unit.schedule_support import backward, forward, pre_forward, prefetches, reshards, schedule_of
 
 # Forward

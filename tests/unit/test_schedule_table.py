@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdp2.schedule.schedule import Actions, AfterForward, Pass, Phase, Schedule, UnitRules
+from fsdp2.schedule.schedule import Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.schedule.states import Pass
 
 UNIT = 2
 

@@ -78,3 +78,4 @@ def test_thread_ends_with_the_roots() -> None:
     del root
     thread.join(timeout=30)
     assert not thread.is_alive()
+    assert not stalls.add(_Root(""))  # nobody would look at it

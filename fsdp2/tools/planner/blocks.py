@@ -17,12 +17,13 @@ LARGE_SHARE = 0.25  # of the largest block's elements: from here on, a module be
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks that lie in one container. ``path``: that of the container; "" is the model. ``names``: of its children,
-    in order. ``is_mapping``: it is an ``nn.ModuleDict``."""
+    """Blocks that lie in one container. ``path``: that of the container; "" is the model. ``names``: of its children
+    that are blocks, in order. ``is_mapping``: it is an ``nn.ModuleDict``. ``is_whole``: it has no other children."""
 
     path: str
     names: tuple[str, ...]
     is_mapping: bool = False
+    is_whole: bool = True
 
     @property
     def block_paths(self) -> tuple[str, ...]:
@@ -95,7 +96,7 @@ def _stacks(module: nn.Module, path: str, enough: float) -> Iterator[Stack]:
         repeated = {kind for (kind, _), count in counts.items() if count > 1}  # others of the class are blocks, too
         if repeated:
             names = tuple(name for name, child in callable_ones.items() if type(child) in repeated)
-            yield Stack(path, names, isinstance(module, nn.ModuleDict))
+            yield Stack(path, names, isinstance(module, nn.ModuleDict), names == tuple(dict(module.named_children())))
             return
     for name, child in children.items():
         yield from _stacks(child, f"{path}.{name}" if path else name, enough)

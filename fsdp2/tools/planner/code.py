@@ -44,7 +44,7 @@ def _function(units: Units, choice: Choice, machine: Machine, precision: Precisi
         *_options(choice, precision, cuts_other_dims),
         f"blocks = [{', '.join(_blocks(stack) for stack in units.stacks)}]",
         *_per_block(choice, machine),
-        *(f"fsdp2.fully_shard(model.{path}, {_after_forward(choice, machine)}**options)" for path in units.large),
+        *(f"fsdp2.fully_shard({_at(path)}, {_after_forward(choice, machine)}**options)" for path in units.large),
         "return fsdp2.fully_shard(model, **options)",
     ]
     head = 'def shard(model: nn.Module, device_type: str = "cuda") -> nn.Module:'
@@ -90,6 +90,16 @@ def _per_block(choice: Choice, machine: Machine) -> list[str]:
 
 
 def _blocks(stack: Stack) -> str:
-    """The blocks of ``stack``; those of the model itself are its children."""
-    container = f"model.{stack.path}" if stack.path else "model"
-    return f"*{container}.values()" if stack.is_mapping else f"*{container}"
+    container = _at(stack.path)
+    if stack.is_whole:
+        return f"*{container}.values()" if stack.is_mapping else f"*{container}"
+    first = stack.names[0]
+    if not stack.is_mapping and stack.names == tuple(str(int(first) + i) for i in range(len(stack.names))):
+        return f"*{container}[{first}:{int(first) + len(stack.names)}]"
+    return f"*map(model.get_submodule, {[*stack.block_paths]})"
+
+
+def _at(path: str) -> str:
+    """The module at ``path``; "" is the model."""
+    names = path.split(".") if path else []
+    return ".".join(["model", *names]) if all(map(str.isidentifier, names)) else f'model.get_submodule("{path}")'

@@ -26,6 +26,7 @@ from fsdp2.plan.plan import (
     Route,
     compile_gather,
     compile_reduces,
+    cut_after_forward,
 )
 from fsdp2.tools.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
 from fsdp2.tools.planner.placement import shard_dim
@@ -162,7 +163,7 @@ def _compiled(
     whole = compile_gather(inputs, comm)
     rest = None
     if resting is not None:
-        cut: dict[int, GatherInput] = {step.index: _resting_input(whole, step.index, resting) for step in whole.steps}
+        cut: dict[int, GatherInput] = {step.index: cut_after_forward(step, resting) for step in whole.steps}
         rest = compile_gather(cut, comm, back_into=whole)
     trained = [item for item, param in zip(plain, params, strict=True) if param.trainable]
     reduces = compile_reduces(trained, comm, num_shards * num_replicas)
@@ -174,16 +175,9 @@ def _shards_nbytes(inputs: list[PlanInput]) -> int:
 
 
 def _in_float8(param: PlanInput, num_shards: int) -> HookInput:
-    """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``fsdp2.group.group.hooked_params`` joins it."""
+    """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``fsdp2.group.hooked_params`` joins it."""
     shapes = [param.layout.shard_shape(rank) for rank in range(num_shards)]
     return HookInput(param.name, join(shapes, param.layout.dim), torch.uint8, Lifetime.UNSHARDED)
-
-
-def _resting_input(plan: GatherPlan, index: int, num_shards: int) -> PlanInput:
-    """As ``fsdp2.group.group.post_forward`` cuts it; what hooks sent is cut wherever it falls."""
-    step = next(step for step in plan.steps if step.index == index)
-    shape = (step.layout.numel,) if step in plan.hooked else step.layout.shape
-    return PlanInput(step.name, ShardLayout(shape, 0, num_shards), ParamDtypes(*4 * (step.dtype,)))
 
 
 def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:

@@ -29,6 +29,8 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True)
 class Link:
+    """A connection: its ``bandwidth`` in bytes/s, its ``latency`` in s per hop."""
+
     bandwidth: float
     latency: float
 
@@ -87,8 +89,7 @@ class Machine:
     def _known(self, name: str, value: float | None) -> float:
         if value is None:
             raise ValueError(
-                f"machine '{self.name}' has no figure for {name}. Measure one with `python -m fsdp2 measure`, or pass "
-                f"dataclasses.replace(machine, {name}=...)."
+                f"machine '{self.name}' has no figure for {name}. Pass dataclasses.replace(machine, {name}=...)."
             )
         return value
 
@@ -102,7 +103,8 @@ class Ranks:
 
     @property
     def num_nodes(self) -> int:
-        return self.size // self.per_node
+        """The last one may have fewer ranks."""
+        return -(-self.size // self.per_node)
 
 
 def ranks_of(size: int, stride: int, node_size: int) -> Ranks:

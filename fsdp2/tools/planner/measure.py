@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def _product_flops(device: torch.device, width: int, dtype: torch.dtype) -> floa
     return 2.0 * width**3 / _seconds(lambda: a @ b, device)
 
 
-def _copy_bandwidth(device: torch.device, numel: int = 2**24) -> float:
-    source, target = (torch.ones(numel, device=device) for _ in range(2))
+def _copy_bandwidth(device: torch.device) -> float:
+    source, target = (torch.ones(2**24, device=device) for _ in range(2))
     return 2.0 * source.nbytes / _seconds(lambda: target.copy_(source), device)
 
 
@@ -198,7 +199,9 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     try:
         sizes = tuple(int(float(size) * 2**20) for size in options.sizes.split(","))
     except ValueError:
-        parser.error(f"--sizes is '{options.sizes}', expected MiB with commas between, such as 1,16,64.")
+        sizes = ()
+    if len(sizes) < 2 or sizes[0] < 1 or any(smaller >= larger for smaller, larger in pairwise(sizes)):
+        parser.error(f"--sizes is '{options.sizes}', expected at least two sizes in MiB, ascending, such as 1,16,64.")
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
     found = measure(sizes, options.width)

@@ -153,7 +153,6 @@ class _Fakes:
             self.tensors[name] = self._like(param, dtype if param.is_floating_point() else param.dtype)
         for name, buffer in model.named_buffers():
             self.tensors[name] = self._like(buffer, buffer.dtype)
-        self.storages = {_storage(tensor) for tensor in self.tensors.values()}
 
     @staticmethod
     def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,7 @@ def _selective_contexts() -> Any:
 
     def policy(ctx: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = "scaled_dot_product" in str(function)
-        if function is torch.ops.aten.mm.default:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):  # without and with a bias
             keeps = num_products[ctx.is_recompute] % 2 == 0
             num_products[ctx.is_recompute] += 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

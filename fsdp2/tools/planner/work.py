@@ -58,12 +58,6 @@ class Work:
     def __add__(self, more: Work) -> Work:
         return Work(*(a + b for a, b in zip(astuple(self), astuple(more), strict=True)))
 
-    def __sub__(self, less: Work) -> Work:
-        return self + less * -1
-
-    def __mul__(self, times: float) -> Work:
-        return Work(*(times * each for each in astuple(self)))
-
 
 @dataclass(frozen=True)
 class Exchange:

@@ -17,8 +17,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.module import sharded_unit
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.offload import tell_copies
-from fsdp2.comm.streams import tell_waits
+from fsdp2.comm.streams import observe_activities
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Route
 from fsdp2.runtime.root import Root, form_root
@@ -102,7 +101,7 @@ def report(
     synced, is_first_use, found = time.perf_counter(), not root.schedule.last_order, Report()
     on_device = root.executor.streams.runs_ahead
     recorder = Recorder(DeviceClock(mesh.device, root.units) if on_device else HostClock(), steps)
-    with _attached(recorder, model, root.class_name, times_waits=not on_device):
+    with _attached(recorder, model, root.class_name):
         yield found
     recorder.end()
     root = form_root(unit)  # in the block, a unit around it may have become the root
@@ -130,20 +129,18 @@ def report(
 
 
 @contextmanager
-def _attached(recorder: Recorder, model: nn.Module, class_name: str, *, times_waits: bool) -> Iterator[None]:
+def _attached(recorder: Recorder, model: nn.Module, class_name: str) -> Iterator[None]:
     """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends."""
     watch = Watch(model, recorder)
 
     def detach() -> None:
-        tell_waits(None)
-        tell_copies(None)
+        observe_activities(None)
         watch.end()
 
     recorder.on_done = detach
     _recording.append(class_name)
     try:
-        tell_waits(recorder.on_wait if times_waits else None)
-        tell_copies(recorder.on_copy)
+        observe_activities(recorder.on_activity)
         yield
     finally:
         detach()

@@ -31,7 +31,6 @@ class UnitFacts:
             for the first one of a pass.
         reduce_late: how long compute waited for its reduction inside backward.
         tail_late: the same, after the last compute of backward.
-        reduce_idle: how long no gradients were reduced, in backward.
         per_use: what all its collectives take of the thread, late or not.
     """
 

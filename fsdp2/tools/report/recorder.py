@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp2.comm.streams import Streams, streams_for
+from fsdp2.comm.streams import Activity, Streams, streams_for
 from fsdp2.runtime.unit import Unit
-from fsdp2.tools.report.timeline import BLOCKED, Edge, Mark
+from fsdp2.tools.report.timeline import BLOCKED, TO_DEVICE, TO_HOST, Edge, Mark
 from fsdp2.types import Observer
 
 Stamp = float | torch.Event | None
@@ -24,6 +24,8 @@ Stamp = float | torch.Event | None
 _ON_GATHER_STREAM = ("unshard", "prefetch")
 _ON_REDUCE_STREAM = ("reduce_launch", "reduce_land")
 _ON_NO_STREAM = ("unshard", "prefetch", "keep")
+
+_COPIES = {Activity.COPY_TO_DEVICE: TO_DEVICE, Activity.COPY_TO_HOST: TO_HOST}
 
 
 class Step(NamedTuple):
@@ -35,7 +37,13 @@ class Step(NamedTuple):
 
 
 class HostClock:
-    """The CPU: work is done when the call returns."""
+    """The CPU: work is done when the call returns.
+
+    Attributes:
+        times_waits: whether a wait for collectives takes time of this thread.
+    """
+
+    times_waits = True
 
     def now(self) -> Stamp:
         return time.perf_counter()
@@ -60,6 +68,8 @@ class HostClock:
 class DeviceClock(HostClock):
     """An accelerator: stamps are events on its streams. ``units``: those that do not use the device's usual streams
     are asked for theirs."""
+
+    times_waits = False
 
     def __init__(self, device: torch.device, units: Sequence[Unit]) -> None:
         self._device = device
@@ -144,15 +154,15 @@ class Recorder(Observer):
             self._has_reduced = self._has_reduced or action == "reduce"
             self._marks.append((Edge.ACTION, action, unit, *self._last))
 
-    def on_copy(self, kind: str, starts: bool) -> None:
-        """A copy from or to the host starts, or is enqueued, in the work that started last."""
-        if self._bounds and not self._is_done:
-            self._marks.append((Edge.START if starts else Edge.STOP, kind, self._unit, *self._clock.of_copy()))
-
-    def on_wait(self, starts: bool) -> None:
-        """The CPU starts, or stops, to wait for collectives."""
-        if self._bounds:  # else for a collective before the first step
-            self._mark(Edge.START if starts else Edge.STOP, BLOCKED, "")
+    def on_activity(self, activity: Activity, starts: bool) -> None:
+        """A wait for collectives, or a copy in the work that started last, starts or stops."""
+        if not self._bounds or self._is_done:  # before the first step, or after the last one
+            return
+        edge = Edge.START if starts else Edge.STOP
+        if activity is not Activity.WAIT:
+            self._marks.append((edge, _COPIES[activity], self._unit, *self._clock.of_copy()))
+        elif self._clock.times_waits:
+            self._mark(edge, BLOCKED, "")
 
     def _mark(self, edge: Edge, work: str, unit: str) -> None:
         if not self._is_done:

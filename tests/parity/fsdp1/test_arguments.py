@@ -157,6 +157,7 @@ def test_no_backward_prefetch_gathers_one_unit_at_a_time(ctx: RankContext) -> No
     assert found[BackwardPrefetch.BACKWARD_PRE] == 2
 
 
+@pytest.mark.long
 @distributed(1)
 def test_one_rank_shards_nothing(ctx: RankContext) -> None:
     model = Front(ctx, fsdp2.fsdp1).wrap(mlp())

@@ -112,6 +112,15 @@ def ours(ctx: RankContext) -> Front:
     return Front(ctx, fsdp2.fsdp1)
 
 
+def trained(ctx: RankContext, *, use_orig_params: bool) -> tuple[Front, nn.Module, torch.optim.AdamW]:
+    """Our class around a ``Net``, after one step."""
+    front = ours(ctx)
+    model = wrapped_net(front, use_orig_params=use_orig_params)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    steps(ctx, model, optim, range(1))
+    return front, model, optim
+
+
 @pytest.mark.parametrize("use_orig_params", [False, *long(True)])
 @distributed(2, 4)
 def test_every_kind_of_every_optimizer_is_torchs(ctx: RankContext, use_orig_params: bool) -> None:
@@ -234,10 +243,7 @@ def test_a_frozen_wrapper_and_an_unused_parameter_have_no_states(ctx: RankContex
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(2)
 def test_saved_values_are_copies_and_loading_leaves_them_alone(ctx: RankContext, use_orig_params: bool) -> None:
-    front = ours(ctx)
-    model = wrapped_net(front, use_orig_params=use_orig_params)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    steps(ctx, model, optim, range(1))
+    front, model, optim = trained(ctx, use_orig_params=use_orig_params)
     found = [saved(front, model, optim, kind) for kind in (FULL, SHARDED)]
     before = [copy.deepcopy(normal(each)) for each in found]
     for each in found:
@@ -248,10 +254,7 @@ def test_saved_values_are_copies_and_loading_leaves_them_alone(ctx: RankContext,
 
 @distributed(2)
 def test_a_unit_is_gathered_in_one_launch_per_state(ctx: RankContext) -> None:
-    front = ours(ctx)
-    model = wrapped_net(front, use_orig_params=True)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    steps(ctx, model, optim, range(1))
+    front, model, optim = trained(ctx, use_orig_params=True)
     with CommDebugMode() as comm:
         saved(front, model, optim)
     assert sum(comm.get_comm_counts().values()) <= 2 * 2  # units, states
@@ -260,10 +263,7 @@ def test_a_unit_is_gathered_in_one_launch_per_state(ctx: RankContext) -> None:
 @distributed(2)
 def test_states_that_only_some_ranks_have_are_saved_if_the_others_have_no_elements(ctx: RankContext) -> None:
     """An optimizer may skip empty shards. The same collectives run on all ranks."""
-    front = ours(ctx)
-    model = wrapped_net(front, use_orig_params=True)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    steps(ctx, model, optim, range(1))
+    front, model, optim = trained(ctx, use_orig_params=True)
     expected = saved(front, model, optim)
     for param in [each for each in optim.state if not each.to_local().numel()]:
         del optim.state[param]
@@ -319,10 +319,7 @@ def test_rekeying_is_torchs_and_plain_optimizers_load_and_save_for_us(ctx: RankC
 
 @distributed(2)
 def test_sharded_states_are_no_whole_states_of_rank_0(ctx: RankContext) -> None:
-    front = ours(ctx)
-    model = wrapped_net(front, use_orig_params=True)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    steps(ctx, model, optim, range(1))
+    front, model, optim = trained(ctx, use_orig_params=True)
     given = saved(front, model, optim, StateDictType.SHARDED_STATE_DICT)
     whole_on_rank_0 = FullOptimStateDictConfig(rank0_only=True)
     with (
@@ -352,10 +349,7 @@ def test_rekeying_before_the_first_step_also_changes_the_groups(ctx: RankContext
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(2)
 def test_what_does_not_fit_raises_on_all_ranks_and_loads_nothing(ctx: RankContext, use_orig_params: bool) -> None:
-    front = ours(ctx)
-    model = wrapped_net(front, use_orig_params=use_orig_params)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    steps(ctx, model, optim, range(1))
+    front, model, optim = trained(ctx, use_orig_params=use_orig_params)
     good = saved(front, model, optim)
     before = normal(good)
 
@@ -389,3 +383,47 @@ def test_what_does_not_fit_raises_on_all_ranks_and_loads_nothing(ctx: RankContex
     fails("the optimizer does not have", good, with_optim=some)
     with pytest.raises(ValueError, match="no FullyShardedDataParallel"):
         front.cls.optim_state_dict(plain, torch.optim.AdamW(plain.parameters()))
+
+
+@distributed(2)
+def test_sharded_states_that_one_rank_lacks_raise_on_all_ranks(ctx: RankContext) -> None:
+    """Each is gathered when it is loaded."""
+    front, model, optim = trained(ctx, use_orig_params=True)
+    given = saved(front, model, optim, SHARDED)
+    if ctx.rank == 1:
+        del given["state"]["inner.0.weight"]
+    with (
+        of_kind(front, model, SHARDED),
+        pytest.raises(ValueError, match=r"ranks 0 and 1 have different sharded states of inner\.0\.weight"),
+    ):
+        front.cls.optim_state_dict_to_load(model, optim, given)
+
+
+@distributed(2)
+def test_malformed_states_of_one_rank_raise_on_all_ranks(ctx: RankContext) -> None:
+    front, model, optim = trained(ctx, use_orig_params=True)
+    given = saved(front, model, optim)
+    if ctx.rank == 1:
+        given["param_groups"] = [{}]
+    expected, match = (KeyError, "params") if ctx.rank == 1 else (ValueError, "it failed on rank 1: 'params'")
+    with pytest.raises(expected, match=match):
+        front.cls.optim_state_dict_to_load(model, optim, given)
+
+
+@distributed(2)
+def test_a_named_optimizer_without_states_is_saved(ctx: RankContext) -> None:
+    front = ours(ctx)
+    model = wrapped_net(front, use_orig_params=True)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = [name for name, _ in model.named_parameters()]
+    given = {"state": {}, "param_groups": [{**optim.state_dict()["param_groups"][0], "params": names}]}
+    found = front.cls.optim_state_dict(model, optim, given)
+    assert found["state"] == {}
+    assert sorted(found["param_groups"][0]["params"]) == sorted(name for name, _ in Net().named_parameters())
+
+
+@distributed(2)
+def test_a_key_type_of_another_kind_is_refused(ctx: RankContext) -> None:
+    front, model, optim = trained(ctx, use_orig_params=True)
+    with pytest.raises(TypeError, match="rekey_optim_state_dict: expected an OptimStateKeyType, not 'names'"):
+        front.cls.rekey_optim_state_dict(saved(front, model, optim), "names", model, optim=optim)

@@ -238,7 +238,7 @@ def is_exact(program: Program) -> bool:
     return PRECISIONS[program.precision] is None and program.clip_norm is None and not is_summed_otherwise
 
 
-@pytest.mark.parametrize("seed", [*range(2), *long(*range(2, 60))])
+@pytest.mark.parametrize("seed", [0, *long(*range(1, 60))])
 @distributed(2)
 def test_programs_do_the_same_with_both_classes(ctx: RankContext, seed) -> None:
     program = draw(seed)

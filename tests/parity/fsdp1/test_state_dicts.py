@@ -602,6 +602,16 @@ def test_every_kind_is_loaded_again(ctx: RankContext, use_orig_params: bool) -> 
 
 
 @distributed(2)
+def test_what_is_no_dict_on_one_rank_raises_on_all(ctx: RankContext) -> None:
+    """As when only the first rank has read the file."""
+    model = ours(ctx).wrap(nn.Linear(3, 3))
+    whole = model.state_dict()
+    given: Any = whole if ctx.rank == 0 else None
+    with pytest.raises(TypeError, match="On rank 1: load_state_dict: expected a dict of tensors, got a NoneType"):
+        model.load_state_dict(given)
+
+
+@distributed(2)
 def test_assigned_values_are_taken_over(ctx: RankContext) -> None:
     """``assign=True`` replaces parameters, also those on the meta device."""
     front = ours(ctx)

@@ -55,7 +55,7 @@ def test_a_group_of_some_ranks(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, *long(False)])
 @pytest.mark.parametrize("strategy", [HYBRID, *long(HYBRID_ZERO2)])
-@pytest.mark.parametrize("given", ["device_mesh", "process_group"])
+@pytest.mark.parametrize("given", ["device_mesh", *long("process_group")])
 @distributed(4)
 def test_hybrid(ctx: RankContext, given, strategy, use_orig_params) -> None:
     mesh = ctx.mesh_2d(2, 2)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
+import fsdp2.fsdp1
+from fsdp2 import _torch
 from tests.harness.distributed import RankContext, distributed
 from tests.parity.fsdp1.fronts import Front, batch, same, train
 
@@ -60,3 +62,23 @@ def test_flat_parameters_have_torchs_names(ctx: RankContext) -> None:
         return [name for name, _ in wrapped_mlp(front).named_parameters()]
 
     same(ctx, scenario)
+
+
+@distributed(2)
+def test_gradient_of_a_flat_parameter_lies_where_those_of_the_shards_do(ctx: RankContext) -> None:
+    flat = Front(ctx, fsdp2.fsdp1).wrap(nn.Linear(8, 8))._flat_param
+    memory = torch.arange(100.0 + flat.numel())[100:]  # late in its storage
+    places = [(param.sharded, part.data_ptr() - memory.data_ptr(), part.shape) for param, part in flat.parts(memory)]
+    params = [param for param, _, _ in places]
+    parts = [memory[start // 4 : start // 4 + shape.numel()].view(shape) for _, start, shape in places]
+    _torch.set_grads(params, _torch.dtensors_placed_like(params, parts))
+    assert torch.equal(flat.grad, memory)
+    assert flat.grad.data_ptr() == memory.data_ptr()
+
+
+@distributed(2)
+def test_data_of_a_flat_parameter_may_be_a_part_of_another_tensor(ctx: RankContext) -> None:
+    flat = Front(ctx, fsdp2.fsdp1).wrap(nn.Linear(8, 8))._flat_param
+    values = torch.arange(100.0 + 2 * flat.numel())[100::2]
+    flat.data = values
+    assert torch.equal(flat.detach(), values)
