@@ -21,6 +21,8 @@ import gpu_acceptance
 import gpu_figures
 from gpu_acceptance import FAIL, MARGIN_S, NOT_RUN, PASS, Part, Verdict, run_all, run_part
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(gpu_acceptance.__file__)
 
 

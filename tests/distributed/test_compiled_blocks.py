@@ -68,7 +68,7 @@ def _assert_compiled_like_eager(
     assert_alike(outputs, train(_shard(ctx, seeded(make), _same, before=False, **kwargs)))
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("before", [True, *long(False)], ids=["before", "after"])
 @pytest.mark.parametrize("way", ["block.compile()", *long(*list(COMPILE)[1:])])
 @distributed(2)
 def test_compiled_before_or_after_fully_shard(ctx: RankContext, way: str, before: bool) -> None:

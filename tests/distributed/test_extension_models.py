@@ -21,6 +21,7 @@ from tests.harness.extensions import (
     count,
     recorded,
 )
+from tests.harness.selection import long
 
 SOME = {"scaled": Scaled, "kept": KeptAliasing}
 some = pytest.mark.parametrize("name", list(SOME))
@@ -136,7 +137,7 @@ def test_step_after_an_exception_in_forward_is_right(ctx: RankContext, name: str
 # Compiled
 
 
-@pytest.mark.parametrize("make", [Scaled, Aliasing, Padded])
+@pytest.mark.parametrize("make", [Scaled, *long(Aliasing, Padded)])
 @distributed(2)
 def test_compiled_blocks_train_and_are_compiled_once(ctx: RankContext, make: Any) -> None:
     twins = Twins(make, ctx.mesh_1d(), ctx.rank, dim=UNEVEN)

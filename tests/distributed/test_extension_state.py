@@ -25,6 +25,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import ON_LONGER_AXES, plain
 from tests.harness.extensions import Aliasing, Halved, KeptAliasing, KeptHalved, Ragged, Scaled, wrap
 from tests.harness.pool import shared_pool
+from tests.harness.selection import long
 
 SOME = {"scaled": Scaled, "kept": KeptAliasing}
 some = pytest.mark.parametrize("name", list(SOME))
@@ -183,7 +184,7 @@ def test_meta_model_is_materialised_and_trains(ctx: RankContext, name: str) -> N
     twins.train(3)
 
 
-@pytest.mark.parametrize("make", [Halved, KeptHalved, Scaled, Aliasing, Ragged])
+@pytest.mark.parametrize("make", [Halved, *long(KeptHalved, Scaled, Aliasing, Ragged)])
 @distributed(2)
 def test_cast_between_steps(ctx: RankContext, make: Any) -> None:
     twins = _twins(ctx, make, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))

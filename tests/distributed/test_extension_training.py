@@ -54,7 +54,7 @@ CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
     "silent": Silent,
 }
 on_four_ranks = pytest.mark.parametrize(
-    "name", ["packed4", "ragged", *long("aliasing", "halved", "scaled", "padded", "silent")]
+    "name", ["packed4", *long("ragged", "aliasing", "halved", "scaled", "padded", "silent")]
 )
 POLICIES = {"full": None, "mixed": MIXED, "reduced": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
 
@@ -89,7 +89,7 @@ def test_payloads_that_rest_on_two_of_four_ranks_train_with_sgd_as_by_hand(ctx: 
     Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, **kwargs).train(2)
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", [*list(POLICIES)[:1], *long(*list(POLICIES)[1:])])
 @pytest.mark.parametrize("name", ["packed4", *long("aliasing")])
 @distributed(4)
 def test_trains_on_hsdp_as_by_hand(ctx: RankContext, name: str, policy: str) -> None:

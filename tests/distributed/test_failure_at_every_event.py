@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2 import Observer
-from fsdp2.schedule.schedule import Pass
+from fsdp2.schedule.states import Pass
 from fsdp2.tools import trace
 from tests.distributed.support import InjectedError, Stack, UnshardedStorages, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed

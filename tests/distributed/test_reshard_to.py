@@ -408,7 +408,8 @@ class _Memory(TorchDispatchMode):
         return total
 
 
-@pytest.mark.parametrize("move", ["4 to 2", *long("2 to 4")])
+@pytest.mark.long
+@pytest.mark.parametrize("move", ["4 to 2", "2 to 4"])
 @distributed(4)
 def test_a_rank_holds_shards_and_states_of_one_unit_twice_at_most(ctx: RankContext, move: str) -> None:
     old, new = MOVES[move]

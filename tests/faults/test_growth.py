@@ -30,6 +30,7 @@ def _assert_flat(found: list[Held], what: str) -> None:
     assert not too_much, f"{what}: grown from step {found[0].step} to step {found[-1].step}: {too_much}"
 
 
+@pytest.mark.long
 @distributed(2)
 def test_objects_and_descriptors_do_not_grow_in_100_steps(ctx: RankContext) -> None:
     """Bytes and blocks of Python do: torch notes the last collectives, and caches fill."""

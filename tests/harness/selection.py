@@ -8,7 +8,8 @@ Three things are, and each has a test that is not, and that fails for the same r
 
 What ``tests/accelerator/other_suites.py`` runs once more on the simulated accelerator is long, but for its ``SAMPLE``.
 
-What tests a tool for developers, in ``tests/memory_errors`` and ``tests/mutations``, is long as a whole, too.
+What tests a tool for developers is long as a whole, too: ``tests/memory_errors``, ``tests/mutations``, pools of ranks,
+and the script of ``make gpu``.
 
 What runs the pages' examples on ranks is long as a whole: ``make docs`` runs it, and what they show has tests
 elsewhere.

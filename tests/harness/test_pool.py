@@ -13,6 +13,8 @@ import torch.distributed as dist
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerError, shared_pool
 
+pytestmark = pytest.mark.long
+
 
 def _rank_sum(ctx: RankContext, addend: int) -> int:
     value = torch.tensor(ctx.rank + addend)

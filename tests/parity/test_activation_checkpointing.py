@@ -204,7 +204,7 @@ def test_selective_checkpointing(ctx: RankContext, build, reshard: bool | int) -
     compare(Case(build, shard=shard), ctx.mesh_1d())
 
 
-@REENTRANT
+@pytest.mark.parametrize("reentrant", [False, *long(True)], ids=["non_reentrant", "reentrant"])
 @pytest.mark.parametrize("reshard", [2, *long(True)])
 @distributed(4)
 def test_recomputation_on_other_meshes(ctx: RankContext, reshard: bool | int, reentrant: bool) -> None:

@@ -146,7 +146,8 @@ def test_tensor_parallel_with_uneven_shards(ctx: RankContext) -> None:
     compare(case(mesh, model=Odd, unsharded=None), mesh)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, *long(float("inf"))])
+@pytest.mark.long
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @distributed(4)
 def test_tensor_parallel_clips_gradients(ctx: RankContext, norm_type: float) -> None:
     mesh = ctx.mesh(dp=2, tp=2)

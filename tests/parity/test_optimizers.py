@@ -138,7 +138,7 @@ def _trained_as_usual(setup: Setup, ctx: RankContext) -> Any:
     return whole([losses, parameters])
 
 
-@setups("uneven", "hsdp", "kept", long=("resting", "tied"))
+@setups("hsdp", "kept", long=("uneven", "resting", "tied"))
 @distributed(2)
 def test_optimizer_that_steps_in_backward(ctx: RankContext, setup: str) -> None:
     where = SETUPS[setup]
