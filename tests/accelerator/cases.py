@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -285,6 +284,10 @@ def without_side(step: Step, model: Any) -> list[Tensor]:
     return [loss]
 
 
+def reduce_unused(model: Any, runtime: Runtime) -> None:
+    model.set_reduce_scatter_unused_params(True)
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
 
@@ -342,26 +345,18 @@ FAST = {
     "gathered on the compute stream",
     "reads what forward wrote",
     "partly used",
+    "partly used, zeros elsewhere",
     "offloaded, evaluated",
     "replicated only",
 }
 
 
-def names(
-    size: int,
-    *,
-    beyond_torch: bool = True,
-    known: Mapping[str, str] = MappingProxyType({}),
-) -> list[Any]:
-    """The cases on so many ranks, for parametrize. ``beyond_torch``: those that torch cannot run, too. ``known``: what
-    must fail, and why."""
+def names(size: int, *, beyond_torch: bool = True) -> list[Any]:
+    """The cases on so many ranks, for parametrize. ``beyond_torch``: those that torch cannot run, too."""
     found = []
     for name, case in CASES.items():
         if math.prod(case.shape) == size and (beyond_torch or not case.beyond_torch):
-            marks: list[pytest.MarkDecorator] = [] if name in FAST else [pytest.mark.long]
-            if name in known:
-                marks.append(pytest.mark.xfail(strict=True, reason=known[name]))
-            found.append(pytest.param(name, marks=marks))
+            found.append(pytest.param(name, marks=[] if name in FAST else [pytest.mark.long]))
     return found
 
 
@@ -389,6 +384,9 @@ CASES: dict[str, Trained] = {
     "unsharded by hand": Trained(step=unshard_by_hand, options=_of(policy=bf16)),
     "optimizer's event": Trained(step=with_optimizer_event, options=_of(policy=bf16)),
     "partly used": Trained(model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32)),
+    "partly used, zeros elsewhere": Trained(
+        model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32, then=reduce_unused)
+    ),
     "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
     "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),
     "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), options=_of(policy=bf16_fp32)),

@@ -40,11 +40,12 @@ def syncs_of_a_step(ctx: RankContext, name: str) -> dict[str, int]:
     return dict(Counter(noted))
 
 
-_UNUSED = "a rank that withholds gradients reads the other ranks' answer (tolist)"
-_KNOWN = {"partly used": _UNUSED}
+# A parameter without a gradient on this rank keeps ``None`` only if no rank has a gradient. Only the other ranks know
+# that, and the host must, before the step ends. With zeros in place of None, the host reads nothing.
+_OF_UNUSED = {"copy to the host (runtime.rank_checks._anywhere)": 1}
 
 
-@pytest.mark.parametrize("name", names(2, known=_KNOWN))
+@pytest.mark.parametrize("name", names(2))
 @on_device(2)
 def test_host_does_not_wait_in_a_steady_step(ctx: RankContext, name: str) -> None:
     found = syncs_of_a_step(ctx, name)
@@ -52,10 +53,10 @@ def test_host_does_not_wait_in_a_steady_step(ctx: RankContext, name: str) -> Non
         return  # the user has chosen to wait
     if "offloaded" in name:
         assert found.pop(_OF_OFFLOADED) > 0
-    assert found == {}, found
+    assert found == (_OF_UNUSED if name == "partly used" else {}), found
 
 
-@pytest.mark.parametrize("name", names(4, known=_KNOWN))
+@pytest.mark.parametrize("name", names(4))
 @on_device(4)
 def test_host_does_not_wait_in_a_steady_step_with_4_ranks(ctx: RankContext, name: str) -> None:
     found = syncs_of_a_step(ctx, name)
