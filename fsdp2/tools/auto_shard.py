@@ -20,8 +20,8 @@ from fsdp2.tools.planner.placement import placement_for
 from fsdp2.tools.planner.plan import Candidate, Plan, Workload, checked_inputs, compare
 from fsdp2.tools.planner.recompute import recompute
 from fsdp2.tools.planner.scenario import Choice
-from fsdp2.tools.planner.sizes import text_of
 from fsdp2.tools.progress import progress
+from fsdp2.tools.sizes import text_of
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy
 
 _NO_PREFETCH_LISTS = (

@@ -33,6 +33,7 @@ from fsdp2.api.state import bound_state
 from fsdp2.comm.backends import exchange
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.progress import progress
+from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.weights import (
     DTYPES,
     INDEX,
@@ -49,7 +50,6 @@ from fsdp2.tools.weights import (
 
 _CALLER = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Files of one checkpoint, and what a save that was killed has left of one.
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?(\.[0-9a-f]{8})?\.safetensors|model\.safetensors\.index\.json\.[0-9a-f]{8}")
 _HEADER_ALIGNMENT = 8
@@ -118,7 +118,9 @@ def save_safetensors(
         check_ready(weights, _CALLER)
         _warn_of_others(model, axis)
         device = next((each.param.mesh.device for each in weights if each.param is not None), None)
-        files = _files(_entries(weights, dtype, rename), _nbytes(max_shard_size), tag)
+        files = _files(
+            _entries(weights, dtype, rename), nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB"), tag
+        )
         if axis.rank == 0:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -188,25 +190,6 @@ def _files(entries: Sequence[_Entry], max_nbytes: int, tag: str) -> list[_File]:
         _File(f"{stem}.safetensors", f"{stem}.{tag}.safetensors", tuple(each))
         for stem, each in zip(stems, cut, strict=True)
     ]
-
-
-def _nbytes(size: int | str) -> int:
-    """``size`` in bytes.
-
-    Raises:
-        ValueError: it is no size.
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r"([\d.]+)\s*([KMGT]I?B)", size.strip().upper())
-        try:
-            found = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-        except ValueError:
-            found = 0
-    else:
-        found = size if isinstance(size, int) and not isinstance(size, bool) else 0
-    if found < 1:
-        raise ValueError(f"{_CALLER}: max_shard_size={size!r}, expected a number of bytes, or text such as '5GB'.")
-    return found
 
 
 def _digest(files: Sequence[_File]) -> str:

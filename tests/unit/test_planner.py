@@ -27,8 +27,8 @@ from fsdp2.tools.planner.observe import ModelWork
 from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
 from fsdp2.tools.planner.scenario import Scenario
-from fsdp2.tools.planner.sizes import nbytes_of
 from fsdp2.tools.planner.work import Checkpointing
+from fsdp2.tools.sizes import nbytes_of
 from tests.unit.planner_models import Block, LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
@@ -339,7 +339,7 @@ def test_a_figure_that_is_not_known_is_asked_for() -> None:
 
 @pytest.mark.parametrize(("size", "expected"), [("70GiB", 70 * 2**30), ("80 gb", 80 * 10**9), (5, 5), ("1.5KiB", 1536)])
 def test_sizes_are_read(size: str | int, expected: int) -> None:
-    assert nbytes_of(size) == expected
+    assert nbytes_of(size, "budget", "70GiB") == expected
 
 
 # Refusals, each on one line of the command
@@ -374,10 +374,10 @@ REFUSALS = {
     "my_builders:of_a_config": "plan: of_a_config() failed on the meta device (TypeError:",
     "my_builders:no_module": "plan: no_module() returned a int, expected an nn.Module.",
     "my_builders:build_model --gpu H900": "unknown machine 'H900': expected one of H100, H200, B200,",
-    "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number and a unit of B, KB,",
-    "my_builders:build_model --budget lots": "budget is 'lots', expected a number and a unit of B, KB,",
-    "my_builders:build_model --budget 70": "budget is '70', expected a number and a unit of B, KB,",
-    "my_builders:build_model --budget 0GiB": "budget is 0 bytes, expected more than zero, such as '70GiB'.",
+    "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number of bytes, or a number and a unit",
+    "my_builders:build_model --budget lots": "budget is 'lots', expected a number of bytes, or a number and a unit",
+    "my_builders:build_model --budget 70": "budget is '70', expected a number of bytes, or a number and a unit",
+    "my_builders:build_model --budget 0GiB": "budget is '0GiB', expected a number of bytes, or",
     "my_builders:build_model --gpus 0": "plan: num_gpus is 0, expected at least 1.",
     "my_builders:build_model --precision int4": "Workload: precision is 'int4', expected one of ['bf16', 'fp32'].",
     "my_builders:build_model --optimizer lion": "Workload: optimizer is 'lion', expected one of ['adamw',",

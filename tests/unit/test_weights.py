@@ -351,7 +351,8 @@ def test_a_model_on_the_meta_device_is_refused_by_all_three(tmp_path: Path) -> N
 def test_sizes_that_are_none_are_refused(size: Any, tmp_path: Path) -> None:
     message = _message(lambda: fsdp2.save_safetensors(MLP(), tmp_path, max_shard_size=size), tmp_path)
     assert message == (
-        f"ValueError: save_safetensors: max_shard_size={size!r}, expected a number of bytes, or text such as '5GB'."
+        f"ValueError: save_safetensors: max_shard_size is {size!r}, expected a number of bytes, or a number and a unit "
+        "of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, such as '5GB'."
     )
     assert not list(tmp_path.iterdir())
 

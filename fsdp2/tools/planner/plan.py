@@ -21,9 +21,9 @@ from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe
 from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
-from fsdp2.tools.planner.sizes import GIB, nbytes_of, text_of
 from fsdp2.tools.planner.work import Checkpointing
 from fsdp2.tools.progress import progress
+from fsdp2.tools.sizes import GIB, nbytes_of, text_of
 
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
 USABLE_SHARE = 0.95  # of a GPU's memory; the rest is for the driver and NCCL
@@ -228,7 +228,8 @@ def checked_inputs(machine: Machine | str, budget: str | int | None) -> tuple[Ma
         ValueError: the machine or the budget's unit is unknown.
     """
     machine = machine_by_name(machine) if isinstance(machine, str) else machine
-    return machine, nbytes_of(budget) if budget is not None else int(USABLE_SHARE * machine.memory_nbytes)
+    default = int(USABLE_SHARE * machine.memory_nbytes)
+    return machine, default if budget is None else nbytes_of(budget, "budget", "70GiB")
 
 
 def compare(

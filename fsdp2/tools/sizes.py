@@ -1,0 +1,38 @@
+"""Sizes as people write them: "70GiB" and back."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
+_FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
+GIB = 2**30
+_MIB = 2**20
+
+
+def nbytes_of(size: str | int | float, what: str, example: str) -> int:
+    """Bytes of ``size``: a number of bytes, or text such as ``"70GiB"`` or ``"80 gb"``. ``what`` has this size;
+    ``example``: text that the user could have written.
+
+    Raises:
+        ValueError: it is no size, or less than one byte.
+    """
+    found: object = size
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", size.lower())
+        found = float(match[1]) * _FACTORS.get(match[2], 0) if match else None
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or found < 1:
+        raise ValueError(
+            f"{what} is {size!r}, expected a number of bytes, or a number and a unit of {', '.join(_UNITS)}, "
+            f"such as '{example}'."
+        )
+    return int(found)
+
+
+def text_of(nbytes: float) -> str:
+    """``nbytes`` for people: "70.8 GiB", or "3.1 MiB"."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / _MIB:.1f} MiB"
