@@ -1,9 +1,11 @@
 """Claim: fsdp2's runtime executes a quarter of the instructions of that of torch's ``fully_shard``, and its
 ``FullyShardedDataParallel`` those of ``fully_shard`` and 3% more at most.
 
-The first case of runtime_overhead.py, counted by ``valgrind --tool=callgrind`` instead of timed: repeatable to a few
-parts in a thousand, on a busy machine, too. 5 steps of 8 blocks after a warm-up, without garbage collection. It takes
-some minutes, because valgrind also interprets ``import torch``. Without valgrind, it says so and writes nothing.
+The first case of runtime_overhead.py and its Llama, counted by ``valgrind --tool=callgrind`` instead of timed:
+repeatable to a few parts in a thousand, on a busy machine, too. 5 steps of 8 blocks after a warm-up, without garbage
+collection. Instructions are not time: where a model computes much between the runtime's calls, the caches have
+forgotten the runtime, and each of its instructions takes longer. It takes ten minutes, because valgrind also
+interprets imports. Without valgrind, it says so and writes nothing.
 
     python benchmarks/runtime_instructions.py
 """
@@ -18,14 +20,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, product
 from pathlib import Path
 
 import torch
 from common import Ratios, Table, publish
-from llama import units
+from llama import MISSING, Llama, loss, units
 from null_group import null_process_group
-from runtime_overhead import RUNTIMES, Case, model_and_input, sharded, stepper
+from runtime_overhead import RUNTIMES, Case, Step, model_and_input, sharded, stepper
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -34,15 +38,20 @@ import fsdp2
 CASE = Case("8 ranks, fp32", num_blocks=8)
 NUM_STEPS = 5
 CLASS = "fsdp2's class"
-SUBJECTS = ("unsharded", *RUNTIMES, CLASS)
+SUBJECTS = ("unsharded", *RUNTIMES)
+LLAMA = Llama(width=32, num_layers=CASE.num_blocks, num_tokens=8)
+LLAMAS = {
+    "fp32": {"mixed": False, "checkpointed": False},
+    "bf16/fp32": {"mixed": True, "checkpointed": False},
+    "fp32, activation checkpointing": {"mixed": False, "checkpointed": True},
+}
 
 
-def run_counted(subject: str) -> None:
+def run_counted(case: str, subject: str) -> None:
     """Warm up, then let callgrind count; to be run under it."""
     torch.set_num_threads(1)
     with null_process_group(CASE.world_size):
-        model, x = model_and_input(CASE)
-        step = stepper(_in_runtime(subject, model), x)
+        step = _llama_step(subject, **LLAMAS[case]) if case in LLAMAS else _step(subject)
         gc.disable()
         for switch in ("on", "off"):
             subprocess.run(["callgrind_control", "-i", switch, str(os.getpid())], check=True, capture_output=True)
@@ -50,6 +59,18 @@ def run_counted(subject: str) -> None:
                 for _ in range(NUM_STEPS):
                     step()
     os._exit(0)  # spares the interpreter's own end, which takes a minute here
+
+
+def _step(subject: str) -> Step:
+    model, x = model_and_input(CASE)
+    return stepper(_in_runtime(subject, model), x)
+
+
+def _llama_step(subject: str, *, mixed: bool, checkpointed: bool) -> Step:
+    model, tokens = LLAMA.model(checkpointed), LLAMA.tokens()
+    if subject == "unsharded":
+        return stepper(model.to(torch.bfloat16 if mixed else torch.float32), tokens, loss)
+    return stepper(sharded(model, RUNTIMES[subject], mixed), tokens, loss)
 
 
 def _in_runtime(subject: str, model: nn.Module) -> nn.Module:
@@ -61,36 +82,51 @@ def _in_runtime(subject: str, model: nn.Module) -> nn.Module:
     return fsdp2.FullyShardedDataParallel(model, auto_wrap_policy=CustomPolicy(own.__contains__), use_orig_params=True)
 
 
-def instructions(subject: str) -> float:
-    """Instructions per group and step."""
+def instructions(case: str, subject: str) -> float:
+    """Instructions per group and step, in thousands."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={Path(folder, 'counts')}"]
-        command = ["valgrind", *options, sys.executable, __file__, "--run", subject]
+        command = ["valgrind", *options, sys.executable, __file__, "--run", case, subject]
         done = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r"Collected : (\d+)", done.stderr)
     if done.returncode != 0 or found is None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return int(found[1]) / NUM_STEPS / CASE.num_blocks
+    return int(found[1]) / NUM_STEPS / CASE.num_blocks / 1e3
+
+
+def counted(cases: Sequence[str], subjects: Sequence[str]) -> list[dict[str, float]]:
+    """For each case, the instructions of each subject; those of runtimes are beyond the unsharded model's."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # counts do not depend on what else runs
+        found = pool.map(instructions, *zip(*product(cases, subjects), strict=True))
+        rows = [dict(zip(subjects, islice(found, len(subjects)), strict=True)) for _ in cases]
+    return [{name: row[name] - row["unsharded"] * (name != "unsharded") for name in subjects} for row in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", choices=SUBJECTS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        run_counted(options.run)
+        run_counted(*options.run)
     if shutil.which("valgrind") is None or shutil.which("callgrind_control") is None:
         print("runtime_instructions: there is no valgrind on this machine, so nothing is counted.")
         return
-    with ThreadPoolExecutor() as pool:  # counts do not depend on what else runs
-        counts = dict(zip(SUBJECTS, pool.map(instructions, SUBJECTS), strict=True))
-    ours, theirs, wrapped = ((counts[name] - counts["unsharded"]) / 1e3 for name in (*RUNTIMES, CLASS))
-    columns = ["", "unsharded", *RUNTIMES, "ratio", CLASS, "class / fsdp2"]
-    plain = f"{counts['unsharded'] / 1e3:.0f}"
-    row = [CASE.name, plain, f"{ours:.0f}", f"{theirs:.0f}", ours / theirs, f"{wrapped:.0f}", f"{wrapped / ours:.3f}"]
-    title = "Thousands of instructions; those of the runtimes are beyond the unsharded model's"
-    table = Table("main", title, columns, [row], noise=0.02, plot=Ratios(aim=0.2))
-    publish("runtime_instructions", "Instructions per group of 9 parameters and step, width 16", [table])
+    title = "thousands of instructions; those of the runtimes are beyond the unsharded model's"
+    columns = ["", *SUBJECTS, "ratio"]
+    (row,) = counted([CASE.name], [*SUBJECTS, CLASS])
+    cells = [*_cells(CASE.name, row), f"{row[CLASS]:.0f}", f"{row[CLASS] / row['fsdp2']:.3f}"]
+    named = [*columns, CLASS, "class / fsdp2"]
+    tables = [Table("main", f"Blocks: {title}", named, [cells], noise=0.02, plot=Ratios(aim=0.2))]
+    if MISSING is None:
+        rows = [_cells(name, row) for name, row in zip(LLAMAS, counted(list(LLAMAS), SUBJECTS), strict=True)]
+        tables.append(Table("llama", f"Llama, width {LLAMA.width}: {title}", columns, rows, noise=0.02))
+    else:
+        print(f"runtime_instructions: no Llama, because {MISSING}")
+    publish("runtime_instructions", "Instructions per group of 9 parameters and step, 8 ranks", tables)
+
+
+def _cells(name: str, row: Mapping[str, float]) -> list[object]:
+    return [name, *(f"{row[subject]:.0f}" for subject in SUBJECTS), row["fsdp2"] / row["torch"]]
 
 
 if __name__ == "__main__":
