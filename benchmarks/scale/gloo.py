@@ -4,7 +4,8 @@ Everything is measured in the same processes and rounds as the steps:
 
 - compute, with what the runtime itself does: a step of the model sharded over one rank, which sends nothing
 - collectives as the plans have them, alone
-- the CPU time that a gather takes beside compute. Where ranks fill all cores, a transfer takes this from compute.
+- a block's forward, with and without a gather beside it: its time, and the CPU time of the gather. Where ranks fill all
+  cores, a transfer takes CPU time from compute, and its threads wait for a core
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Case:
 @dataclass(frozen=True)
 class Measured:
     """Seconds, per block but for ``settle`` and ``step``. ``launch`` and ``finish`` keep the program busy, ``travel``
-    does not. ``gather_cpu``: CPU time of all of a gather beside a forward. That is more than alone: gloo's thread polls
-    while a message waits for its receive.
+    does not. ``plain``: of a forward without the runtime; ``beside``: of the same with a gather, from launch to finish.
+    ``gather_cpu``: CPU time of this gather. That is more than alone: gloo's thread polls while a message waits for its
+    receive.
 
     ``settle``: the small all-reduce at the end of a step. ``cores``: that each rank has for itself.
     """
@@ -65,6 +67,8 @@ class Measured:
     gather_travel: float
     gather_cpu: float
     gather_finish: float
+    plain: float
+    beside: float
     reduce_launch: float
     reduce_travel: float
     reduce_finish: float
@@ -74,14 +78,19 @@ class Measured:
 
 
 def contention(measured: Measured) -> Contention:
-    """A rank computes on all of its share of the cores. A transfer wants some of it, too, and gets it, up to half."""
+    """A rank computes on all of its share of the cores. A transfer wants some of it, too, and gets it, up to half. How
+    fast a transfer is beside compute then follows from the time of both together."""
     share, spare = min(measured.cores, 1.0), max(measured.cores - 1.0, 0.0)
-    travel_cpu = measured.gather_cpu - measured.gather_launch - measured.gather_finish
-    wanted = travel_cpu / measured.gather_travel / share
-    if wanted <= spare:
+    busy = measured.gather_launch + measured.gather_finish
+    taken = min((measured.gather_cpu - busy) / measured.gather_travel / share - spare, 0.5)
+    if taken <= 0:
         return Contention()
-    taken = min(wanted - spare, 0.5)
-    return Contention(compute=taken, transfer=1 - (taken + spare) / wanted)
+    together, compute = measured.beside - busy, measured.plain / (1 - taken)
+    if together > compute:  # compute ends first, and the rest of the transfer has the cores for itself
+        rate = (compute + measured.gather_travel - together) / compute
+    else:
+        rate = taken * measured.gather_travel / max(together - measured.plain, 1e-9)
+    return Contention(compute=taken, transfer=1 - min(max(rate, 0.01), 1.0))
 
 
 def predict(case: Case, measured: Measured) -> StepTime:
@@ -182,11 +191,14 @@ class _Bare:
         self._gather = self._comm.all_gather(self._whole, self._parts)
 
     def measure(self) -> dict[str, float]:
-        gather_cpu = self._forward_cpu(gathers=True) - self._forward_cpu()
-        return {"gather_cpu": gather_cpu, **self._gathers(), **self._reduces(), "settle": self._settles()}
+        plain, plain_cpu = self._forward()
+        beside, beside_cpu = self._forward(gathers=True)
+        pieces = {"plain": plain, "beside": beside, "gather_cpu": beside_cpu - plain_cpu}
+        return {**pieces, **self._gathers(), **self._reduces(), "settle": self._settles()}
 
-    def _forward_cpu(self, *, gathers: bool = False) -> float:
-        """CPU seconds of a block's forward, and of a gather beside it. Ranks begin together, and then drift apart."""
+    def _forward(self, *, gathers: bool = False) -> tuple[float, float]:
+        """Seconds and CPU seconds of a block's forward, and of a gather beside it. Ranks begin together, and then drift
+        apart."""
         dist.barrier()
         x = self._x
         with _Clock() as clock:
@@ -195,7 +207,7 @@ class _Bare:
                 x = block(x)
                 if gathers:
                     self._finish_gather(works)
-        return clock.cpu / len(self._model)
+        return clock.wall / len(self._model), clock.cpu / len(self._model)
 
     def _gathers(self) -> dict[str, float]:
         dist.barrier()

@@ -523,6 +523,8 @@ PIECES = gloo.Measured(
     gather_travel=2.0,
     gather_cpu=1.0,
     gather_finish=0.25,
+    plain=4.0,
+    beside=4.75,
     reduce_launch=0.5,
     reduce_travel=2.0,
     reduce_finish=0.25,
@@ -533,21 +535,24 @@ PIECES = gloo.Measured(
 
 
 @pytest.mark.parametrize(
-    ("travel_cpu", "cores", "expected"),
+    ("travel_cpu", "cores", "together", "expected"),
     [
-        (0.0, 1.0, Contention()),
-        (0.5, 1.0, Contention(compute=0.25)),  # a quarter of a core, which compute loses
-        (2.0, 1.0, Contention(compute=0.5, transfer=0.5)),  # a core, of which it gets half
-        (0.5, 0.5, Contention(compute=0.5)),  # half of what each of two ranks on one core has
-        (2.0, 1.5, Contention(compute=0.5)),  # half a core is free
-        (2.0, 2.0, Contention()),
+        (0.0, 1.0, 4.0, Contention()),
+        (0.5, 1.0, 4.5, Contention(compute=0.25)),  # a quarter of a core, which compute loses for 2 s
+        (2.0, 1.0, 6.0, Contention(compute=0.5, transfer=0.5)),  # half as fast: compute loses half a core for 4 s
+        (2.0, 1.0, 10.0, Contention(compute=0.5, transfer=0.99)),  # the transfer waits until compute is over
+        (2.0, 1.0, 9.0, Contention(compute=0.5, transfer=0.875)),  # all but 1 s of it
+        (0.5, 0.5, 5.0, Contention(compute=0.5)),  # half of what each of two ranks on one core has
+        (2.0, 1.5, 5.0, Contention(compute=0.5)),  # half a core is free
+        (2.0, 2.0, 4.0, Contention()),
     ],
 )
-def test_a_transfer_takes_its_cpu_time_from_compute_where_ranks_fill_the_cores(
-    travel_cpu: float, cores: float, expected: Contention
+def test_a_transfer_and_compute_slow_each_other_where_ranks_fill_the_cores(
+    travel_cpu: float, cores: float, together: float, expected: Contention
 ) -> None:
     busy = PIECES.gather_launch + PIECES.gather_finish
-    assert gloo.contention(replace(PIECES, gather_cpu=busy + travel_cpu, cores=cores)) == expected
+    found = replace(PIECES, gather_cpu=busy + travel_cpu, beside=busy + together, cores=cores)
+    assert gloo.contention(found) == expected
 
 
 def test_a_step_on_gloo_ranks_is_compute_copies_and_what_compute_does_not_hide() -> None:
