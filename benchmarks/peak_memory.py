@@ -136,7 +136,7 @@ def by_fully_shard(runtime: Any) -> Callable[[Model, Case, DeviceMesh], Any]:
 
 
 def by_class(cls: Callable[..., Any]) -> Callable[[Model, Case, DeviceMesh], Any]:
-    """The same units, in the class. On the CPU, torch's wants to be told that the device is one."""
+    """The same units, in the class. On the CPU, torch's wants to be told that it is a device."""
 
     def sharded(model: Model, case: Case, mesh: DeviceMesh) -> Any:
         own = units(model, case)
@@ -150,7 +150,7 @@ def by_class(cls: Callable[..., Any]) -> Callable[[Model, Case, DeviceMesh], Any
             sharding_strategy=strategy,
             auto_wrap_policy=CustomPolicy(lambda module: any(module is unit for unit in own)),
             mixed_precision=MixedPrecision(case.param, case.reduce) if case.param else None,
-            device_id=torch.device("cpu"),
+            device_id=torch.device(mesh.device_type, None if mesh.device_type == "cpu" else 0),
             use_orig_params=True,
         )
 
@@ -168,8 +168,9 @@ CLASS_RATIOS = ("class / FSDP1", "class / fsdp2")
 
 
 def stepper(model: Any, case: Case) -> Callable[[], None]:
-    x = torch.randint(case.vocabulary, (1,)) if case.vocabulary else torch.randn(1, case.width)
     parameters = list(model.parameters())
+    x = torch.randint(case.vocabulary, (1,)) if case.vocabulary else torch.randn(1, case.width)
+    x = x.to(parameters[0].device)
 
     def unsynchronised(is_unsynchronised: bool) -> Any:
         if hasattr(model, "no_sync"):

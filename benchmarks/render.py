@@ -120,6 +120,16 @@ PARTS = {
         ),
         note="ratio: fsdp2 to the smaller of torch's two.",
     ),
+    "reserved_memory.main": Part(
+        ("fsdp2", "torch FSDP2", "ratio", "FSDP1 in step", "FSDP1 late", "class"),
+        (
+            "plain",
+            "bf16 parameters, fp32 reduction",
+            "2 microbatches, one reduction, mixed",
+            "HSDP 2 x 4, mixed",
+        ),
+        note="ratio: fsdp2 to torch FSDP2. class: fsdp2.FullyShardedDataParallel.",
+    ),
     "weights.load": Part(
         ("warm s", "rank 0 MB", "fsdp2 / peer"),
         note="Medians of 4 rounds. Warm: the files are in the page cache.",

@@ -342,6 +342,7 @@ struct Block {
 class SimAllocator final : public c10::Allocator {
  public:
   size_t limit = 0, allocated = 0, peak = 0;
+  std::map<int64_t, size_t> held, most_held;  // by stream: memory of one serves no other
 
   c10::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return {nullptr, nullptr, &release, kSim};
@@ -364,6 +365,9 @@ class SimAllocator final : public c10::Allocator {
     blocks_[block->address] = block;
     allocated += rounded;
     peak = std::max(peak, allocated);
+    size_t& here = held[current_stream];
+    here += rounded;
+    most_held[current_stream] = std::max(most_held[current_stream], here);
     return {block->address, block->address, &release, kSim};
   }
 
@@ -427,7 +431,10 @@ class SimAllocator final : public c10::Allocator {
     recorded_.erase(std::remove_if(recorded_.begin(), recorded_.end(), is_free), recorded_.end());
   }
 
-  void make_free(Block* block) { freed_[block->stream].push_back(block); }
+  void make_free(Block* block) {
+    held[block->stream] -= block->nbytes;
+    freed_[block->stream].push_back(block);
+  }
 
   static void spoil(const std::vector<Block*>& blocks) {
     for (Block* block : blocks) std::memset(block->address, 0xFF, block->nbytes);
@@ -959,5 +966,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_memory_limit", [](size_t nbytes) { allocator().limit = nbytes; });
   m.def("memory_allocated", [] { return allocator().allocated; });
   m.def("max_memory_allocated", [] { return allocator().peak; });
-  m.def("reset_peak_memory", [] { allocator().peak = allocator().allocated; });
+  m.def("max_memory_reserved", [] {
+    size_t total = 0;
+    for (auto& each : allocator().most_held) total += each.second;
+    return total;
+  });
+  m.def("reset_peak_memory", [] {
+    allocator().peak = allocator().allocated;
+    allocator().most_held = allocator().held;
+  });
 }

@@ -139,6 +139,7 @@ def _module(extension: Any) -> types.ModuleType:
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.memory_allocated = lambda device=None: extension.memory_allocated()
     module.max_memory_allocated = lambda device=None: extension.max_memory_allocated()
+    module.max_memory_reserved = lambda device=None: extension.max_memory_reserved()
     module.reset_peak_memory_stats = lambda device=None: extension.reset_peak_memory()
     module.empty_cache = lambda: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
