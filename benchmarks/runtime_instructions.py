@@ -1,11 +1,10 @@
-"""Claim: fsdp2's runtime executes a quarter of the instructions of that of torch's ``fully_shard``, and its
-``FullyShardedDataParallel`` those of ``fully_shard`` and 3% more at most.
+"""Claim: fsdp2's runtime executes a quarter of the instructions of that of torch's ``fully_shard``, for a Llama, too.
+Its ``FullyShardedDataParallel`` executes those of ``fully_shard`` and 3% more at most.
 
 The first case of runtime_overhead.py and its Llama, counted by ``valgrind --tool=callgrind`` instead of timed:
 repeatable to a few parts in a thousand, on a busy machine, too. 5 steps of 8 blocks after a warm-up, without garbage
-collection. Instructions are not time: where a model computes much between the runtime's calls, the caches have
-forgotten the runtime, and each of its instructions takes longer. It takes ten minutes, because valgrind also
-interprets imports. Without valgrind, it says so and writes nothing.
+collection. Instructions are not time: they take longer where a model computes more between the runtime's calls. It
+takes some minutes, because valgrind also interprets imports. Without valgrind, it says so and writes nothing.
 
     python benchmarks/runtime_instructions.py
 """
