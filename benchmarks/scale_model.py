@@ -60,7 +60,10 @@ def run(subject: Subject, num_gpus: int, choice: Choice, tokens: int = 8192) -> 
     """None where the GPUs do not divide into replicas of the size that the choice asks for."""
     batch = Batch(tokens, seq_len=min(tokens, 8192), checkpointing=subject.checkpointing)
     subject_of = scenario(subject.machine, subject.model, batch, num_gpus, choice)
-    return simulate(subject_of) if subject_of.is_possible else None
+    total, size, node = subject_of.data_parallel_size, choice.shard_size, subject.machine.node_size
+    if choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and total <= node:
+        return None
+    return simulate(subject_of) if size is None or (total % size == 0 and total > size) else None
 
 
 def best(subject: Subject, results: Sequence[Result | None]) -> tuple[str, float | None]:
@@ -74,7 +77,7 @@ def best(subject: Subject, results: Sequence[Result | None]) -> tuple[str, float
         return "none fits", None
     fastest = min(time.step for time in fitting.values())
     name = next(name for name, time in fitting.items() if time.step <= fastest * ABOUT_AS_FAST)
-    return name, 1 / fitting[name].efficiency
+    return name, fitting[name].step / fitting[name].compute
 
 
 def fits(subject: Subject, result: Result) -> bool:
@@ -85,7 +88,7 @@ Figure = Callable[[Result], str]
 
 
 def percent(result: Result) -> str:
-    return f"{100 * result.time.efficiency:.1f}"
+    return f"{100 * result.time.compute / result.time.step:.1f}"
 
 
 def exposed(result: Result) -> str:

@@ -34,9 +34,44 @@ from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
 from fsdp2.schedule.schedule import AfterForward, UnitRules
 from fsdp2.tools.planner.groups import Flight, GroupCost
 from fsdp2.tools.planner.machine import Contention, Resource, Transfer
-from fsdp2.tools.planner.simulate import Cpu, StepTime, UnitCost, steady_step
+from fsdp2.tools.planner.memory import Held
+from fsdp2.tools.planner.queues import Op, Stream
+from fsdp2.tools.planner.simulate import Accelerator, Reduction, StepTime, UnitCost, steady_step
 
 _DTYPES = ParamDtypes(*4 * (torch.float32,))
+
+
+class Cpu(Accelerator):
+    """The program computes, copies and sums: a gather starts when the program gets there, memory is freed at once, and
+    a reduction is finished when half of the next backward is done."""
+
+    def _compute_backward(self, unit: int, cost: UnitCost) -> None:
+        half = cost.backward / 2
+        self._program(f"backward {unit}, first half", half)
+        self._make_room()
+        self._program(f"backward {unit}", half)
+
+    def _arrive(self, unit: int, group: GroupCost) -> None:
+        self._program(f"unpack {unit}", group.gather.behind)
+
+    def _finish(self, reduction: Reduction) -> None:
+        super()._finish(reduction)
+        group = self.units[reduction.unit].group
+        assert group is not None
+        self._program(f"land {reduction.unit}", sum(flight.behind for flight in group.reduce))
+
+    def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
+        self.queues.wait(stream, self._program(f"launch {label}", flight.before))
+        return super()._launch(stream, label, Flight(flight.transfer), own_communicator=own_communicator)
+
+    def _order_gather(self) -> None:
+        """Nothing: the launch waits for the program."""
+
+    def _release(self, nbytes: float) -> None:
+        self.memory.add(Held.GROUPS, -nbytes)
+
+    def _program(self, label: str, seconds: float) -> Op:
+        return self.queues.enqueue(Stream.COMPUTE, label, work=seconds)
 
 
 @dataclass(frozen=True)

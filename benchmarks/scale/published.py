@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fsdp2.tools.planner.groups import Wire
 from fsdp2.tools.planner.machine import Machine
 from fsdp2.tools.planner.machines import H100
-from fsdp2.tools.planner.scenario import Choice, Kernels, Result, Scenario, calibrated, simulate
+from fsdp2.tools.planner.scenario import Choice, Kernels, Result, Scenario, simulate
 
 from .workload import LLAMA_8B, LLAMA_70B, Batch, Checkpointing, Llama, scenario
 
@@ -78,7 +78,12 @@ ROWS = (
 
 def calibrated_h100() -> Machine:
     """The page's machine with the utilisation that makes the first row right."""
-    return calibrated(CALIBRATES.scenario(H100_OF_THE_PAGE), CALIBRATES.page)
+    low, high = 0.01, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = simulate(CALIBRATES.scenario(replace(H100_OF_THE_PAGE, utilisation=middle)))
+        low, high = (low, middle) if found.tokens_per_second > CALIBRATES.page else (middle, high)
+    return replace(H100_OF_THE_PAGE, utilisation=high)
 
 
 def predictions(machine: Machine) -> list[tuple[Row, Result]]:

@@ -43,7 +43,7 @@ from fsdp2.tools.planner.machines import H100
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.queues import Op, Queues, Stream, run
 from fsdp2.tools.planner.scenario import Choice, Kernels, Precision, Result, Scenario, simulate
-from fsdp2.tools.planner.simulate import Accelerator, Cpu, StepTime, UnitCost, steady_step
+from fsdp2.tools.planner.simulate import Accelerator, StepTime, UnitCost, steady_step
 from fsdp2.tools.planner.work import Exchange, Param, UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
@@ -277,7 +277,7 @@ def test_on_the_cpu_the_program_launches_and_finishes() -> None:
     group = replace(
         _group(1, 2), gather=travel, reduce=(replace(travel, transfer=replace(travel.transfer, seconds=5)),)
     )
-    time = steady_step(_device(2, group, kind=Cpu), Contention())
+    time = steady_step(_device(2, group, kind=gloo.Cpu), Contention())
     # Gathers: launch and unpack each of four, and wait for the first of either pass. Reductions: launch and land both;
     # while the first travels, a gather is unpacked and half of a backward runs; nothing runs beside the second.
     assert time.exposed == pytest.approx(4 * 0.75 + 2 * 1 + 2 * 0.75 + (5 - 0.25 - 4) + 5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -116,14 +116,6 @@ class Scenario:
         shard = ranks_of(shard_size, tp, node)
         return Axes(shard, ranks_of(total // shard_size, tp * shard_size, node), resting)
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether the ranks divide into groups of the size that the choice asks for, and more than one of them."""
-        total, size = self.data_parallel_size, self.choice.shard_size
-        if self.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and total <= self.machine.node_size:
-            return False
-        return size is None or (total % size == 0 and total > size)
-
 
 @dataclass(frozen=True)
 class Result:
@@ -179,17 +171,6 @@ def simulate(scenario: Scenario) -> Result:
         trainable * on_device,
         device.memory.peak,
     )
-
-
-def calibrated(scenario: Scenario, tokens_per_second: float) -> Machine:
-    """The machine of ``scenario`` with the utilisation that gives so many tokens per second and GPU."""
-    low, high = 0.01, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        machine = replace(scenario.machine, utilisation=middle)
-        too_fast = simulate(replace(scenario, machine=machine)).tokens_per_second > tokens_per_second
-        low, high = (low, middle) if too_fast else (middle, high)
-    return replace(scenario.machine, utilisation=high)
 
 
 def _rules(scenario: Scenario) -> list[UnitRules]:

@@ -2,7 +2,7 @@
 as ``fsdp2.runtime.executor`` and ``fsdp2.group.group`` would. Nothing here decides an order.
 
 The CPU of an ``Accelerator`` runs ahead of it: memory is counted in the order of the program, which is the order in
-which the caching allocator sees it. On a ``Cpu`` the program and the computation are one.
+which the caching allocator sees it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnitCost:
 
 
 @dataclass
-class _Reduction:
+class Reduction:
     """In flight: it ends with ``done``, and holds ``nbytes`` of gradients until it is finished."""
 
     unit: int
@@ -69,7 +69,7 @@ class Accelerator:
         self._gathers: dict[int, Op] = {}
         self._resting: dict[int, float] = {}
         self._released: list[tuple[Op | None, float]] = []
-        self._reductions: list[_Reduction] = []
+        self._reductions: list[Reduction] = []
         self._communicator: Op | None = None
         self._perform = {
             Action.UNSHARD: self._unshard,
@@ -199,7 +199,7 @@ class Accelerator:
         for index, flight in enumerate(group.reduce):
             label = f"{'all-reduce' if index else 'reduce'} {unit}"
             done = self._launch(Stream.REDUCE, label, flight, own_communicator=index > 0)
-        self._reductions.append(_Reduction(unit, done, group.grad_nbytes + group.cast_nbytes))
+        self._reductions.append(Reduction(unit, done, group.grad_nbytes + group.cast_nbytes))
         return True
 
     def _land(self, _: int) -> bool:
@@ -212,7 +212,7 @@ class Accelerator:
         """One reduction may be in flight."""
         self._land(0)
 
-    def _finish(self, reduction: _Reduction) -> None:
+    def _finish(self, reduction: Reduction) -> None:
         self.queues.wait(Stream.COMPUTE, reduction.done)
         self.memory.add(Held.GRADIENTS, -reduction.nbytes)
 
@@ -242,39 +242,6 @@ class Accelerator:
         self._released.clear()
 
 
-class Cpu(Accelerator):
-    """The program computes, copies and sums: a gather starts when the program gets there, memory is freed at once, and
-    a reduction is finished when half of the next backward is done."""
-
-    def _compute_backward(self, unit: int, cost: UnitCost) -> None:
-        half = cost.backward / 2
-        self._program(f"backward {unit}, first half", half)
-        self._make_room()
-        self._program(f"backward {unit}", half)
-
-    def _arrive(self, unit: int, group: GroupCost) -> None:
-        self._program(f"unpack {unit}", group.gather.behind)
-
-    def _finish(self, reduction: _Reduction) -> None:
-        super()._finish(reduction)
-        group = self.units[reduction.unit].group
-        assert group is not None
-        self._program(f"land {reduction.unit}", sum(flight.behind for flight in group.reduce))
-
-    def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
-        self.queues.wait(stream, self._program(f"launch {label}", flight.before))
-        return super()._launch(stream, label, Flight(flight.transfer), own_communicator=own_communicator)
-
-    def _order_gather(self) -> None:
-        """Nothing: the launch waits for the program."""
-
-    def _release(self, nbytes: float) -> None:
-        self.memory.add(Held.GROUPS, -nbytes)
-
-    def _program(self, label: str, seconds: float) -> Op:
-        return self.queues.enqueue(Stream.COMPUTE, label, work=seconds)
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one step; ``compute`` if nothing else ran, ``exposed`` is the rest."""
@@ -285,10 +252,6 @@ class StepTime:
     @property
     def exposed(self) -> float:
         return self.step - self.compute
-
-    @property
-    def efficiency(self) -> float:
-        return self.compute / self.step
 
 
 def steady_step(device: Accelerator, contention: Contention) -> StepTime:
