@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS, default_hooks
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import Front, batch, same, train
 from tests.parity.fsdp1.test_training import FULL, NO_SHARD, wrapped_mlp
 
@@ -68,6 +69,27 @@ def test_trains_with_each_hook(ctx: RankContext, strategy, use_orig_params) -> N
         return [*found, calls]
 
     same(ctx, scenario, exact=ctx.world_size == 2)
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, *long(torch.bfloat16, None)])
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
+@distributed(2)
+def test_hooks_get_what_mixed_precision_reduces(ctx: RankContext, strategy, reduce) -> None:
+    @without_streams
+    def scenario(front: Front):
+        found, group = [], dist.group.WORLD
+        own = default_hooks.allreduce_hook if strategy is NO_SHARD else default_hooks.reduce_scatter_hook
+        hooks = [(default_hooks.DefaultState(group), own), ([], plain_sum)]
+        hooks += [(default_hooks.LowPrecisionState(group), hook) for hook in LOW_PRECISION_HOOKS]
+        for state, hook in hooks:
+            torch.manual_seed(1)
+            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+            model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=True, mixed_precision=precision)
+            model.register_comm_hook(state, hook)
+            found += train(ctx, model)
+        return found + [state for state, hook in hooks if hook is plain_sum]
+
+    same(ctx, scenario)
 
 
 @distributed(2)
