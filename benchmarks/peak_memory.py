@@ -136,7 +136,7 @@ def by_fully_shard(runtime: Any) -> Callable[[Model, Case, DeviceMesh], Any]:
 
 
 def by_class(cls: Callable[..., Any]) -> Callable[[Model, Case, DeviceMesh], Any]:
-    """The same units, in the class. On the CPU, torch's wants to be told that it is a device."""
+    """The same units, in the class. torch's class takes the CPU only if ``device_id`` names it."""
 
     def sharded(model: Model, case: Case, mesh: DeviceMesh) -> Any:
         own = units(model, case)

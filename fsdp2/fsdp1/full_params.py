@@ -22,6 +22,7 @@ from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.plan.mesh import Axis
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.tools.clip import clip_grad_norm_
 
@@ -57,10 +58,12 @@ def summoned(
                 "from .grad of the shards."
             )
         grads: dict[ShardedParam, torch.Tensor | None] = {}
+        ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in params)} if with_grads else {}
         with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
             if with_grads:
                 for group, mine in params.items():
-                    _bind_gradients(group, mine, is_here=not rank0_only or all_ranks(group.mesh).rank == 0)
+                    axis = ranks[group.mesh]
+                    _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
             bind_shown(extended)
             yield
             bind_plain(extended)
@@ -117,11 +120,11 @@ def _bound(param: ShardedParam) -> torch.Tensor:
     return cast(torch.Tensor, getattr(module, name))
 
 
-def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], *, is_here: bool) -> None:
-    """Give the whole ``params``, which are bound, their whole gradients. Ranks without a gradient contribute zeros, if
-    another rank has one."""
+def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axis, *, is_here: bool) -> None:
+    """Give the whole ``params``, which are bound, their whole gradients. Ranks of ``axis`` without a gradient
+    contribute zeros, if another rank has one."""
     mine = [None if param.sharded.grad is None else param.sharded.grad.dtype for param in params]
-    for_each = zip(*exchange(all_ranks(group.mesh), mine), strict=True)
+    for_each = zip(*exchange(axis, mine), strict=True)
     dtypes = [next((dtype for dtype in found if dtype is not None), None) for found in for_each]
     there = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     locals_ = [_local_gradient(params[i], cast(torch.dtype, dtypes[i])) for i in there]

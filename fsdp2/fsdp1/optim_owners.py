@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -81,10 +82,11 @@ class Owners:
     def __iter__(self) -> Iterator[Owner]:
         return (owner for group in self.groups for owner in group)
 
-    @property
+    @cached_property
     def axis(self) -> Axis:
-        """All ranks that have the model: those of the largest wrapper."""
-        return max((all_ranks(each._settings.parallel) for each in self.wrappers), key=lambda axis: axis.size)
+        """All ranks that have the model: those of the largest mesh. The first use is collective."""
+        meshes = dict.fromkeys(each._settings.parallel for each in self.wrappers)
+        return max(map(all_ranks, meshes), key=lambda axis: axis.size)
 
 
 def _names_in_order(model: nn.Module) -> dict[str, nn.Parameter]:

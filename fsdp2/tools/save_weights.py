@@ -118,9 +118,8 @@ def save_safetensors(
         check_ready(weights, _CALLER)
         _warn_of_others(model, axis)
         device = next((each.param.mesh.device for each in weights if each.param is not None), None)
-        files = _files(
-            _entries(weights, dtype, rename), nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB"), tag
-        )
+        max_nbytes = nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB")
+        files = _files(_entries(weights, dtype, rename), max_nbytes, tag)
         if axis.rank == 0:
             try:
                 path.mkdir(parents=True, exist_ok=True)

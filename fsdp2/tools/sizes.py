@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {
@@ -25,7 +26,7 @@ def nbytes_of(size: str | int | float, what: str, example: str) -> int:
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", size.lower())
         found = float(match[1]) * _FACTORS.get(match[2], 0) if match else None
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or found < 1:
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 1 <= found < math.inf:
         raise ValueError(
             f"{what} is {size!r}, expected a number of bytes, or a number and a unit of {', '.join(_UNITS)}, "
             f"such as '{example}'."

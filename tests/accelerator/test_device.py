@@ -185,6 +185,28 @@ def test_tensor_without_memory_cannot_be_read(ctx: RankContext) -> None:
 
 
 @on_device(1)
+def test_each_stream_reserves_the_most_that_it_held(ctx: RankContext) -> None:
+    device.schedule(0, first="compute")
+    extension, side = device.load(), side_stream()
+    extension.reset_peak_memory()
+    before = extension.max_memory_reserved()
+    x = torch.empty(1024, dtype=torch.uint8, device=SIM)
+    del x
+    torch.empty(1024, dtype=torch.uint8, device=SIM)  # the same memory
+    assert extension.max_memory_reserved() == before + 1024
+    with on(side):
+        y = torch.empty(1024, dtype=torch.uint8, device=SIM)  # the other stream's memory does not serve
+    assert extension.max_memory_reserved() == before + 2048
+    with on(side):
+        y.fill_(1)
+    y.record_stream(torch.accelerator.current_stream())
+    del y
+    with on(side):
+        torch.empty(1024, dtype=torch.uint8, device=SIM)  # y's is in use until the device comes to the mark
+    assert extension.max_memory_reserved() == before + 3072
+
+
+@on_device(1)
 def test_memory_is_counted_and_limited(ctx: RankContext) -> None:
     extension = device.load()
     before = extension.memory_allocated()

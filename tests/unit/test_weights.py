@@ -347,7 +347,7 @@ def test_a_model_on_the_meta_device_is_refused_by_all_three(tmp_path: Path) -> N
         )
 
 
-@pytest.mark.parametrize("size", ["5", "GB", "0GB", 0, -1, True, "1.2.3GB", None])
+@pytest.mark.parametrize("size", ["5", "GB", "0GB", 0, -1, True, "1.2.3GB", None, float("nan"), float("inf")])
 def test_sizes_that_are_none_are_refused(size: Any, tmp_path: Path) -> None:
     message = _message(lambda: fsdp2.save_safetensors(MLP(), tmp_path, max_shard_size=size), tmp_path)
     assert message == (
