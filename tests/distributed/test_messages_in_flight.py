@@ -19,6 +19,7 @@ from torch import Tensor
 import fsdp2
 from fsdp2.comm import backends
 from tests.distributed.support import InjectedError, UnshardedStorages, batch, sharded, step
+from tests.harness.comms import CountingAllGather
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
 
@@ -108,6 +109,24 @@ def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: Rank
     if fault == "wait":
         for messages in list(backends._in_flight):
             messages.wait()
+
+
+class _Broken(CountingAllGather):
+    """Starts one message, and then fails, as a backend does that loses a connection at a launch."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        super().__call__(*args, **kwargs)
+        raise RuntimeError("connection closed")
+
+
+@distributed(2)
+def test_memory_stays_when_a_collective_fails_at_its_launch(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    step(model)
+    model.set_custom_all_gather(_Broken())
+    with pytest.raises(fsdp2.CommunicationError, match="connection closed"):
+        model(batch())
+    assert model._unit().groups[0].unsharded.gather.gathered.is_lost
 
 
 class _Interrupted(BaseException):

@@ -78,6 +78,7 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
         return compared(case, mesh, known_difference(program), with_torch=with_torch and not program.ranks_differ)
     finally:
         linecache.cache.pop(name, None)
+        found.clear()  # runtimes remember the classes of modules, and so what their methods see
 
 
 def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_torch: bool = True) -> Verdict:

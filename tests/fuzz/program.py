@@ -167,6 +167,7 @@ def draw(seed: int, world_size: int) -> Program:
     placement_dim = 1 if rarely(0.15) else 0
     wires = WIRES if placement_dim == 0 else WIRES[:2]  # "scaled" has a scale per row
     ranks_differ = rarely(0.05) and mesh not in ("tp", "experts", "one rank") and not hooks
+    one_raises = compiles and ranks_differ  # a compiled block takes one backward, and refuses on the ranks that use it
     blocks = tuple(
         Block(
             kind="mlp" if mesh == "tp" else pick.choice(KINDS),
@@ -178,14 +179,15 @@ def draw(seed: int, world_size: int) -> Program:
             skipped=(pick.randrange(num_steps),) if rarely(0.12) else (),
             left_out=(pick.randrange(num_steps),) if leaves_out else (),
             detached=rarely(0.06),
-            double=rarely(0.06) and not hooks and mesh != "tp",
+            double=rarely(0.06) and not hooks and mesh != "tp" and not one_raises,
             frozen=rarely(0.12),
             wire=pick.choice(wires) if hooks and rarely(0.7) else "",
             compiled=compiles,
         )
         for leaves_out in [ranks_differ and rarely(0.7) for _ in range(pick.choice([1, 2, 2, 3]))]
     )
-    may_list = not ranks_differ or all(block.checkpoint != "reentrant" for block in blocks[-2:])
+    # Where one block is left out, the other's second use would belong to the first forward of their unit.
+    may_list = not ranks_differ or all(each.checkpoint != "reentrant" and each.uses == 1 for each in blocks[-2:])
     steps = []
     for index in range(num_steps):
         num_micros = pick.choice([1, 1, 1, 2, 3])
@@ -201,7 +203,7 @@ def draw(seed: int, world_size: int) -> Program:
                     evaluates=rarely(0.12),
                     fails=rarely(0.05) and not ranks_differ,  # see docs/advanced/ranks.md, for two forwards, too
                     forwards=2 if rarely(0.1) and not ranks_differ else 1,
-                    backwards=2 if rarely(0.05) else 1,
+                    backwards=2 if rarely(0.05) and not one_raises else 1,
                     marks_last=rarely(0.1),
                     uses_side=uses_side,
                 )

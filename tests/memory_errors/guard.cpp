@@ -33,6 +33,7 @@
 namespace {
 
 constexpr size_t kPage = 4096;
+constexpr size_t kMaxQuarantined = 10000;  // blocks; Linux allows a process 65530 mappings
 constexpr size_t kAlignment = 64;  // what torch's own allocator gives
 constexpr unsigned char kCanary = 0xA5;
 constexpr unsigned char kFresh = 0xF5;  // what new memory holds: as a float of any size, a large negative number
@@ -139,7 +140,7 @@ class Guard final : public c10::Allocator {
     block.num_frames = backtrace(block.freed_by, kMaxFreeFrames);
     quarantine_.push_back(data);
     quarantined_ += block.region_nbytes;
-    while (quarantined_ > limit_ && quarantine_.size() > 1) {
+    while ((quarantined_ > limit_ || quarantine_.size() > kMaxQuarantined) && quarantine_.size() > 1) {
       auto oldest = blocks_.find(quarantine_.front());
       quarantine_.pop_front();
       quarantined_ -= oldest->second.region_nbytes;

@@ -30,6 +30,7 @@ TESTS = ["tests/distributed", "tests/parity"]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "--timeout", "1800", "--no-header"]
 PYTEST += ["-p", "tests.memory_errors.shuffled"]
 PROGRAMS_PER_CALL = 4
+TIMEOUT_S = 30  # of a call, times the patience that an allocator needs; some programs hang
 DIED = "the worker process died"
 MALLOC_DEBUG = "libc_malloc_debug.so.0"
 
@@ -103,11 +104,12 @@ def hunt_programs(
         while time.monotonic() < deadline:
             started = time.monotonic()
             seeds = list(range(seed, seed + PROGRAMS_PER_CALL))
-            try:
-                pool.run(body, timeout_s=600, seeds=seeds)
-            except WorkerError as error:
-                totals.note(f"programs {seeds}, {configuration}", str(error))
             seed += PROGRAMS_PER_CALL
+            try:
+                pool.run(body, timeout_s=TIMEOUT_S, seeds=seeds)
+            except WorkerError as error:  # the time is not counted, since ranks may have waited for each other
+                totals.note(f"programs {seeds}, {configuration}", str(error))
+                continue
             totals.programs += PROGRAMS_PER_CALL
             totals.rank_seconds += (time.monotonic() - started) * configuration.world_size
     finally:

@@ -24,6 +24,10 @@ def _die(ctx: RankContext, seeds: list[int]) -> None:
     raise AssertionError("another rank is gone")
 
 
+def _wait(ctx: RankContext, seeds: list[int]) -> None:
+    time.sleep(0.1)
+
+
 def _fail(ctx: RankContext, seeds: list[int]) -> None:
     raise AssertionError("wrong numbers")
 
@@ -31,12 +35,19 @@ def _fail(ctx: RankContext, seeds: list[int]) -> None:
 def test_rank_that_dies_is_reported_with_its_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     totals = Totals()
     hunt_programs(CONFIGURATION, time.monotonic() + 0.01, totals, _die)
-    assert (totals.programs, totals.deaths, totals.failures) == (PROGRAMS_PER_CALL, 1, 0)
-    assert totals.rank_seconds > 0
+    assert (totals.programs, totals.deaths, totals.failures) == (0, 1, 0)
+    assert totals.rank_seconds == 0
     (report,) = totals.reports
     assert report.startswith("programs [7, 8, 9, 10], Configuration(work='programs', allocator='none'")
     assert "died with exit code -11" in report
     assert report in capsys.readouterr().out
+
+
+def test_programs_that_ran_are_counted_with_their_time() -> None:
+    totals = Totals()
+    hunt_programs(CONFIGURATION, time.monotonic() + 0.01, totals, _wait)
+    assert (totals.programs, totals.deaths, totals.failures) == (PROGRAMS_PER_CALL, 0, 0)
+    assert totals.rank_seconds >= 2 * 0.1
 
 
 def test_work_that_fails_is_no_death() -> None:

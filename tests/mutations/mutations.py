@@ -486,7 +486,12 @@ MUTATIONS = [
     ),
     # group/all_gather.py
     Mutation("group/all_gather.py", "self.gathered.is_lost, self._works = True, ()", "self._works = ()", _IN_FLIGHT),
-    Mutation("group/all_gather.py", "    self.gathered.is_lost = True\n", "    pass\n", _IN_FLIGHT),
+    Mutation(
+        "group/all_gather.py",
+        "and some are not\n                self.gathered.is_lost = True\n",
+        "and some are not\n",
+        _IN_FLIGHT,
+    ),
     # group/post_forward.py
     Mutation("group/post_forward.py", "if self.gather.gathered.is_lost:", "if False:", _IN_FLIGHT),
     # group/all_gather.py
@@ -897,4 +902,11 @@ MUTATIONS = [
         ),
     ),
     Mutation("fsdp1/state_dict.py", "if first != found:", "if False:", ("parity/fsdp1/test_state_dicts.py",)),
+    # group/all_gather.py
+    Mutation(
+        "group/all_gather.py",
+        "                    raise\n                self.gathered.is_lost = True\n",
+        "                    raise\n",
+        _IN_FLIGHT,
+    ),
 ]
