@@ -139,22 +139,27 @@ def alone(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 # A step
 
 
-def stepper(subject: str, case: Case, num_blocks: int, mesh: DeviceMesh) -> Step:
-    """A warm step of ``num_blocks`` blocks, unsharded or under a runtime."""
+def model_on_device(subject: str, case: Case, num_blocks: int, mesh: DeviceMesh) -> nn.Sequential:
+    """``num_blocks`` blocks, unsharded or under a runtime."""
     runtime: Any = RUNTIMES.get(subject)
-    dtype = BF16 if case.is_mixed else FP32
     with torch.device("meta"):
         model = nn.Sequential(*(Block(SHAPE, has_gains=True) for _ in range(num_blocks)))
-    model.to(dtype if runtime is None else FP32).to_empty(device=device.DEVICE)
-    x = torch.empty(1, NUM_TOKENS, SHAPE.dim, dtype=dtype, device=device.DEVICE)
+    model.to(BF16 if case.is_mixed and runtime is None else FP32).to_empty(device=device.DEVICE)
     for unit in (*model, model) if runtime else ():
         _shard(unit, runtime, case, mesh)
+    return model
+
+
+def stepper(model: nn.Module, case: Case) -> Step:
+    """A warm step of ``model``."""
+    x = torch.empty(1, NUM_TOKENS, SHAPE.dim, dtype=BF16 if case.is_mixed else FP32, device=device.DEVICE)
     parameters = list(model.parameters())
+    syncs = getattr(model, "set_requires_gradient_sync", None)
 
     def step() -> None:
         for index in range(case.num_backwards):
-            if runtime is not None:
-                model.set_requires_gradient_sync(index == case.num_backwards - 1)  # type: ignore[operator]
+            if syncs is not None:
+                syncs(index == case.num_backwards - 1)
             model(x).sum().backward()
         for parameter in parameters:
             parameter.grad = None
@@ -177,7 +182,7 @@ def _shard(unit: nn.Module, runtime: Any, case: Case, mesh: DeviceMesh) -> None:
 
 
 def counts_of_a_step(subject: str, case: Case, num_blocks: int, mesh: DeviceMesh) -> Counts:
-    step = stepper(subject, case, num_blocks, mesh)
+    step = stepper(model_on_device(subject, case, num_blocks, mesh), case)
     found: Counts = Counter()
     folder = FOLDERS.get(subject, "")
 

@@ -3,8 +3,9 @@ Its ``FullyShardedDataParallel`` executes those of ``fully_shard`` and 3% more a
 
 The first case of runtime_overhead.py and its Llama, counted by ``valgrind --tool=callgrind`` instead of timed:
 repeatable to a few parts in a thousand, on a busy machine, too. 5 steps of 8 blocks after a warm-up, without garbage
-collection. Instructions are not time: they take longer where a model computes more between the runtime's calls. It
-takes some minutes, because valgrind also interprets imports. Without valgrind, it says so and writes nothing.
+collection. Instructions are not time: they wait for memory where caches do not hold what they need. So misses are
+counted, too, in simulated caches of the sizes of a server's core. It takes some minutes, because valgrind also
+interprets imports. Without valgrind, it says so and writes nothing.
 
     python benchmarks/runtime_instructions.py
 """
@@ -81,24 +82,44 @@ def _in_runtime(subject: str, model: nn.Module) -> nn.Module:
     return fsdp2.FullyShardedDataParallel(model, auto_wrap_policy=CustomPolicy(own.__contains__), use_orig_params=True)
 
 
-def instructions(case: str, subject: str) -> float:
-    """Instructions per group and step, in thousands."""
+# Of callgrind's events, in the order of its totals.
+EVENTS = ("Ir", "Dr", "Dw", "I1mr", "D1mr", "D1mw", "ILmr", "DLmr", "DLmw")
+CACHES = ["--cache-sim=yes", "--I1=32768,8,64", "--D1=49152,12,64", "--LL=2097152,16,64"]
+COUNTS = {
+    "instructions": ("Ir",),
+    "first instruction cache": ("I1mr",),
+    "first data cache": ("D1mr", "D1mw"),
+    "second cache, 2 MB": ("ILmr", "DLmr", "DLmw"),
+}
+Counts = Mapping[str, float]
+
+
+def counts(case: str, subject: str) -> Counts:
+    """Instructions and misses of caches per group and step, in thousands."""
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={Path(folder, 'counts')}"]
+        options = ["--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={Path(folder, 'counts')}", *CACHES]
         command = ["valgrind", *options, sys.executable, __file__, "--run", case, subject]
         done = subprocess.run(command, capture_output=True, text=True)
-    found = re.search(r"Collected : (\d+)", done.stderr)
+    found = re.search(r"Collected : ([\d ]+)", done.stderr)
     if done.returncode != 0 or found is None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return int(found[1]) / NUM_STEPS / CASE.num_blocks / 1e3
+    totals = dict(zip(EVENTS, map(int, found[1].split()), strict=True))
+    return {name: sum(totals[each] for each in of) / NUM_STEPS / CASE.num_blocks / 1e3 for name, of in COUNTS.items()}
 
 
-def counted(cases: Sequence[str], subjects: Sequence[str]) -> list[dict[str, float]]:
-    """For each case, the instructions of each subject; those of runtimes are beyond the unsharded model's."""
+def counted(cases: Sequence[str], subjects: Sequence[str]) -> list[dict[str, Counts]]:
+    """For each case, the counts of each subject; those of runtimes are beyond the unsharded model's."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # counts do not depend on what else runs
-        found = pool.map(instructions, *zip(*product(cases, subjects), strict=True))
+        found = pool.map(counts, *zip(*product(cases, subjects), strict=True))
         rows = [dict(zip(subjects, islice(found, len(subjects)), strict=True)) for _ in cases]
-    return [{name: row[name] - row["unsharded"] * (name != "unsharded") for name in subjects} for row in rows]
+    return [
+        {name: mine if name == "unsharded" else _beyond(mine, row["unsharded"]) for name, mine in row.items()}
+        for row in rows
+    ]
+
+
+def _beyond(mine: Counts, unsharded: Counts) -> Counts:
+    return {what: count - unsharded[what] for what, count in mine.items()}
 
 
 def main() -> None:
@@ -113,19 +134,25 @@ def main() -> None:
     title = "thousands of instructions; those of the runtimes are beyond the unsharded model's"
     columns = ["", *SUBJECTS, "ratio"]
     (row,) = counted([CASE.name], [*SUBJECTS, CLASS])
-    cells = [*_cells(CASE.name, row), f"{row[CLASS]:.0f}", f"{row[CLASS] / row['fsdp2']:.3f}"]
+    of_class, ours = row[CLASS]["instructions"], row["fsdp2"]["instructions"]
+    cells = [*_cells(CASE.name, row), f"{of_class:.0f}", f"{of_class / ours:.3f}"]
     named = [*columns, CLASS, "class / fsdp2"]
     tables = [Table("main", f"Blocks: {title}", named, [cells], noise=0.02, plot=Ratios(aim=0.2))]
     if MISSING is None:
-        rows = [_cells(name, row) for name, row in zip(LLAMAS, counted(list(LLAMAS), SUBJECTS), strict=True)]
+        found = dict(zip(LLAMAS, counted(list(LLAMAS), SUBJECTS), strict=True))
+        rows = [_cells(name, row) for name, row in found.items()]
         tables.append(Table("llama", f"Llama, width {LLAMA.width}: {title}", columns, rows, noise=0.02))
+        misses = [[name, *(row["fsdp2"][what] / row["torch"][what] for what in COUNTS)] for name, row in found.items()]
+        about = f"Llama, width {LLAMA.width}: fsdp2 / torch, of instructions and of misses in simulated caches"
+        tables.append(Table("caches", about, ["", *COUNTS], misses, ratio=None))
     else:
         print(f"runtime_instructions: no Llama, because {MISSING}")
     publish("runtime_instructions", "Instructions per group of 9 parameters and step, 8 ranks", tables)
 
 
-def _cells(name: str, row: Mapping[str, float]) -> list[object]:
-    return [name, *(f"{row[subject]:.0f}" for subject in SUBJECTS), row["fsdp2"] / row["torch"]]
+def _cells(name: str, row: Mapping[str, Counts]) -> list[object]:
+    found = {subject: row[subject]["instructions"] for subject in SUBJECTS}
+    return [name, *(f"{count:.0f}" for count in found.values()), found["fsdp2"] / found["torch"]]
 
 
 if __name__ == "__main__":

@@ -220,13 +220,22 @@ def published_table() -> Table:
     return Table("published", title, columns, rows, ratio=None)
 
 
+def later_table() -> Table:
+    rows = []
+    for row, result in published.predictions(published.calibrated_h100(), published.LATER):
+        found = result.tokens_per_second
+        rows.append([row.name, f"{found:.0f}", f"{row.page:.0f}", _error(found, row.page)])
+    title = "torchtitan's page of async TP on the same machines, June 2025, per GPU (pytorch/torchtitan#1299)"
+    return Table("published_later", title, ["", "model tokens/s", "page", "error"], rows, ratio=None)
+
+
 def _error(found: float, expected: float) -> str:
     return f"{100 * (found / expected - 1):+.0f}%"
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    tables = [published_table()]
+    tables = [published_table(), later_table()]
     for subject in SUBJECTS:
         tables += tables_of(subject)
     publish("scale_model", "A step on N GPUs, predicted", [*tables, parts_table(), tokens_table(), sensitivity_table()])

@@ -1,8 +1,10 @@
-"""The model against published steps: torchtitan's tables of Llama 3.1 on H100s, from two sources.
+"""The model against published steps: torchtitan's tables of Llama 3.1 on H100s, from three sources.
 
 - ``PAGE``: the project's performance page of December 2024 (llama3_h100_202412_torchtitan among
   pytorch/torchtitan's benchmarks). Its H100s have 96 GB of HBM2e with 2.4 TB/s, and a limit of 500 W.
 - ``PAPER``: Liang et al., "TorchTitan", arXiv 2410.06511: the same rows at another date, with other versions.
+- ``LATER``: the project's page of June 2025, of async TP on the same machines (asyncTP_llama3_h100_2025-06_torchtitan
+  among its benchmarks); the figures are in the text of pytorch/torchtitan#1299.
 
 Sequences of 8,192 tokens, two of them per GPU for 8B with selective checkpointing, 16 per group of 8 tensor-parallel
 GPUs for 70B with full checkpointing. The tables of 405B use pipeline parallelism, which the model does not have.
@@ -16,6 +18,7 @@ One row calibrates the share of the peak that products reach, and what the alloc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp2.tools.planner.groups import Wire
@@ -35,15 +38,15 @@ H100_OF_THE_PAGE = replace(H100, name="H100, 96 GB HBM2e, 500 W", memory_nbytes=
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens per second and GPU as published; GiB are the page's."""
+    """Tokens per second and GPU as published; GiB are the page's. 0: not published."""
 
     name: str
     model: Llama
     batch: Batch
     num_gpus: int
     page: float
-    paper: float
-    gib: float
+    paper: float = 0
+    gib: float = 0
     fp8: bool = False
     async_tp: bool = False
     kernels: Kernels = Kernels.COMPILED
@@ -76,6 +79,14 @@ ROWS = (
 )
 
 
+LATER = (
+    Row("70B, 256 GPUs, FSDP 32 x TP 8, compiled, bf16", LLAMA_70B, _70B, 256, 597.3),
+    Row("bf16, async TP", LLAMA_70B, _70B, 256, 652.4, async_tp=True),
+    Row("fp8", LLAMA_70B, _70B, 256, 809.8, fp8=True),
+    Row("fp8, async TP", LLAMA_70B, _70B, 256, 942.4, fp8=True, async_tp=True),
+)
+
+
 def calibrated_h100() -> Machine:
     """The page's machine with the utilisation that makes the first row right."""
     low, high = 0.01, 1.0
@@ -86,5 +97,5 @@ def calibrated_h100() -> Machine:
     return replace(H100_OF_THE_PAGE, utilisation=high)
 
 
-def predictions(machine: Machine) -> list[tuple[Row, Result]]:
-    return [(row, simulate(row.scenario(machine))) for row in ROWS]
+def predictions(machine: Machine, rows: Sequence[Row] = ROWS) -> list[tuple[Row, Result]]:
+    return [(row, simulate(row.scenario(machine))) for row in rows]
