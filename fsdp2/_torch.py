@@ -106,13 +106,6 @@ def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return list(map(_get_grad, params))
 
 
-def set_grads(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-    """Set ``grad`` of each."""
-    with plain_access():
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-
-
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each tensor was written in place."""
     with plain_access():
@@ -269,6 +262,18 @@ def dtensors_placed_like(params: Sequence[torch.Tensor], locals_: Sequence[torch
         dtensor(local, dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype))
         for like, local in pairs
     ]
+
+
+def set_grads(
+    params: Sequence[torch.Tensor],
+    locals_: Sequence[torch.Tensor],
+    as_gradients: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[DTensor]] = dtensors_placed_like,
+) -> None:
+    """Set ``grad`` of each to what ``as_gradients`` makes of its local tensor."""
+    grads = as_gradients(params, locals_)
+    with plain_access():
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -489,7 +494,8 @@ def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]
 def watch_calls(
     module: nn.Module, hook: GradientHook, find_tensors: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]
 ) -> None:
-    """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it.
+    """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it. Calls
+    inside a backward are left out: activation checkpointing computes again.
 
     With a forward hook, a call takes 11 thousand instructions more. This is the attribute that ``Module.compile`` sets.
     Copies and pickles of the module leave it behind, and the compiler does not look at it.
@@ -499,6 +505,8 @@ def watch_calls(
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
+        if running_backward() != -1:
+            return output
         if type(output) is not torch.Tensor:
             for tensor in find_tensors(output, []):
                 if tensor.requires_grad:
@@ -515,12 +523,23 @@ def watch_calls(
     module.__dict__["_compiled_call_impl"] = watched
 
 
-def _keep_out_of_graphs(function: Callable[..., Any]) -> None:
-    """Let the compiler run ``function`` as it is, and compile what it calls. ``torch.compiler.disable`` with
-    ``recursive=False`` would put a wrapper around each call; ``skip_code`` would import the compiler."""
+def _keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False) -> None:
+    """Let the compiler run ``function`` as it is; also what it calls, if ``recursive``. ``torch.compiler.disable``
+    would put three Python calls around each call; ``skip_code`` would import the compiler."""
     frames = torch._C._dynamo.eval_frame
-    as_usual = frames._FrameAction.DEFAULT
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, as_usual))
+    skip = frames._FrameAction.SKIP
+    of_calls = skip if recursive else frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, of_calls))
+
+
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def runs_between_graphs(function: _Called) -> _Called:
+    """The compiler ends its graph where ``function`` is called, and runs it, and all that it calls, as it is."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _keep_out_of_graphs(function, recursive=True)
+    return function
 
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])

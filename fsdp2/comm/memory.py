@@ -1,17 +1,10 @@
-"""Memory that is released and allocated again under the same tensors.
-
-Autograd saves the unsharded parameters, and views of them, for backward. So a group's unsharded tensors always keep the
-same storage; only the storage's memory is freed and allocated again (I1). Memory belongs to the stream that it was
-allocated on; that stream gets the memory back when the last reader on another stream is done (I3).
-"""
+"""Tensors made on storages that are there already."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-
-from fsdp2.comm.streams import Streams
 
 
 def tensor_on(
@@ -38,18 +31,3 @@ def alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequenc
     numel = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     part = flat.untyped_storage()[offset * flat.itemsize : (offset + numel) * flat.itemsize]
     return tensor_on(part, 0, shape, stride, flat.dtype)
-
-
-def allocate(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-    """Give each of ``storages`` memory of its size in bytes, unless it has it; called on the gather stream."""
-    for storage, nbytes in storages:
-        if storage.nbytes() != nbytes:  # else its memory was kept
-            storage.resize_(nbytes)
-
-
-def release(storages: Sequence[tuple[torch.UntypedStorage, int]], streams: Streams) -> None:
-    """Empty ``storages``, given with their sizes in bytes; called on the compute stream. Their memory belongs to the
-    gather stream, so the gather stream waits for the compute that has read them (I3)."""
-    streams.gather_after_compute()
-    for storage, _ in storages:
-        storage.resize_(0)

@@ -77,7 +77,8 @@ def wait_for(works: Sequence[Waitable]) -> None:
         if tell is not None:
             tell(Activity.WAIT, False)
     except RuntimeError as error:
-        _raise_if_backends(error)
+        if is_of_backend(error):
+            raise CommunicationError(str(error)) from error
         raise
 
 
@@ -90,17 +91,16 @@ def launched(launch: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _
     try:
         return launch(*args, **kwargs)
     except RuntimeError as error:
-        _raise_if_backends(error)
+        if is_of_backend(error):
+            raise CommunicationError(str(error)) from error
         raise
 
 
-def _raise_if_backends(error: RuntimeError) -> None:
-    """Raise ``error``, which the call of a collective has raised, as a ``CommunicationError`` if the backend has made
-    it. gloo has no class of its own. Other subclasses of ``RuntimeError`` say what else has failed, and the CPU's
-    allocator says it in the text only."""
+def is_of_backend(error: RuntimeError) -> bool:
+    """Whether the backend has made ``error``, which the call of a collective has raised. gloo has no class of its own.
+    Other subclasses of ``RuntimeError`` say what else has failed, and the CPU's allocator says it in the text only."""
     is_plain = type(error) is RuntimeError and _NO_CPU_MEMORY not in str(error)
-    if is_plain or isinstance(error, dist.DistError):
-        raise CommunicationError(str(error)) from error
+    return is_plain or isinstance(error, dist.DistError)
 
 
 def lost(what: str, error: CommunicationError, story: str, groups: Iterable[dist.ProcessGroup]) -> CommunicationError:

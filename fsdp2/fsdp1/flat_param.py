@@ -148,7 +148,7 @@ class FlatParameter(nn.Parameter):
     def _use(self, flat: torch.Tensor) -> None:
         """Make parts of ``flat`` the gradients of the shards."""
         params, parts = zip(*((param.sharded, part) for param, part in self.parts(flat)), strict=True)
-        _torch.set_grads(params, _torch.dtensors_placed_like(params, parts))
+        _torch.set_grads(params, parts)
         self._seen, self._flat_grad = [param.grad for param in params], flat
 
 

@@ -159,7 +159,7 @@ def _write_gradients(grads: Mapping[ShardedParam, torch.Tensor | None]) -> None:
             _torch.local_of(param.sharded.grad).copy_(shard)
         else:
             own = shard.clone().to(_torch.local_of(param.sharded).device)
-            _torch.set_grads([param.sharded], _torch.dtensors_placed_like([param.sharded], [own]))
+            _torch.set_grads([param.sharded], [own])
 
 
 # The norm of all gradients

@@ -1,5 +1,9 @@
 """Run a gather plan: bind its steps to memory once, then issue, wait, release.
 
+Autograd saves the unsharded parameters, and views of them, for backward. So a group's unsharded tensors always keep the
+same storage; only the storage's memory is freed and allocated again (I1). Memory belongs to the stream that it was
+allocated on; that stream gets the memory back when the last reader on another stream is done (I3).
+
 This file sees plans, flat tensors, a comm and streams, never parameters or modules.
 """
 
@@ -16,9 +20,9 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm
-from fsdp2.comm.memory import allocate, release, tensor_on
+from fsdp2.comm.memory import tensor_on
 from fsdp2.comm.offload import FlatStage
-from fsdp2.comm.streams import Streams, Waitable, launched, wait_for
+from fsdp2.comm.streams import Streams, Waitable, is_of_backend, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
 from fsdp2.types import CommunicationError
@@ -163,10 +167,15 @@ class Gather:
                 self._forget_memory()
                 raise
             try:
-                works = launched(self._launch)
+                works = self._launch()
             except (KeyboardInterrupt, CommunicationError):  # some messages are in flight, and some are not
                 self.gathered.is_lost = True
                 raise
+            except RuntimeError as error:
+                if not is_of_backend(error):
+                    raise
+                self.gathered.is_lost = True
+                raise CommunicationError(str(error)) from error
             if not works:  # the gather stream orders the arrival behind the collective
                 try:
                     self._arrive()
@@ -292,6 +301,21 @@ class Gather:
         if target.numel() > 0:
             self._cast_targets.append(target)
             self._cast_sources.append(source)
+
+
+def allocate(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+    """Give each of ``storages`` memory of its size in bytes, unless it has it; called on the gather stream."""
+    for storage, nbytes in storages:
+        if storage.nbytes() != nbytes:  # else its memory was kept
+            storage.resize_(nbytes)
+
+
+def release(storages: Sequence[tuple[torch.UntypedStorage, int]], streams: Streams) -> None:
+    """Empty ``storages``, given with their sizes in bytes; called on the compute stream. Their memory belongs to the
+    gather stream, so the gather stream waits for the compute that has read them (I3)."""
+    streams.gather_after_compute()
+    for storage, _ in storages:
+        storage.resize_(0)
 
 
 class LocalGather:

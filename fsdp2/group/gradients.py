@@ -461,7 +461,7 @@ def _deposit(averaged: Reduction, present: list[bool]) -> None:
             params, shards = list(compress(params, present)), list(compress(shards, present))
     before, has_hooks = _torch.grads_and_hooks_of(params)
     if before.count(None) == len(before):
-        _torch.set_grads(params, bound.as_gradients(params, shards))
+        _torch.set_grads(params, shards, bound.as_gradients)
     else:
         _add_gradients(bound, params, shards, before)
     if has_hooks:

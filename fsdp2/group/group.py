@@ -223,10 +223,6 @@ class ParamGroup:
                 owner.slots += param.slots
                 self.give_up(param)
 
-    def _rebind(self, forms: Sequence[nn.Parameter]) -> None:
-        if not self._bindings.rebind(forms):
-            self.is_stale = True  # the user replaced a parameter; the next gather takes the new one over
-
     def _is_intact(self) -> bool:
         """Whether nobody has replaced parameters, or their local tensors, since they were bound."""
         shards = self.shards
@@ -305,7 +301,7 @@ class ParamGroup:
     def show(self) -> None:
         """Bind what compute reads. The unsharded parameters are there."""
         parameters = self.unsharded.parameters
-        self._rebind(parameters if self.shows is None else self.shows(parameters))
+        self.is_stale |= self._bindings.rebind(parameters if self.shows is None else self.shows(parameters))
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that the user started, unless it was already waited for or undone."""
@@ -326,7 +322,7 @@ class ParamGroup:
         finally:
             if before is not GroupState.UNSHARDED and unsharded.post_forward is not None:
                 unsharded.post_forward.release()
-            self._rebind(self.shards.sharded)
+            self.is_stale |= self._bindings.rebind(self.shards.sharded)
             if before is not GroupState.SHARDED_POST_FORWARD:
                 self._release()
 
@@ -350,7 +346,7 @@ class ParamGroup:
             return
         before = self._transition(GroupEvent.RESHARD_POST_FORWARD)
         if before is GroupState.UNSHARDED:
-            self._rebind(self.unsharded.cut())
+            self.is_stale |= self._bindings.rebind(self.unsharded.cut())
             self._release()
 
     def lend(self) -> None:
@@ -435,19 +431,20 @@ class Bindings:
         self._forms = forms
 
     def rebind(self, forms: Sequence[nn.Parameter]) -> bool:
-        """Bind ``forms[i]`` in each slot that still holds the form bound before. Returns whether all slots did."""
-        before, self._forms, is_intact = self._forms, forms, True
+        """Bind ``forms[i]`` in each slot that still holds the form bound before. Returns whether the user has replaced
+        parameters: the next gather takes these over."""
+        before, self._forms, are_replaced = self._forms, forms, False
         for parameters, name, index in self._plain:
             if parameters.get(name) is before[index]:
                 parameters[name] = forms[index]
             else:
-                is_intact = False
+                are_replaced = True
         for module, name, index in self._custom:
             if getattr(module, name, None) is before[index]:
                 setattr(module, name, forms[index])
             else:
-                is_intact = False
-        return is_intact
+                are_replaced = True
+        return are_replaced
 
     def are_intact(self) -> bool:
         """Whether every slot still holds the form that was bound last."""

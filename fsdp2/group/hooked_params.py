@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.memory import allocate
 from fsdp2.comm.offload import Home
+from fsdp2.group.all_gather import allocate
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import join
 from fsdp2.plan.mesh import ParallelMesh

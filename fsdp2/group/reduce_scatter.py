@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, all_reduce
-from fsdp2.comm.streams import Streams, Waitable, launched
+from fsdp2.comm.streams import Streams, Waitable, is_of_backend, launched
 from fsdp2.group.all_gather import piece_pairs
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import ReducePlan, Route
+from fsdp2.types import CommunicationError
 
 Sums = list[list[torch.Tensor]]  # per plan, the buffers that hold this rank's sums
 
@@ -76,8 +77,12 @@ class Reduce:
             sums = [part.receive(mine, outputs, sent) for part, mine in zip(self._parts, packed, strict=True)]
             held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` once it was read
             del packed
-            reduce = self._comm.reduce_scatter
-            works = launched(reduce, outputs, sent, averages=self._averages) if outputs else ()
+            try:
+                works = self._comm.reduce_scatter(outputs, sent, averages=self._averages) if outputs else ()
+            except RuntimeError as error:  # as launched(), without another call
+                if is_of_backend(error):
+                    raise CommunicationError(str(error)) from error
+                raise
             # Gradients that land without a copy must live longer.
             read = None if self._lands_gradients else streams.record()
         return Launched(sums, works, held, read)

@@ -1,6 +1,6 @@
 """Turns hooks of nn.Module and autograd into events. It decides nothing: the schedule decides what follows an event.
 
-Hooks stay out of compiled graphs (``torch.compiler.disable``): a compiled block calls them between its graphs.
+Hooks stay out of compiled graphs: a compiled block calls them between its graphs.
 """
 
 from __future__ import annotations
@@ -65,16 +65,18 @@ class ModuleHooks:
         self._runs_method = False  # a registered method of the unit is running
         self._is_resumed = False  # that method has called the unit again, as generate() calls forward()
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
-        pre_forward = torch.compiler.disable(self.pre_forward)
-        post_forward = torch.compiler.disable(self.post_forward)
-        self._pre_backward = _torch.GradientHook(torch.compiler.disable(self._on_output_gradient))
-        self._post_backward = _torch.GradientHook(torch.compiler.disable(self._on_input_gradient))
+        self._pre_backward = _torch.GradientHook(self._on_output_gradient)
+        self._post_backward = _torch.GradientHook(self._on_input_gradient)
         for module in unit.modules:
-            module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(post_forward)
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
-        self.modules, self.functions = list(unit.modules), [pre_forward, post_forward]
+        self.modules, self.functions = list(unit.modules), [self.pre_forward, self.post_forward]
         self.hold([slot.module for slot in slots])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
+        """``copy.deepcopy`` of a module copies its hooks. They stay those of this unit, so that they can be found."""
+        return self
 
     def hold(self, modules: Iterable[nn.Module]) -> None:
         """Install what modules need that hold parameters of the unit directly."""
@@ -84,6 +86,7 @@ class ModuleHooks:
         self.modules += holders
         self.functions += _install_state_dict_hooks(holders, self._unit)
 
+    @_torch.runs_between_graphs
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._runs_method:
             return self._resume(args, kwargs)
@@ -107,6 +110,7 @@ class ModuleHooks:
             return self._mark_inputs(args, kwargs)
         return args, kwargs
 
+    @_torch.runs_between_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
         if self._runs_method:
@@ -134,31 +138,26 @@ class ModuleHooks:
 
     def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method`` of ``module``, run like its forward. Calls inside it to the same unit belong to it."""
-        pre_forward, post_forward = torch.compiler.disable(self.pre_forward), torch.compiler.disable(self.post_forward)
-        resume, handed_out = torch.compiler.disable(self._resume), torch.compiler.disable(self._handed_out)
-        forget_forward = torch.compiler.disable(self._forget_forward)
-        is_running, runs_plainly = torch.compiler.disable(self._is_running), torch.compiler.disable(self._runs_plainly)
-        reshard_between_passes = torch.compiler.disable(self._reshard_between_passes)
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._unit.lent is not Lent.NOTHING and runs_plainly():
+            if self._unit.lent is not Lent.NOTHING and self._runs_plainly():
                 return method(*args, **kwargs)
-            if is_running():
-                args, kwargs = resume(args, kwargs)
-                return handed_out(method(*args, **kwargs))
-            args, kwargs = pre_forward(module, args, kwargs)
+            if self._is_running():
+                args, kwargs = self._resume(args, kwargs)
+                return self._handed_out(method(*args, **kwargs))
+            args, kwargs = self.pre_forward(module, args, kwargs)
             self._runs_method, self._is_resumed = True, False
             try:
                 output = method(*args, **kwargs)
             except BaseException:
-                forget_forward()
+                self._forget_forward()
                 raise
             finally:
                 self._runs_method = False
-            output = post_forward(module, args, output)
+            output = self.post_forward(module, args, output)
             if self._is_resumed:
-                reshard_between_passes()
+                self._reshard_between_passes()
             return output
 
         setattr(run, FORWARD_METHOD, method)
@@ -175,10 +174,12 @@ class ModuleHooks:
             unit.missing_modules = set(unit.modules)
         return is_first
 
+    @_torch.runs_between_graphs
     def _forget_forward(self) -> None:
         if self._unit.root is not None:
             self._unit.root.forget_forward(self._unit)
 
+    @_torch.runs_between_graphs
     def _is_running(self) -> bool:
         """Whether a method is called from inside the unit's own forward, or from another method."""
         unit = self._unit
@@ -186,6 +187,7 @@ class ModuleHooks:
             return self._runs_method
         return unit.root is not None and unit.root.schedule.phases[unit.index] in (Phase.FORWARD, Phase.RECOMPUTE)
 
+    @_torch.runs_between_graphs
     def _runs_plainly(self) -> bool:
         """Whether a forward of the unit, whose parameters are lent, runs without the runtime. If the forward is inside
         another pass, the answer is no, and the state table refuses the forward later.
@@ -203,18 +205,21 @@ class ModuleHooks:
             problem = "the gradients of whole parameters would be lost. Use torch.no_grad(), or leave the block first."
         raise ScheduleError(f"forward of unit '{unit.name}' inside fsdp2.unsharded(...): {problem}")
 
+    @_torch.runs_between_graphs
     def _reshard_between_passes(self) -> None:
         """After a method like ``generate``, as in torch: an optimizer that is built then must find shards."""
         unit = self._unit
         if unit.root is not None and unit.root.schedule.forward_root is None:
             unit.reshard()
 
+    @_torch.runs_between_graphs
     def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._is_resumed = True
         if self._unit.root is not None:
             self._unit.root.resume_forward(self._unit)
         return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
 
+    @_torch.runs_between_graphs
     def _handed_out(self, output: Any) -> Any:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward."""
         if torch.is_grad_enabled():
@@ -235,10 +240,12 @@ class ModuleHooks:
                 output = unit.hooks.end_forward(output)
         return output
 
+    @_torch.runs_between_graphs
     def _on_output_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit
         (unit.root or form_root(unit)).pre_backward(unit)
 
+    @_torch.runs_between_graphs
     def _on_input_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit
         (unit.root or form_root(unit)).post_backward(unit)

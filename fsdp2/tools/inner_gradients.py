@@ -30,14 +30,14 @@ from fsdp2.schedule.schedule import Phase
 
 def _install(unit: Unit, holders: list[nn.Module]) -> None:
     """Watch the outputs of the submodules of ``unit`` with parameters. ``holders``: all modules with parameters."""
-    begin = torch.compiler.disable(lambda: (unit.root or form_root(unit)).pre_backward(unit))
 
+    @_torch.runs_between_graphs
     def on_gradient(_: torch.Tensor) -> None:
         """Usually, backward began at the unit's output. In the unit's forward, the user computes gradients."""
         root = unit.root
         phase = Phase.IDLE if root is None else root.schedule.phases[unit.index]
         if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:
-            begin()
+            (root or form_root(unit)).pre_backward(unit)
 
     around = {child: module for each in unit.modules for module in each.modules() for child in module.children()}
     hook = _torch.GradientHook(on_gradient)

@@ -49,7 +49,7 @@ class Wait:
 
 WAITS = [
     Wait("wait_here", "group.all_gather.Gather.wait", "plain", "late gathers"),
-    Wait("gather_after_compute", "comm.memory.release", "direct", "side streams first"),
+    Wait("gather_after_compute", "group.all_gather.release", "direct", "side streams first"),
     Wait("wait_here", "group.gradients.Reduction.finish", "direct", "late reductions"),
     Wait("wait_here", "group.gradients.Reduction.wait", "bf16", "compute first"),
     Wait("gather_after_compute", "runtime.root.Root.order_gathers", "plain", "side streams first"),

@@ -50,7 +50,7 @@ def test_graphs_break_at_the_units_and_nowhere_else(ctx: RankContext, way: str, 
     model = shard(ctx, seeded(Unrolled), reshard_after_forward=kept)
     outputs = train(model, _compile(model, way))
     assert num_graphs() == NUM_GRAPHS
-    assert breaks() == ["Skip calling `torch.compiler.disable()`d function"]
+    assert breaks() == ["Skip inlining `torch.compiler.disable()`d function"]
     assert_alike(outputs, train(shard(ctx, seeded(Unrolled), reshard_after_forward=kept)))
 
 
@@ -60,7 +60,7 @@ def test_calls_that_the_compiler_leaves_to_python_are_watched_without_it(ctx: Ra
     start_compiling()
     model = shard(ctx, seeded(Stack))
     outputs = train(model, _compile(model, WAYS[0]))
-    assert unsupported() == ["Skip calling `torch.compiler.disable()`d function"], unsupported()
+    assert unsupported() == ["Skip inlining `torch.compiler.disable()`d function"], unsupported()
     assert_alike(outputs, train(shard(ctx, seeded(Stack))))
 
 

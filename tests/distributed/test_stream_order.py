@@ -47,8 +47,8 @@ def test_all_accesses_to_memory_of_the_host_are_ordered() -> None:
 _WAITS = [
     ("wait_here", "group.all_gather.wait", scenarios.direct),
     ("wait_here", "group.all_gather.drop", scenarios.resting_and_gathered_in_vain),
-    ("gather_after_compute", "comm.memory.release", scenarios.direct),
-    ("gather_after_compute", "comm.memory.release", scenarios.resting_on_a_smaller_mesh),
+    ("gather_after_compute", "group.all_gather.release", scenarios.direct),
+    ("gather_after_compute", "group.all_gather.release", scenarios.resting_on_a_smaller_mesh),
     ("gather_after_compute", "group.all_gather.release", scenarios.kept_storage),
     ("wait_here", "group.gradients.finish", scenarios.direct_cast),
     ("wait_here", "group.gradients.wait", scenarios.plain),

@@ -101,7 +101,7 @@ def report(
     synced, is_first_use, found = time.perf_counter(), not root.schedule.last_order, Report()
     on_device = root.executor.streams.runs_ahead
     recorder = Recorder(DeviceClock(mesh.device, root.units) if on_device else HostClock(), steps)
-    with _attached(recorder, model, root.class_name):
+    with attached(recorder, model, root.class_name):
         yield found
     recorder.end()
     root = form_root(unit)  # in the block, a unit around it may have become the root
@@ -129,7 +129,7 @@ def report(
 
 
 @contextmanager
-def _attached(recorder: Recorder, model: nn.Module, class_name: str) -> Iterator[None]:
+def attached(recorder: Recorder, model: nn.Module, class_name: str) -> Iterator[None]:
     """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends."""
     watch = Watch(model, recorder)
 

@@ -71,7 +71,7 @@ def test_gradient_of_a_flat_parameter_lies_where_those_of_the_shards_do(ctx: Ran
     places = [(param.sharded, part.data_ptr() - memory.data_ptr(), part.shape) for param, part in flat.parts(memory)]
     params = [param for param, _, _ in places]
     parts = [memory[start // 4 : start // 4 + shape.numel()].view(shape) for _, start, shape in places]
-    _torch.set_grads(params, _torch.dtensors_placed_like(params, parts))
+    _torch.set_grads(params, parts)
     assert torch.equal(flat.grad, memory)
     assert flat.grad.data_ptr() == memory.data_ptr()
 
