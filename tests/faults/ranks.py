@@ -67,17 +67,17 @@ class World:
     def join(self, but: int | None = None) -> list[Ended]:
         """Wait until all ranks have ended, but for rank ``but``, which is stopped and is killed then."""
         ended = []
-        for rank, process in enumerate(self.processes):
-            if rank != but:
-                process.join(DEADLINE_S)
-        for rank, process in enumerate(self.processes):
-            exit_code = process.exitcode
-            process.kill()
-            process.join()
-            path = self._answers[rank]
-            answer = pickle.loads(path.read_bytes()) if path.exists() else {}
-            ended.append(Ended(exit_code, **answer))
-        self._folder.cleanup()
+        with self._folder:
+            for rank, process in enumerate(self.processes):
+                if rank != but:
+                    process.join(DEADLINE_S)
+            for rank, process in enumerate(self.processes):
+                exit_code = process.exitcode
+                process.kill()
+                process.join()
+                path = self._answers[rank]
+                answer = pickle.loads(path.read_bytes()) if path.exists() else {}
+                ended.append(Ended(exit_code, **answer))
         return ended
 
 
@@ -99,5 +99,7 @@ def run_rank(
         answer = {"value": body(RankContext(rank, num_ranks), DeviceMesh.from_group(group, "cpu"), **kwargs)}
     except Exception as error:
         answer = {"error_type": type(error).__name__, "error": str(error), "trace": traceback.format_exc()}
-    Path(path).write_bytes(pickle.dumps(answer))
+    unfinished = Path(path + ".unfinished")
+    unfinished.write_bytes(pickle.dumps(answer))
+    unfinished.rename(path)  # a rank may be killed at any moment, this one too: half an answer is none
     sys.exit("error" in answer)
