@@ -13,13 +13,16 @@ What is not in the tables is in torchtitan's code of that time (torchtitan/paral
 the blocks, of which the last stays unsharded; embedding and head are with the root; sequences are divided between
 blocks, and words for the loss, which was not compiled then (pytorch/pytorch#143774).
 
-One row calibrates the share of the peak that products reach, and what the allocator reserves; all else is predicted.
+One row calibrates the share of the peak that products reach, and what the allocator reserves. What async TP gains on
+the later page, in bf16 and fp8, calibrates the share of a transfer that it hides. All else is predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from fsdp2.tools.planner.groups import Wire
 from fsdp2.tools.planner.machine import Machine
@@ -38,20 +41,21 @@ H100_OF_THE_PAGE = replace(H100, name="H100, 96 GB HBM2e, 500 W", memory_nbytes=
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens per second and GPU as published; GiB are the page's. 0: not published."""
+    """Tokens per second and GPU as published; GiB are the page's. None: not published."""
 
     name: str
     model: Llama
     batch: Batch
     num_gpus: int
     page: float
-    paper: float = 0
-    gib: float = 0
+    paper: float | None = None
+    gib: float | None = None
     fp8: bool = False
     async_tp: bool = False
     kernels: Kernels = Kernels.COMPILED
 
-    def scenario(self, machine: Machine) -> Scenario:
+    def scenario(self, machine: Machine, hidden: float) -> Scenario:
+        """``hidden``: the share of a transfer beside a product that async TP hides."""
         return scenario(
             machine,
             self.model,
@@ -59,7 +63,7 @@ class Row:
             self.num_gpus,
             _FSDP_FP8 if self.fp8 else _FSDP,
             fp8=self.fp8,
-            async_tp=self.async_tp,
+            async_tp=hidden if self.async_tp else None,
             kernels=self.kernels,
             wraps_large=False,
         )
@@ -87,15 +91,47 @@ LATER = (
 )
 
 
-def calibrated_h100() -> Machine:
-    """The page's machine with the utilisation that makes the first row right."""
+@dataclass(frozen=True)
+class Calibrated:
+    """The page's machine, and the share of a transfer beside a product that async TP hides."""
+
+    machine: Machine
+    hidden: float
+
+    def predict(self, row: Row) -> Result:
+        return simulate(row.scenario(self.machine, self.hidden))
+
+
+@cache
+def calibrated() -> Calibrated:
+    """What makes the first row right, and the mean gain of async TP on the later page."""
+
+    def with_peak(share: float) -> Calibrated:
+        return Calibrated(replace(H100_OF_THE_PAGE, utilisation=share), 1.0)
+
+    found = with_peak(_solved(lambda share: with_peak(share).predict(CALIBRATES).tokens_per_second, CALIBRATES.page))
+    published = _gain([row.page for row in LATER])
+
+    def predicted(hidden: float) -> float:
+        return _gain([replace(found, hidden=hidden).predict(row).tokens_per_second for row in LATER])
+
+    return replace(found, hidden=_solved(predicted, published))
+
+
+def _gain(rates: Sequence[float]) -> float:
+    """The geometric mean of what async TP gains; each of its rows follows the one without it."""
+    return math.prod(fast / slow for slow, fast in zip(rates[::2], rates[1::2], strict=True)) ** (2 / len(rates))
+
+
+def _solved(function: Callable[[float], float], value: float) -> float:
+    """Where between 0.01 and 1 the growing ``function`` has ``value``."""
     low, high = 0.01, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        found = simulate(CALIBRATES.scenario(replace(H100_OF_THE_PAGE, utilisation=middle)))
-        low, high = (low, middle) if found.tokens_per_second > CALIBRATES.page else (middle, high)
-    return replace(H100_OF_THE_PAGE, utilisation=high)
+        low, high = (low, middle) if function(middle) > value else (middle, high)
+    return high
 
 
-def predictions(machine: Machine, rows: Sequence[Row] = ROWS) -> list[tuple[Row, Result]]:
-    return [(row, simulate(row.scenario(machine))) for row in rows]
+def predictions(rows: Sequence[Row] = ROWS) -> list[tuple[Row, Result]]:
+    found = calibrated()
+    return [(row, found.predict(row)) for row in rows]

@@ -57,7 +57,7 @@ def scenario(
     choice: Choice,
     *,
     fp8: bool = False,
-    async_tp: bool = False,
+    async_tp: float | None = None,
     kernels: Kernels = Kernels.COMPILED,
     wraps_large: bool = True,
 ) -> Scenario:

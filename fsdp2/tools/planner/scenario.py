@@ -86,7 +86,8 @@ class Choice:
 class Scenario:
     """``units``: in the order of forward, without the root, whose own parameters are ``root``. ``tokens``: of one GPU,
     or of a group of ``tensor_parallel`` GPUs. ``fp8``: the blocks' products with weights run in fp8. ``async_tp``:
-    tensor parallelism sends beside products where it can."""
+    tensor parallelism sends beside products where it can, and hides this share of what it sends there; None: transfers
+    and products take turns."""
 
     machine: Machine
     units: tuple[UnitWork, ...]
@@ -99,7 +100,7 @@ class Scenario:
     kernels: Kernels = Kernels.COMPILED
     fp8: bool = False
     tensor_parallel: int = 1
-    async_tp: bool = False
+    async_tp: float | None = None
 
     @property
     def data_parallel_size(self) -> int:
@@ -212,16 +213,17 @@ def _unit_cost(scenario: Scenario, work: UnitWork) -> UnitCost:
 
 def _exchange_seconds(scenario: Scenario, exchange: Exchange, *, is_block: bool) -> float:
     """What an exchange along the sequence adds to compute: the transfer, and a copy, since sequences are not the first
-    dim. Async TP hides the transfer behind the parts of a product, and sums what arrives in a kernel of its own."""
+    dim. Async TP hides a share of the transfer behind the parts of a product, which are slower than the whole, and sums
+    what arrives in a kernel of its own."""
     machine, size = scenario.machine, scenario.tensor_parallel
     in_fp8 = scenario.fp8 and is_block
     nbytes = exchange.numel * (1 if exchange.gathers and in_fp8 else 2)
     transfer = gather(machine, ranks_of(size, 1, machine.node_size), nbytes).alone
-    if not (scenario.async_tp and is_block and exchange.product):
+    if scenario.async_tp is None or not (is_block and exchange.product):
         return transfer + 2 * nbytes / machine.copy_bandwidth
     product = exchange.product / (machine.peak_fp8() if in_fp8 else machine.bf16_flops) / machine.utilisation
     summed = 0.0 if exchange.gathers else nbytes * (1 + 1 / size) / machine.copy_bandwidth
-    return max(transfer - product, 0.0) + summed
+    return transfer - scenario.async_tp * min(transfer, product) + summed
 
 
 def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:
