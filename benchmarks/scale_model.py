@@ -201,7 +201,8 @@ def first_win(subject: Subject) -> str:
 def published_table() -> Table:
     rows = []
     for row, result in published.predictions():
-        assert row.paper is not None and row.gib is not None
+        assert row.paper is not None
+        assert row.gib is not None
         peak, found = result.reserved_nbytes / 2**30, result.tokens_per_second
         error = "calibrates" if row is published.CALIBRATES else _error(found, row.page)
         figures = [f"{found:.0f}", f"{row.page:.0f}", error, f"{row.paper:.0f}", _error(found, row.paper)]
@@ -228,8 +229,8 @@ def later_table() -> Table:
         rows.append([row.name, f"{found:.0f}", f"{row.page:.0f}", _error(found, row.page)])
     hidden = 100 * published.calibrated().hidden
     title = (
-        "torchtitan's page of async TP on the same machines, June 2025, per GPU (pytorch/torchtitan#1299); the mean gain "
-        f"of its async TP calibrates the share of a transfer that it hides, {hidden:.0f}%"
+        "torchtitan's page of async TP on the same machines, June 2025, per GPU (pytorch/torchtitan#1299); the mean "
+        f"gain of its async TP calibrates the share of a transfer that it hides, {hidden:.0f}%"
     )
     return Table("published_later", title, ["", "model tokens/s", "page", "error"], rows, ratio=None)
 

@@ -23,12 +23,15 @@ def toy(tmp_path: Path) -> Run:
 # torch's profiler prints where it starts and stops, and its collectives warn of their old names
 @pytest.mark.filterwarnings("ignore")
 def test_a_case_gives_figures_of_all_subjects(toy: Run) -> None:
-    figures, is_finite = measure(CASES[-3], toy)
-    assert is_finite
+    measured = measure(CASES[-3], toy)
+    assert measured.is_finite
+    assert measured.reported > 0
+    figures = measured.figures
     assert list(figures) == list(SUBJECTS)
     assert all(each.step_ms > 0 and each.cpu_ms > 0 for each in figures.values())
     assert len(list(toy.traces.iterdir())) == 3
-    found = tables([Result("a case", toy.shape.block_nbytes, figures)])
+    found = tables([Result("a case", toy.shape.block_nbytes, figures, reported=1.004)])
+    assert found[0].note.endswith("A step in a report takes 1.004 of one without; aim: 1.01.")
     assert [each.name for each in found] == ["time", "cpu", "memory", "copies", "kinds", "checks"]
     assert [row[0] for row in found[-1].rows] == ["a case: fsdp2", "a case: torch"]
 
