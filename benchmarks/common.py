@@ -210,6 +210,7 @@ def _record(script: str, title: str, tables: Sequence[Table]) -> dict[str, Any]:
         "title": title,
         "machine": {"name": name, "cores": os.cpu_count()},
         "torch": torch.__version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),

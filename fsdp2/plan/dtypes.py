@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch import GradDtype
-from fsdp2.plan.trees import map_tensors
+from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.types import MixedPrecisionPolicy
 
 
@@ -108,8 +108,9 @@ def divide_factors(
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating-point tensor in it, however nested, cast to ``dtype``; differentiable."""
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor.dtype
-        return tensor if found is dtype or not found.is_floating_point else tensor.to(dtype)
+    def is_cast(tensor: torch.Tensor) -> bool:
+        return tensor.dtype is not dtype and tensor.dtype.is_floating_point
 
-    return map_tensors(cast, value)
+    if not any(map(is_cast, find_tensors(value, []))):  # most units get what another unit has cast
+        return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if is_cast(tensor) else tensor, value)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -24,6 +27,7 @@ from run import benchmarks, run
 ROWS = [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, math.nan]]
 COLUMNS = ["", "fsdp2 ms", "torch ms", "ratio"]
 RESULTS = read_results()
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 PAGES = {path.name: path for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 
 
@@ -280,3 +284,19 @@ below
             render("<!-- table example.main -->\n<!-- /table -->\n", {})
         with pytest.raises(ValueError, match=r"^0 of .* end with <!-- /table -->"):
             render("<!-- table example.main -->\n", {})
+
+
+# Counts, which are the same on every machine
+
+
+@pytest.mark.skipif(
+    RESULTS["call_counts"]["python"] != PYTHON or RESULTS["call_counts"]["torch"].split("+")[0] not in torch.__version__,
+    reason="Python calls were counted with another version of Python or torch",
+)
+def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> None:
+    """It was two days old once, and twenty calls too low."""
+    environment = {**os.environ, common.RESULTS_FOLDER_VARIABLE: str(tmp_path)}
+    command = [sys.executable, str(ROOT / "benchmarks" / "call_counts.py")]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    found = json.loads((tmp_path / "call_counts.json").read_text())["tables"]
+    assert found == RESULTS["call_counts"]["tables"][: len(found)]  # without transformers, there is no Llama
