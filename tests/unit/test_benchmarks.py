@@ -293,7 +293,7 @@ _COUNTED_WITH = tuple(RESULTS["call_counts"][name] for name in ("python", "torch
 
 
 @pytest.mark.skipif(
-    _COUNTED_WITH != (PYTHON, torch.__version__), reason="Python calls were counted with other versions"
+    (PYTHON, torch.__version__) != _COUNTED_WITH, reason="Python calls were counted with other versions"
 )
 def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> None:
     """It was two days old once, and twenty calls too low."""
