@@ -1,0 +1,53 @@
+"""What the calls of a submodule return gets a hook for its gradient, unless autograd itself makes the call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import _torch
+from fsdp2.plan.trees import find_tensors
+
+
+class _Twice(nn.Module):
+    """Returns a tensor, or several of them inside of something."""
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        self.linear, self._nested = nn.Linear(3, 3), nested
+
+    def forward(self, x: Tensor) -> Tensor | dict[str, list[Tensor]]:
+        first, second = self.linear(x).tanh(), x.detach()
+        return {"several": [first, second]} if self._nested else first
+
+
+def _watched(*, nested: bool = False) -> tuple[_Twice, list[Tensor]]:
+    module, seen = _Twice(nested=nested), []
+    module.hook = _torch.GradientHook(lambda gradient: seen.append(gradient.clone()))  # type: ignore[assignment]
+    _torch.watch_calls(module, module.hook, find_tensors)  # type: ignore[arg-type]
+    return module, seen
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_gradient_of_an_output_calls_the_hook_once(nested: bool) -> None:
+    module, seen = _watched(nested=nested)
+    output = module(torch.randn(2, 3))
+    (output["several"][0] if nested else output).sum().backward()
+    assert [each.tolist() for each in seen] == [[[1.0] * 3] * 2]
+
+
+def test_what_needs_no_gradient_has_no_hook() -> None:
+    module, seen = _watched()
+    with torch.no_grad():
+        assert module(torch.randn(2, 3)).grad_fn is None
+    assert seen == []
+
+
+def test_what_activation_checkpointing_computes_again_has_no_hook() -> None:
+    """Reentrant checkpointing has no graph before: its second forward makes one, inside of the backward."""
+    module, seen = _watched()
+    checkpoint(module, torch.randn(2, 3, requires_grad=True), use_reentrant=True).sum().backward()
+    assert module.linear.weight.grad is not None
+    assert seen == []
