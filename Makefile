@@ -1,6 +1,10 @@
 # All but `gpu` work on a machine with nothing but Python: .venv is made on first use and remade when its inputs change.
 PYTHON ?= python3
-BIN := .venv/bin
+# Another version than the pinned one (several GB), in a folder of its own: make test TORCH=2.15.0
+TORCH :=
+VENV := .venv$(TORCH:%=-torch-%)
+BIN := $(VENV)/bin
+PINS := $(if $(TORCH),torch==$(TORCH),-c constraints-dev.txt)
 ARGS ?=
 SCRIPTS ?=
 SEEDS ?= 100
@@ -15,56 +19,56 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." passes arguments on: make train ARGS="--steps 50", make test ARGS="-k schedule"'
 
-train: .venv/.installed ## train the example language model on 2 ranks
+train: $(VENV)/.installed ## train the example language model on 2 ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 docs/examples/train_lm.py $(ARGS)
 
-test: .venv/.installed ## run the tests, but for the long ones
+test: $(VENV)/.installed ## run the tests, but for the long ones
 	$(PYTEST) $(ARGS)
 
-test-all: .venv/.installed ## run all tests; only the long ones with ARGS="-m long"
+test-all: $(VENV)/.installed ## run all tests; only the long ones with ARGS="-m long"
 	$(PYTEST) -m "" $(ARGS)
 
-fuzz: .venv/.installed ## compare runtimes on random programs: make fuzz SEEDS=1000 ARGS="--first 5000 --ranks 4"
+fuzz: $(VENV)/.installed ## compare runtimes on random programs: make fuzz SEEDS=1000 ARGS="--first 5000 --ranks 4"
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) $(ARGS)
 
-mutations: .venv/.installed ## put each of 100 defects into a copy of the package; say which test notices it
+mutations: $(VENV)/.installed ## put each of 100 defects into a copy of the package; say which test notices it
 	$(BIN)/python -m tests.mutations $(ARGS)
 
-clients: .venv/.clients ## run libraries that call fully_shard with torch's runtime and with ours, and compare
+clients: $(VENV)/.clients ## run libraries that call fully_shard with torch's runtime and with ours, and compare
 	$(PYTEST) -n 0 -m "" tests/clients $(ARGS)
 
-lint: .venv/.installed ## check style, formatting and types
+lint: $(VENV)/.installed ## check style, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy docs/examples
 
-bench: .venv/.bench ## run every benchmark, or those in SCRIPTS, and render their tables and plots
+bench: $(VENV)/.bench ## run every benchmark, or those in SCRIPTS, and render their tables and plots
 	$(BIN)/python benchmarks/run.py $(SCRIPTS) -- $(ARGS); status=$$?; $(BIN)/python benchmarks/render.py && exit $$status
 
-bench-check: .venv/.bench ## run them again; print what got worse or better than the committed results
+bench-check: $(VENV)/.bench ## run them again; print what got worse or better than the committed results
 	$(BIN)/python benchmarks/check.py $(SCRIPTS)
 
 gpu: ## all that one GPU can say, in 8 minutes: with PYTHON as it is, without .venv and network
 	$(PYTHON) benchmarks/gpu_acceptance.py $(ARGS)
 
-docs: .venv/.installed ## write the reference from the docstrings; check that examples run and links resolve
+docs: $(VENV)/.installed ## write the reference from the docstrings; check that examples run and links resolve
 	$(BIN)/python docs/reference/generate.py
 	$(PYTEST) -m "" tests/docs $(ARGS)
 
 clean: ## remove .venv, caches and results of runs
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist runs
+	rm -rf .venv* .mypy_cache .pytest_cache .ruff_cache build dist runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.installed: pyproject.toml constraints-dev.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints-dev.txt -e '.[dev,train]'
+$(VENV)/.installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install $(PINS) -e '.[dev,train]'
 	touch $@
 
-.venv/.bench: .venv/.installed
-	$(BIN)/pip install -c constraints-dev.txt -e '.[bench]'
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/pip install $(PINS) -e '.[bench]'
 	touch $@
 
-.venv/.clients: .venv/.installed
-	$(BIN)/pip install -c constraints-dev.txt -e '.[clients]'
+$(VENV)/.clients: $(VENV)/.installed
+	$(BIN)/pip install $(PINS) -e '.[clients]'
 	touch $@

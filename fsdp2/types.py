@@ -23,7 +23,8 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of unsharded parameters, the all-gather and compute; ``None`` keeps the original dtype.
             Integer parameters are never cast.
         reduce_dtype: dtype of gradient reduction, and of gradients accumulated without communication. ``None``: the
-            parameter's ``grad_dtype`` if one was set, else the dtype of the unsharded parameter.
+            parameter's ``grad_dtype`` if one was set, else the dtype of the shards with torch 2.15 or newer, and that
+            of the unsharded parameter with older versions, as in torch.
         output_dtype: floating-point tensors in the forward's output are cast to it. ``None`` leaves them alone.
         cast_forward_inputs: whether floating-point tensors in the forward's inputs are cast to ``param_dtype``.
         param_dtype_override_fn: called once per parameter; returns the compute dtype of this parameter: its own dtype,

@@ -244,6 +244,12 @@ class GroupGradients:
             param.accumulated = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
+        self._forget_frozen()
+
+    def _forget_frozen(self) -> None:
+        """The gradients of parameters that were frozen late are taken, or given up: nothing more comes."""
+        if self._unsharded.is_frozen_late:
+            self._unsharded.follow_requires_grad(self._unsharded.requires_grad)
 
     def keep_unreduced(self) -> None:
         """Keep this backward's gradients on this rank, in reduce dtype."""
@@ -262,6 +268,7 @@ class GroupGradients:
             return None
         bound = self._bound.get(trainable) or self._bind(trainable)
         grads = self._take_all(bound)
+        self._forget_frozen()
         present = list(map(_is_there, grads))
         if unused is Unused.ZERO or (self.options.fills_gradients and True in present):
             present = [True] * len(present)

@@ -367,9 +367,14 @@ class ParamGroup:
 
     def reshard_if_outdated(self) -> None:
         """Reshard if shards were written (by an optimizer), frozen or replaced since ``note_writes``: so the next use
-        gathers the parameters again."""
+        gathers the parameters again. What the user has frozen, or not, may be the unsharded parameters."""
         if self.state is GroupState.SHARDED or self.stamp is None:
             return
+        bound, noted = list(map(_get_requires_grad, self.unsharded.parameters)), self.unsharded.requires_grad
+        if bound != noted:
+            for sharded, is_trainable, before in zip(self.shards.sharded, bound, noted, strict=True):
+                if is_trainable is not before:
+                    sharded.requires_grad_(is_trainable)
         has_changed = self.stamp != self.shards.write_stamp() or not self._is_intact()
         if has_changed or self.unsharded.requires_grad != self.requires_grad():
             self.reshard()

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp2 import _torch
 from fsdp2._torch import GradDtype
 from fsdp2.comm.offload import Home
-from fsdp2.plan.dtypes import ParamDtypes, param_dtypes
+from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS, ParamDtypes, param_dtypes
 from fsdp2.plan.layout import ShardLayout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, plain_spec
@@ -173,14 +173,17 @@ class ShardedParam:
 
     def follow_compute_dtype(self) -> None:
         """Make gradients follow the dtype of the unsharded parameter, which hooks choose. If the user set a
-        ``grad_dtype``, autograd must not round gradients before the reduction: some operations return wider gradients
-        than their parameters. So autograd then leaves gradients in the dtype in which they come."""
+        ``grad_dtype``, and with torch 2.15 always, autograd must not round gradients before a wider reduction: some
+        operations return wider gradients than their parameters. So autograd then leaves gradients in the dtype in
+        which they come."""
         assert self.unsharded is not None
         if self.unsharded.dtype.is_floating_point:
             policy = replace(self.policy, param_dtype=self.unsharded.dtype)
             self.compute_dtypes = param_dtypes(self.dtypes.orig, policy, self.grad_dtype)
-        if self.grad_dtype is not None and self.compute_dtypes.param is not self.compute_dtypes.reduce:
-            _torch.set_grad_dtype(self.unsharded, None)
+        dtypes = self.compute_dtypes
+        if dtypes.param is not dtypes.reduce and (GRADIENTS_FOLLOW_SHARDS or self.grad_dtype is not None):
+            is_rounded = GRADIENTS_FOLLOW_SHARDS and dtypes.reduce.itemsize < dtypes.param.itemsize
+            _torch.set_grad_dtype(self.unsharded, dtypes.reduce if is_rounded else None)
 
     def bound(self) -> object:
         """What is bound now. Users may have replaced the sharded parameter, in one slot or in all."""

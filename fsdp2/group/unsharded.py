@@ -7,6 +7,7 @@ autograd has saved stay the same objects as long as their place in memory stays 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import or_
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ class UnshardedParams:
         versioned, saved_versions: the tensors whose versions autograd compares, and the versions that it has saved.
         requires_grad: per parameter, the flag last seen on the sharded parameter.
         trainable: the positions of the parameters that require gradients, once there are ``parameters``.
+        is_frozen_late: some of those do not, but have gradients from before.
         hooked: the parameters with all-gather hooks, if there are any.
         post_forward_mesh: the smaller mesh for shards between forward and backward, if there is one.
     """
@@ -50,6 +52,7 @@ class UnshardedParams:
         self.carrier: GatherComm = comm
         self.post_forward_mesh: ParallelMesh | None = None
         self.requires_grad: list[bool] = []
+        self.is_frozen_late = False
         self._all_gather: AllGather | None = None
         self._memory: GatheredMemory | None = None
         self._places: object = None  # where each tensor lies in ``_memory``
@@ -181,11 +184,14 @@ class UnshardedParams:
             param.follow_compute_dtype()
 
     def follow_requires_grad(self, requires_grad: list[bool]) -> None:
-        """Copy ``requires_grad`` of the sharded parameters, which the user sets, to the unsharded ones."""
+        """Copy ``requires_grad`` of the sharded parameters, which the user sets, to the unsharded ones. Parameters that
+        were frozen before their gradients were reduced count as trainable until these are."""
         self.requires_grad = requires_grad
         for unsharded, is_trainable in zip(self.parameters, requires_grad, strict=True):
             unsharded.requires_grad_(is_trainable)
-        self.trainable = tuple(i for i, is_trainable in enumerate(requires_grad) if is_trainable)
+        owing = [param.accumulated is not None or param.unsharded_grad is not None for param in self._params]
+        self.trainable = tuple(i for i, needs in enumerate(map(or_, requires_grad, owing)) if needs)
+        self.is_frozen_late = len(self.trainable) > sum(requires_grad)
 
     # In every step
 

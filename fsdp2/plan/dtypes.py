@@ -16,6 +16,10 @@ from fsdp2._torch import GradDtype
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.types import MixedPrecisionPolicy
 
+# Since 2.15, torch's own runtime accumulates and reduces gradients in the dtype of the shards, unless it is told
+# another one; before, in that of compute. Users get what their version of torch does.
+GRADIENTS_FOLLOW_SHARDS = torch.__version__ >= "2.15"
+
 
 @dataclass(frozen=True)
 class ParamDtypes:
@@ -35,9 +39,10 @@ def param_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy, grad: GradDtyp
     if not orig.is_floating_point:
         return ParamDtypes(orig, orig, orig, orig)
     param = policy.param_dtype or orig
+    unless_told = orig if GRADIENTS_FOLLOW_SHARDS else param
     if grad is None:
-        return ParamDtypes(orig, param, policy.reduce_dtype or param, orig)
-    reduce = policy.reduce_dtype or grad.dtype or param
+        return ParamDtypes(orig, param, policy.reduce_dtype or unless_told, orig)
+    reduce = policy.reduce_dtype or grad.dtype or unless_told
     return ParamDtypes(orig, param, reduce, grad.dtype or reduce)
 
 

@@ -138,6 +138,13 @@ def _checkpointed(model: Any, x: Tensor) -> None:
     _alone(2, "hidden")(model, x)
 
 
+def _checkpointed_reentrantly(model: Any, x: Tensor) -> None:
+    """Only the backward inside of a backward meets the root's parameters."""
+    x = x.requires_grad_()
+    model(x)
+    _loss(checkpoint(model.exit, model.entered[-1].detach().requires_grad_(), use_reentrant=True)).backward()
+
+
 def _with_output(model: Any, x: Tensor) -> None:
     output = model(x)
     (_loss(output) + _of(model, 1, "hidden") + _of(model, 2, "scaled")).backward()
@@ -189,6 +196,12 @@ def _assert_trains_like_unsharded(ctx: RankContext, model: Any, run: Callable[[A
 @distributed(2)
 def test_gradients_are_those_of_the_unsharded_model(ctx: RankContext, name: str, kept: bool) -> None:
     _assert_trains_like_unsharded(ctx, _sharded(ctx, reshard_after_forward=kept), LOSSES[name])
+
+
+@distributed(2)
+def test_a_backward_inside_of_a_backward_is_seen(ctx: RankContext) -> None:
+    model = _sharded(ctx, reshard_after_forward=False)  # else only shards are there
+    _assert_trains_like_unsharded(ctx, model, _checkpointed_reentrantly)
 
 
 @distributed(2)

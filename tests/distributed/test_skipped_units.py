@@ -81,6 +81,25 @@ class Checkpointed(Routed):
         return checkpoint(module, x, use_reentrant=False)
 
 
+class _Encoder(Block):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+class CheckpointedMethods(Routed):
+    """What checkpointing computes again ends with an exception inside of a registered method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.__class__ = _Encoder
+
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(module, fsdp2.FSDPModule) and isinstance(module, _Encoder):
+            fsdp2.register_fsdp_forward_method(module, "encode")
+        return checkpoint(getattr(module, "encode", module), x, use_reentrant=False)
+
+
 class Reentrant(Routed):
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(module, x, use_reentrant=True) if torch.is_grad_enabled() else module(x)
@@ -134,6 +153,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload_policy": StagedOffloadPolicy()},
     "kept": {"reshard_after_forward": False},
     "checkpointed": {"model_class": Checkpointed},
+    "checkpointed methods": {"model_class": CheckpointedMethods},
     "reentrant": {"model_class": Reentrant},
 }
 

@@ -41,7 +41,7 @@ def beyond_torch(reason: str) -> pytest.MarkDecorator:
 def _runtime(module_name: str) -> Runtime:
     module = importlib.import_module(module_name)
     names = [name for name in Runtime.__dataclass_fields__ if name != "name"]
-    return Runtime(module_name, **{name: getattr(module, name) for name in names})
+    return Runtime(module_name, **{name: getattr(module, name, None) for name in names})  # older torch has fewer
 
 
 @functools.cache

@@ -96,6 +96,7 @@ def main(rank: int, world_size: int, connection: Connection, store: str, stacks:
         watch_memory(stacks_file.fileno())
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch 2.15 cannot record groups written in Python
         torch.set_num_threads(1)
         backend = "gloo"
         if device_type == "cpu":

@@ -84,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "plan/dtypes.py",
-        "return ParamDtypes(orig, param, policy.reduce_dtype or param, orig)",
+        "return ParamDtypes(orig, param, policy.reduce_dtype or unless_told, orig)",
         "return ParamDtypes(orig, param, param, orig)",
         (
             *_RANDOM,
@@ -908,12 +908,5 @@ MUTATIONS = [
         "                    raise\n                self.gathered.is_lost = True\n",
         "                    raise\n",
         _IN_FLIGHT,
-    ),
-    # _torch.py
-    Mutation(
-        "_torch.py",
-        "        if running_backward() != -1:\n            return output\n",
-        "",
-        ("unit/test_watched_calls.py",),
     ),
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common as names_of_torch
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -33,13 +33,13 @@ def with_torch_mesh_info(runtime: Runtime, model: MLP, mesh: DeviceMesh, **kwarg
     """A program written for torch: the placement names a mesh through torch's own, private classes."""
     everybody = mesh._flatten("everybody")
     infos: dict[str, Any] = {
-        "shard": FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0),
-        "hsdp": HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
+        "shard": names_of_torch.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0),
+        "hsdp": names_of_torch.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
     }
     kind = kwargs.pop("kind")
 
     def place(param: nn.Parameter) -> Any:
-        return ShardPlacementResult(Shard(1), infos[kind]) if _is_expert(model, param) else None
+        return names_of_torch.ShardPlacementResult(Shard(1), infos[kind]) if _is_expert(model, param) else None
 
     for unit in (*model.units(), model):
         runtime.fully_shard(unit, mesh=everybody, shard_placement_fn=place, **kwargs)
@@ -112,7 +112,7 @@ def test_experts_may_lie_on_a_full_mesh_of_their_own(ctx: RankContext) -> None:
         infos: Any = _get_mesh_info(sparse, runtime.DataParallelMeshDims(shard="experts_dp"))
 
         def place(param: nn.Parameter) -> Any:
-            return ShardPlacementResult(Shard(1), infos) if param is experts else None
+            return names_of_torch.ShardPlacementResult(Shard(1), infos) if param is experts else None
 
         dims = runtime.DataParallelMeshDims(shard="dp")
         runtime.fully_shard(model, mesh=dense, dp_mesh_dims=dims, shard_placement_fn=place)

@@ -67,7 +67,7 @@ def test_muon_orthogonalises_whole_matrices(ctx: RankContext) -> None:
     compare(Case(MLP, optimizer=muon, unsharded=Tolerance(rtol=5e-2, atol=1e-2)), ctx.mesh_1d())  # it works in bfloat16
 
 
-@pytest.mark.parametrize("name", ["Rprop", "Adafactor", "fused SGD"])
+@pytest.mark.parametrize("name", ["Adafactor", "fused SGD", *(["Rprop"] if torch.__version__ < "2.15" else [])])
 @distributed(2)
 def test_optimizer_that_has_no_rule_for_dtensors_is_refused_as_under_torch(ctx: RankContext, name: str) -> None:
     messages = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -61,8 +64,20 @@ def test_without_a_policy_all_dtypes_are_the_original() -> None:
         assert _dtypes(dtype) == (dtype, dtype, dtype)
 
 
-def test_reduction_follows_the_compute_dtype_unless_told_otherwise() -> None:
-    assert _dtypes(torch.float32, param_dtype=torch.bfloat16) == (torch.float32, torch.bfloat16, torch.bfloat16)
+@pytest.fixture(params=[False, True], ids=["before 2.15", "since 2.15"])
+def since_2_15(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Which torch is installed."""
+    monkeypatch.setattr(sys.modules[param_dtypes.__module__], "GRADIENTS_FOLLOW_SHARDS", request.param)
+    param_dtypes.cache_clear()
+    yield request.param
+    param_dtypes.cache_clear()
+
+
+def test_reduction_follows_torch_unless_told_otherwise(since_2_15: bool) -> None:
+    reduce = torch.float32 if since_2_15 else torch.bfloat16
+    assert _dtypes(torch.float32, param_dtype=torch.bfloat16) == (torch.float32, torch.bfloat16, reduce)
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+    assert _dtypes(torch.float32, **policy) == (torch.float32, torch.bfloat16, torch.bfloat16)
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     assert _dtypes(torch.float32, **policy) == (torch.float32, torch.bfloat16, torch.float32)
     assert _dtypes(torch.float32, reduce_dtype=torch.float64) == (torch.float32, torch.float32, torch.float64)

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.fsdp import sharded_grad_scaler, wrap as their_wrap
@@ -38,6 +39,7 @@ def methods(cls: type) -> dict[str, Any]:
     return {name: inspect.getattr_static(cls, name) for name in names}
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the list of names is that of torch 2.13")
 def test_all_names_are_there() -> None:
     assert set(theirs.__all__) - OF_FSDP2 <= set(ours.__all__)
     assert set(their_wrap.__all__) <= set(our_wrap.__all__)
