@@ -561,6 +561,11 @@ def composable_apis(module: nn.Module) -> Collection[str]:
     return module.__dict__.get(REGISTRY_KEY, ())
 
 
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether torch's own ``FullyShardedDataParallel`` manages ``param``, which it then marks."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
 def mark_as_managed(module: nn.Module) -> None:
     """Mark a ``module`` whose parameters are sharded, as torch's ``fully_shard`` does. The compiler then leaves the
     module's parameters alone; otherwise, it lists all of them, as static, for each module that it meets. Hugging Face's

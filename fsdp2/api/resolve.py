@@ -191,8 +191,23 @@ def _resolve(
     )
 
 
+def check_not_flattened(name: str, param: nn.Parameter) -> None:
+    """Refuse a parameter that torch's ``FullyShardedDataParallel`` has sharded.
+
+    Raises:
+        ValueError: names it.
+    """
+    if _torch.is_flattened(param):
+        raise ValueError(
+            f"fsdp2: parameter '{name}' was sharded by torch.distributed.fsdp.FullyShardedDataParallel before. One of "
+            "the two can shard a model, not both. Import FullyShardedDataParallel from fsdp2 wherever you call it, or "
+            "call fsdp2.install() first."
+        )
+
+
 def _check_param(item: Found, device: torch.device) -> None:
     name, param = item.name, item.param
+    check_not_flattened(name, param)
     if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # hooks: see _subclass_shard
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__}. Sharding would lose this class: compute "

@@ -28,6 +28,7 @@ from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
+from fsdp2.api.resolve import check_not_flattened
 from fsdp2.fsdp1 import (
     comm_hooks,
     extensions,
@@ -146,6 +147,9 @@ class FullyShardedDataParallel(nn.Module):
                 "gathered. Wrap the modules inside it.",
                 stacklevel=2,
             )
+        for name, param in module.named_parameters():  # before sync_module_states writes any
+            if param not in ignored.params:
+                check_not_flattened(name, param)
         check_materialise(module, ignored, param_init_fn)
         options = {
             "process_group": None if device_mesh is not None else settings.groups,

@@ -88,6 +88,27 @@ def test_types_are_checked(ctx: RankContext) -> None:
         wrap(nn.Sequential(wrap(nn.Linear(2, 2))), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_what_torchs_class_has_sharded_is_refused(ctx: RankContext, use_orig_params) -> None:
+    model = mlp()
+    model[2] = Front(ctx, torch.distributed.fsdp).wrap(model[2], use_orig_params=use_orig_params)
+    values = [param.detach().clone() for param in model.parameters()]
+    ours = Front(ctx, fsdp2.fsdp1).wrap
+    name = "weight" if use_orig_params else "_flat_param"
+    for call in (
+        lambda: ours(model, sync_module_states=True),
+        lambda: ours(model, auto_wrap_policy=ModuleWrapPolicy({nn.ReLU}), use_orig_params=True),
+        lambda: fsdp2.fully_shard(model, mesh=ctx.mesh_1d()),
+        lambda: fsdp2.fully_shard([model[0], model[2]], mesh=ctx.mesh_1d()),
+    ):
+        with pytest.raises(ValueError, match=rf"\._fsdp_wrapped_module\.{name}' was sharded by torch"):
+            call()
+        assert all(unit_of(module) is None for module in model.modules())
+        assert type(model) is nn.Sequential
+        assert all(map(torch.equal, model.parameters(), values))
+
+
 @distributed(2)
 def test_models_that_stay_on_the_meta_device_are_refused(ctx: RankContext) -> None:
     class NoReset(nn.Module):
