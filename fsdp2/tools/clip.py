@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import launched, lost
+from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.types import CommunicationError
 
@@ -43,8 +44,9 @@ def clip_grad_norm_(
     """Scale all gradients in place so that their norm, taken over all ranks, is at most ``max_norm``.
 
     It works like ``torch.nn.utils.clip_grad_norm_``, but parameters may be DTensors on different meshes, mixed with
-    plain tensors. A plain tensor counts as equal on all ranks. All ranks pass the same parameters in the same order;
-    each rank may have gradients of other parameters.
+    plain tensors. A plain tensor counts as equal on all ranks. A flat parameter of ``FullyShardedDataParallel`` counts
+    as the shards that it stands for. All ranks pass the same parameters in the same order; each rank may have gradients
+    of other parameters.
 
     Args:
         parameters: the parameters whose gradients are clipped.
@@ -65,6 +67,8 @@ def clip_grad_norm_(
     if not order > 0:
         raise ValueError(f'clip_grad_norm_: norm_type={norm_type!r}, expected a positive number or float("inf").')
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(hasattr(cls, "_is_flat_param") for cls in set(map(type, params))):
+        params = [shard for param in params for shard in _shards_of(param)]
     if not params:
         return torch.zeros(())
     classes = _classes(params)
@@ -81,6 +85,12 @@ def clip_grad_norm_(
     for tensors in pieces:
         _torch.foreach_mul(tensors, factor.to(tensors[0].device))
     return total if any(tensors[0].dtype is torch.float64 for tensors in pieces) else total.float()
+
+
+def _shards_of(param: torch.Tensor) -> list[torch.Tensor]:
+    """The shards that a ``FlatParameter`` stands for, whose gradients share its gradient's memory; else ``param``."""
+    group = vars(param).get("_group")
+    return [each.sharded for each in group.params] if isinstance(group, ParamGroup) else [param]
 
 
 def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:

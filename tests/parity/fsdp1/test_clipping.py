@@ -96,3 +96,16 @@ def test_gradients_that_the_user_made_are_clipped(ctx: RankContext, use_orig_par
         parts = [grad for _, grad in param.parts(param.grad)] if not use_orig_params else [param.grad.to_local()]
         for grad in parts:
             torch.testing.assert_close(grad, torch.full_like(grad, 1 / math.sqrt(numel)))
+
+
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
+@distributed(2)
+def test_the_function_takes_flat_parameters_for_their_shards(ctx: RankContext, strategy) -> None:
+    found = []
+    for by_function in (True, False):
+        torch.manual_seed(0)
+        model = wrapped_mlp(OURS(ctx), sharding_strategy=strategy)
+        model(batch(ctx, 3, 8)).sum().backward()
+        norm = fsdp2.clip_grad_norm_(model.parameters(), 0.5) if by_function else model.clip_grad_norm_(0.5)
+        found.append([norm, *(param.grad for param in model.parameters())])
+    assert all(map(torch.equal, *found))
