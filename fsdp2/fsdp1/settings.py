@@ -87,7 +87,7 @@ def checked_settings(
     """The settings of one wrapper.
 
     Raises:
-        ValueError: arguments contradict each other, or do not say over which ranks to shard.
+        ValueError: arguments contradict each other, or do not say over which ranks to shard; ``module`` is wrapped.
         TypeError: an argument is of the wrong type.
     """
     for name, value, cls in (
@@ -102,6 +102,11 @@ def checked_settings(
             raise TypeError(
                 f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. Pass {expected}."
             )
+    if unit_of(module) is not None:
+        raise ValueError(
+            f"FullyShardedDataParallel: this {type(module).__name__} is sharded already, expected a module that is "
+            "neither a wrapper nor in one of its own. Wrap each module once."
+        )
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     mesh = device_mesh
     if process_group is not None and device_mesh is not None:

@@ -109,6 +109,20 @@ def test_what_torchs_class_has_sharded_is_refused(ctx: RankContext, use_orig_par
         assert all(map(torch.equal, model.parameters(), values))
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_what_is_wrapped_is_refused(ctx: RankContext, use_orig_params) -> None:
+    front = Front(ctx, fsdp2.fsdp1)
+    model = front.wrap(mlp(), use_orig_params=use_orig_params)
+    unit = unit_of(model)
+    sharded = fsdp2.fully_shard(mlp(), mesh=ctx.mesh_1d())
+    for module in (model, model.module, sharded):
+        with pytest.raises(ValueError, match=r"is sharded already.*Wrap each module once"):
+            front.wrap(module, use_orig_params=use_orig_params)
+    assert unit_of(model) is unit_of(model.module) is unit
+    assert len(train(ctx, model)) == 3
+
+
 @distributed(2)
 def test_models_that_stay_on_the_meta_device_are_refused(ctx: RankContext) -> None:
     class NoReset(nn.Module):
