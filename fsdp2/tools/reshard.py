@@ -7,7 +7,7 @@ parameters, optimizers and param groups stay the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -80,9 +80,9 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
 
         All of these are raised on all ranks, before anything has moved.
     """
-    optimizers = [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
     axis = axis_of(None)
     with together(axis):
+        optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         survey = Survey(model, optimizers, new_mesh)
     known = agreed(axis, survey) or survey.known
     roots = {id(unit.root): unit.root for _, unit in survey.units if unit.root is not None}

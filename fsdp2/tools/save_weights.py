@@ -107,13 +107,15 @@ def save_safetensors(
     Raises:
         ValueError: ``max_shard_size`` is no size; two tensors get one key; a dtype has no name in safetensors; ranks
             have different tensors; a tensor is on a mesh without this rank.
+        TypeError: ``folder`` is no path.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a tensor is on the meta device.
         OSError: a rank cannot write, or does not see the folder. The old checkpoint is there.
     """
-    axis, path = axis_of(group), Path(folder)
+    axis = axis_of(group)
     (tag, *_) = exchange(axis, uuid.uuid4().hex[:8])
     with together(axis):
+        path = _path(folder)
         weights = weights_of(model, _CALLER)
         check_ready(weights, _CALLER)
         _warn_of_others(model, axis)
@@ -144,6 +146,12 @@ def save_safetensors(
     with together(axis):
         if axis.rank == 0:
             _commit(path, files, tag)
+
+
+def _path(folder: object) -> Path:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"{_CALLER}: folder is a {type(folder).__name__}, expected a str or a Path. Pass a folder.")
+    return Path(folder)
 
 
 # What goes where

@@ -152,6 +152,12 @@ def wrapped_optimizer(ctx: RankContext) -> Iterator[Case]:
 
 
 @_case
+def no_optimizer_on_one_rank(ctx: RankContext) -> Iterator[Case]:
+    model, optimizer, mesh = _trained(ctx)
+    yield model, None if ctx.rank == 1 else optimizer, mesh
+
+
+@_case
 def on_meta(ctx: RankContext) -> Iterator[Case]:
     with torch.device("meta"):
         model = sharded(ctx)
@@ -287,7 +293,8 @@ backward with set_is_last_backward(True).""",
 
 
 def test_what_ranks_disagree_on_is_refused_on_all_ranks() -> None:
-    cases = ("one_rank_differs", "another_mesh", "other_states", "one_rank_alone_is_unsharded")
+    cases = ["one_rank_differs", "another_mesh", "other_states", "one_rank_alone_is_unsharded"]
+    cases.append("no_optimizer_on_one_rank")
     assert_expected_inline(
         refusals(*cases),
         """\
@@ -312,7 +319,11 @@ Give all ranks of the mesh the same gradients and optimizer states.
 
 one_rank_alone_is_unsharded:
 ScheduleError: On rank 1: reshard_to: unit '(root)' is UNSHARDED. Call reshard() on its module
-before reshard_to.""",
+before reshard_to.
+
+no_optimizer_on_one_rank:
+TypeError: On rank 1: reshard_to: expected a torch.optim.Optimizer or a sequence of them, got a
+NoneType. If the object wraps an optimizer, pass that optimizer.""",
     )
 
 
@@ -331,7 +342,8 @@ reshard_to moves numbers, tensors of one element, and tensors that are cut like 
 Save the model through torch.distributed.checkpoint, and load it into a newly sharded model.
 
 wrapped_optimizer:
-TypeError: 'StepLR' object is not iterable
+TypeError: reshard_to: expected a torch.optim.Optimizer or a sequence of them, got a StepLR. If the
+object wraps an optimizer, pass that optimizer.
 
 on_meta:
 RuntimeError: parameter 'entry.weight' is still on the meta device. Before the first forward, call

@@ -505,6 +505,10 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
         fsdp2.save_safetensors(model, tmp_path / "new", rename=rename)
     with pytest.raises(ValueError, match="rank 1 would write other tensors than rank 0"):
         fsdp2.save_safetensors(model, tmp_path / "new", dtype=torch.bfloat16 if ctx.rank else None)
+    with pytest.raises(
+        TypeError, match=r"^On rank 1: save_safetensors: folder is a NoneType, expected a str or a Path"
+    ):
+        fsdp2.save_safetensors(model, None if ctx.rank else tmp_path / "new")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
 
 
