@@ -53,6 +53,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # Files of one checkpoint, and what a save that was killed has left of one.
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?(\.[0-9a-f]{8})?\.safetensors|model\.safetensors\.index\.json\.[0-9a-f]{8}")
 _HEADER_ALIGNMENT = 8
+_METADATA = "__metadata__"  # what headers have besides tensors
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ def save_safetensors(
         group: the ranks that save together. Default: all ranks.
 
     Raises:
-        ValueError: ``max_shard_size`` is no size; two tensors get one key; a dtype has no name in safetensors; ranks
-            have different tensors; a tensor is on a mesh without this rank.
+        ValueError: ``max_shard_size`` is no size; two tensors get one key, or one gets a reserved key; a dtype has no
+            name in safetensors; ranks have different tensors; a tensor is on a mesh without this rank.
         TypeError: ``folder`` is no path.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a tensor is on the meta device.
@@ -164,6 +165,11 @@ def _entries(weights: Sequence[Weight], dtype: torch.dtype | None, rename: Renam
         key = renamed(name, rename)
         if key is None:
             continue
+        if key == _METADATA:
+            raise ValueError(
+                f"{_CALLER}: '{name}' would get the key '{key}', which safetensors reserves. Let rename give it "
+                "another key."
+            )
         if key in found:
             raise ValueError(
                 f"{_CALLER}: '{found[key].weight.names[0]}' and '{name}' are both renamed to '{key}'. Let rename give "
@@ -297,7 +303,7 @@ def _gathered(entry: _Entry, owner: int, axis: Axis, device: torch.device | None
 
 def _header(entries: Iterable[_Entry]) -> bytes:
     """What safetensors files begin with: the size of the header, and where each tensor lies behind it."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
     for entry in entries:
         start, end = end, end + entry.nbytes

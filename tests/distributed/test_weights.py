@@ -513,6 +513,22 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
 
 
 @distributed(2)
+def test_a_reserved_key_is_refused_and_the_old_checkpoint_stays(ctx: RankContext, tmp_path: Path) -> None:
+    model = _make(ctx, "1d")
+    fsdp2.save_safetensors(model, tmp_path)
+    dist.barrier()
+    before = (tmp_path / "model.safetensors").read_bytes()
+    for rename in ({"exit.bias": "__metadata__"}, {"exit.bias": "__metadata__"} if ctx.rank else None):
+        with pytest.raises(
+            ValueError, match=r"'exit.bias' would get the key '__metadata__', which safetensors reserves"
+        ):
+            fsdp2.save_safetensors(model, tmp_path, rename=rename)
+    dist.barrier()
+    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+@distributed(2)
 def test_a_rank_that_cannot_write_leaves_the_old_checkpoint_and_no_files(ctx: RankContext, tmp_path: Path) -> None:
     old, new = _make(ctx, "1d"), _make(ctx, "1d", seed=1)
     fsdp2.save_safetensors(old, tmp_path, max_shard_size=3000)
