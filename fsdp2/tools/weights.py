@@ -335,7 +335,8 @@ def load_safetensors(
 
     Raises:
         ValueError: files are cut off or not there, keys are missing or unexpected, shapes or dtypes differ, a parameter
-            is on the meta device. One error lists all problems, on all ranks. The model is unchanged.
+            is on the meta device, elements of a buffer share memory. One error lists all problems, on all ranks. The
+            model is unchanged.
         FileNotFoundError: ``path_or_index`` does not exist, or the folder has no checkpoint.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a file could not be read after the checks. The model is loaded half.
@@ -490,6 +491,11 @@ class _Checked:
                 self._others.append(
                     f"'{weight.names[0]}' of the model is on the meta device. Call model.to_empty(device=...) first."
                 )
+            if found and _shares_memory(weight.local):
+                self._others.append(
+                    f"'{weight.names[0]}' of the model has elements that share memory, as after expand(), so it cannot "
+                    "take their values. Make it contiguous() first."
+                )
             if isinstance(weight.tensor, DTensor) and any(each.is_partial() for each in weight.tensor.placements):
                 self._others.append(f"'{weight.names[0]}' of the model is a sum that is still pending.")
         if not self._others and not self._unreadable:
@@ -526,6 +532,12 @@ class _Checked:
             if name == next(each for each in weight.names if each in self._sources):
                 plan.setdefault(source.file, []).append((source.key, weight))
         return plan
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements of ``tensor`` lie at one address, so that ``copy_`` refuses to write them."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def _first_of(lines: Sequence[str]) -> list[str]:

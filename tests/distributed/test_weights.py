@@ -529,6 +529,26 @@ def test_a_reserved_key_is_refused_and_the_old_checkpoint_stays(ctx: RankContext
 
 
 @distributed(2)
+def test_buffers_whose_elements_share_memory_are_refused_before_anything_is_loaded(
+    ctx: RankContext, tmp_path: Path
+) -> None:
+    def make(seed: int) -> nn.Module:
+        model = seeded(MLP, seed)
+        model.register_buffer("expanded", torch.ones(1).expand(3))
+        return fully_shard(model, mesh=ctx.mesh_1d())
+
+    model = make(1)
+    before = _values(model)
+    fsdp2.save_safetensors(make(0), tmp_path)
+    with pytest.raises(ValueError, match=r"- 'expanded' of the model has elements that share memory"):
+        fsdp2.load_safetensors(model, tmp_path)
+    _same(_values(model), before)
+    model.expanded = model.expanded.contiguous()
+    fsdp2.load_safetensors(model, tmp_path)
+    _same(_locals(model), _locals(make(0)))
+
+
+@distributed(2)
 def test_a_rank_that_cannot_write_leaves_the_old_checkpoint_and_no_files(ctx: RankContext, tmp_path: Path) -> None:
     old, new = _make(ctx, "1d"), _make(ctx, "1d", seed=1)
     fsdp2.save_safetensors(old, tmp_path, max_shard_size=3000)
