@@ -65,11 +65,20 @@ def summoned(
                     axis = ranks[group.mesh]
                     _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
             bind_shown(extended)
+            for param in lent:
+                keep_attributes(param.sharded, _bound(param))
             yield
             bind_plain(extended)
             if with_grads and writeback:
                 grads = {param: _bound(param).grad for mine in params.values() for param in mine}
         _write_gradients(grads)
+
+
+def keep_attributes(before: torch.Tensor, after: torch.Tensor) -> None:
+    """Give ``after``, which takes the place of the parameter ``before``, what the user has set on that one."""
+    for name, value in vars(before).items():
+        if name != "_is_param" and not name.startswith("_fsdp2_"):  # torch's, and ours
+            vars(after).setdefault(name, value)
 
 
 @contextmanager

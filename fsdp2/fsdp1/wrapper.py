@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
+from torch.distributed.tensor import DTensor
 
 from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
@@ -189,8 +190,11 @@ class FullyShardedDataParallel(nn.Module):
         with extensions.flattened(module, ignored.params) as extension:
             prepared = self._prepared(module)
         unit = prepared.commit()
-        for group in unit.groups:
+        for resolved, group in zip(prepared.resolved, unit.groups, strict=True):
             group.configure(fills_gradients=True)
+            for record, param in zip(resolved.records, group.params, strict=True):
+                if settings.use_orig_params and type(record.param) in (nn.Parameter, DTensor):
+                    full_params.keep_attributes(record.param, param.sharded)
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
         state_dicts.install(self)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1
@@ -254,5 +255,25 @@ def test_unshard_ahead_of_forward(ctx: RankContext, use_orig_params) -> None:
             made.zero_grad()
             losses.append(loss.detach())
         return losses
+
+    same(ctx, scenario)
+
+
+@pytest.mark.parametrize("has_policy", [True, False])
+@distributed(2)
+def test_attributes_that_the_user_has_set_on_parameters_stay(ctx: RankContext, has_policy) -> None:
+    def scenario(front: Front):
+        inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        for name, param in inner.named_parameters():
+            param._no_weight_decay = name.endswith("bias")
+            param.tag = name
+        options = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if has_policy else {}
+        model = front.wrap(inner, use_orig_params=True, **options)
+        found = [(param.tag, param._no_weight_decay) for param in model.parameters()]
+        train(ctx, model)
+        found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+        with front.cls.summon_full_params(model):
+            found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+        return found
 
     same(ctx, scenario)
