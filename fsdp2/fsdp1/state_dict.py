@@ -247,10 +247,13 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
     device = CPU if config.offload_to_cpu else None
     is_left_out = kind is FULL and config.rank0_only and wrapper.rank != 0
     buffers = {id(buffer) for buffer in wrapper._fsdp_wrapped_module.buffers()}
+    saved: dict[int, Any] = {}  # ties stay ties
     for name, value in found.items():
         if id(value) in buffers:
-            value = _saved_buffer(wrapper, name.removeprefix(prefix), value, device)
-            found[name] = _LEFT_OUT if is_left_out else value
+            if id(value) not in saved:
+                short = name.removeprefix(prefix)
+                saved[id(value)] = _LEFT_OUT if is_left_out else _saved_buffer(wrapper, short, value, device)
+            found[name] = saved[id(value)]
     for group in groups_of(wrapper):
         bound = _bound_in(group, found)
         params = list(dict.fromkeys(bound.values()))
@@ -327,9 +330,9 @@ def _wholes(
 
 
 def _saved_buffer(wrapper: Wrapper, name: str, buffer: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """``buffer`` in the dtype that it had before ``MixedPrecision(buffer_dtype)`` cast it."""
+    """A copy of ``buffer`` in the dtype that it had before ``MixedPrecision(buffer_dtype)`` cast it."""
     dtype = wrapper._orig_buffer_dtypes.get(name, buffer.dtype)
-    return buffer.to(device=device or buffer.device, dtype=dtype)
+    return buffer.to(device=device or buffer.device, dtype=dtype, copy=True)
 
 
 def _add_clean_metadata(state_dict: Any, prefix: str) -> None:

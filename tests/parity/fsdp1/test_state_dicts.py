@@ -355,14 +355,24 @@ def test_wrappers_inside_modules_and_modules_inside_wrappers_have_state_dicts(ct
 @distributed(2)
 def test_values_stay_when_the_model_is_trained_on(ctx: RankContext) -> None:
     front = ours(ctx)
-    model = front.wrap(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
-    states = [state_of(front, model, kind) for kind in (FULL, SHARDED, LOCAL)]
-    expected = [{name: str(value) for name, value in state.items()} for state in states]
+    inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    inner[1] = front.wrap(inner[1])
+    inner[2].register_buffer("first", torch.zeros(2))
+    inner[2].register_buffer("second", inner[2].first)
+    model = front.wrap(inner)
+    states = []
+    for kind in (FULL, SHARDED, LOCAL):
+        with warnings.catch_warnings(), of_kind(front, model, kind):
+            warnings.simplefilter("ignore")
+            states.append(model.state_dict())
+    assert all(state["2.first"].data_ptr() == state["2.second"].data_ptr() for state in states)
+    expected = [str(described(state)) for state in states]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(batch(ctx, 2, 3)).sum().backward()
     optimizer.step()
-    assert [{name: str(value) for name, value in state.items()} for state in states] == expected
-    assert str(state_of(front, model, FULL)) != str(expected[0])
+    inner[2].first.add_(1)
+    assert [str(described(state)) for state in states] == expected
+    assert str(state_of(front, model, FULL)) != expected[0]
 
 
 @distributed(2)
