@@ -305,11 +305,12 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, with inputs cast as ``MixedPrecision`` says."""
-        precision, is_root = self._settings.mixed_precision, self._unit.is_root
+        precision, unit = self._settings.mixed_precision, self._unit
+        is_root = unit.is_root
         if is_root and not self._has_run:
             for wrapper in self.fsdp_modules(self):
                 wrapper._cast_buffers()
-        casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
+        casts = (is_root and precision.cast_root_forward_inputs) or (unit.groups and precision.cast_forward_inputs)
         if casts and precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
         return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # spares two calls of __getattr__

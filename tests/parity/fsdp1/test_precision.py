@@ -107,6 +107,21 @@ def test_dtypes_and_losses_are_torchs(ctx: RankContext, name, use_orig_params, h
 
 
 @distributed(2)
+def test_inputs_of_a_root_with_parameters_are_cast_if_those_of_all_wrappers_are(ctx: RankContext) -> None:
+    precision = MixedPrecision(BF16, cast_forward_inputs=True, cast_root_forward_inputs=False)
+
+    def scenario(front: Front):
+        seen: list[torch.dtype] = []
+        for options in ({}, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}):
+            inner = nn.Sequential(nn.Linear(8, 4))
+            inner.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+            front.wrap(inner, mixed_precision=precision, **options)(batch(ctx, 4, 8)).sum().backward()
+        return seen
+
+    same(ctx, scenario)
+
+
+@distributed(2)
 def test_classes_in_full_precision_are_named_once(ctx: RankContext) -> None:
     def scenario(front: Front):
         with pytest.warns(UserWarning, match="Norm") as found:
