@@ -408,6 +408,15 @@ class FullyShardedDataParallel(nn.Module):
         with full_params.summoned(self, recurse=False):
             return super().apply(fn)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those of ``no_sync`` that no backward has reduced. An optimizer's ``zero_grad`` does
+        not find the latter."""
+        super().zero_grad(set_to_none)
+        for module in self.modules():
+            if isinstance(module, FullyShardedDataParallel):
+                for group in module._unit.groups:
+                    group.gradients.discard_unreduced()
+
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:

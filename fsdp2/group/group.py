@@ -371,7 +371,7 @@ class ParamGroup:
         if self.state is GroupState.SHARDED or self.stamp is None:
             return
         bound, noted = list(map(_get_requires_grad, self.unsharded.parameters)), self.unsharded.requires_grad
-        if bound != noted:
+        if bound and bound != noted:  # there are none before the first gather has arrived
             for sharded, is_trainable, before in zip(self.shards.sharded, bound, noted, strict=True):
                 if is_trainable is not before:
                     sharded.requires_grad_(is_trainable)

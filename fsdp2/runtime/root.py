@@ -236,8 +236,10 @@ class Root:
         return self.schedule.phases[unit.index]
 
     def forget_forward(self, unit: Unit) -> None:
-        """``unit``'s forward has raised: the next call starts a new forward."""
-        self.schedule.phases[unit.index] = Phase.IDLE
+        """``unit``'s forward has raised: the next call starts a new forward. In the unit's backward, the forward was a
+        recomputation; checkpointing ends these by an exception."""
+        if self.schedule.phases[unit.index] is not Phase.BACKWARD:
+            self.schedule.phases[unit.index] = Phase.IDLE
 
     def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
         """``unit`` has computed, in a forward or a recomputation. ``leads_to``: what its output leads to."""
@@ -364,6 +366,7 @@ class Root:
         self._end_pass()
         self._split.end()
         if is_last:
+            self.schedule.reduced_last.clear()
             self._split.forget()
             self._settle()
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api.fully_shard import fully_shard
-from fsdp2.api.module import FSDPModule, UnshardHandle, share_comm_ctx
+from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.unit import unit_of
 from fsdp2.types import (
@@ -40,11 +40,12 @@ from fsdp2.types import (
 
 TRIED_IN = "2.13"
 
-# What a home had in this version of torch. A name that is not here stays torch's.
+# What a home had in this version of torch, and what one gained since. A name that is not here stays torch's.
 _NAMES: dict[str, Any] = {
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
+    "GradientReductionHandle": GradientReductionHandle,  # in torch 2.15
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "OffloadPolicy": OffloadPolicy,
     "UnshardHandle": UnshardHandle,

@@ -56,6 +56,22 @@ def test_gradients_accumulate_with_and_without_communication(ctx: RankContext, u
     same(ctx, scenario)
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_zero_grad_of_the_model_drops_what_no_sync_has_left(ctx: RankContext, use_orig_params: bool) -> None:
+    def scenario(front: Front):
+        model = wrapped_mlp(front, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.no_sync():
+            model(batch(ctx, 3, 8)).square().mean().backward()
+        model.zero_grad()
+        model(batch(ctx, 3, 8, seed=1)).square().mean().backward()
+        optimizer.step()
+        return model(batch(ctx, 3, 8, seed=2)).detach()
+
+    same(ctx, scenario)
+
+
 @distributed(2)
 def test_flat_parameters_have_torchs_names(ctx: RankContext) -> None:
     def scenario(front: Front):
