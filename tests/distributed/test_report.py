@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.comm import streams
+from fsdp2.comm.backends import PeerComm
 from tests.distributed.support import DIM, InjectedError, Stack, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
@@ -88,6 +89,7 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
         assert unit["unsharded_nbytes"] == expected.bytes.unsharded
         assert unit["gather_bucket_nbytes"] == expected.bytes.unsharded  # all are small
         assert unit["gather_direct_nbytes"] == 0
+        assert (unit["is_small"], unit["bucket_nbytes"]) == (True, 2 * PeerComm.direct_min_nbytes)
     assert data["memory"]["peak_nbytes"] == plan.peak
     assert sum(owner["nbytes"] for owner in data["memory"]["owners"]) == plan.peak
 

@@ -90,6 +90,7 @@ def info(name: str, nbytes: int = 1000) -> UnitInfo:
         reduce_bucket_nbytes=0,
         largest_module_nbytes=nbytes // 10,
         is_small=False,
+        bucket_nbytes=0,
         keeps_after_forward=name == ROOT,
         replicas=1,
     )

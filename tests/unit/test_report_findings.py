@@ -12,6 +12,7 @@ from fsdp2.tools.report.findings import (
     Finding,
     StepFacts,
     UnitFacts,
+    alone,
     findings,
     join,
     keep,
@@ -50,12 +51,12 @@ def test_five_things_with_the_largest_gains() -> None:
         _unit("norm.2", 0.1, is_small=True, per_use=0.6),
         _unit("head", backward=5, tail_late=4, per_use=0.9),
     ]
-    facts = _step(*units, reduce_idle=3.5, rank_compute=(50, 58), rank_waits=(9, 0.5))
+    facts = _step(*units, reduce_idle=3.5, rank_compute=[(50, 58), (51, 60)], rank_waits=(9, 0.5))
     assert_expected_inline(
         _said(findings(facts)),
         """\
-late rank, 8.000 ms: Rank 1 computes 58.0 ms, the others at most 50.0 ms, and they wait for it. Give it less
-work, or look at its host.
+late rank, 8.000 ms: Rank 1 computes longer than all others in each of 2 steps, by 8.0 ms or more, and they
+wait for it. Give it less work, or look at its host.
 reduce, 3.500 ms: Backward waits 4.0 ms for the reductions of `layers.2`. Let two be in flight:
 set_reduce_scatter_max_input_buffers(2); this holds one more unit's gradients.
 keep, 2.700 ms: `layers.1`, `layers.3` are gathered again for backward, and are 2.7 ms late. Shard them with
@@ -69,11 +70,11 @@ one half is reduced while the other computes.""",
 
 def test_a_step_that_lost_nothing_has_no_findings() -> None:
     units = [_unit("a", forward=5, backward=9, gather=4), _unit("b", 9, forward=5, backward=9, gather=4)]
-    assert findings(_step(*units, rank_compute=(10, 10), rank_waits=(1, 1))) == []
+    assert findings(_step(*units, rank_compute=[(10, 10)] * 2, rank_waits=(1, 1))) == []
 
 
 def test_what_gains_less_than_a_200th_of_the_step_is_left_out() -> None:
-    facts = _step(_unit("a"), rank_compute=(50.4, 50), rank_waits=(0, 9))
+    facts = _step(_unit("a"), rank_compute=[(50.4, 50)] * 2, rank_waits=(0, 9))
     assert late_rank(facts) != []
     assert findings(facts) == []
 
@@ -86,8 +87,8 @@ def test_split_gains_what_parts_can_hide() -> None:
     large = _unit("b", 6, gather=6, forward=24, forward_late=1.2)
     (found,) = split(_step(_unit("a"), large, _unit("c")))
     assert found.gain_ms == pytest.approx(1.2)
-    (slow,) = split(_step(_unit("a"), replace(large, forward=0), _unit("c")))
-    assert slow.gain_ms < 0  # nothing to hide behind: each part is as late as before, so findings() leaves it out
+    slow = replace(large, forward=0)  # nothing to hide behind: each part is as late as before
+    assert split(_step(_unit("a"), slow, _unit("c"))) == []
 
 
 def test_split_needs_a_large_unit_whose_modules_are_smaller() -> None:
@@ -96,6 +97,43 @@ def test_split_needs_a_large_unit_whose_modules_are_smaller() -> None:
     one_module = replace(_unit("b", 6, **late), largest_module_nbytes=6 * MIB)
     assert split(_step(_unit("a"), one_module, _unit("c"))) == []
     assert split(_step(_unit("b", 6, **late))) == []
+
+
+def test_a_unit_of_two_layers_of_which_one_has_a_bias_is_split() -> None:
+    """One layer holds a little more than half."""
+    nbytes, times = 6 * MIB + 2**14, {"gather": 6, "forward": 24, "forward_late": 1.2, "backward": 9, "tail_late": 4}
+    two = UnitFacts("b", nbytes, 3 * MIB + 2**13 + 2**10, **times)  # type: ignore[arg-type]
+    (found,) = split(_step(_unit("a"), two, _unit("c")))
+    assert "Split it into 2:" in found.text
+    assert tail(_step(_unit("a"), two, _unit("c"))) != []
+    one_large = replace(two, largest_module_nbytes=nbytes * 3 // 4)
+    assert split(_step(_unit("a"), one_large, _unit("c"))) == []
+
+
+def test_several_units_to_split_are_one_finding() -> None:
+    small = [_unit(str(i)) for i in range(3)]
+    large = [_unit(name, 6, gather=6, forward=24, forward_late=late) for name, late in (("b", 1.0), ("c", 1.2))]
+    (found,) = split(_step(*small, *large))
+    assert (found.units, found.gain_ms) == (("c", "b"), pytest.approx(2.2))
+    assert found.text.endswith("The same holds for `b`.")
+
+
+# alone
+
+
+def test_one_unit_with_all_parameters_gains_what_its_parts_can_hide() -> None:
+    """Of 16 parts, one gather stays; the others hide behind forward."""
+    one = _unit("(root)", 32, is_root=True, gather=32, forward=40, forward_late=32, backward=80, tail_late=16)
+    (found,) = findings(_step(one, _unit("empty", 0)))
+    assert (found.rule, found.units, found.gain_ms) == ("alone", ("(root)",), pytest.approx(30 + 15))
+    assert found.text == (
+        "`(root)` holds all parameters: compute waits 32.0 ms until they are gathered, and 16.0 ms until they are "
+        "reduced. Call fully_shard on its blocks first, then on the whole."
+    )
+    (slow,) = alone(_step(replace(one, forward=16, tail_late=0)))
+    assert slow.gain_ms == pytest.approx(32 - 2 - 15)
+    assert alone(_step(replace(one, largest_module_nbytes=32 * MIB))) == []
+    assert alone(_step(one, _unit("other"))) == []
 
 
 # keep
@@ -127,6 +165,18 @@ def test_prefetch_gains_no_more_than_the_time_in_which_nothing_was_gathered() ->
     assert prefetch(_step(_unit("a"), _unit("b", forward_late=3))) == []
 
 
+def test_units_that_were_not_prefetched_are_one_finding_per_pass() -> None:
+    units = [_unit(str(i), forward_late=i, forward_idle=9, backward_late=2, backward_idle=1) for i in range(6)]
+    forward, backward = prefetch(_step(*units))
+    assert (forward.units, forward.gain_ms) == (("5", "4", "3", "2", "1"), 15)
+    assert forward.text == (
+        "`5`, `4`, `3` and 2 more gather 15.0 ms late in forward, and were not prefetched. Remove empty lists of "
+        "set_modules_to_forward_prefetch, or put each unit into the list of the one that computes before it."
+    )
+    assert (len(backward.units), backward.gain_ms) == (5, 5)
+    assert "gather 10.0 ms late in backward" in backward.text
+
+
 # join
 
 
@@ -146,7 +196,19 @@ def test_join_takes_neighbours_only_and_not_the_root() -> None:
 
 def test_joined_units_are_no_larger_than_the_largest() -> None:
     units = [_unit(str(i), 0.4, is_small=True, per_use=1) for i in range(6)]
-    assert [each.units for each in join(_step(*units, _unit("l")))] == [("0", "1"), ("2", "3"), ("4", "5")]
+    (found,) = join(_step(*units, _unit("l")))
+    assert (found.units, found.gain_ms) == (("0", "1", "2", "3", "4", "5"), 3)
+    assert "Join them: 3 calls fully_shard([...]), the first for `0` to `1`." in found.text
+
+
+def test_equal_small_units_are_joined_as_long_as_they_travel_in_one_bucket() -> None:
+    units = [_unit(str(i), 1 / 64, is_small=True, per_use=0.5, bucket_nbytes=2 * MIB) for i in range(60)]
+    (found,) = join(_step(*units))
+    assert (len(found.units), found.gain_ms) == (60, pytest.approx(59 * 0.5))
+    assert "one call fully_shard([...]) for all 60" in found.text
+    (halves,) = join(_step(*(replace(unit, bucket_nbytes=MIB // 2) for unit in units)))
+    assert halves.gain_ms == pytest.approx(58 * 0.5)
+    assert join(_step(*(replace(unit, bucket_nbytes=MIB // 64 + 1) for unit in units))) == []
 
 
 # reduce, tail, late rank
@@ -160,14 +222,27 @@ def test_two_reductions_in_flight_gain_no_more_than_the_gaps_between_reductions(
 
 
 def test_half_of_the_last_reduction_hides_behind_the_other_half_of_its_unit() -> None:
-    (found,) = tail(_step(_unit("a", backward=3, tail_late=4)))
+    (found,) = tail(_step(_unit("a", backward=3, tail_late=4), _unit("b")))
     assert found.gain_ms == 1.5
-    assert tail(_step(replace(_unit("a", backward=3, tail_late=4), largest_module_nbytes=MIB))) == []
+    one_module = replace(_unit("a", backward=3, tail_late=4), largest_module_nbytes=MIB)
+    assert tail(_step(one_module, _unit("b"))) == []
 
 
 def test_a_late_rank_costs_no_more_than_every_other_rank_waits() -> None:
-    (found,) = late_rank(_step(_unit("a"), rank_compute=(50, 60, 52), rank_waits=(12, 0, 5)))
+    (found,) = late_rank(_step(rank_compute=[(50, 60, 52), (50, 61, 52)], rank_waits=(12, 0, 5)))
     assert found.gain_ms == 5
-    assert found.text.startswith("Rank 1 computes 60.0 ms, the others at most 52.0 ms")
-    assert late_rank(_step(_unit("a"), rank_compute=(50, 60), rank_waits=(0, 0))) == []
-    assert late_rank(_step(_unit("a"), rank_compute=(50,), rank_waits=(3,))) == []
+    assert found.text.startswith("Rank 1 computes longer than all others in each of 2 steps, by 8.0 ms or more")
+    assert late_rank(_step(rank_compute=[(50, 60)] * 2, rank_waits=(0, 0))) == []
+    assert late_rank(_step(rank_compute=[(50,)] * 2, rank_waits=(3,))) == []
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([(50, 60)], id="one step"),
+        pytest.param([(50, 60), (60, 50), (50, 60)], id="now this rank, now that one"),
+        pytest.param([(50, 52), (50, 60), (50, 54)], id="the lead differs by more than it is"),
+    ],
+)
+def test_a_rank_that_is_late_by_chance_is_not_named(steps: list[tuple[float, ...]]) -> None:
+    assert late_rank(_step(rank_compute=steps, rank_waits=(9, 9))) == []

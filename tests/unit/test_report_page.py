@@ -15,7 +15,7 @@ from fsdp2.tools.report import files
 from fsdp2.tools.report.data import RankRecord, report_data
 from fsdp2.tools.report.prediction import Prediction, StepFigures
 from tests.harness.selection import long
-from tests.unit.report_support import ROOT, Tape, empty_step, info, record, simple_step
+from tests.unit.report_support import ROOT, Tape, empty_step, info, rank_step, record, simple_step
 
 UNITS = ["blocks.0", "blocks.1", "</script><b>odd"]
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -59,6 +59,19 @@ def test_findings_rest_on_the_shortest_wait_of_all_ranks() -> None:
     (found,) = [each for each in _data()["findings"] if each["rule"] == "split"]
     assert found["text"].startswith("`blocks.1` gathers 3.0 ms late")  # 4.0 ms on the other rank
     assert found["gain_ms"] <= 3.0
+
+
+@pytest.mark.parametrize(("first_use", "named"), [(False, []), (True, ["late rank"])])
+def test_a_late_rank_is_the_slowest_in_every_step_but_the_first_one_of_a_model(
+    first_use: bool, named: list[str]
+) -> None:
+    computes = [[0.010, 0.020, 0.020], [0.030, 0.010, 0.010]]
+    records = []
+    for rank, seconds in enumerate(computes):
+        steps = [rank_step(simple_step(["a"], late=0.05 - 2 * each, compute=each), ["a"]) for each in seconds]
+        records.append(RankRecord(rank, "host", 0.0, first_use, steps))
+    data = report_data("Model", "cpu", [info(ROOT), info("a")], records)
+    assert [each["rule"] for each in data["findings"] if each["rule"] == "late rank"] == named
 
 
 @pytest.mark.parametrize(("action", "proposed"), [("unshard", ["a"]), ("prefetch", [])])

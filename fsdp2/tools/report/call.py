@@ -242,6 +242,7 @@ def _unit_infos(root: Root) -> list[UnitInfo]:
 def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
     sizes, shard, gather, reduce, is_small = unit_bytes(unit), 0, [0, 0], [0, 0], bool(unit.groups)
     by_module: dict[nn.Module, int] = {}
+    bucket = min((group.comm.direct_min_nbytes * group.mesh.shard.size for group in unit.groups), default=0)
     for group in unit.groups:
         ranks = group.mesh.shard.size
         gathers, reductions = group.unsharded.plan().steps, group.gradients.plans(_trainable(group.requires_grad()))[0]
@@ -267,6 +268,7 @@ def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
         reduce_bucket_nbytes=reduce[1],
         largest_module_nbytes=max(by_module.values(), default=0),
         is_small=is_small,
+        bucket_nbytes=bucket,
         keeps_after_forward=keeps,
         replicas=_replicas(unit),
     )

@@ -35,7 +35,8 @@ _WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.RANK_WAIT)
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """What plans say of one unit, in bytes. ``gather`` and ``reduce``: of all ranks' parts, by the way they travel."""
+    """What plans say of one unit, in bytes. ``gather`` and ``reduce``: of all ranks' parts, by the way they travel.
+    ``bucket_nbytes``: unsharded parameters of fewer bytes travel in one bucket."""
 
     name: str
     shard_nbytes: int
@@ -47,6 +48,7 @@ class UnitInfo:
     reduce_bucket_nbytes: int
     largest_module_nbytes: int
     is_small: bool
+    bucket_nbytes: int
     keeps_after_forward: bool
     replicas: int
 
@@ -132,8 +134,13 @@ def report_data(
 def _typical(durations: Sequence[float], *, skips_first: bool) -> int:
     """The step that the report is about: the median one. The first step of a model prefetches little, and makes
     plans."""
-    candidates = range(1 if skips_first and len(durations) > 1 else 0, len(durations))
+    candidates = _usual(len(durations), skips_first)
     return sorted(candidates, key=durations.__getitem__)[(len(candidates) - 1) // 2]
+
+
+def _usual(num_steps: int, skips_first: bool) -> range:
+    """The steps that say something about others."""
+    return range(1 if skips_first and num_steps > 1 else 0, num_steps)
 
 
 def _aligned(records: Sequence[RankRecord], chosen: int) -> list[RankStep]:
@@ -222,14 +229,19 @@ def _facts(
     position = {name: i for i, name in enumerate(order)}
     ordered = sorted(units, key=lambda unit: position.get(unit.name, len(position)))
     free = [record.free_nbytes for record in records if record.free_nbytes is not None]
+    usual = _usual(len(records[0].steps), any(record.is_first_use for record in records))
     return StepFacts(
         step=step,
         units=[_unit_facts(unit, losses, is_root=unit is units[0]) for unit in ordered],
-        rank_compute=[1e3 * sum(map(loss.of, _COMPUTE)) for loss in losses],
+        rank_compute=[[1e3 * _computed(record.steps[i]) for record in records] for i in usual],
         rank_waits=[1e3 * sum(map(loss.of, _WAITS)) for loss in losses],
         reduce_idle=1e3 * min(loss.reduce_idle for loss in losses),
         free_nbytes=min(free) if free else None,
     )
+
+
+def _computed(step: RankStep) -> float:
+    return sum(span.stop - span.start for span in step.spans if span.does in _COMPUTE)
 
 
 def _unit_facts(unit: UnitInfo, losses: Sequence[_Losses], *, is_root: bool) -> UnitFacts:
@@ -248,6 +260,7 @@ def _unit_facts(unit: UnitInfo, losses: Sequence[_Losses], *, is_root: bool) -> 
         unsharded_nbytes=unit.unsharded_nbytes,
         largest_module_nbytes=unit.largest_module_nbytes,
         is_small=unit.is_small,
+        bucket_nbytes=unit.bucket_nbytes,
         is_root=is_root,
         keeps=unit.keeps_after_forward,
         gather=least(lambda loss: loss.gather(name)),

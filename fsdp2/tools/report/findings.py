@@ -24,6 +24,7 @@ class UnitFacts:
     Attributes:
         largest_module_nbytes: unsharded parameters of the module that holds most: it cannot be split.
         is_small: its shard travels in one bucket.
+        bucket_nbytes: unsharded parameters of fewer bytes travel in one bucket.
         is_root: the other units are inside it.
         keeps: its parameters stay unsharded after forward.
         forward_late, backward_late: how long compute waited for its gathers.
@@ -38,6 +39,7 @@ class UnitFacts:
     unsharded_nbytes: int = 0
     largest_module_nbytes: int = 0
     is_small: bool = False
+    bucket_nbytes: int = 0
     is_root: bool = False
     keeps: bool = False
     gather: float = 0.0
@@ -54,13 +56,14 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The measured step. ``units``: in the order of their forwards. ``rank_compute``, ``rank_waits``: per rank, what
-    compute took, and what it waited for all collectives. ``reduce_idle``: how long no gradients were reduced during
-    backward. ``free_nbytes``: memory of the device that nothing used; None if that is not known."""
+    """The measured step. ``units``: in the order of their forwards. ``rank_compute``: of each recorded step, what
+    compute took on each rank. ``rank_waits``: per rank, what it waited for all collectives. ``reduce_idle``: how long
+    no gradients were reduced during backward. ``free_nbytes``: memory of the device that nothing used; None if that is
+    not known."""
 
     step: float
     units: Sequence[UnitFacts]
-    rank_compute: Sequence[float] = ()
+    rank_compute: Sequence[Sequence[float]] = ()
     rank_waits: Sequence[float] = ()
     reduce_idle: float = 0.0
     free_nbytes: int | None = None
@@ -78,35 +81,68 @@ class Finding:
 
 def findings(facts: StepFacts) -> list[Finding]:
     """The changes with the largest gains, at most five."""
-    found = [each for rule in (split, keep, prefetch, join, reduce, tail, late_rank) for each in rule(facts)]
+    found = [each for rule in (alone, split, keep, prefetch, join, reduce, tail, late_rank) for each in rule(facts)]
     worthwhile = [each for each in found if each.gain_ms >= _MIN_GAIN * facts.step and each.gain_ms >= 0.001]
     return sorted(worthwhile, key=lambda each: -each.gain_ms)[:MAX_FINDINGS]
 
 
-def split(facts: StepFacts) -> list[Finding]:
-    """A unit that is larger than the others, and whose gather is late.
+def alone(facts: StepFacts) -> list[Finding]:
+    """One unit holds all parameters: nothing computes while they are gathered, and little while they are reduced."""
+    unit = _alone(facts)
+    if unit is None:
+        return []
+    parts = _max_parts(unit)
+    reduced = min(unit.tail_late, unit.backward) * (1 - 1 / parts)
+    text = (
+        f"{_quoted(unit.name)} holds all parameters: compute waits {_ms(unit.forward_late)} until they are gathered, "
+        f"and {_ms(unit.tail_late)} until they are reduced. Call fully_shard on its blocks first, then on the whole."
+    )
+    return [Finding("alone", (unit.name,), text, _split_gain(unit, parts) + reduced)]
 
-    Of ``parts`` equal parts, the first one's gather has the same time to hide in as the whole one's had. Each other
-    part's gather hides behind the compute of the part before it.
-    """
+
+def _alone(facts: StepFacts) -> UnitFacts | None:
+    """The only unit with parameters, if it can be split."""
+    holders = [unit for unit in facts.units if unit.unsharded_nbytes]
+    return holders[0] if len(holders) == 1 and _max_parts(holders[0]) > 1 else None
+
+
+def split(facts: StepFacts) -> list[Finding]:
+    """Units that are larger than the others, and whose gathers are late."""
     found = []
     for unit in facts.units:
         others = [each.unsharded_nbytes for each in facts.units if each is not unit and each.unsharded_nbytes]
-        if not others or not unit.forward_late or not unit.largest_module_nbytes:
+        if not others or not unit.forward_late:
             continue
         ratio = unit.unsharded_nbytes / statistics.median(others)
-        parts = min(round(ratio), unit.unsharded_nbytes // unit.largest_module_nbytes)
-        if ratio < _LARGE or parts < 2:
-            continue
-        gather, late = max(unit.gather, unit.forward_late), unit.forward_late
-        first = max(gather / parts - (gather - late), 0.0)
-        rest = max(gather / parts - unit.forward / parts, 0.0) * (parts - 1)
-        text = (
-            f"{_quoted(unit.name)} gathers {_ms(late)} late: its unit is {ratio:.1f} times the median of the others. "
-            f"Split it into {parts}: call fully_shard on modules inside it."
-        )
-        found.append(Finding("split", (unit.name,), text, late - first - rest))
-    return found
+        parts = min(round(ratio), _max_parts(unit))
+        gain = _split_gain(unit, parts) if ratio >= _LARGE and parts > 1 else 0.0
+        if gain > 0:
+            text = (
+                f"{_quoted(unit.name)} gathers {_ms(unit.forward_late)} late: its unit is {ratio:.1f} times the median "
+                f"of the others. Split it into {parts}: call fully_shard on modules inside it."
+            )
+            found.append(Finding("split", (unit.name,), text, gain))
+    if len(found) < 2:
+        return found
+    worst, *rest = sorted(found, key=lambda each: -each.gain_ms)
+    names = [each.units[0] for each in rest]
+    text = f"{worst.text} The same holds for {_listed(names)}."
+    return [Finding("split", (*worst.units, *names), text, sum(each.gain_ms for each in found))]
+
+
+def _max_parts(unit: UnitFacts) -> int:
+    """Into how many parts of roughly one size ``unit`` can be cut: more than one if its largest module holds at most
+    two thirds. A bias makes one of two equal layers more than half."""
+    return round(unit.unsharded_nbytes / unit.largest_module_nbytes) if unit.largest_module_nbytes else 1
+
+
+def _split_gain(unit: UnitFacts, parts: int) -> float:
+    """Of ``parts`` equal parts, the first one's gather has the same time to hide in as the whole one's had. Each other
+    part's gather hides behind the compute of the part before it."""
+    gather, late = max(unit.gather, unit.forward_late), unit.forward_late
+    first = max(gather / parts - (gather - late), 0.0)
+    rest = max(gather / parts - unit.forward / parts, 0.0) * (parts - 1)
+    return late - first - rest
 
 
 def keep(facts: StepFacts) -> list[Finding]:
@@ -138,52 +174,66 @@ def keep(facts: StepFacts) -> list[Finding]:
 
 
 def prefetch(facts: StepFacts) -> list[Finding]:
-    """A gather that starts when compute needs it, although nothing was gathered before."""
-    found = []
-    for before, unit in zip(facts.units, facts.units[1:], strict=False):
-        gain = min(unit.forward_late, unit.forward_idle)
-        if gain > 0:
-            text = (
-                f"{_quoted(unit.name)} gathers {_ms(unit.forward_late)} late in forward, and was not prefetched. Put "
-                f"it into {_quoted(before.name)}'s list: set_modules_to_forward_prefetch."
-            )
-            found.append(Finding("prefetch", (unit.name,), text, gain))
-    for unit, after in zip(facts.units, facts.units[1:], strict=False):  # backward runs the other way round
-        gain = min(unit.backward_late, unit.backward_idle)
-        if gain > 0:
-            text = (
-                f"{_quoted(unit.name)} gathers {_ms(unit.backward_late)} late in backward, and was not prefetched. Put "
-                f"it into {_quoted(after.name)}'s list: set_modules_to_backward_prefetch."
-            )
-            found.append(Finding("prefetch", (unit.name,), text, gain))
-    return found
+    """Gathers that start when compute needs them, although nothing was gathered before."""
+    pairs = list(zip(facts.units, facts.units[1:], strict=False))
+    forward = [(unit, before, unit.forward_late, unit.forward_idle) for before, unit in pairs]
+    backward = [(unit, after, unit.backward_late, unit.backward_idle) for unit, after in pairs]  # the other way round
+    return [*_prefetch("forward", forward), *_prefetch("backward", backward)]
+
+
+def _prefetch(of: str, gathers: Sequence[tuple[UnitFacts, UnitFacts, float, float]]) -> list[Finding]:
+    """``gathers`` of one pass: a unit, the one that computes before it, how late it is, how long nothing was
+    gathered."""
+    found = sorted((each for each in gathers if min(each[2:]) > 0), key=lambda each: -min(each[2:]))
+    if not found:
+        return []
+    names, late = tuple(unit.name for unit, *_ in found), _ms(sum(each[2] for each in found))
+    setter = f"set_modules_to_{of}_prefetch"
+    if len(found) == 1:
+        text = (
+            f"{_quoted(names[0])} gathers {late} late in {of}, and was not prefetched. Put it into "
+            f"{_quoted(found[0][1].name)}'s list: {setter}."
+        )
+    else:
+        text = (
+            f"{_listed(names)} gather {late} late in {of}, and were not prefetched. Remove empty lists of {setter}, or "
+            "put each unit into the list of the one that computes before it."
+        )
+    return [Finding("prefetch", names, text, sum(min(each[2:]) for each in found))]
 
 
 def join(facts: StepFacts) -> list[Finding]:
     """Small units in a row. Each costs at least what the cheapest one of all units costs, whatever its size."""
-    costs = [unit.per_use for unit in facts.units if unit.unsharded_nbytes and unit.per_use > 0]
-    found = []
-    for run in _small_runs(facts.units):
-        names = tuple(unit.name for unit in run)
-        gain = (len(run) - 1) * min(costs, default=0.0)
-        if gain > 0:
-            text = (
-                f"{_listed(names)} are small and run one after the other. Join them: one call "
-                f"fully_shard([...]) for all {len(run)}. The collectives of each take at least {_ms(min(costs))}."
-            )
-            found.append(Finding("join", names, text, gain))
-    return found
+    runs = _small_runs(facts.units)
+    cost = min((unit.per_use for unit in facts.units if unit.unsharded_nbytes and unit.per_use > 0), default=0.0)
+    names = tuple(unit.name for run in runs for unit in run)
+    gain = (len(names) - len(runs)) * cost
+    if not gain > 0:
+        return []
+    change = f"one call fully_shard([...]) for all {len(names)}"
+    if len(runs) > 1:
+        first, last = runs[0][0].name, runs[0][-1].name
+        change = f"{len(runs)} calls fully_shard([...]), the first for {_quoted(first)} to {_quoted(last)}"
+    text = (
+        f"{_listed(names)} are small and run one after the other. Join them: {change}. The collectives of each take at "
+        f"least {_ms(cost)}."
+    )
+    return [Finding("join", names, text, gain)]
 
 
 def _small_runs(units: Sequence[UnitFacts]) -> list[list[UnitFacts]]:
-    """Neighbours that are small; together, no run is larger than the largest unit."""
+    """Neighbours that are small. Together, they are no larger than the largest unit, or travel in one bucket as each of
+    them does: where the backend takes a bucket, a launch costs more than its bytes. The record cannot tell where that
+    ends if all units are equal: then it has one size only."""
     largest = max([unit.unsharded_nbytes for unit in units], default=0)
     runs: list[list[UnitFacts]] = [[]]
     for unit in units:
         if not unit.is_small or unit.is_root or not unit.unsharded_nbytes:
             runs.append([])
             continue
-        if sum(each.unsharded_nbytes for each in runs[-1]) + unit.unsharded_nbytes > largest:
+        together = [*runs[-1], unit]
+        limit = max(largest, min(each.bucket_nbytes for each in together) - 1)
+        if sum(each.unsharded_nbytes for each in together) > limit:
             runs.append([])
         runs[-1].append(unit)
     return [run for run in runs if len(run) > 1]
@@ -206,10 +256,9 @@ def reduce(facts: StepFacts) -> list[Finding]:
 def tail(facts: StepFacts) -> list[Finding]:
     """The last reductions of backward have no compute to hide behind, but one half of a split unit has the other."""
     found = []
-    for unit in facts.units:
+    for unit in facts.units if _alone(facts) is None else ():
         gain = min(unit.tail_late, unit.backward) / 2
-        can_split = unit.largest_module_nbytes * 2 <= unit.unsharded_nbytes
-        if gain > 0 and can_split:
+        if gain > 0 and _max_parts(unit) > 1:
             text = (
                 f"The step ends with {_ms(unit.tail_late)} of waiting for the reduction of {_quoted(unit.name)}. Split "
                 "it into two, so that one half is reduced while the other computes."
@@ -219,17 +268,21 @@ def tail(facts: StepFacts) -> list[Finding]:
 
 
 def late_rank(facts: StepFacts) -> list[Finding]:
-    """One rank computes longer than all others, which wait for it."""
-    compute = facts.rank_compute
-    if len(compute) < 2:
+    """One rank computes longer than all others, which wait for it: in every step, and by more than that differs from
+    step to step. On a busy machine, now one rank is the slowest and now another."""
+    steps, waits = facts.rank_compute, facts.rank_waits
+    if len(steps) < 2 or len(waits) < 2:
         return []
-    rank = max(range(len(compute)), key=compute.__getitem__)
-    others = [i for i in range(len(compute)) if i != rank]
-    gain = min(compute[rank] - max(compute[i] for i in others), min(facts.rank_waits[i] for i in others))
+    slowest = {max(range(len(step)), key=step.__getitem__) for step in steps}
+    leads = [max(step) - sorted(step)[-2] for step in steps]
+    if len(slowest) > 1 or min(leads) <= max(leads) - min(leads):
+        return []
+    rank = slowest.pop()
+    gain = min(min(leads), *(wait for i, wait in enumerate(waits) if i != rank))
     if not gain > 0:
         return []
     text = (
-        f"Rank {rank} computes {_ms(compute[rank])}, the others at most {_ms(max(compute[i] for i in others))}, and "
+        f"Rank {rank} computes longer than all others in each of {len(steps)} steps, by {_ms(min(leads))} or more, and "
         "they wait for it. Give it less work, or look at its host."
     )
     return [Finding("late rank", (), text, gain)]

@@ -278,7 +278,7 @@ function cellsOf(object, fields) {
 }
 
 function fillTables() {
-  const fields = Object.keys(data.units[0]).filter((field) => field !== "is_small");
+  const fields = Object.keys(data.units[0]).filter((field) => !["is_small", "bucket_nbytes"].includes(field));
   table("units", fields.map((field) => [label(field)]),
     data.units.map((unit, index) => Object.assign(cellsOf(unit, fields), {unit: index})));
   const totals = Object.keys(data.rank_totals[0]);
