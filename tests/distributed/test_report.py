@@ -117,7 +117,8 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext, t
     assert rows["exposed_ms"]["predicted"] == pytest.approx(1e3 * result.time.exposed)
     assert rows["reserved_nbytes"]["predicted"] == int(result.reserved_nbytes)
     assert rows["temporary_nbytes"]["measured"] == fsdp2.memory_plan(done.model).peak
-    assert f"predicted {rows['step_ms']['predicted']:.1f} ms" in str(report)
+    predicted = f"predicted {rows['step_ms']['predicted']:.1f} ms for 2 x {done.plan.machine.name}"
+    assert predicted in str(report)
 
 
 @distributed(2)

@@ -198,6 +198,13 @@ window.addEventListener("load", () => {
       chosenRows: document.querySelectorAll("#units tr.chosen").length,
       prediction: document.getElementById("predicted").hidden ? null :
         [...document.querySelectorAll("#prediction tbody tr")].map((e) => [...e.children].map((c) => c.textContent)),
+      predictionText: document.getElementById("prediction-text").textContent,
+      summary: document.getElementById("summary").textContent,
+      legend: document.getElementById("legend").textContent,
+      cut: [...document.querySelectorAll("#units th")].filter((e) => e.textContent.endsWith(", ms") &&
+        e.getBoundingClientRect().right > document.getElementById("units").parentElement.getBoundingClientRect().right)
+        .map((e) => e.textContent),
+      code: [...document.querySelectorAll("#findings code")].map((e) => e.textContent),
       findings: [...document.querySelectorAll("#findings li")].map((e) => e.textContent),
     }),
   }));
@@ -247,7 +254,19 @@ def test_page_opens_without_errors_and_shows_the_findings(browser: str, tmp_path
     assert found["prediction"] is None
     assert found["rows"] == len(data["units"])
     assert data["findings"][0]["units"] == ["blocks.1"]
-    assert found["findings"] == [f"up to {each['gain_ms']:.1f} ms: {each['text']}" for each in data["findings"]]
+    expected = [f"up to {each['gain_ms']:.1f} ms: {each['text']}" for each in data["findings"]]
+    assert found["findings"] == [text.replace("`", "") for text in expected]
+    assert found["code"] == [name for text in expected for name in text.split("`")[1::2]]
+    assert f"of which step {data['step']} is shown, counted from 0:" in found["summary"]
+    assert "other: loss, optimizer, data" in found["legend"]
+
+
+@pytest.mark.long
+def test_times_of_units_with_long_names_fit_into_a_window_of_1200_pixels(browser: str, tmp_path: Path) -> None:
+    units = [f"model.language_model.layers.{i}.mlp.experts" for i in range(3)]
+    records = [record(simple_step(units, late=0.2, compute=0.5001234), units, rank) for rank in range(2)]
+    data = report_data("Model", "cpu", [info(name, 900 * 2**20) for name in (ROOT, *units)], records)
+    assert _opened(browser, tmp_path, data)["cut"] == []
 
 
 @pytest.mark.long
@@ -257,6 +276,7 @@ def test_page_shows_what_was_predicted(browser: str, tmp_path: Path) -> None:
     assert found["errors"] == []
     step_ms = data["steps_ms"][0]
     assert found["prediction"][0] == ["step, ms", "100.000", f"{step_ms:.3f}", f"{step_ms / 100:.2f}"]
+    assert "It predicts the times of 8 x H100. They were measured on cpu (gloo)." in found["predictionText"]
     assert found["prediction"][-1] == ["reserved", "4.0 GiB", "not known", ""]
 
 

@@ -55,7 +55,8 @@ class Report:
         lines = [f"up to {each['gain_ms']:.1f} ms: {each['text']}" for each in self.data["findings"]]
         step = f"step of {self.data['steps_ms'][self.data['step']]:.1f} ms"
         if self.data["prediction"] is not None:
-            step += f", predicted {self.data['prediction']['rows'][0]['predicted']:.1f} ms"
+            plan = self.data["prediction"]
+            step += f", predicted {plan['rows'][0]['predicted']:.1f} ms for {plan['num_gpus']} x {plan['machine']}"
         return "\n".join([step, *lines]) if lines else f"{step}; found nothing to change"
 
 

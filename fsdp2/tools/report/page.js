@@ -4,7 +4,10 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const find = (id) => document.getElementById(id);
 const LANE = {compute: 22, transfer: 9, gap: 8, label: 70, axis: 18};
-const WAITS = new Set(["gather wait", "reduce wait", "rank wait"]);
+const MEANINGS = {
+  "forward": "forward, in the unit's colour", "backward": "backward, in the unit's colour",
+  "other": "other: loss, optimizer, data",
+};
 const ownColour = {
   "other": "#bbbbbb", "gather wait": "#d62728", "reduce wait": "#ff7f0e", "rank wait": "#e377c2",
   "copy": "#7f7f7f", "launch": "#444444",
@@ -45,6 +48,10 @@ function element(tag, text, attributes = {}) {
   if (text !== undefined) made.textContent = text;
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   return made;
+}
+
+function withCode(text) { // `name` as code
+  return text.split("`").map((part, i) => (i % 2 ? element("code", part) : part));
 }
 
 // Colours: a unit has one hue everywhere; neighbours have different ones.
@@ -279,6 +286,8 @@ function cellsOf(object, fields) {
 
 function fillTables() {
   const fields = Object.keys(data.units[0]).filter((field) => !["is_small", "bucket_nbytes"].includes(field));
+  const place = (field) => (field === "name" ? 0 : field.endsWith("_ms") ? 1 : 2); // names and times are seen first
+  fields.sort((a, b) => place(a) - place(b));
   table("units", fields.map((field) => [label(field)]),
     data.units.map((unit, index) => Object.assign(cellsOf(unit, fields), {unit: index})));
   const totals = Object.keys(data.rank_totals[0]);
@@ -306,11 +315,14 @@ function fillPrediction() {
   const prediction = data.prediction;
   if (prediction === null) return;
   find("predicted").hidden = false;
-  find("prediction-text").textContent = `The plan chose ${prediction.choice}, for ${prediction.num_gpus} x ` +
-    `${prediction.machine}, ${prediction.workload}. Measured on ${data.device}.`;
+  const machine = `${prediction.num_gpus} x ${prediction.machine}`;
+  find("prediction-text").replaceChildren(
+    `The plan chose ${prediction.choice}, for ${prediction.workload}. `,
+    element("b", `It predicts the times of ${machine}.`),
+    ` They were measured on ${data.device}. If that is another machine, the times say nothing about each other.`);
   const text = (figure, value) => (value === null ? "not known" :
     figure.endsWith("_ms") ? value.toFixed(3) : size(value));
-  table("prediction", [["figure"], ["predicted"], ["measured"], ["measured / predicted"]],
+  table("prediction", [["figure"], [`predicted for ${machine}`], ["measured"], ["measured / predicted"]],
     prediction.rows.map(({figure, predicted, measured}) => {
       const ratio = measured === null || !predicted ? null : measured / predicted;
       return [{value: figure, text: label(figure)}, {value: predicted, text: text(figure, predicted)},
@@ -346,10 +358,11 @@ function start() {
   const all = data.steps_ms.map((ms) => ms.toFixed(1)).join(", ");
   const some = data.timelines.length < data.ranks.length ? `, ${data.timelines.length} of them drawn` : "";
   find("summary").textContent = `${data.device}; ${data.ranks.length} ranks${some}; ${data.units.length} units; ` +
-    `steps of ${all} ms, of which step ${data.step + 1} is shown: ${data.steps_ms[data.step].toFixed(1)} ms`;
+    `steps of ${all} ms, of which step ${data.step} is shown, counted from 0: ` +
+    `${data.steps_ms[data.step].toFixed(1)} ms`;
   for (const each of data.findings) {
     const item = element("li");
-    item.append(element("span", `up to ${each.gain_ms.toFixed(1)} ms: `, {class: "gain"}), each.text);
+    item.append(element("span", `up to ${each.gain_ms.toFixed(1)} ms: `, {class: "gain"}), ...withCode(each.text));
     find("findings").append(item);
   }
   if (!data.findings.length) find("findings").replaceWith(element("p", "Nothing: no rule found time to win."));
@@ -357,7 +370,7 @@ function start() {
     const key = element("span");
     const colour = ownColour[does] || (does === "forward" ? "hsl(210 60% 62%)" : "hsl(210 60% 45%)");
     key.append(element("span", undefined, {class: "key", style: `background: ${colour}`}));
-    key.append(WAITS.has(does) ? does : does === "forward" || does === "backward" ? `${does}, in the unit's colour` : does);
+    key.append(MEANINGS[does] || does);
     find("legend").append(key);
   }
   fillTables();
