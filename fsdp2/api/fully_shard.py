@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,7 +97,8 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
     roots = _root_modules(module)
-    _check_policies(mp_policy, offload_policy, tied_weights, ignored_params)
+    _check_policies(mp_policy, offload_policy, tied_weights)
+    _check_of_parameters(shard_placement_fn, ignored_params)
     prepared = prepare_unit(
         roots,
         parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims)),
@@ -143,7 +145,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     return roots
 
 
-def _check_policies(mp_policy: object, offload_policy: object, tied_weights: object, ignored_params: object) -> None:
+def _check_policies(mp_policy: object, offload_policy: object, tied_weights: object) -> None:
     for name, value, cls in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -151,11 +153,26 @@ def _check_policies(mp_policy: object, offload_policy: object, tied_weights: obj
     ):
         if not isinstance(value, cls):
             raise TypeError(f"fully_shard: {name} must be an fsdp2.{cls.__name__}, not {described(value)}.")
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, field)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"fully_shard: mp_policy.{field} must be a torch.dtype or None, not {dtype!r}, a {described(dtype)}. "
+                f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
+            )
     override = mp_policy.param_dtype_override_fn  # type: ignore[attr-defined]
     if override is not None and not callable(override):
         raise TypeError(
             "fully_shard: mp_policy.param_dtype_override_fn must be a function from a parameter to a dtype or None, "
             f"not {described(override)}."
+        )
+
+
+def _check_of_parameters(shard_placement_fn: object, ignored_params: object) -> None:
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            "fully_shard: shard_placement_fn must be a function from a parameter to Shard(dim), a ParamPlacement or "
+            f"None, not {shard_placement_fn!r}, a {described(shard_placement_fn)}. For example: lambda param: Shard(0)."
         )
     if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
         raise TypeError(f"fully_shard: ignored_params must be a set of parameters, not {described(ignored_params)}.")

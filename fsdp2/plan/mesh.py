@@ -120,9 +120,19 @@ def _without_shard(roles: Sequence[AxisRole]) -> tuple[AxisRole, ...]:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1D mesh over all ranks, on the accelerator if torch sees one, else on the CPU."""
+    """A 1D mesh over all ranks, on the accelerator if torch sees one, else on the CPU.
+
+    Raises:
+        ValueError: there is no process group, and the environment does not say which rank this is.
+    """
     if not dist.is_initialized():
-        dist.init_process_group()
+        try:
+            dist.init_process_group()
+        except ValueError as error:
+            raise ValueError(
+                f"fully_shard: there is no process group, and torch cannot make one: {error}\n"
+                "Start the program with torchrun, which sets these variables: torchrun --nproc-per-node 2 train.py"
+            ) from error
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 

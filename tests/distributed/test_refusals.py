@@ -166,6 +166,9 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "dtype as policy": _call(mp_policy=torch.bfloat16),
     "offload policy type": _call(offload_policy=True),
     "ignored list": _call(ignored_params=[]),
+    "name of a dtype": _call(mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype="bf16")),  # type: ignore[arg-type]
+    "Python type": _call(mp_policy=fsdp2.MixedPrecisionPolicy(output_dtype=float)),  # type: ignore[arg-type]
+    "placement is no function": _call(shard_placement_fn="dim1"),
     "reshard type": _call(reshard_after_forward="always"),
     "reshard float": _call(reshard_after_forward=2.0),
     "reshard non-divisor": _call(reshard_after_forward=3),
@@ -237,6 +240,30 @@ def test_dtype_in_place_of_a_policy() -> None:
     assert_expected_inline(
         refusal("dtype as policy"),
         """TypeError: fully_shard: mp_policy must be an fsdp2.MixedPrecisionPolicy, not torch.dtype.""",
+    )
+
+
+def test_names_and_types_in_place_of_dtypes() -> None:
+    assert_expected_inline(
+        refusal("name of a dtype"),
+        """\
+TypeError: fully_shard: mp_policy.param_dtype must be a torch.dtype or None, not 'bf16', a
+builtins.str. For example: MixedPrecisionPolicy(param_dtype=torch.bfloat16).""",
+    )
+    assert_expected_inline(
+        refusal("Python type"),
+        """\
+TypeError: fully_shard: mp_policy.output_dtype must be a torch.dtype or None, not <class 'float'>, a
+builtins.type. For example: MixedPrecisionPolicy(output_dtype=torch.bfloat16).""",
+    )
+
+
+def test_placement_is_no_function() -> None:
+    assert_expected_inline(
+        refusal("placement is no function"),
+        """\
+TypeError: fully_shard: shard_placement_fn must be a function from a parameter to Shard(dim), a
+ParamPlacement or None, not 'dim1', a builtins.str. For example: lambda param: Shard(0).""",
     )
 
 

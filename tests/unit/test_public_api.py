@@ -14,6 +14,7 @@ from expecttest import assert_expected_inline
 
 import fsdp2
 from fsdp2 import fsdp1
+from tests.harness.messages import error_of
 
 # What torch 2.13 has and fsdp2 does not have yet. A name that arrives is taken off this list, or a test fails.
 ARGUMENTS_TO_COME: set[str] = set()
@@ -231,3 +232,15 @@ pre_forward blocks.0
     assert trace.actions() == ["unshard blocks.0", "reduce blocks.0"]
     trace.clear()
     assert str(trace) == ""
+
+
+def test_without_a_process_group_torchrun_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert_expected_inline(
+        error_of(lambda: fsdp2.fully_shard(torch.nn.Linear(2, 2))),
+        """\
+ValueError: fully_shard: there is no process group, and torch cannot make one: Error initializing
+torch.distributed using env:// rendezvous: environment variable RANK expected, but not set
+Start the program with torchrun, which sets these variables: torchrun --nproc-per-node 2 train.py""",
+    )
