@@ -17,7 +17,8 @@ def recompute(module: nn.Module, checkpointing: Checkpointing | str) -> None:
 
     Args:
         checkpointing: ``"full"`` keeps the inputs of ``module`` alone. ``"selective"`` keeps attention and every other
-            matrix product, too. ``"none"`` changes nothing.
+            matrix product, too: it counts ``mm`` and ``addmm`` only; batched and grouped products, such as those of
+            experts, run again. ``"none"`` changes nothing.
 
     Raises:
         ValueError: ``checkpointing`` is none of these.
