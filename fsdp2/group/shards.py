@@ -26,7 +26,7 @@ from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import FlatShards, flat_shards
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import NAME_IN_PASS, ParamRecord, ShardedParam, check_device, pinned
+from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ParamRecord, ShardedParam, check_device, pinned
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -54,7 +54,7 @@ def count_steps(params: Sequence[torch.Tensor], count: list[int]) -> None:
 
 @cache
 def _note_optimizer_steps() -> None:
-    """Count optimizer steps from now on, in the whole process, and refuse those that would change nothing."""
+    """Count optimizer steps from now on, in the whole process; refuse those that would change nothing, or warn."""
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_post_hook(_note_step)
 
@@ -75,8 +75,25 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
-    for count in {id(count): count for param in params if (count := vars(param).get(_NUM_STEPS))}.values():
+    counts = {id(count): count for param in params if (count := vars(param).get(_NUM_STEPS))}
+    for count in counts.values():
         count[0] += 1
+    if not counts and not torch.compiler.is_compiling():
+        _warn_of_replaced(optimizer)
+
+
+def _warn_of_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer`` has no sharded parameter. Does it have originals, and has it stepped without any gradient? With
+    one, somebody else trains the originals."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    name = next((vars(param)[SHARDED_AS] for param in params if SHARDED_AS in vars(param)), None)
+    if name is not None and all(param.grad is None for param in params):
+        kind = type(optimizer).__name__
+        warnings.warn(
+            f"{kind}.step() trained nothing: none of its parameters has a gradient. fully_shard has replaced some of "
+            f"them, for example '{name}'. Build the optimizer after fully_shard.",
+            stacklevel=2,
+        )
 
 
 class GroupShards:

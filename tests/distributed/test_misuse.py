@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp2 import fully_shard
 from fsdp2.tools import trace
 from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
-from tests.harness.distributed import RankContext
+from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 
 
@@ -271,3 +273,46 @@ ScheduleError: AdamW.step(): the optimizer has the unsharded parameter 'entry.we
 would train nothing, because the sharded parameter has the gradient. Build the optimizer while
 parameters are sharded: before the first forward, or after model.reshard().""",
     )
+
+
+@distributed(2)
+def test_an_optimizer_built_before_fully_shard_is_warned_of(ctx: RankContext) -> None:
+    model = seeded(Stack)
+    stale = torch.optim.AdamW(model.parameters())
+    shard(ctx, model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch()).sum().backward()
+    with pytest.warns(UserWarning, match="trained nothing") as warned:
+        stale.step()
+    assert [str(each.message) for each in warned] == [
+        "AdamW.step() trained nothing: none of its parameters has a gradient. fully_shard has replaced some of them, "
+        "for example 'entry.weight'. Build the optimizer after fully_shard."
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+@distributed(2)
+def test_an_original_that_somebody_else_trains_is_not_warned_of(ctx: RankContext) -> None:
+    model = seeded(Stack)
+    other = nn.Linear(DIM, DIM)
+    other.weight = model.entry.weight
+    shard(ctx, model)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = other(batch()).sum()
+        value.backward()
+        return value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step(loss)
+        torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # nobody has sharded these
