@@ -59,8 +59,7 @@ def builder(config: dict[str, Any]) -> Callable[[], nn.Module]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     def build() -> nn.Module:
-        fields = {name: value for name, value in config.items() if name != "model_type"}
-        made = AutoConfig.for_model(config["model_type"], use_cache=False, **fields)
+        made = AutoConfig.for_model(**{"use_cache": False, **config})
         return AutoModelForCausalLM.from_config(made)
 
     return build
@@ -136,6 +135,7 @@ def test_the_command_reads_a_config_or_its_folder(
     main(["plan", "--hf", str(path), "--gpus", "8", "--sequence", "64"])
     printed = capsys.readouterr().out
     assert printed.startswith("LlamaForCausalLM: ")
+    assert "    model.config.use_cache = False" in printed
     assert "fsdp2.fully_shard(model, **options)" in printed
 
 
@@ -146,7 +146,7 @@ def test_the_pasted_code_of_the_8b_plan_trains_a_scaled_down_model(ctx: RankCont
     pasted: dict[str, Any] = {}
     exec(code, pasted)
     torch.manual_seed(0)
-    model = pasted["shard"](builder(SCALED_DOWN)(), device_type="cpu")
+    model = pasted["shard"](builder({**SCALED_DOWN, "use_cache": True})(), device_type="cpu")  # the config's default
     names = [name for name, _ in units_under(model)]
     assert names == ["", "model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

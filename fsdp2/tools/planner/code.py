@@ -11,11 +11,19 @@ from fsdp2.tools.planner.work import Checkpointing
 
 
 def code_for(
-    units: Units, choice: Choice, machine: Machine, precision: Precision, *, cuts_other_dims: bool = False
+    units: Units,
+    choice: Choice,
+    machine: Machine,
+    precision: Precision,
+    *,
+    cuts_other_dims: bool = False,
+    has_cache: bool = False,
 ) -> str:
     """A function ``shard(model, device_type)``, and its imports. ``cuts_other_dims``: some parameter is cut along
-    another dim than 0."""
+    another dim than 0. ``has_cache``: the model keeps keys and values, which what runs again would keep twice."""
     function = _function(units, choice, machine, precision, cuts_other_dims)
+    if has_cache:
+        function.insert(1, "    model.config.use_cache = False  # training needs no cache of keys and values")
     return "\n".join([*_imports(choice, precision, cuts_other_dims), "", "", *function, ""])
 
 

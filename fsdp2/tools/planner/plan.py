@@ -111,6 +111,7 @@ class Plan:
         choices: all ways that were looked at, those that fit first, the fastest of them first.
         recommended: of those that fit and are about as fast as the fastest, the one that asks least; None if none fits.
         enough_gpus: if none fits: over how many GPUs FSDP would, without offloading; None if over no number.
+        has_cache: the model's config has ``use_cache``, as in Hugging Face: ``code`` switches it off.
     """
 
     model: str
@@ -124,6 +125,7 @@ class Plan:
     choices: tuple[Candidate, ...]
     recommended: Candidate | None
     enough_gpus: int | None = None
+    has_cache: bool = False
 
     @cached_property
     def smallest(self) -> Candidate:
@@ -143,7 +145,7 @@ class Plan:
         num_shards = choice.shard_size or self.num_gpus
         others = any(shard_dim(shape, num_shards) > 0 for shape in self.shapes)
         precision = Precision(self.workload.precision)
-        return code_for(self.units, choice, self.machine, precision, cuts_other_dims=others)
+        return code_for(self.units, choice, self.machine, precision, cuts_other_dims=others, has_cache=self.has_cache)
 
     def why_nothing_fits(self) -> str:
         """By how much the smallest choice is too large, and what would fit."""
@@ -268,6 +270,7 @@ def compare(
         choices=tuple(ordered),
         recommended=recommended,
         enough_gpus=_enough_gpus(base, work, candidates, limit) if recommended is None else None,
+        has_cache=hasattr(getattr(built, "config", None), "use_cache"),
     )
 
 
