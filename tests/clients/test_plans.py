@@ -15,7 +15,9 @@ from torch import nn
 import fsdp2
 from fsdp2.__main__ import main
 from fsdp2.runtime.unit import units_under
-from fsdp2.tools.planner.plan import Plan
+from fsdp2.tools.planner.blocks import find_units
+from fsdp2.tools.planner.plan import Plan, observed
+from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
 
 pytest.importorskip("transformers")
@@ -83,7 +85,7 @@ def test_plan_of_llama_8b() -> None:
         main_lines(found),
         """\
 LlamaForCausalLM: 8.03B parameters; units: 32 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard selective bf16 GPU 0.5 0.5 0.9 55.0 1.4 65.5 3.057 0.021 5360 yes
+* FSDP reshard selective bf16 GPU 0.5 0.5 0.9 55.0 1.4 65.5 2.746 0.021 5965 yes
 recommended: FSDP, reshard, selective checkpointing""",
     )
 
@@ -95,7 +97,7 @@ def test_plan_of_llama_70b() -> None:
         main_lines(found),
         """\
 LlamaForCausalLM: 70.55B parameters; units: 80 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard full bf16 GPU 1.0 1.0 2.1 22.2 3.6 33.6 13.029 0.055 629 yes
+* FSDP reshard full bf16 GPU 1.0 1.0 2.1 22.2 3.6 33.6 12.064 0.055 679 yes
 recommended: FSDP, reshard, full checkpointing""",
     )
 
@@ -107,7 +109,7 @@ def test_plan_of_llama_405b() -> None:
         main_lines(found),
         """\
 LlamaForCausalLM: 405.85B parameters; units: 126 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard full bf16 GPU 3.0 20.8 5.9 41.3 11.9 93.0 66.095 0.137 124 yes
+* FSDP reshard full bf16 GPU 3.0 20.8 5.9 40.7 11.9 92.3 63.113 0.137 130 yes
 recommended: FSDP, reshard, full checkpointing""",
     )
 
@@ -119,10 +121,22 @@ def test_plan_of_mixtral() -> None:
         main_lines(found),
         """\
 MixtralForCausalLM: 46.70B parameters; units: 32 blocks in model.layers
-* FSDP reshard selective bf16 GPU 2.7 10.8 5.4 10.8 5.9 40.0 2.516 0.039 3256 yes
+* FSDP reshard selective bf16 GPU 2.7 10.8 5.4 10.6 5.9 39.9 2.435 0.039 3364 yes
 recommended: FSDP, reshard, selective checkpointing""",
     )
     assert "placement_for" in found.code  # eight experts on 64 GPUs
+
+
+@pytest.mark.long
+def test_attention_is_causal_with_a_cache_and_without() -> None:
+    workload = fsdp2.Workload(batch=1, sequence=512)
+    attention = []
+    for use_cache in (True, False):
+        model = builder({**SCALED_DOWN, "use_cache": use_cache})()
+        (block,) = observed(model, find_units(model), workload).kinds
+        attention.append(block[Checkpointing.NONE].forward.other)
+    heads, dim = SCALED_DOWN["num_attention_heads"], 16
+    assert attention == pytest.approx([heads * 512**2 * 2 * (dim + dim) / 2] * 2, rel=0.01)  # and rotations
 
 
 @pytest.mark.long

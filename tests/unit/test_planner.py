@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import re
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fsdp2
 from fsdp2.__main__ import main
@@ -29,6 +31,7 @@ from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, o
 from fsdp2.tools.planner.scenario import Scenario
 from fsdp2.tools.planner.work import Checkpointing
 from fsdp2.tools.sizes import nbytes_of
+from tests.unit import planner_models
 from tests.unit.planner_models import Block, LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
@@ -147,6 +150,20 @@ def test_half_of_causal_attention_is_counted() -> None:
     pairs = 2 * 4 * 128 * 128  # sequences, heads, tokens
     assert block.forward.other == pairs * 2 * (16 + 16) / 2
     assert block.backward.other == 2.5 * block.forward.other
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_dropout_of_attention_keeps_no_scores(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, attend = _observed(_model()).kinds, F.scaled_dot_product_attention
+
+    def with_dropout(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        if by_name:
+            return attend(q, k, v, dropout_p=0.1, is_causal=is_causal)
+        return attend(q, k, v, None, 0.1, is_causal)
+
+    fused = types.SimpleNamespace(scaled_dot_product_attention=with_dropout, silu=F.silu)
+    monkeypatch.setattr(planner_models, "F", fused)
+    assert _observed(_model()).kinds == plain
 
 
 def test_the_order_is_that_of_forward_and_the_rest_counts_with_the_head() -> None:

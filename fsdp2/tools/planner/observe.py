@@ -7,6 +7,7 @@ all blocks are given alike, are not counted per block.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from fsdp2 import _torch
 from fsdp2.plan.trees import find_tensors, map_tensors
@@ -65,7 +67,7 @@ def observe(model: nn.Module, units: Units, inputs: Callable[[], Any], loss: Los
     kinds: dict[Any, list[str]] = {}
     for path, block in blocks.items():
         kinds.setdefault(structure(block), []).append(path)
-    with _torch.fake_tensors():
+    with _torch.fake_tensors(), _masks_as_with_values(), _FusedAttention():
         made = _Fakes(model, dtype)
         given = _as_arguments(made.cast(inputs()))
         calls = _calls(model, made, given, units, [paths[0] for paths in kinds.values()])
@@ -86,6 +88,34 @@ def observe(model: nn.Module, units: Units, inputs: Callable[[], Any], loss: Los
     root = _params((name, param) for name, param in model.named_parameters() if id(param) not in inside)
     rest = replace(seen.unit("(outside of blocks)", (), Checkpointing.NONE), is_block=False)
     return ModelWork(tuple(per_kind), tuple(numbers.get(path, path) for path in calls.order), large, root, rest)
+
+
+@contextmanager
+def _masks_as_with_values() -> Iterator[None]:
+    """transformers cannot see in fake positions that no sequences are packed, and would make a mask for it."""
+    masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    original = getattr(masking, name, None)
+    if original is None:
+        yield
+        return
+    setattr(masking, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, original)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Dropout of attention is left out: on a CPU it keeps all scores, which kernels of GPUs do not."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is nn.functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs.pop("dropout_p", None)
+        return function(*args, **kwargs)
 
 
 def language_model_loss(output: Any) -> Tensor:
