@@ -111,6 +111,8 @@ class Plan:
         choices: all ways that were looked at, those that fit first, the fastest of them first.
         recommended: of those that fit and are about as fast as the fastest, the one that asks least; None if none fits.
         enough_gpus: if none fits: over how many GPUs FSDP would, without offloading; None if over no number.
+        enough: if none fits: the largest batch with which one would, or, with a batch of 1, the longest sequences, up
+            to 1%; None if there is neither.
         has_cache: the model's config has ``use_cache``, as in Hugging Face: ``code`` switches it off.
     """
 
@@ -125,12 +127,13 @@ class Plan:
     choices: tuple[Candidate, ...]
     recommended: Candidate | None
     enough_gpus: int | None = None
+    enough: Workload | None = None
     has_cache: bool = False
 
     @cached_property
     def smallest(self) -> Candidate:
         """The choice that needs least memory, of those that may be recommended."""
-        return min(filter(_changes_no_numbers, self.choices), key=lambda each: each.result.reserved_nbytes)
+        return _smallest(self.choices)
 
     @property
     def code(self) -> str:
@@ -151,14 +154,12 @@ class Plan:
         """By how much the smallest choice is too large, and what would fit."""
         smallest, workload = self.smallest, self.workload
         activations = smallest.result.memory[Held.ACTIVATIONS]
-        room = self.budget_nbytes - (smallest.result.reserved_nbytes - activations)
-        share = room / activations if activations else 0.0  # of the activations, that would fit
         remedies = []
-        if share * workload.batch >= 1:
-            remedies.append(f"a batch of {int(share * workload.batch)} per GPU")
-        elif share * workload.tokens >= 1:
+        if self.enough is not None and self.enough.sequence == workload.sequence:
+            remedies.append(f"a batch of {self.enough.batch} per GPU")
+        elif self.enough is not None:
             batch = "a batch of 1 per GPU and " if workload.batch > 1 else ""
-            remedies.append(f"{batch}sequences of {int(share * workload.tokens)} tokens, or context parallelism")
+            remedies.append(f"{batch}sequences of {self.enough.sequence} tokens, or context parallelism")
         if self.enough_gpus is not None:
             remedies.append(f"FSDP over {self.enough_gpus} GPUs")
         return (
@@ -257,6 +258,10 @@ def compare(
             advance(1)
     candidates += list(_that_keep_some(base, work, candidates, limit))
     recommended = _recommended(candidates)
+    enough_gpus, enough = None, None
+    if recommended is None:
+        enough_gpus = _enough_gpus(base, work, candidates, limit)
+        enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit)
     ordered = sorted(candidates, key=lambda each: (not each.fits, each.missing_nbytes, each.result.time.step))
     return Plan(
         model=type(built).__name__,
@@ -269,7 +274,8 @@ def compare(
         budget_nbytes=limit,
         choices=tuple(ordered),
         recommended=recommended,
-        enough_gpus=_enough_gpus(base, work, candidates, limit) if recommended is None else None,
+        enough_gpus=enough_gpus,
+        enough=enough,
         has_cache=hasattr(getattr(built, "config", None), "use_cache"),
     )
 
@@ -374,11 +380,13 @@ def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], lim
         if choice.wire is not Wire.BF16 or choice.offloads:
             continue
         blocks = [unit for unit in work.units(choice.checkpointing) if unit.is_block]
-        itemsize = 2 if base.precision is Precision.BF16 else 4
-        largest = max(sum(param.numel for param in block.params) for block in blocks) * itemsize
-        room = int((limit - candidate.result.reserved_nbytes) // largest)
-        if 0 < room < len(blocks):
-            yield _candidate(base, work, _named(replace(choice, num_kept=room), base.machine.node_size), limit)
+
+        def kept(num: int, choice: Choice = choice) -> Candidate:
+            return _candidate(base, work, _named(replace(choice, num_kept=num), base.machine.node_size), limit)
+
+        num_kept = _largest(len(blocks), lambda num: kept(num).fits)
+        if 0 < num_kept < len(blocks):
+            yield kept(num_kept)
 
 
 def _enough_gpus(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> int | None:
@@ -392,6 +400,42 @@ def _enough_gpus(base: Scenario, work: ModelWork, tried: list[Candidate], limit:
             return num_gpus
         num_gpus *= 2
     return None
+
+
+def _enough(
+    model: nn.Module, units: Units, base: Scenario, workload: Workload, choice: Choice, limit: int
+) -> Workload | None:
+    """The largest workload that fits, with smaller batches, or else shorter sequences."""
+    if workload.inputs is not None:  # they have their own size
+        return None
+
+    def fits(batch: int, sequence: int) -> bool:
+        smaller = replace(workload, batch=batch, sequence=sequence)
+        try:
+            work = observed(model, units, smaller)
+        except (ValueError, TypeError):  # a model may not take all lengths
+            return False
+        return _candidate(replace(base, tokens=smaller.tokens), work, choice, limit).fits
+
+    batch = _largest(workload.batch - 1, lambda batch: fits(batch, workload.sequence))
+    if batch:
+        return replace(workload, batch=batch)
+    sequence = _largest(workload.sequence - 1, lambda sequence: fits(1, sequence), share=0.01)
+    return replace(workload, batch=1, sequence=sequence) if sequence else None
+
+
+def _largest(limit: int, fits: Callable[[int], bool], share: float = 0.0) -> int:
+    """The largest number up to ``limit`` that fits, 0 if none does, found by halving; up to ``share`` of it less."""
+    low, high = 0, limit
+    while low < high * (1 - share):
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _smallest(candidates: Sequence[Candidate]) -> Candidate:
+    """That needs least memory, of those that may be recommended."""
+    return min(filter(_changes_no_numbers, candidates), key=lambda each: each.result.reserved_nbytes)
 
 
 def _changes_no_numbers(candidate: Candidate) -> bool:
