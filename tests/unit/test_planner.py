@@ -406,6 +406,7 @@ REFUSALS = {
     "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget lots": "budget is 'lots', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget 70": "budget is '70', expected a number of bytes, or a number and a unit",
+    "my_builders:build_model --budget 500GiB": "budget is 500.0 GiB, but a GPU of 'H100 SXM, 8 per node, 400 Gb/s",
     "my_builders:build_model --budget 0GiB": "budget is '0GiB', expected a number of bytes, or",
     "my_builders:build_model --gpus 0": "plan: num_gpus is 0, expected at least 1.",
     "my_builders:build_model --precision int4": "Workload: precision is 'int4', expected one of ['bf16', 'fp32'].",
@@ -464,6 +465,30 @@ def test_the_command_prints_a_table_and_python_to_paste(capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "* FSDP" in printed
     compile(printed[printed.index("import torch") :], "pasted", "exec")
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_budget_in_bytes_and_the_precision_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "my_builders:build_model", "--gpus", "8", "--budget", "75161927680", "--precision", "fp32"])
+    printed = capsys.readouterr().out
+    assert "budget: 70.0 GiB of 74.5 GiB" in printed
+    assert " fp32 " in printed
+    assert " bf16 " not in printed
+
+
+def test_the_note_on_the_hosts_memory_is_under_rows_that_offload() -> None:
+    offloaded = replace(_plan(), recommended=_named(_plan(), "FSDP, reshard, offload"))
+    assert str(offloaded).endswith("offload; the host's memory is not counted: see the guide")
+    assert "not counted" not in str(_plan())
+
+
+def test_the_code_for_replicas_says_how_many_ranks_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = replace(_plan(), recommended=_named(_plan(), "HSDP 8, reshard")).code
+    names: dict[str, Any] = {}
+    exec(code, names)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="expected a multiple of 8 ranks: each replica is on 8"):
+        names["shard"](LanguageModel())
 
 
 def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,11 @@ def _options(choice: Choice, precision: Precision, cuts_other_dims: bool) -> lis
     shape, names = "(dist.get_world_size(),)", '("shard",)'
     if size:
         shape, names = f"(dist.get_world_size() // {size}, {size})", '("replicate", "shard")'
-    lines = [f"mesh = init_device_mesh(device_type, {shape}, mesh_dim_names={names})"]
+    lines = []
+    if size:
+        lines.append(f"if dist.get_world_size() % {size}:")
+        lines.append(f'    raise ValueError("expected a multiple of {size} ranks: each replica is on {size}.")')
+    lines += [f"mesh = init_device_mesh(device_type, {shape}, mesh_dim_names={names})"]
     policies = ["mesh=mesh"]
     if precision is Precision.BF16:
         lines.append("policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")

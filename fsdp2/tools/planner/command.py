@@ -51,13 +51,22 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             "compiled" if options.compiled else "eager",
         )
         found = plan(
-            _builder(options.builder, options.hf), options.gpu, workload, num_gpus=options.gpus, budget=options.budget
+            _builder(options.builder, options.hf),
+            options.gpu,
+            workload,
+            num_gpus=options.gpus,
+            budget=_budget(options.budget),
         )
     except (ValueError, TypeError) as error:
         parser.exit(2, f"{parser.prog} plan: error: {error}\n")
     print(found)
     if found.recommended is not None:
         print(f"\n{found.code}")
+
+
+def _budget(text: str | None) -> str | int | None:
+    """Digits alone are bytes, unless there are so few that a unit was forgotten."""
+    return int(text) if text and text.isdecimal() and len(text) > 6 else text
 
 
 def _builder(name: str | None, config: str | None) -> Callable[[], nn.Module]:

@@ -169,7 +169,9 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return "\n".join([*self._head(), "", *table(self._shown(), self.recommended), "", self._verdict()])
+        return "\n".join(
+            [*self._head(), "", *table(self._shown(), self.recommended, self.workload.precision), "", self._verdict()]
+        )
 
     def _head(self) -> list[str]:
         stacks = [f"{len(stack.names)} blocks in {stack.path or 'the model'}" for stack in self.units.stacks]
@@ -191,7 +193,8 @@ class Plan:
     def _verdict(self) -> str:
         if self.recommended is None:
             return self.why_nothing_fits()
-        return f"recommended: {self.recommended.choice.name}"
+        host = "; the host's memory is not counted: see the guide" if self.recommended.choice.offloads else ""
+        return f"recommended: {self.recommended.choice.name}{host}"
 
 
 def plan(
@@ -214,8 +217,8 @@ def plan(
         budget: bytes of one GPU that may be used, such as ``"70GiB"``; None is 95% of its memory.
 
     Raises:
-        ValueError: the machine or the budget's unit is unknown; the model has no repeated blocks, or cannot run under
-            fake tensors.
+        ValueError: the machine or the budget's unit is unknown; the budget is more than a GPU has; the model has no
+            repeated blocks, or cannot run under fake tensors.
     """
     machine, limit = checked_inputs(machine, budget)
     if num_gpus < 1:
@@ -231,8 +234,14 @@ def checked_inputs(machine: Machine | str, budget: str | int | None) -> tuple[Ma
         ValueError: the machine or the budget's unit is unknown.
     """
     machine = machine_by_name(machine) if isinstance(machine, str) else machine
-    default = int(USABLE_SHARE * machine.memory_nbytes)
-    return machine, default if budget is None else nbytes_of(budget, "budget", "70GiB")
+    if budget is None:
+        return machine, int(USABLE_SHARE * machine.memory_nbytes)
+    limit = nbytes_of(budget, "budget", "70GiB")
+    if limit > machine.memory_nbytes:
+        raise ValueError(
+            f"budget is {text_of(limit)}, but a GPU of '{machine.name}' has {text_of(machine.memory_nbytes)}."
+        )
+    return machine, limit
 
 
 def compare(
@@ -482,7 +491,7 @@ def after_forward(choice: Choice) -> str:
     return f"keep last {choice.num_kept}" if choice.num_kept else _AFTER[choice.after_forward]
 
 
-def table(candidates: list[Candidate], recommended: Candidate | None) -> list[str]:
+def table(candidates: list[Candidate], recommended: Candidate | None, precision: str) -> list[str]:
     """Lines; GiB at the peak of one GPU, seconds of a step."""
     columns = (
         "  shards|after forward|checkpointing|gathers|shards in|params|grads|optimizer|activations|unsharded|reserved"
@@ -505,7 +514,7 @@ def table(candidates: list[Candidate], recommended: Candidate | None) -> list[st
                 f"{'*' if each is recommended else ' '} {sharding(choice)}",
                 after_forward(choice),
                 choice.checkpointing.value,
-                choice.wire.value,
+                precision if choice.wire is Wire.BF16 else choice.wire.value,
                 "host" if choice.offloads else "GPU",
                 *map(_gib, sizes),
                 f"{at_least}{result.time.step:.3f}",
