@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -124,9 +125,19 @@ def auto_shard(
         return shard_by_policy(model, policy, **options)
     if workload is None:
         raise TypeError("auto_shard: budget needs workload, such as fsdp2.Workload(batch=2, sequence=8192).")
-    options = {"mesh": default_mesh(), **options}
+    unknown = sorted(options.keys() - inspect.signature(fully_shard).parameters.keys())
+    if unknown:
+        raise TypeError(f"auto_shard: fully_shard has no option {', '.join(unknown)}.")
+    if "reshard_after_forward" in options:
+        raise TypeError("auto_shard: budget chooses reshard_after_forward. Drop one of the two.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"auto_shard: model is {model!r}, expected an nn.Module.")
+    if options.get("mesh") is None:
+        options["mesh"] = default_mesh()
+    if not isinstance(options["mesh"], DeviceMesh):
+        raise TypeError(f"auto_shard: mesh is {options['mesh']!r}, expected a DeviceMesh.")
     shard_size = _shard_size(options["mesh"])
-    machine, limit = checked_inputs(machine, budget)
+    machine, limit = checked_inputs("auto_shard", machine, workload, budget)
     offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     if offloads:
         machine.to_host()  # refuses a machine without a figure for it

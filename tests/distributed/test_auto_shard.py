@@ -195,6 +195,23 @@ def test_offloading_is_named_where_it_helps(ctx: RankContext) -> None:
     assert done.applied.choice.offloads
 
 
+@distributed(2)
+def test_wrong_options_are_refused_before_anything_changes(ctx: RankContext) -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "fully_shard has no option sharding": {"sharding": "full"},
+        "budget chooses reshard_after_forward. Drop one": {"reshard_after_forward": True},
+        "mesh is 2, expected a DeviceMesh": {"mesh": 2},
+    }
+    model = language_model()
+    for said, options in wrong.items():
+        with pytest.raises(TypeError, match=f"auto_shard: {said}"):
+            fsdp2.auto_shard(model, budget="1GiB", workload=WORKLOAD, **{"mesh": ctx.mesh_1d(), **options})
+    assert not any("forward" in vars(module) for module in model.modules())
+    done = fsdp2.auto_shard(model, budget="1GiB", workload=WORKLOAD, mesh=None)
+    with pytest.raises(ValueError, match="this FSDPLanguageModel is sharded already"):
+        fsdp2.auto_shard(done.model, budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+
+
 def test_policy_and_budget_exclude_each_other_and_a_budget_needs_a_workload() -> None:
     with pytest.raises(TypeError, match="pass either policy or budget"):
         fsdp2.auto_shard(nn.Linear(2, 2))  # type: ignore[call-overload]

@@ -427,6 +427,44 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_builders", raising=False)
 
 
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "batch is '2', expected an int": (lambda: Workload("2", 64), "TypeError"),  # type: ignore[arg-type]
+    "batch is 1.5, expected an int": (lambda: Workload(1.5, 64), "TypeError"),  # type: ignore[arg-type]
+    "num_gpus is '8', expected an int": (
+        lambda: fsdp2.plan(LanguageModel, "H100", WORKLOAD, num_gpus="8"),  # type: ignore[arg-type]
+        "TypeError",
+    ),
+    "model is 'x', expected an nn.Module": (
+        lambda: fsdp2.plan("x", "H100", WORKLOAD, num_gpus=8),  # type: ignore[arg-type]
+        "TypeError",
+    ),
+    "machine is None, expected a name": (
+        lambda: fsdp2.plan(LanguageModel, None, WORKLOAD, num_gpus=8),  # type: ignore[arg-type]
+        "TypeError",
+    ),
+    r"workload is \(1, 64\), expected such as": (
+        lambda: fsdp2.plan(LanguageModel, "H100", (1, 64), num_gpus=8),  # type: ignore[arg-type]
+        "TypeError",
+    ),
+    r"Workload\.loss failed for a FakeTensor, .* \(AttributeError": (
+        lambda: _observed(_model(), replace(WORKLOAD, loss=lambda output: output.logits)),
+        "ValueError",
+    ),
+    r"Workload\.loss returned shape \(2, 128, 1024\)": (
+        lambda: _observed(_model(), replace(WORKLOAD, loss=lambda output: output)),
+        "ValueError",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_wrong_arguments_are_named_with_what_is_expected(said: str) -> None:
+    call, kind = WRONG[said]
+    with pytest.raises((TypeError, ValueError), match=said) as error:
+        call()
+    assert type(error.value).__name__ == kind
+
+
 @pytest.mark.parametrize("arguments", REFUSALS)
 @pytest.mark.usefixtures("builders")
 def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:

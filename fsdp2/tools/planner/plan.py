@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.api.module import FSDPModule
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner.blocks import Units, find_units
 from fsdp2.tools.planner.code import code_for
@@ -31,6 +32,11 @@ SHARD_SIZES = (64, 512)  # of HSDP, besides a node
 MOST_GPUS = 2**17  # that a remedy names
 
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
+
+
+def _check_int(what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{what} is {value!r}, expected an int.")
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Workload:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Workload: {name} is {getattr(self, name)!r}, expected one of {allowed}.")
         for name in ("batch", "sequence"):
+            _check_int(f"Workload: {name}", getattr(self, name))
             if getattr(self, name) < 1:
                 raise ValueError(f"Workload: {name} is {getattr(self, name)}, expected at least 1.")
 
@@ -217,23 +224,35 @@ def plan(
         budget: bytes of one GPU that may be used, such as ``"70GiB"``; None is 95% of its memory.
 
     Raises:
-        ValueError: the machine or the budget's unit is unknown; the budget is more than a GPU has; the model has no
+        TypeError: an argument is of another type.
+        ValueError: the machine or the budget's unit is unknown; the budget is more than a GPU has; the model is sharded
+            already, has no
             repeated blocks, or cannot run under fake tensors.
     """
-    machine, limit = checked_inputs(machine, budget)
+    machine, limit = checked_inputs("plan", machine, workload, budget)
+    _check_int("plan: num_gpus", num_gpus)
+    if not callable(model):
+        raise TypeError(f"plan: model is {model!r}, expected an nn.Module, or a function that builds one.")
     if num_gpus < 1:
         raise ValueError(f"plan: num_gpus is {num_gpus}, expected at least 1.")
     built = model if isinstance(model, nn.Module) else build(model)
     return compare(built, machine, workload, num_gpus=num_gpus, limit=limit)
 
 
-def checked_inputs(machine: Machine | str, budget: str | int | None) -> tuple[Machine, int]:
+def checked_inputs(
+    caller: str, machine: Machine | str, workload: Workload, budget: str | int | None
+) -> tuple[Machine, int]:
     """The machine, and the bytes of a GPU that may be used.
 
     Raises:
+        TypeError: ``machine`` or ``workload`` is something else.
         ValueError: the machine or the budget's unit is unknown.
     """
+    if not isinstance(workload, Workload):
+        raise TypeError(f"{caller}: workload is {workload!r}, expected such as fsdp2.Workload(batch=2, sequence=8192).")
     machine = machine_by_name(machine) if isinstance(machine, str) else machine
+    if not isinstance(machine, Machine):
+        raise TypeError(f"{caller}: machine is {machine!r}, expected a name, a path, or a Machine.")
     if budget is None:
         return machine, int(USABLE_SHARE * machine.memory_nbytes)
     limit = nbytes_of(budget, "budget", "70GiB")
@@ -255,6 +274,8 @@ def compare(
     is_allowed: Callable[[Choice], bool] = lambda choice: True,
 ) -> Plan:
     """:func:`plan` for a module. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some sizes."""
+    if any(isinstance(module, FSDPModule) for module in built.modules()):
+        raise ValueError(f"this {type(built).__name__} is sharded already. Plan for it before fully_shard.")
     units = find_units(built)
     sizes = shard_sizes or _shard_sizes(machine, num_gpus)
     choices = list(filter(is_allowed, _choices(machine, num_gpus, sizes)))
@@ -319,7 +340,7 @@ def observed(model: nn.Module, units: Units, workload: Workload) -> ModelWork:
     inputs = workload.inputs or (lambda: torch.zeros(shape, dtype=torch.int64))
     dtype = torch.bfloat16 if workload.precision == Precision.BF16.value else torch.float32
     try:
-        return observe(model, units, inputs, workload.loss or language_model_loss, dtype)
+        return observe(model, units, inputs, _checked_loss(workload), dtype)
     except (ValueError, TypeError):
         raise
     except Exception as error:
@@ -328,6 +349,27 @@ def observed(model: nn.Module, units: Units, workload: Workload) -> ModelWork:
             f"{_first_line(error)}). Pass Workload(inputs=...) if it does not take tokens, and read no values of "
             "tensors in forward."
         ) from error
+
+
+def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
+    given = workload.loss
+    if given is None:
+        return language_model_loss
+
+    def loss(output: Any) -> torch.Tensor:
+        try:
+            value = given(output)
+        except Exception as error:
+            raise ValueError(
+                f"plan: Workload.loss failed for a {type(output).__name__}, which the model returned "
+                f"({type(error).__name__}: {_first_line(error)})."
+            ) from error
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"plan: Workload.loss returned {kind}, expected a tensor without dims.")
+        return value
+
+    return loss
 
 
 def _first_line(error: Exception) -> str:
