@@ -7,14 +7,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import fsdp2
 from fsdp2.tools.planner.command import add_plan
 from fsdp2.tools.planner.measure import add_measure
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: the command line is wrong, or the script ended so.
     """
-    parser = argparse.ArgumentParser(prog="python -m fsdp2", description="Tools of fsdp2.")
+    parser = _Parser(prog="python -m fsdp2", description="Tools of fsdp2.")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
@@ -45,6 +54,8 @@ def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     """Install fsdp2, then run ``options.script`` as ``__main__``."""
     if not options.is_module and not os.path.exists(options.script):
         parser.error(f"found no script '{options.script}'. Pass the path of a Python file, or -m and a module's name.")
+    if options.is_module and not _is_found(options.script):
+        parser.error(f"found no module '{options.script}'. Write it as in an import statement.")
     fsdp2.install()
     sys.argv = [options.script, *options.arguments]
     if options.is_module:
@@ -52,6 +63,13 @@ def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(options.script))
         runpy.run_path(options.script, run_name="__main__")
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it is in
+        return False
 
 
 if __name__ == "__main__":

@@ -154,6 +154,26 @@ def test_the_command_reads_a_config_or_its_folder(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "t5"}, "--hf takes only causal language models, "),
+        ({**SCALED_DOWN, "hidden_size": 65}, "is no Hugging Face config (Class validation error"),
+        ({**SCALED_DOWN, "hidden_size": "big"}, "is no Hugging Face config (Validation error for field"),
+    ],
+)
+def test_configs_that_make_no_language_model_get_one_line(
+    config: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--hf", str(tmp_path), "--gpus", "8", "--sequence", "64"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.long
 @distributed(2)
 def test_the_pasted_code_of_the_8b_plan_trains_a_scaled_down_model(ctx: RankContext) -> None:
     code = planned(LLAMA_8B, "H100", 64, fsdp2.Workload(batch=2, sequence=8192)).code

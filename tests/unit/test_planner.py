@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import re
 import sys
 import types
@@ -392,28 +393,37 @@ def of_a_config(config):
 
 def no_module():
     return 3
+
+def ends():
+    raise SystemExit("bye")
 """
 REFUSALS = {
-    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, no_module, ",
+    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, ends, no_module, ",
     "my_builders": "'my_builders' names no function, expected module:function, such as my_module:build_model.",
     "not_there:build": "cannot import 'not_there' (ModuleNotFoundError: No module named 'not_there'). Write it as",
-    "my_broken:build": "cannot import 'my_broken' (ZeroDivisionError: division by zero). Write it as in an import",
-    "my_builders:on_a_gpu": "plan: on_a_gpu() failed on the meta device (RuntimeError:",
-    "my_builders:on_cuda": "plan: on_cuda() failed on the meta device (",
-    "my_builders:of_a_config": "plan: of_a_config() failed on the meta device (TypeError:",
-    "my_builders:no_module": "plan: no_module() returned a int, expected an nn.Module.",
+    "my_broken:build": "cannot import 'my_broken' (ZeroDivisionError: division by zero, ",
+    "my_builders:on_a_gpu": "on_a_gpu() failed on the meta device (RuntimeError:",
+    "my_builders:on_cuda": "on_cuda() failed on the meta device (",
+    "my_builders:of_a_config": "of_a_config() failed on the meta device (TypeError:",
+    "my_builders:no_module": "no_module() returned a int, expected an nn.Module.",
     "my_builders:build_model --gpu H900": "unknown machine 'H900': expected one of H100, H200, B200,",
     "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget lots": "budget is 'lots', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget 70": "budget is '70', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget 500GiB": "budget is 500.0 GiB, but a GPU of 'H100 SXM, 8 per node, 400 Gb/s",
     "my_builders:build_model --budget 0GiB": "budget is '0GiB', expected a number of bytes, or",
-    "my_builders:build_model --gpus 0": "plan: num_gpus is 0, expected at least 1.",
+    "my_builders:build_model --gpus 0": "num_gpus is 0, expected at least 1.",
     "my_builders:build_model --precision int4": "Workload: precision is 'int4', expected one of ['bf16', 'fp32'].",
     "my_builders:build_model --optimizer lion": "Workload: optimizer is 'lion', expected one of ['adamw',",
     "my_builders:build_model --batch 0": "Workload: batch is 0, expected at least 1.",
     "--hf not_there": "found no config 'not_there', expected a folder with a config.json",
     "": "pass either module:function, such as my_module:build_model, or --hf and a config's path.",
+    "my_exit:build": "cannot import 'my_exit' (SystemExit: 3, ",
+    "my_syntax:build": "cannot import 'my_syntax' (SyntaxError: ",
+    "my_builders.py:build": "cannot import 'my_builders.py' (ModuleNotFoundError: ",
+    "my_builders:ends": "ends() failed on the meta device (SystemExit: bye, ",
+    "my_builders:build_model --gpus 3.5": "argument --gpus: invalid int value: '3.5'",
+    "my_builders:build_model --gpu zeros.json": "'zeros.json' describes no machine (a rate or size is not above 0).",
 }
 
 
@@ -421,6 +431,10 @@ REFUSALS = {
 def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_builders.py").write_text(MODULE)
     (tmp_path / "my_broken.py").write_text("1 / 0")
+    (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
+    (tmp_path / "my_syntax.py").write_text("def f(:")
+    (tmp_path / "zeros.json").write_text(json.dumps(fields_of(replace(H100, bf16_flops=0.0))))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = importlib.util.find_spec  # as if transformers were there
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformers" or found(name))
@@ -543,6 +557,32 @@ def test_sizes_that_make_no_line_are_refused(sizes: str, tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         main(["measure", str(tmp_path / "machine.json"), "--sizes", sizes])
     assert f"--sizes is '{sizes}', expected at least two sizes in MiB, ascending" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", ["measure {0} --width 4", "measure {0}/no/m.json", "measure {0}/m.json --width 0"]
+)
+def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.format(tmp_path).split())
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_run_of_a_module_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "-m", "nowhere.at_all"])
+    assert capsys.readouterr().err == (
+        "python -m fsdp2: error: found no module 'nowhere.at_all'. Write it as in an import statement.\n"
+    )
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_machine_with_one_rate_for_both_links_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("flat.json").write_text(json.dumps(fields_of(replace(H100, network=H100.in_node))))
+    for num_gpus, said in ((8, ""), (16, "warning: 'flat.json' has one rate for links in a node and between nodes.\n")):
+        main(["plan", "my_builders:build_model", "--gpus", str(num_gpus), "--gpu", "flat.json", "--sequence", "64"])
+        assert capsys.readouterr().err == said
 
 
 def test_a_node_that_is_filled_in_part_is_a_node() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2.tools.planner.machines import MACHINES
-from fsdp2.tools.planner.plan import Workload, plan
+from fsdp2.tools.planner.plan import Workload, cause_of, plan
 
 
 def add_plan(commands: Any) -> None:
@@ -58,7 +58,9 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             budget=_budget(options.budget),
         )
     except (ValueError, TypeError) as error:
-        parser.exit(2, f"{parser.prog} plan: error: {error}\n")
+        parser.exit(2, f"{parser.prog} plan: error: {str(error).removeprefix('plan: ')}\n")
+    if found.num_gpus > found.machine.node_size and found.machine.in_node == found.machine.network:
+        print(f"warning: '{options.gpu}' has one rate for links in a node and between nodes.", file=sys.stderr)
     print(found)
     if found.recommended is not None:
         print(f"\n{found.code}")
@@ -82,11 +84,13 @@ def _imported(name: str) -> Callable[[], nn.Module]:
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does
-        raise ValueError(
-            f"cannot import '{module_name}' ({type(error).__name__}: {error}). Write it as in an import statement, "
-            "seen from this folder."
-        ) from error
+    except (Exception, SystemExit) as error:  # whatever the user's module does
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        advice = " Write it as in an import statement, seen from this folder." * is_missing
+        if is_missing and module_name.endswith(".py"):
+            advice = f" Write {module_name.removesuffix('.py')}:{function}."
+        cause = f"{type(error).__name__}: {error}" if is_missing else cause_of(error)
+        raise ValueError(f"cannot import '{module_name}' ({cause}).{advice}") from error
     builder = getattr(module, function, None)
     if not callable(builder):
         functions = ", ".join(sorted(key for key, value in vars(module).items() if callable(value))[:10])
@@ -102,8 +106,12 @@ def _of_hugging_face(path: str) -> Callable[[], nn.Module]:
     transformers: Any = importlib.import_module("transformers")  # takes seconds
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"'{path}' is no Hugging Face config ({str(error).splitlines()[0]}).") from error
+    except Exception as error:  # its checks are of many types
+        raise ValueError(f"'{path}' is no Hugging Face config ({' '.join(str(error).split())[:200]}).") from error
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"--hf takes only causal language models, '{path}' is a {config.model_type}. Pass module:function."
+        )
 
     def build_model() -> nn.Module:
         model: Any = transformers.AutoModelForCausalLM.from_config(config)

@@ -160,7 +160,11 @@ def machine_by_name(name: str) -> Machine:
             "`python -m fsdp2 measure` wrote."
         )
     try:
-        return machine_from(json.loads(Path(name).read_text()))
+        machine = machine_from(json.loads(Path(name).read_text()))
+        rates = (machine.bf16_flops, machine.utilisation, machine.copy_bandwidth, machine.in_node.bandwidth)
+        if min(*rates, machine.network.bandwidth, machine.memory_nbytes, machine.node_size) <= 0:
+            raise ValueError("a rate or size is not above 0")
+        return machine
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"'{name}' describes no machine ({error}). Write it with `python -m fsdp2 measure`."

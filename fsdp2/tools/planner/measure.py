@@ -202,6 +202,10 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         sizes = ()
     if len(sizes) < 2 or sizes[0] < 1 or any(smaller >= larger for smaller, larger in pairwise(sizes)):
         parser.error(f"--sizes is '{options.sizes}', expected at least two sizes in MiB, ascending, such as 1,16,64.")
+    if options.width < 1:
+        parser.exit(2, f"{parser.prog} measure: error: --width is {options.width}, expected at least 1.\n")
+    if options.file.is_dir() or not options.file.parent.is_dir():
+        parser.exit(2, f"{parser.prog} measure: error: cannot write '{options.file}', expected a file in a folder.\n")
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
     found = measure(sizes, options.width)

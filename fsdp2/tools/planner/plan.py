@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -320,9 +321,9 @@ def build(builder: Callable[[], nn.Module]) -> nn.Module:
     try:
         with torch.device("meta"):
             built = builder()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
-            f"plan: {name}() failed on the meta device ({type(error).__name__}: {_first_line(error)}). A builder "
+            f"plan: {name}() failed on the meta device ({cause_of(error)}). A builder "
             "takes no arguments and makes the model alone: name no device in it, load no weights, and read no values."
         ) from error
     if not isinstance(built, nn.Module):
@@ -372,7 +373,16 @@ def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
     return loss
 
 
-def _first_line(error: Exception) -> str:
+def cause_of(error: BaseException) -> str:
+    """Type, text, and the line that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    if isinstance(error, SyntaxError):
+        where = f", {error.filename}:{error.lineno}"
+    return f"{type(error).__name__}: {_first_line(error)}{where}"
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
