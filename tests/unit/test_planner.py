@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import logging
 import re
 import sys
 import types
@@ -394,6 +395,12 @@ def of_a_config(config):
 def no_module():
     return 3
 
+def of_floats():
+    class Convert(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.bfloat16())
+    return Convert(nn.Linear(8, 8), nn.Linear(8, 8))
+
 def ends():
     raise SystemExit("bye")
 """
@@ -405,6 +412,7 @@ REFUSALS = {
     "my_builders:on_a_gpu": "on_a_gpu() failed on the meta device (RuntimeError:",
     "my_builders:on_cuda": "on_cuda() failed on the meta device (",
     "my_builders:of_a_config": "of_a_config() failed on the meta device (TypeError:",
+    "my_builders:of_floats": "this Convert does not run under fake tensors (",
     "my_builders:no_module": "no_module() returned a int, expected an nn.Module.",
     "my_builders:build_model --gpu H900": "unknown machine 'H900': expected one of H100, H200, B200,",
     "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number of bytes, or a number and a unit",
@@ -497,6 +505,18 @@ def test_a_builder_that_needs_a_device_is_told_what_a_builder_does(capsys: pytes
         "A builder takes no arguments and makes the model alone: name no device in it, load no weights, and read no "
         "values.\n"
     )
+
+
+@pytest.mark.usefixtures("builders")
+def test_torch_logs_no_traceback_above_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[logging.LogRecord] = []
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(log, "handlers", [logging.Handler()])
+    monkeypatch.setattr(log.handlers[0], "emit", logged.append)
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "8", "my_builders:of_floats"])
+    assert not logged
+    assert not log.disabled
 
 
 def test_the_extra_for_configs_of_hugging_face_is_named(

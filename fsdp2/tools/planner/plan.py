@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -340,6 +341,8 @@ def observed(model: nn.Module, units: Units, workload: Workload) -> ModelWork:
     shape = (workload.batch, workload.sequence)
     inputs = workload.inputs or (lambda: torch.zeros(shape, dtype=torch.int64))
     dtype = torch.bfloat16 if workload.precision == Precision.BF16.value else torch.float32
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised anyway
+    before, log.disabled = log.disabled, True
     try:
         return observe(model, units, inputs, _checked_loss(workload), dtype)
     except (ValueError, TypeError):
@@ -350,6 +353,8 @@ def observed(model: nn.Module, units: Units, workload: Workload) -> ModelWork:
             f"{_first_line(error)}). Pass Workload(inputs=...) if it does not take tokens, and read no values of "
             "tensors in forward."
         ) from error
+    finally:
+        log.disabled = before
 
 
 def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
