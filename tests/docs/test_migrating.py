@@ -77,5 +77,6 @@ def test_every_argument_of_a_method_is_taken() -> None:
 
 def test_additions_of_later_versions_are_there() -> None:
     listed = _listed("What torch 2.15 adds", r"`([a-z]\w*)\(")
-    assert listed == {"set_manual_backward_finalization", "finalize_backward", "set_keep_unsharded_storage"}
+    of_2_15 = {"set_manual_backward_finalization", "finalize_backward", "set_keep_unsharded_storage"}
+    assert listed == of_2_15 | {"reset_iter_state"}
     assert listed <= _methods(fsdp2.FSDPModule)
