@@ -154,8 +154,10 @@ def groups_made_from_nothing() -> Iterator[None]:
 
 
 def num_groups() -> int:
-    """How many process groups this rank has made, which is part of the name of a group that only some ranks make."""
-    return len(dist.distributed_c10d._world.pg_names)
+    """By what this rank tells its process groups apart, which is part of the name of a group that only some ranks make:
+    each group that this rank makes adds one."""
+    world = dist.distributed_c10d._world
+    return world.group_count if torch.__version__ >= "2.15" else len(world.pg_names)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -76,3 +76,35 @@ def grad_dtype(ctx: RankContext) -> None:
     assert found["exit.weight"] is torch.bfloat16
     assert found["exit.bias"] is torch.float32
     assert parameters(wrapped)["exit.weight"].dtype is torch.float32
+
+
+@LATER("without `reduce_dtype`, gradients are reduced in the dtype of the shards")
+def dtype_of_reductions(ctx: RankContext) -> None:
+    seen = []
+    wrapped = wrap(fsdp2, ctx.mesh_1d(), mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    wrapped.set_all_reduce_hook(lambda gradient: seen.append(gradient.dtype))
+    backward(ctx, wrapped)
+    assert set(seen) == {torch.float32 if torch.__version__ >= "2.15" else torch.bfloat16}
+
+
+@LATER("`reset_iter_state(keep_unreduced=)`")
+def keep_unreduced(ctx: RankContext) -> None:
+    wrapped, plain = (wrap(fsdp2, ctx.mesh_1d()) for _ in range(2))
+    for each in (wrapped, plain):
+        each.set_requires_gradient_sync(False)
+        backward(ctx, each)
+        each.set_requires_gradient_sync(True)
+    wrapped.reset_iter_state(keep_unreduced=True)
+    backward(ctx, wrapped, 1)
+    backward(ctx, plain, 1)
+    torch.testing.assert_close(gradients(wrapped), gradients(plain))
+
+
+@LATER("`GradientReductionHandle`")
+def handle_of_reductions(ctx: RankContext) -> None:
+    wrapped: Any = wrap(fsdp2, ctx.mesh_1d())
+    wrapped.set_manual_backward_finalization(True)
+    backward(ctx, wrapped)
+    handle = wrapped.finalize_backward(async_op=True)
+    assert isinstance(handle, fsdp2.GradientReductionHandle)
+    handle.wait()
