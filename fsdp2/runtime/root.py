@@ -366,7 +366,6 @@ class Root:
         self._end_pass()
         self._split.end()
         if is_last:
-            self.schedule.reduced_last.clear()
             self._split.forget()
             self._settle()
 

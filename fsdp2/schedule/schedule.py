@@ -183,7 +183,7 @@ class Schedule:
         self._come_to_rest()
         self.awaits_finalization = self.finalizes_by_hand
         if self.is_last_backward and not self.finalizes_by_hand:
-            self._uses.clear()
+            self._forget_step()
             actions.append((Action.LAND, 0))
         return actions
 
@@ -195,7 +195,7 @@ class Schedule:
             if unit in self._owed:
                 actions.append(self._reduce(unit, jointly=True))
         self.awaits_finalization = False
-        self._uses.clear()
+        self._forget_step()
         return actions
 
     def reset(self) -> None:
@@ -204,7 +204,11 @@ class Schedule:
             self.awaits_finalization = False
         self._come_to_rest()
         self._prefetched.clear()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self._uses.clear()
+        self.reduced_last.clear()
 
     def _come_to_rest(self) -> None:
         self.phases = [Phase.IDLE] * len(self.phases)

@@ -56,6 +56,10 @@ class AutoShard:
             f"of {1e3 * result.time.step:.1f} ms, of which communication is {1e3 * result.time.exposed:.1f} ms",
             self._units(),
         ]
+        if self.plan.has_cache:
+            lines.append(
+                "use_cache of the model's config is False now: what runs again would keep keys and values twice"
+            )
         for other in self.plan.choices:
             if other.choice.num_kept == 0 and other is not self.applied:
                 lines.append(f"not {other.choice.name}: {self._why_not(other)}")
@@ -94,7 +98,8 @@ def auto_shard(
 
     With ``policy``, on those that it chooses. With ``budget``, on repeated blocks, and on large embeddings and heads:
     of the ways to shard that fit into the budget, the fastest is applied, with activation checkpointing if it needs
-    some. It sets no prefetch lists: each unit prefetches the next one of the last forward.
+    some. A ``use_cache`` of the model's config becomes False, as in Hugging Face's own checkpointing. It sets no
+    prefetch lists: each unit prefetches the next one of the last forward.
 
     Args:
         model: the model. It is changed in place.
@@ -166,7 +171,10 @@ def auto_shard(
     if workload.precision == "bf16":
         options.setdefault("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     options.setdefault("shard_placement_fn", placement_for(shard_size or options["mesh"].size()))
-    return AutoShard(_apply(model, found.units, found.recommended.choice, options), found)
+    sharded: Any = _apply(model, found.units, found.recommended.choice, options)
+    if found.has_cache:
+        sharded.config.use_cache = False
+    return AutoShard(sharded, found)
 
 
 def _shard_size(mesh: DeviceMesh) -> int | None:

@@ -7,6 +7,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,16 @@ def test_tied_embedding_and_head_stay_together_with_the_model(ctx: RankContext) 
     assert units(model) == ["", *(f"layers.{i}" for i in range(4))]
     assert "embedding and head, which share weights, and the rest with the model" in str(done)
     assert "no prefetch lists: each unit prefetches the next one of the last forward" in str(done)
+
+
+@distributed(2)
+def test_a_cache_of_keys_and_values_is_switched_off(ctx: RankContext) -> None:
+    """As in a Hugging Face model, whose selective checkpointing fails in backward with a cache."""
+    model: Any = language_model()
+    model.config = SimpleNamespace(use_cache=True)
+    done = fsdp2.auto_shard(model, budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
+    assert model.config.use_cache is False
+    assert "use_cache of the model's config is False now" in str(done)
 
 
 @distributed(2)

@@ -41,7 +41,8 @@ def beyond_torch(reason: str) -> pytest.MarkDecorator:
 def _runtime(module_name: str) -> Runtime:
     module = importlib.import_module(module_name)
     names = [name for name in Runtime.__dataclass_fields__ if name != "name"]
-    return Runtime(module_name, **{name: getattr(module, name, None) for name in names})  # older torch has fewer
+    absent = () if module_name == "fsdp2" else (None,)  # older versions of torch have fewer names
+    return Runtime(module_name, **{name: getattr(module, name, *absent) for name in names})
 
 
 @functools.cache

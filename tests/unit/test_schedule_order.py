@@ -5,6 +5,8 @@ A step is written as plain lists of unit numbers. Unit 0 is the root; its forwar
 
 from __future__ import annotations
 
+import pytest
+
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, Schedule, UnitRules
 from fsdp2.schedule.states import Pass
 from tests.unit.schedule_support import backward, forward, pre_forward, prefetches, reshards, schedule_of
@@ -305,3 +307,15 @@ def test_predictions_of_a_forward_that_raised_do_not_reach_the_next_one() -> Non
     schedule.reset()
     pre_forward(schedule, 0)  # predicts 1
     assert reshards(schedule.post_forward(0)) == [1]
+
+
+@pytest.mark.parametrize("finalizes_by_hand", [False, True])
+def test_units_are_reduced_last_in_one_step_only(finalizes_by_hand: bool) -> None:
+    schedule = schedule_of()
+    schedule.finalizes_by_hand = finalizes_by_hand
+    schedule.reduced_last.add(2)
+    schedule.end_backward()
+    if finalizes_by_hand:
+        assert schedule.reduced_last == {2}
+        schedule.finalize()
+    assert schedule.reduced_last == set()

@@ -228,8 +228,7 @@ def plan(
     Raises:
         TypeError: an argument is of another type.
         ValueError: the machine or the budget's unit is unknown; the budget is more than a GPU has; the model is sharded
-            already, has no
-            repeated blocks, or cannot run under fake tensors.
+            already, has no repeated blocks, or cannot run under fake tensors.
     """
     machine, limit = checked_inputs("plan", machine, workload, budget)
     _check_int("plan: num_gpus", num_gpus)
