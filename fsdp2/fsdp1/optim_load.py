@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
+from fsdp2.comm.together import together
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import clean_name
 from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, whole_of_pieces
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import is_replicated, local_value
+from fsdp2.plan.mesh import NO_AXIS
 
 _STEP = "step"  # a count, whatever the shape of the parameter; Optimizer.load_state_dict knows the name, too
 
@@ -65,9 +67,8 @@ def to_load(
     fetch: Fetch = _itself
     if rank0_only:
         given, fetch = broadcast_structure(given, group, owners.wrappers[0].compute_device)
-    problem: Exception | None = None
-    ways: list[tuple[str, str, str]] = []
-    try:
+    axis = owners.axis if is_collective else NO_AXIS
+    with together(axis):
         check(owners, given)
         assert given is not None
         ways = _ways(owners, given["state"])
@@ -76,28 +77,21 @@ def to_load(
                 f"optim_state_dict_to_load: with rank0_only, the first rank has whole states, but {ways[0][1]!r} of "
                 f"{ways[0][0]!r} is sharded. Set SHARDED_STATE_DICT to load sharded states."
             )
-    except Exception as error:
-        problem = error
-    if is_collective:
-        _raise_on_all(owners, problem, [] if rank0_only else ways)
-    elif problem is not None:
-        raise problem
-    assert given is not None
+    _check_alike(exchange(axis, ways))
     keys = _keys_of(model, owners, is_named=is_named)
     state: dict[Any, Any] = {}
-    problem = None
-    for owner in owners:
-        try:
-            found = _states_of(owner, given["state"], fetch)
-        except Exception as error:  # a user's extension may raise anything
-            found, problem = {}, problem or error
-        if found:
-            state[keys[id(owner.param)]] = found
-    others = {key: _of_no_parameter(each, fetch) for key, each in given["state"].items() if key not in owners.known}
-    if is_collective:
-        _raise_on_all(owners, problem, [])
-    elif problem is not None:
-        raise problem
+    with together(axis):
+        problem: Exception | None = None
+        for owner in owners:
+            try:
+                found = _states_of(owner, given["state"], fetch)
+            except Exception as error:  # of a user's extension: other ranks wait for this rank in the next ones
+                found, problem = {}, problem or error
+            if found:
+                state[keys[id(owner.param)]] = found
+        others = {key: _of_no_parameter(each, fetch) for key, each in given["state"].items() if key not in owners.known}
+        if problem is not None:
+            raise problem
     state |= others
     made: dict[str, Any] = {"state": state}
     if "param_groups" in given:
@@ -109,16 +103,11 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _raise_on_all(owners: Owners, problem: Exception | None, ways: Sequence[object]) -> None:
-    """Raise on all ranks if one has a problem, or if ranks would communicate about different values."""
-    text = None if problem is None else str(problem)
-    found: list[tuple[str | None, Any]] = exchange(owners.axis, (text, ways))
-    for rank, (theirs, _) in enumerate(found):
-        if theirs is not None:
-            raise problem or ValueError(f"optim_state_dict_to_load: it failed on rank {rank}: {theirs}")
-    for rank, (_, theirs) in enumerate(found):
-        if theirs != found[0][1]:
-            names = sorted({str(way[0]) for way in {*theirs} ^ {*found[0][1]}})
+def _check_alike(ways: Sequence[Any]) -> None:
+    """``ways``: of each rank. Raise if ranks would communicate about different values."""
+    for rank, theirs in enumerate(ways):
+        if theirs != ways[0]:
+            names = sorted({str(way[0]) for way in {*theirs} ^ {*ways[0]}})
             raise ValueError(
                 f"optim_state_dict_to_load: ranks 0 and {rank} have different sharded states of {listed(names)}. "
                 "Pass what all ranks have saved or loaded together."

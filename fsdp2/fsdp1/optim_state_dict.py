@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
+from fsdp2.comm.together import together
 from fsdp2.fsdp1.extensions import chunked_value as extended_value, extension_of, shown_value
 from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import chunked_value
@@ -85,14 +86,12 @@ def save(
     owners = Owners(model, groups_in(model, optim, None))
     keys = _keys(model, owners, given)
     by_key = {key: keys[key] for key in given["state"] if key in keys}
-    problem, copied = owners.problem, {}
-    cut: list[Part] = []
-    if problem is None:
-        try:
-            cut = _cut_states(owners, by_key, given["state"])
-        except ValueError as error:
-            problem = str(error)
-    merged = _agreed(owners, cut, problem)
+    copied = {}
+    with together(owners.axis):
+        if owners.problem is not None:
+            raise ValueError(owners.problem)
+        cut = _cut_states(owners, by_key, given["state"])
+    merged = _agreed(owners, cut)
     is_saved = not (is_full and rank0_only) or dist.get_rank(group) == 0
     device = CPU if offload else None
     results = _full(merged, device, is_saved=is_saved) if is_full else _sharded(merged, device)
@@ -173,24 +172,20 @@ def _as_cut(entry: Entry, value: Any) -> Any:
     return Cut(value) if is_local else value
 
 
-def _agreed(owners: Owners, cut: list[Part], problem: str | None) -> list[Part]:
+def _agreed(owners: Owners, cut: list[Part]) -> list[Part]:
     """``cut`` with the states that other ranks have, where this rank's shard is empty. All ranks have the same states
     then, or all raise."""
-    signature = [(name, entry.param.shard_shape, _kinds(states)) for _, entry, name, states in cut]
-    found: list[tuple[str | None, Any]] = exchange(owners.axis, (problem, signature))
-    for rank, (theirs, _) in enumerate(found):
-        if theirs is not None:
-            other = f"optim_state_dict: it failed on rank {rank} of the model's ranks: {theirs}"
-            raise ValueError(problem or other)
-    kinds = [[(name, kind) for name, _, kind in each] for _, each in found]
+    mine = [(name, entry.param.shard_shape, _kinds(states)) for _, entry, name, states in cut]
+    found: list[Any] = exchange(owners.axis, mine)
+    kinds = [[(name, kind) for name, _, kind in each] for each in found]
     if all(each == kinds[0] for each in kinds):
         return cut
     lacking: dict[str, list[int]] = {}
     wanted: dict[str, dict[str, str]] = {}
-    for _, each in found:
+    for each in found:
         for name, _, kind in each:
             wanted.setdefault(name, {}).update(kind)
-    for rank, (_, each) in enumerate(found):
+    for rank, each in enumerate(found):
         has = {name: (shape, kind) for name, shape, kind in each}
         for name, kind in wanted.items():
             shape, mine = has.get(name, ((1,), {}))

@@ -34,6 +34,7 @@ from fsdp2 import _torch
 from fsdp2.api.contexts import all_ranks, check_idle
 from fsdp2.api.state import collects_shards
 from fsdp2.comm.backends import exchange
+from fsdp2.comm.together import together
 from fsdp2.fsdp1 import extensions
 from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, wrappers_in
 from fsdp2.fsdp1.state_values import (
@@ -50,7 +51,6 @@ from fsdp2.fsdp1.state_values import (
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.schedule.states import GroupState
-from fsdp2.tools.weights import together
 from fsdp2.types import ScheduleError
 
 FULL, SHARDED, LOCAL = (
@@ -355,32 +355,19 @@ def load(
     with together(axis):
         check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
         given = _with_metadata_of_wrappers(wrapper, state_dict)
-    mine = _local_problem(wrapper, given), _doubt(wrapper, given, strict=strict)
-    problems, doubts = zip(*exchange(axis, mine), strict=True)
-    if any(problems):
-        raise RuntimeError(mine[0] or _of_another_rank(problems))
-    if not any(doubts):
+        _check_local(wrapper, given)
+        is_doubtful = _doubt(wrapper, given, strict=strict)
+    if not any(exchange(axis, is_doubtful)):
         return call(given, strict=strict, assign=assign)
     with _restoring(wrapper) as restore:
-        result, error = None, None
         try:
-            result = call(given, strict=strict, assign=assign)
-        except Exception as raised:
-            error = raised
-        failed = exchange(axis, None if error is None else str(error))
-        if error is None and not any(failed):
-            return result
-        restore()
-        for each in wrappers_in(wrapper):
-            each.__dict__.pop("_loading", None)
-        if error is not None:
-            raise error
-        raise RuntimeError(_of_another_rank(failed))
-
-
-def _of_another_rank(problems: Sequence[str | None]) -> str:
-    rank, problem = next((i, each) for i, each in enumerate(problems) if each)
-    return f"load_state_dict: nothing was loaded, because it failed on rank {rank} of the group: {problem}"
+            with together(axis):
+                return call(given, strict=strict, assign=assign)
+        except Exception:
+            restore()
+            for each in wrappers_in(wrapper):
+                each.__dict__.pop("_loading", None)
+            raise
 
 
 def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -397,16 +384,15 @@ def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) 
     return made
 
 
-def _local_problem(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> str | None:
-    """Why a local state dict does not fit. Units of a local one communicate, so all ranks must know before."""
+def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
+    """Raise RuntimeError if a local state dict does not fit. Its units communicate, so all ranks must know before."""
     for path, module in wrapper.named_modules():
         if is_wrapper(module) and _effective(module)[0] is LOCAL:
             name = clean_name(f"{path}.{FLAT}" if path else FLAT)
             for group in groups_of(module):
                 problem = flat_problem(module, group, name, state_dict.get(name))
                 if problem is not None:
-                    return problem
-    return None
+                    raise RuntimeError(problem)
 
 
 def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> bool:

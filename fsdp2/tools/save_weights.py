@@ -31,22 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.api.state import bound_state
 from fsdp2.comm.backends import exchange
+from fsdp2.comm.together import axis_of, together
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of
-from fsdp2.tools.weights import (
-    DTYPES,
-    INDEX,
-    ONE_FILE,
-    Rename,
-    Weight,
-    axis_of,
-    cast_dtype,
-    check_ready,
-    renamed,
-    together,
-    weights_of,
-)
+from fsdp2.tools.weights import DTYPES, INDEX, ONE_FILE, Rename, Weight, cast_dtype, check_ready, renamed, weights_of
 
 _CALLER = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -13,7 +13,6 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,13 +27,12 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp2 import _torch
 from fsdp2.api.contexts import check_idle, gathered, gathered_together, joined, packed
 from fsdp2.api.state import bound_state
-from fsdp2.comm.backends import exchange
+from fsdp2.comm.together import axis_of, together
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.plan.mesh import NO_AXIS, Axis, mesh_device
+from fsdp2.plan.mesh import mesh_device
 from fsdp2.tools.progress import progress
-from fsdp2.types import ScheduleError
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
@@ -223,50 +221,6 @@ def _index(entries: Sequence[int]) -> slice | torch.Tensor:
         return slice(0, 0)
     start, stop = entries[0], entries[-1] + 1
     return slice(start, stop) if stop - start == len(entries) else torch.tensor(entries, device="cpu")
-
-
-# What ranks do together
-
-
-def axis_of(group: dist.ProcessGroup | None) -> Axis:
-    """The ranks of ``group``, or all ranks."""
-    group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    return NO_AXIS if group is None else Axis(group, dist.get_world_size(group), dist.get_rank(group))
-
-
-@contextmanager
-def together(axis: Axis) -> Iterator[None]:
-    """All ranks of ``axis`` leave the block normally, or all of them raise the same error, which says on which ranks it
-    happened. There must be no collective behind a line of the block that may fail on one rank only."""
-    error = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    found = exchange(axis, None if error is None else (_kind(error), _text(error)))
-    failed = {rank: each for rank, each in enumerate(found) if each is not None}
-    if not failed:
-        return
-    kind, text = next(iter(failed.values()))
-    texts = dict.fromkeys(each for _, each in failed.values())
-    if len(failed) < axis.size or len(texts) > 1:
-        ranks = {each: [str(rank) for rank in failed if failed[rank][1] == each] for each in texts}
-        text = "\n".join(f"On rank {', '.join(of)}: {each}" for each, of in ranks.items())
-    raise kind(text) from error
-
-
-def _kind(error: Exception) -> type[Exception]:
-    """A class like that of ``error`` that takes a text, and that other ranks know."""
-    kinds = (ScheduleError, FileNotFoundError, OSError, ImportError, TypeError)
-    plain = ValueError if type(error) is ValueError else RuntimeError
-    return next((kind for kind in kinds if isinstance(error, kind)), plain)
-
-
-def _text(error: Exception) -> str:
-    ours = isinstance(error, (ScheduleError, ImportError)) or type(error) in (TypeError, ValueError, RuntimeError)
-    if isinstance(error, OSError):
-        ours = error.errno is None  # else the system's
-    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def renamed(key: str, rename: Rename | None) -> str | None:

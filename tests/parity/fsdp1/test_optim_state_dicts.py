@@ -363,12 +363,12 @@ def test_what_does_not_fit_raises_on_all_ranks_and_loads_nothing(ctx: RankContex
     other["state"]["strange.weight"] = other["state"].pop("head.weight")
     other["param_groups"][0]["params"] += ["strange.weight", "strange.bias"]
     fails("the model does not have: strange.weight, strange.bias", other)
-    fails("the model does not have: strange.weight|failed on rank 1", other, everywhere=False)
+    fails("(?s)^On rank 1: .*the model does not have: strange.weight", other, everywhere=False)
     shapes = copy.deepcopy(good)
     shapes["state"]["first.weight"]["exp_avg"] = torch.zeros(2, 2)
     shapes["state"]["head.bias"]["exp_avg_sq"] = torch.zeros(2)
     fails(r"'exp_avg' of 'first.weight' has shape \(2, 2\), expected \(5, 4\), 'exp_avg_sq' of 'head.bias'", shapes)
-    fails("has shape|failed on rank 1", shapes, everywhere=False)
+    fails("(?s)^On rank 1: .*has shape", shapes, everywhere=False)
     lacking = copy.deepcopy(good)
     lacking["param_groups"][0]["params"].remove("first.bias")
     lacking["param_groups"][0]["params"].remove("head.bias")
@@ -405,8 +405,7 @@ def test_malformed_states_of_one_rank_raise_on_all_ranks(ctx: RankContext) -> No
     given = saved(front, model, optim)
     if ctx.rank == 1:
         given["param_groups"] = [{}]
-    expected, match = (KeyError, "params") if ctx.rank == 1 else (ValueError, "it failed on rank 1: 'params'")
-    with pytest.raises(expected, match=match):
+    with pytest.raises(RuntimeError, match=r"^On rank 1: KeyError: 'params'"):
         front.cls.optim_state_dict_to_load(model, optim, given)
 
 
