@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,13 +38,6 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
-
-    def __repr__(self) -> str:
-        """The text is the same as torch's. ``param_dtype_override_fn`` appears only if it is set."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        if self.param_dtype_override_fn is None:
-            del values["param_dtype_override_fn"]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 @dataclass(frozen=True)

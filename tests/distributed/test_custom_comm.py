@@ -303,7 +303,9 @@ def test_hook_that_cannot_be_called() -> None:
 
 
 def _stream_on_hsdp(ctx: RankContext) -> str:
-    return _refused(ctx, "set_all_reduce_hook", _nothing, stream=torch.Stream(), prepare="hsdp")
+    # Named by its numbers: builds of torch with CUDA make no new stream without a GPU.
+    stream = torch.Stream(stream_id=0, device_index=0, device_type=1)
+    return _refused(ctx, "set_all_reduce_hook", _nothing, stream=stream, prepare="hsdp")
 
 
 def test_hook_with_a_stream_on_hsdp() -> None:

@@ -58,7 +58,8 @@ def _step(model: Any) -> None:
 
 def _peak_nbytes(run: Callable[[], object]) -> int:
     """The most bytes of tensors that were alive while ``run`` ran, beyond those alive before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events: without it, torch 2.11 warns at the first profile of a process, even though this one has one cycle.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     memory = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())

@@ -225,8 +225,10 @@ def test_unit_run_outside_its_root_is_right_and_so_is_the_root_afterwards() -> N
 
 def _raising_unit_on_its_own(ctx: RankContext) -> None:
     model = sharded(ctx)
-    error = error_of(lambda: model.blocks[1](torch.zeros(4, DIM + 1)))  # before the root has ever run
-    assert error.startswith("RuntimeError: mat1 and mat2 shapes"), error
+    too_wide = torch.zeros(4, DIM + 1)
+    of_torch = error_of(lambda: seeded(Stack).blocks[1](too_wide))  # each version of torch has another text
+    error = error_of(lambda: model.blocks[1](too_wide))  # before the root has ever run
+    assert error.startswith(of_torch), error
     model.reset_iter_state()
     _assert_trains_like_new(model)
 

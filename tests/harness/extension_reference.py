@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fsdp2 import MixedPrecisionPolicy
+from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 
 ON_LONGER_AXES = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -30,7 +31,7 @@ class Reference:
     """``model`` as it is before ``fully_shard``, with its parameters in whatever subclasses.
 
     ``dim`` says along which dim a parameter is cut, by its name and value. ``reduce_dtype`` counts where the policy
-    names none; default: the gradient's.
+    names none; default: what torch's own runtime takes, the shard's since torch 2.15, the gradient's before.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class Reference:
         grads = torch.autograd.grad(result, leaves, allow_unused=True)
         for name, grad in zip([name for name in values if name in self._trainable], grads, strict=True):
             if grad is not None:
-                grad = grad.to(self._reduce_dtype or grad.dtype)
+                unless_told = self.shards[name].dtype if GRADIENTS_FOLLOW_SHARDS else grad.dtype
+                grad = grad.to(self._reduce_dtype or unless_told)
                 earlier = self._accumulated.get(name)
                 self._accumulated[name] = grad if earlier is None else earlier + grad
         if reduce:

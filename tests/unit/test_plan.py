@@ -157,7 +157,7 @@ reduce-scatter bfloat16 -> float32 -> float32, divide by 1 before, 4 after
 
 
 def test_reduce_in_fp16_divides_before_and_after() -> None:
-    inputs = [_input("weight", (64, 32), param_dtype=F16)]
+    inputs = [_input("weight", (64, 32), param_dtype=F16, reduce_dtype=F16)]
     assert_expected_inline(
         str(_reduce(inputs)),
         """\
