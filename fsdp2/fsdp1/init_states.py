@@ -120,13 +120,13 @@ def check_flat(module: nn.Module, ignored: Ignored) -> None:
             )
 
 
-def keep_low_precision(module: nn.Module, ignored: Ignored, settings: Settings) -> None:
-    """Let gradients keep the dtype of the reduction (``keep_low_precision_grads``)."""
-    dtype = settings.policy.reduce_dtype
-    for each in modules_outside_units(module, ignored.modules) if dtype is not None else ():
+def keep_low_precision(module: nn.Module, ignored: Ignored) -> None:
+    """Let gradients keep the dtype of the reduction (``keep_low_precision_grads``). Any dtype is allowed, so that users
+    may cast them up before the optimizer's step."""
+    for each in modules_outside_units(module, ignored.modules):
         for param in each.parameters(recurse=False):
             if param.is_floating_point() and param not in ignored.params:
-                _torch.set_grad_dtype(param, dtype)
+                _torch.set_grad_dtype(param, None)
 
 
 def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:

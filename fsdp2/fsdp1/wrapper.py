@@ -185,8 +185,9 @@ class FullyShardedDataParallel(nn.Module):
         materialise(module, ignored, param_init_fn, settings.parallel.device)
         if sync_module_states:
             broadcast(module, ignored, settings)
-        if settings.mixed_precision.keep_low_precision_grads:
-            keep_low_precision(module, ignored, settings)
+        precision = settings.mixed_precision
+        if precision.keep_low_precision_grads and precision.param_dtype is not None:
+            keep_low_precision(module, ignored)
         with extensions.flattened(module, ignored.params) as extension:
             prepared = self._prepared(module)
         unit = prepared.commit()

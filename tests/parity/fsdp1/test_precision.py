@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import Front, batch, same
+from tests.parity.fsdp1.test_training import wrapped_mlp
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -102,6 +103,35 @@ def test_dtypes_and_losses_are_torchs(ctx: RankContext, name, use_orig_params, h
         if has_policy:  # of a wrapper without parameters, torch's class saves buffers as they were cast
             saved = {name: dtype for name, dtype in saved.items() if front.is_ours and dtype != str(FP32)}
         return [*seen, [str(dtype) for dtype in inner.seen], saved]
+
+    same(ctx, scenario)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("reduce_dtype", [BF16, None, FP32])
+@pytest.mark.parametrize("param_dtype", [BF16, None])
+@distributed(2)
+def test_low_gradients_can_be_cast_up(ctx: RankContext, param_dtype, reduce_dtype, use_orig_params) -> None:
+    precision = MixedPrecision(param_dtype, reduce_dtype, keep_low_precision_grads=True)
+
+    def scenario(front: Front):
+        model = wrapped_mlp(front, mixed_precision=precision, use_orig_params=use_orig_params)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses, dtypes = [], []
+        for step in range(6):
+            loss = model(batch(ctx, 4, 8, seed=step)).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            if step % 2:  # the other gradients add up
+                params = [param for param in model.parameters() if param.grad is not None and param.numel()]
+                dtypes.append({str(param.grad.dtype) for param in params})
+                for param in params:
+                    param.grad = param.grad.float()
+                optimizer.step()
+                optimizer.zero_grad()
+        if reduce_dtype is FP32:  # torch's class rounds the reduced gradients; ours are as they were reduced
+            return [loss.bfloat16() for loss in losses]
+        return [losses, dtypes]
 
     same(ctx, scenario)
 
