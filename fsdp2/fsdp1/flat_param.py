@@ -14,7 +14,6 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.comm.memory import alias
-from fsdp2.fsdp1.torch_names import as_subclass
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import contiguous_stride
@@ -103,7 +102,7 @@ class FlatParameter(nn.Parameter):
         return [(param, alias(flat, start + offset, *place)) for param, offset, place in self._places()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the same values. It belongs to no unit."""
+        """A plain parameter with the same values, until the copy of its wrapper makes it a flat one."""
         memo[id(self)] = made = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return made
 
@@ -152,12 +151,16 @@ class FlatParameter(nn.Parameter):
         self._seen, self._flat_grad = [param.grad for param in params], flat
 
 
-def flat_parameter(group: ParamGroup, before: FlatParameter | None = None) -> FlatParameter:
+def flat_parameter(group: ParamGroup, before: nn.Parameter | None = None) -> FlatParameter:
     """The flat parameter of ``group``, whose parameters have one dtype. ``before``: the one so far. It stays, unless
-    the shards have moved to a device of another type."""
+    the shards have moved to a device of another type; if ``deepcopy`` has made it, it becomes that of ``group``."""
     (flat,) = group.shards.flats.values()
-    if before is None or before._group is not group or before.device.type != flat.device.type:
-        before = cast(FlatParameter, as_subclass(flat.detach(), FlatParameter, requires_grad=True))
-        before._group, before._flat, before._seen, before._flat_grad = group, flat.new_empty(0), [], None
-    before.follow_shards()
-    return before
+    if isinstance(before, FlatParameter) and before._group is group and before.device.type == flat.device.type:
+        made = before
+    else:
+        plain = before if type(before) is nn.Parameter else nn.Parameter(flat.detach())
+        plain.__class__ = FlatParameter
+        made = cast(FlatParameter, plain)
+        made._group, made._flat, made._seen, made._flat_grad = group, flat.new_empty(0), [], None
+    made.follow_shards()
+    return made

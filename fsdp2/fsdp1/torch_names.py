@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import (
@@ -39,8 +38,3 @@ def run_policy(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> dict[n
 def inside_checkpoint(module: nn.Module) -> nn.Module:
     """The module inside a ``checkpoint_wrapper``; another module itself."""
     return getattr(module, "_checkpoint_wrapped_module", module)
-
-
-def as_subclass(tensor: torch.Tensor, cls: type[Any], *, requires_grad: bool) -> Any:
-    """``tensor``'s memory as a ``cls``, a subclass of ``nn.Parameter`` without a constructor of its own."""
-    return torch.Tensor._make_subclass(cls, tensor, requires_grad)

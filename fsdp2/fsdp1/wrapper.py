@@ -672,9 +672,11 @@ class FullyShardedDataParallel(nn.Module):
         memo[id(self._settings)] = self._settings
         memo[id(self._ignored)] = self._ignored
         copied = copied_module(self._unit.modules[0], memo)
-        state = {name: value for name, value in vars(self).items() if name not in ("_flat", UNIT_ATTRIBUTE)}
+        state = {name: value for name, value in vars(self).items() if name != UNIT_ATTRIBUTE}
         made.__dict__.update(copy.deepcopy(state, memo))
         made.__dict__[UNIT_ATTRIBUTE] = unit_of(copied)
+        if "_flat" in state:
+            made.__dict__["_flat"] = made._flat_param  # now, since a copied optimizer may have it
         extensions.install(made, extensions.extension_of(made))
         return made
 

@@ -151,6 +151,20 @@ def test_a_deepcopy_is_sharded_and_trains_alone(ctx: RankContext, use_orig_param
 
 
 @both_modes
+@pytest.mark.parametrize("order", [1, -1])
+@distributed(2)
+def test_an_optimizer_copied_with_the_model_steps_the_copy(ctx: RankContext, order, use_orig_params) -> None:
+    torch.manual_seed(0)
+    model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(ctx, model, lambda params, lr: optimizer, num_steps=1)
+    copied, its_optimizer = copy.deepcopy((model, optimizer)[::order])[::order]
+    assert set(its_optimizer.param_groups[0]["params"]) == set(copied.parameters())
+    found = train(ctx, copied, lambda params, lr: its_optimizer)
+    assert train(ctx, model, lambda params, lr: optimizer) == found
+
+
+@both_modes
 @distributed(2)
 def test_dtype_conversion_reaches_the_shards(ctx: RankContext, use_orig_params) -> None:
     def scenario(front: Front):
