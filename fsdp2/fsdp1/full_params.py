@@ -66,7 +66,7 @@ def summoned(
                     _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
             bind_shown(extended)
             for param in lent:
-                keep_attributes(param.sharded, _bound(param))
+                keep_attributes(vars(param.sharded), _bound(param))
             yield
             bind_plain(extended)
             if with_grads and writeback:
@@ -74,9 +74,10 @@ def summoned(
         _write_gradients(grads)
 
 
-def keep_attributes(before: torch.Tensor, after: torch.Tensor) -> None:
-    """Give ``after``, which takes the place of the parameter ``before``, what the user has set on that one."""
-    for name, value in vars(before).items():
+def keep_attributes(before: Mapping[str, object], after: object) -> None:
+    """Give ``after``, which takes the place of a parameter with the attributes ``before``, those that the user has
+    set."""
+    for name, value in before.items():
         if name != "_is_param" and not name.startswith("_fsdp2_"):  # torch's, and ours
             vars(after).setdefault(name, value)
 

@@ -61,7 +61,7 @@ from fsdp2.fsdp1.undo import undone_on_error
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.runtime.root import form_root
-from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of
+from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
 from fsdp2.schedule.states import GroupState, Lent
 
 
@@ -195,7 +195,7 @@ class FullyShardedDataParallel(nn.Module):
             group.configure(fills_gradients=True)
             for record, param in zip(resolved.records, group.params, strict=True):
                 if settings.use_orig_params and type(record.param) in (nn.Parameter, DTensor):
-                    full_params.keep_attributes(record.param, param.sharded)
+                    full_params.keep_attributes(vars(record.param), param.sharded)
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
         state_dicts.install(self)
@@ -430,7 +430,8 @@ class FullyShardedDataParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters with their names. With ``use_orig_params``, and inside ``summon_full_params``, the original ones
-        under their original names. Otherwise one ``_flat_param`` per wrapper stands for all parameters of its unit."""
+        under their original names. Otherwise one ``_flat_param`` per wrapper stands for all parameters of its unit.
+        Outside of ``summon_full_params``, always the sharded ones, which optimizers step."""
         seen: set[nn.Parameter] = set()
         for name, param in self._parameters_in(prefix, recurse):
             if not remove_duplicate or param not in seen:
@@ -440,6 +441,14 @@ class FullyShardedDataParallel(nn.Module):
     def _parameters_in(self, prefix: str, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
         cleans = self._settings.use_orig_params or self._unit.lent is not Lent.NOTHING
         hidden: set[Slot] = set()
+        shards = {  # in the place of what units that stay unsharded have bound
+            slot: param.sharded
+            for _, unit in units_under(self)
+            for group in unit.groups
+            if group.state not in (GroupState.SHARDED, GroupState.LENT)
+            for param in group.params
+            for slot in param.slots
+        }
         modules = list(self.named_modules(prefix=prefix, remove_duplicate=False)) if recurse else [(prefix, self)]
         for path, module in modules:
             name = path and f"{path}."
@@ -449,8 +458,9 @@ class FullyShardedDataParallel(nn.Module):
                     yield flat_name(path), flat
                     hidden |= {slot for param in flat._group.params for slot in param.slots}
             for short, param in module._parameters.items():
-                if param is not None and Slot(module, short) not in hidden:
-                    yield clean_name(f"{name}{short}") if cleans else f"{name}{short}", param
+                slot = Slot(module, short)
+                if param is not None and slot not in hidden:
+                    yield clean_name(f"{name}{short}") if cleans else f"{name}{short}", shards.get(slot, param)
 
     @property
     def _flat_param(self) -> FlatParameter | None:
@@ -662,7 +672,11 @@ class FullyShardedDataParallel(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""
         self._unit.reshard()
+        params = [param for group in self._unit.groups for param in group.params]
+        attributes = [dict(vars(param.sharded)) for param in params]
         result = super()._apply(*args, **kwargs)
+        for param, before in zip(params, attributes, strict=True):
+            full_params.keep_attributes(before, param.bound())
         self._unit.mark_stale()
         return result
 

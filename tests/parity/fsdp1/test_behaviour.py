@@ -20,7 +20,7 @@ import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import Front, batch, same, train
-from tests.parity.fsdp1.test_training import GRAD_OP, wrapped_mlp
+from tests.parity.fsdp1.test_training import FULL, GRAD_OP, NO_SHARD, wrapped_mlp
 
 OURS = functools.partial(Front, names=fsdp2.fsdp1)
 both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
@@ -179,6 +179,34 @@ def test_dtype_conversion_reaches_the_shards(ctx: RankContext, use_orig_params) 
             made.zero_grad()
             losses.append(loss.detach())
         return losses
+
+    same(ctx, scenario)
+
+
+@both_modes
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
+@distributed(2)
+def test_parameters_are_shards_after_an_evaluation(ctx: RankContext, strategy, use_orig_params) -> None:
+    """The root, or all units, stay unsharded after it."""
+
+    def scenario(front: Front):
+        model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        for i, param in enumerate(model.parameters()):
+            param.tag = i
+
+        def evaluate() -> torch.Tensor:
+            with torch.no_grad():
+                return model(batch(ctx, 3, 8))
+
+        evaluate()
+        tags = [param.tag for param in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(ctx, 3, 8, seed=1)).square().mean().backward()
+        evaluate()
+        model.zero_grad()
+        model(batch(ctx, 3, 8, seed=2)).square().mean().backward()
+        optimizer.step()
+        return [tags, evaluate()]
 
     same(ctx, scenario)
 

@@ -274,6 +274,8 @@ def test_attributes_that_the_user_has_set_on_parameters_stay(ctx: RankContext, h
         found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
         with front.cls.summon_full_params(model):
             found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+        model.to(torch.float64)
+        found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
         return found
 
     same(ctx, scenario)
