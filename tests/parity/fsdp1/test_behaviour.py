@@ -238,6 +238,40 @@ def test_attributes_of_the_wrapped_module_are_the_wrappers_too(ctx: RankContext)
 
 @both_modes
 @distributed(2)
+def test_hooks_on_a_wrapped_module_see_whole_parameters(ctx: RankContext, use_orig_params) -> None:
+    """Those that ``docs/migrating.md`` names may see shards with ours."""
+
+    def scenario(front: Front):
+        seen: list[list[object]] = []
+
+        def note(kind: str, module: nn.Module) -> None:
+            is_whole = type(module.weight) in (torch.Tensor, nn.Parameter) and module.weight.shape == (8, 8)
+            seen.append([kind, is_whole])
+
+        def register(kind: str, **options: bool) -> None:
+            getattr(inner, f"register_{kind}")(lambda module, *_: note(kind, module), **options)
+
+        inner = nn.Linear(8, 8)
+        register("forward_pre_hook", prepend=True)
+        register("forward_hook")
+        wrapped = front.wrap(inner, use_orig_params=use_orig_params)
+        model = front.wrap(nn.Sequential(nn.Linear(8, 8), wrapped), use_orig_params=use_orig_params)
+        register("forward_pre_hook")
+        register("forward_hook", prepend=True)
+        register("full_backward_hook")
+        if not front.is_ours:
+            register("forward_pre_hook", prepend=True)
+            register("forward_hook")
+            register("full_backward_pre_hook")
+        model(batch(ctx, 3, 8)).sum().backward()
+        assert all(is_whole for _, is_whole in seen)
+        return len(seen) - 3 * (not front.is_ours)
+
+    same(ctx, scenario)
+
+
+@both_modes
+@distributed(2)
 def test_frozen_units(ctx: RankContext, use_orig_params) -> None:
     def scenario(front: Front):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
