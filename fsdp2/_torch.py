@@ -352,35 +352,30 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 # ShardedTensors: what torch's FSDP1 has in sharded state dicts. Their module is private, and slow to import.
 
 
-class Piece(NamedTuple):
-    """A part of a ShardedTensor: the rank in its group that has it, where it starts, and its shape."""
-
-    rank: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 def sharded_tensor(
     local: torch.Tensor,
-    pieces: Sequence[Piece],
+    intervals: Sequence[tuple[int, int]],
     shape: Sequence[int],
     group: dist.ProcessGroup,
     *,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """``local``, this rank's part, as a ShardedTensor that has ``pieces``. A rank without a piece may pass anything of
-    the right dtype and device."""
+    """``local``, this rank's part, as a ShardedTensor. ``intervals``: the part of each rank of ``group``, along dim 0.
+    A rank with an empty part may pass anything of the right dtype and device."""
     from torch.distributed._shard import sharded_tensor as names
     from torch.distributed._shard.metadata import ShardMetadata
 
     kind = local.device.type
     num_devices = 1 if kind == "cpu" else torch.get_device_module(kind).device_count()
+    rest = list(shape[1:])
     metadata, locals_ = [], []
-    for piece in pieces:
-        rank = dist.get_global_rank(group, piece.rank)
+    for index, (start, stop) in enumerate(intervals):
+        if start == stop and index:  # the first part is there, even if it is empty
+            continue
+        rank = dist.get_global_rank(group, index)
         place = f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank % num_devices}"
-        metadata.append(ShardMetadata(list(piece.offsets), list(piece.sizes), place))
-        if piece.rank == group.rank():
+        metadata.append(ShardMetadata([start, *[0] * len(rest)], [stop - start, *rest], place))
+        if index == group.rank():
             locals_.append(names.Shard(local.requires_grad_(requires_grad), metadata[-1]))
     properties = names.TensorProperties(
         dtype=local.dtype, requires_grad=requires_grad, memory_format=torch.contiguous_format

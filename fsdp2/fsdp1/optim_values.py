@@ -26,13 +26,7 @@ def chunked_value(whole: torch.Tensor, wrapper: Wrapper, device: torch.device | 
     if mesh is not None:
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    rest = whole.shape[1:]
-    pieces = [
-        _torch.Piece(rank, (first, *[0] * len(rest)), (last - first, *rest))
-        for rank, (first, last) in enumerate(intervals)
-        if last > first or rank == 0
-    ]
-    return _torch.sharded_tensor(own, pieces, whole.shape, wrapper.process_group)
+    return _torch.sharded_tensor(own, intervals, whole.shape, wrapper.process_group)
 
 
 def whole_of_pieces(value: Any, wrapper: Wrapper) -> torch.Tensor:

@@ -77,14 +77,8 @@ def sharded_value(
     if uses_dtensor(wrapper) if use_dtensor is None else use_dtensor:
         return param.spec.sharded.dtensor(own)
     layout = param.layout
-    starts = [(rank, *layout.interval(rank)) for rank in range(layout.num_shards)]
-    rest = layout.shape[1:]
-    pieces = [
-        _torch.Piece(rank, (start, *[0] * len(rest)), (stop - start, *rest))
-        for rank, start, stop in starts
-        if stop > start or rank == 0
-    ]
-    return _torch.sharded_tensor(own, pieces, layout.shape, wrapper.process_group)
+    intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
+    return _torch.sharded_tensor(own, intervals, layout.shape, wrapper.process_group)
 
 
 def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
@@ -189,13 +183,9 @@ def flat_value(
         first, last = max(start, offset), min(stop, offset + whole.numel())
         if last > first:
             own[first - start : last - start].copy_(whole.reshape(-1)[first - offset : last - offset])
-    pieces = [
-        _torch.Piece(rank, (begin,), (end - begin,))
-        for rank, (begin, end) in enumerate(map(layout.interval, range(wrapper.world_size)))
-        if end > begin
-    ]
+    intervals = [layout.interval(rank) for rank in range(wrapper.world_size)]
     requires_grad = any(param.sharded.requires_grad for param in group.params)
-    return _torch.sharded_tensor(own, pieces, (layout.numel,), wrapper.process_group, requires_grad=requires_grad)
+    return _torch.sharded_tensor(own, intervals, (layout.numel,), wrapper.process_group, requires_grad=requires_grad)
 
 
 def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> str | None:
@@ -210,7 +200,7 @@ def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) 
     shape, mine = _torch.shape_of(value), []
     if _torch.is_sharded_tensor(value):
         mine = [local.numel() for local in _torch.local_shards(value)]
-        if shape == (layout.numel,) and mine == [stop - start] * (stop > start):
+        if shape == (layout.numel,) and len(mine) <= 1 and sum(mine) == stop - start:
             return None
     found = f" of shape {tuple(shape)}" if shape is not None else ""
     return (
