@@ -19,7 +19,7 @@ from fsdp2.comm.together import together
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import clean_name
 from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
-from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, whole_of_pieces
+from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied, whole_of_pieces
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import is_replicated, local_value
 from fsdp2.plan.mesh import NO_AXIS
@@ -267,7 +267,7 @@ def _states_of(owner: Owner, state: Mapping[str, States], fetch: Fetch) -> State
         values = [None if each is None else each[name] for each in found]
         first = next((value for value in values if value is not None), None)
         if not _has_dims(first):
-            made[name] = _copied(first)
+            made[name] = copied(first)
             continue
         flat = torch.zeros_like(owner.param, dtype=_dtype(first), requires_grad=False)
         flat = flat.as_subclass(torch.Tensor)
@@ -283,9 +283,9 @@ def _loaded(entry: Entry, name: str, value: Any, fetch: Fetch) -> Any:
     """``value`` as the state of a sharded parameter."""
     shape = _shape(value)
     if shape is None or (not shape and (name == _STEP or entry.param.layout.shape)):
-        return _copied(value)
+        return copied(value)
     if shape not in _shapes(entry):  # a DTensor of an optimizer that reduces states
-        return value.detach().clone()
+        return copied(value)
     held = _torch.local_of(entry.param.sharded)
     local = _local(entry, value, fetch)
     return entry.param.spec.sharded.dtensor(local.to(held.device, copy=True).contiguous())
@@ -301,17 +301,13 @@ def _local(entry: Entry, value: Any, fetch: Fetch) -> torch.Tensor:
 
 
 def _loaded_whole(value: Any, fetch: Fetch) -> Any:
-    return _copied(fetch(value))
+    return copied(fetch(value))
 
 
 def _of_no_parameter(value: Any, fetch: Fetch) -> Any:
     if isinstance(value, Mapping):
         return {key: _of_no_parameter(each, fetch) for key, each in value.items()}
     return _loaded_whole(value, fetch)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 # Groups and keys

@@ -23,7 +23,7 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.together import together
 from fsdp2.fsdp1.extensions import chunked_value as extended_value, extension_of, shown_value
 from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
-from fsdp2.fsdp1.optim_values import chunked_value
+from fsdp2.fsdp1.optim_values import chunked_value, copied
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import CPU, full_values, is_replicated, sharded_value
 
@@ -86,7 +86,7 @@ def save(
     owners = Owners(model, groups_in(model, optim, None))
     keys = _keys(model, owners, given)
     by_key = {key: keys[key] for key in given["state"] if key in keys}
-    copied = {}
+    others = {}
     with together(owners.axis):
         if owners.problem is not None:
             raise ValueError(owners.problem)
@@ -104,13 +104,10 @@ def save(
                 f"optim_state_dict: state {key!r} belongs to no parameter of the optimizer. It is saved as it is.",
                 stacklevel=4,
             )
-            copied[key] = copy.deepcopy(states)
+            others[key] = copy.deepcopy(states)
         elif not owner.entries:
-            results[owner.names[0][0]] = {
-                name: _copied(value, device if isinstance(value, torch.Tensor) else None)
-                for name, value in states.items()
-            }
-    made: dict[str, Any] = {"state": {**results, **copied}}
+            results[owner.names[0][0]] = {name: copied(value, device) for name, value in states.items()}
+    made: dict[str, Any] = {"state": {**results, **others}}
     if "param_groups" in given:
         names = {key: [each[0] for each in owner.names] for key, owner in keys.items()}
         made["param_groups"] = [
@@ -245,9 +242,9 @@ def _full(merged: list[Part], device: torch.device | None, *, is_saved: bool) ->
                 cuts.append((part, state, value.local))
             elif isinstance(value, DTensor):
                 whole = value.full_tensor()
-                results[part.name][state] = _copied(whole, device or (None if whole.dim() else CPU))
+                results[part.name][state] = copied(whole, device or (None if whole.dim() else CPU))
             else:
-                results[part.name][state] = _copied(value, _scalar_device(part.owner, value, device))
+                results[part.name][state] = copied(value, _scalar_device(part.owner, value, device))
     for part, state, whole in _wholes(cuts, device if is_saved else None):
         if is_saved:
             results[part.name][state] = shown_value(part.entry.wrapper, part.entry.param, whole)
@@ -293,14 +290,14 @@ def _is_extended(part: Part) -> bool:
 
 def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device | None) -> Any:
     if isinstance(value, DTensor):
-        return _copied(value.full_tensor(), CPU) if not value.dim() else value.detach().clone()
+        return copied(value) if value.dim() else copied(value.full_tensor(), CPU)
     if not isinstance(value, Cut):
-        return _copied(value, _scalar_device(owner, value, device))
+        return copied(value, _scalar_device(owner, value, device))
     if not is_replicated(entry.wrapper):
         return sharded_value(entry.param, value.local, entry.wrapper, device=device)
     if owner.is_flat:  # as torch's class: of the whole value, each rank saves a part
         return chunked_value(value.local, entry.wrapper, device)
-    return _copied(value.local, device)
+    return copied(value.local, device)
 
 
 def _in_order(part: Part) -> list[tuple[str, Any]]:
@@ -322,10 +319,3 @@ def _scalar_device(owner: Owner, value: Any, device: torch.device | None) -> tor
     """Counts of original parameters are saved on the CPU, as torch's class does."""
     is_count = isinstance(value, torch.Tensor) and not value.dim() and not owner.is_flat
     return CPU if is_count else device
-
-
-def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """A copy in memory of its own."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device or value.device, copy=True)
-    return copy.deepcopy(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,6 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.fsdp1.names import Wrapper
+
+
+def copied(value: Any, device: torch.device | None = None) -> Any:
+    """A copy of any value in memory of its own; of a tensor, on ``device``."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    return value.clone() if device is None else value.to(device, copy=True)
 
 
 def chunked_value(whole: torch.Tensor, wrapper: Wrapper, device: torch.device | None) -> torch.Tensor:
