@@ -17,7 +17,7 @@ from fsdp2.comm.memory import alias
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import contiguous_stride
-from fsdp2.tools.flat_optimizer import spanned
+from fsdp2.tools.clip import joined_neighbours
 
 _DATA: Any = torch.Tensor.data  # the descriptor
 
@@ -132,17 +132,16 @@ class FlatParameter(nn.Parameter):
     def _memory_of(self, grads: list[torch.Tensor | None]) -> torch.Tensor | None:
         """The memory of ``grads`` as one tensor, if they lie in it as the shards do, without gaps."""
         present = [_torch.local_of(grad) for grad in grads if grad is not None]
-        if len(present) < len(grads) or sum(local.numel() for local in present) != self._flat.numel():
+        joined = joined_neighbours(present)
+        if len(present) < len(grads) or len(joined) != 1 or joined[0].numel() != self._flat.numel():
             return None
-        offsets = [offset for _, offset, _ in self._places()]
-        pointers = [local.data_ptr() - offset * local.itemsize for local, offset in zip(present, offsets, strict=True)]
-        starts = {at for at, local in zip(pointers, present, strict=True) if local.numel()}
-        first = next(
-            (local for local, offset in zip(present, offsets, strict=True) if local.numel() and not offset), None
+        (flat,) = joined
+        places = zip(present, self._places(), strict=True)
+        are_there = all(
+            not local.numel() or local.data_ptr() - flat.data_ptr() == offset * local.itemsize
+            for local, (_, offset, _) in places
         )
-        if len(starts) != 1 or first is None:
-            return None
-        return spanned(first, self._flat.numel())  # None for separate tensors that are neighbours by chance
+        return flat.view(-1) if are_there and flat.is_contiguous() else None
 
     def _use(self, flat: torch.Tensor) -> None:
         """Make parts of ``flat`` the gradients of the shards."""
