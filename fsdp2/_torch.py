@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -609,6 +610,16 @@ def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> No
     applied = getattr(function, "__wrapped__", function)
     module.__dict__.get(REGISTRY_KEY, {}).pop(applied.__name__, None)
     module.__dict__.get(STATE_KEY, {}).pop(applied, None)
+
+
+# torch's pipelining calls this of each stage, since 2.15, if reductions of stages may overlap. It refuses stages that
+# share the object in ``_comm_ctx``.
+STATE_FOR_PIPELINES = "_get_fsdp_state"
+
+
+def state_for_pipelines(module: nn.Module) -> SimpleNamespace:
+    """A state that ``module`` shares with no other: a handle of ours waits for the reductions of its own root only."""
+    return SimpleNamespace(_comm_ctx=module)
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:

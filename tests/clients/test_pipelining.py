@@ -74,11 +74,12 @@ def reference(num_stages: int) -> list[dict[str, Tensor]]:
 
 
 def train(
-    schedule: str, mesh: DeviceMesh, *, reshard_after_forward: bool, is_by_hand: bool = False
+    schedule: str, mesh: DeviceMesh, *, reshard_after_forward: bool, is_by_hand: bool = False, **settings: Any
 ) -> dict[str, list[Any]]:
     """Losses, gradients and the number of reductions of each unit, of each step.
 
-    ``is_by_hand``: pipelining does not know that stages are sharded, and the user says when to reduce.
+    ``is_by_hand``: pipelining does not know that stages are sharded, and the user says when to reduce. ``settings``: of
+    the schedule.
     """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, schedules
@@ -103,6 +104,7 @@ def train(
         NUM_MICRO,
         loss_fn=(lambda out, target: F.mse_loss(out, target) * SHARE) if is_by_hand else F.mse_loss,
         scale_grads=not is_by_hand,  # the schedule would scale gradients before they are reduced
+        **settings,
     )
     optimizer = torch.optim.SGD([param for part in mine.values() for param in part.parameters()], lr=0.1)
     seen: dict[str, list[Any]] = {"losses": [], "gradients": [], "reductions": []}
@@ -172,6 +174,16 @@ def test_each_schedule_reduces_once_per_step(
     once(seen, step=1)
     # The first step also finds out shapes, by a backward without gradients of parameters: fsdp2 reduces zeros there.
     return {**seen, "reductions": seen["reductions"][1:]}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="schedules defer waits for reductions since torch 2.15")
+@on_four_ranks
+def test_a_schedule_that_waits_for_reductions_later_reduces_once_per_step(rank: int, folder: Path) -> Any:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    seen = train("ScheduleInterleaved1F1B", mesh, reshard_after_forward=False, defer_reduce_grad_wait=True)
+    once(seen, step=1)
+    return {**seen, "reductions": seen["reductions"][1:]}  # the first step differs, as above
 
 
 @pytest.mark.parametrize("schedule", SPLITS_BACKWARD)
