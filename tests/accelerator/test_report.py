@@ -49,6 +49,19 @@ def test_steps_that_are_reported_do_not_wait_for_the_device(ctx: RankContext, la
         assert totals[waits] > 0  # the device has one clock, and does what is late when nothing else is left
 
 
+@on_device(2)
+def test_nothing_is_idle_on_a_device_that_the_profiler_does_not_see(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_1d())
+    with (
+        pytest.warns(UserWarning, match=r"torch\.profiler saw no operations on this rank's device"),
+        fsdp2.report(model, profile=True) as report,
+    ):
+        _steps(model, 2)
+    if ctx.rank == 0:
+        assert report.data is not None
+        assert "idle" not in report.data["does"]
+
+
 @pytest.mark.parametrize("late", [["copy"], *long(["all-gather"])])
 @on_device(2)
 def test_copies_of_offloaded_shards_come_before_gathers_and_those_of_gradients_behind_reductions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
+from fsdp2 import _torch
 from fsdp2.comm import streams
 from fsdp2.comm.backends import PeerComm
 from tests.distributed.support import DIM, InjectedError, Stack, seeded, shard, sharded, step
@@ -212,6 +215,53 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
         step(model)
         with pytest.raises(fsdp2.ScheduleError, match="a report on FSDPStack is being recorded"):
             _reported_step(model)
+
+
+class _Dawdling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return x
+
+
+@distributed(2)
+def test_the_profiler_tells_compute_from_what_a_slow_host_loses(ctx: RankContext, tmp_path: Path) -> None:
+    model: Any = seeded(Stack)
+    model.blocks[1].linear = nn.Sequential(_Dawdling(), model.blocks[1].linear)
+    shard(ctx, model)
+    with fsdp2.report(model, tmp_path / "step.html", profile=True) as report:
+        _trained(model, 2)
+        assert _torch.is_profiling()
+        _trained(model, 2)
+        assert not _torch.is_profiling()
+    with fsdp2.report(model) as plain:
+        step(model)
+    if ctx.rank > 0:
+        return
+    data, without = report.data, plain.data
+    assert data is not None
+    assert without is not None
+    idle_ms = {unit["name"]: unit["idle_ms"] for unit in data["units"]}
+    assert idle_ms["blocks.1"] >= 20
+    assert all(each["forward_ms"] > 0 and each["backward_ms"] > 0 for each in data["rank_totals"])
+    for totals, timeline in zip(data["rank_totals"], data["timelines"], strict=True):
+        lasted_ms = (timeline["stop_us"] - timeline["start_us"]) / 1e3
+        assert sum(value for name, value in totals.items() if name != "rank") == pytest.approx(lasted_ms, abs=0.1)
+    assert "late host" in [each["rule"] for each in data["findings"]]
+    assert "idle" not in without["does"]
+    assert "idle_ms" not in without["units"][0]
+
+
+@distributed(2)
+def test_one_profiler_at_a_time(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    with (
+        torch.profiler.profile(acc_events=True),
+        pytest.raises(fsdp2.ScheduleError, match=r"torch\.profiler runs already\. End it before the block"),
+        fsdp2.report(model, profile=True),
+    ):
+        pass
+    with fsdp2.report(model):  # nothing is left behind
+        step(model)
 
 
 @distributed(2)

@@ -16,6 +16,7 @@ from fsdp2.tools.report.findings import (
     findings,
     join,
     keep,
+    late_host,
     late_rank,
     prefetch,
     reduce,
@@ -246,3 +247,10 @@ def test_a_late_rank_costs_no_more_than_every_other_rank_waits() -> None:
 )
 def test_a_rank_that_is_late_by_chance_is_not_named(steps: list[tuple[float, ...]]) -> None:
     assert late_rank(_step(rank_compute=steps, rank_waits=(9, 9))) == []
+
+
+def test_what_no_operation_uses_of_compute_is_lost_to_a_late_host() -> None:
+    (found,) = late_host(_step(host_late=7.0))
+    assert found.gain_ms == 7
+    assert found.text.startswith("In forward and backward, no operation runs for 7.0 ms: they are started too late.")
+    assert late_host(_step()) == []

@@ -6,7 +6,18 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp2.tools.report.timeline import BLOCKED, Edge, Mark, memory, spans, transfers
+from fsdp2.tools.report.timeline import (
+    BLOCKED,
+    Does,
+    Edge,
+    Mark,
+    Span,
+    joined,
+    memory,
+    spans,
+    transfers,
+    with_idle,
+)
 from tests.unit.report_support import ROOT, Tape, simple_step, sizes
 
 
@@ -192,3 +203,42 @@ def test_a_whole_step_adds_up_to_its_length(late: float) -> None:
     assert sum(seconds for *_, seconds in found) == pytest.approx(tape.now)
     assert sum(seconds for does, _, seconds in found if does == "gather wait") == pytest.approx(0.002 + 2 * late)
     assert [each.unit for each in transfers(tape.marks, (), on_device=False)] == [ROOT, "a", "b", "b", "b", "a", "a"]
+
+
+def _cut(*does: tuple[str, float, float]) -> list[Span]:
+    return [Span(Does(kind), "a", start, stop, False) for kind, start, stop in does]
+
+
+def test_compute_is_idle_between_operations_and_waits_are_not() -> None:
+    step = _cut(("forward", 0, 4), ("gather wait", 4, 6), ("forward", 6, 7), ("backward", 7, 9), ("other", 9, 10))
+    busy = [(-2.0, -1.0), (1.0, 2.0), (3.0, 6.5), (6.75, 8.0), (8.0, 9.0)]
+    assert with_idle(step, busy) == _cut(
+        ("idle", 0, 1),
+        ("forward", 1, 2),
+        ("idle", 2, 3),
+        ("forward", 3, 4),
+        ("gather wait", 4, 6),
+        ("forward", 6, 6.5),
+        ("idle", 6.5, 6.75),
+        ("forward", 6.75, 7),
+        ("backward", 7, 8),
+        ("backward", 8, 9),
+        ("idle", 9, 10),
+    )
+    assert with_idle(step[:2], []) == _cut(("idle", 0, 4), ("gather wait", 4, 6))
+
+
+def test_short_gaps_between_operations_are_not_drawn() -> None:
+    cut = _cut(
+        ("forward", 0, 1),
+        ("idle", 1, 1.1),
+        ("forward", 1.1, 2),
+        ("idle", 2, 3),
+        ("forward", 3, 4),
+        ("copy", 4, 5),
+        ("idle", 5, 5.1),
+        ("forward", 5.1, 6),
+    )
+    assert joined(cut, 0.5) == _cut(("forward", 0, 2), *[(each.does, each.start, each.stop) for each in cut[3:]])
+    other_unit = [cut[0], cut[1]._replace(unit="b")]
+    assert joined(other_unit, 0.5) == other_unit

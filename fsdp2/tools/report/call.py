@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +30,10 @@ from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.plan import Plan
 from fsdp2.tools.report import files
 from fsdp2.tools.report.data import RankRecord, RankStep, UnitInfo, report_data
+from fsdp2.tools.report.operations import Operations
 from fsdp2.tools.report.prediction import Prediction, StepFigures
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
-from fsdp2.tools.report.timeline import ALL_REDUCE, COPIES, memory, spans, transfers
+from fsdp2.tools.report.timeline import ALL_REDUCE, COPIES, memory, spans, transfers, with_idle
 from fsdp2.types import CommunicationError, ScheduleError
 
 _CALLER = "fsdp2.report"
@@ -62,7 +64,11 @@ class Report:
 
 @contextmanager
 def report(
-    model: nn.Module, *paths: str | os.PathLike[str], steps: int = 3, plan: Plan | AutoShard | None = None
+    model: nn.Module,
+    *paths: str | os.PathLike[str],
+    steps: int = 3,
+    plan: Plan | AutoShard | None = None,
+    profile: bool = False,
 ) -> Iterator[Report]:
     """Record the first ``steps`` training steps of the block, and report on the typical one: a timeline of each rank,
     every unit's bytes and times, who holds the memory, the order of collectives, and what to change first.
@@ -77,12 +83,15 @@ def report(
         steps: how many steps to record; the rest of the block runs as without a report.
         plan: what :func:`fsdp2.plan` or :func:`fsdp2.auto_shard` returned. What it predicts for its recommended choice
             stands beside what happened. For another choice, pass ``dataclasses.replace(plan, recommended=choice)``.
+        profile: run torch.profiler meanwhile, which makes the steps longer. Then compute has gaps: *idle* is when no
+            operation ran; on an accelerator, the host was late. A warning says if torch.profiler saw no operations.
 
     Raises:
         ValueError: ``model`` is not sharded; ``steps`` is less than 1; a path has another suffix, or rank 0 cannot
             write there; ``plan`` recommends nothing. All ranks raise.
         TypeError: ``plan`` is no plan.
-        ScheduleError: inside another report; or at the end of the block, no forward ran on some rank.
+        ScheduleError: inside another report, or inside torch.profiler with ``profile``; or at the end of the block, no
+            forward ran on some rank.
         CommunicationError: another rank has not reached the end of the block.
     """
     if steps < 1:
@@ -95,14 +104,17 @@ def report(
         )
     root = form_root(unit)
     mesh = _mesh_of(root)
+    on_device = root.executor.streams.runs_ahead
+    if profile and _torch.is_profiling():
+        raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
+    operations = Operations(on_device=on_device) if profile else None
     targets = [Path(path) for path in paths]
     problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
     if problem is not None:
         raise ValueError(problem)
     synced, is_first_use, found = time.perf_counter(), not root.schedule.last_order, Report()
-    on_device = root.executor.streams.runs_ahead
     recorder = Recorder(DeviceClock(mesh.device, root.units) if on_device else HostClock(), steps)
-    with attached(recorder, model, root.class_name):
+    with attached(recorder, model, root.class_name, operations):
         yield found
     recorder.end()
     root = form_root(unit)  # in the block, a unit around it may have become the root
@@ -111,7 +123,7 @@ def report(
         host=platform.node(),
         synced=synced,
         is_first_use=is_first_use,
-        steps=_rank_steps(recorder.steps(), root, on_device=on_device),
+        steps=_rank_steps(recorder.steps(), root, operations, on_device=on_device),
         **_device_memory(mesh.device),
     )
     records = sorted(_exchange(mesh, record), key=lambda each: each.rank)
@@ -130,17 +142,24 @@ def report(
 
 
 @contextmanager
-def attached(recorder: Recorder, model: nn.Module, class_name: str) -> Iterator[None]:
-    """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends."""
+def attached(
+    recorder: Recorder, model: nn.Module, class_name: str, operations: Operations | None = None
+) -> Iterator[None]:
+    """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends. Meanwhile, profile
+    ``operations``."""
     watch = Watch(model, recorder)
 
     def detach() -> None:
         observe_activities(None)
         watch.end()
+        if operations is not None:
+            operations.stop()
 
     recorder.on_done = detach
     _recording.append(class_name)
     try:
+        if operations is not None:
+            operations.start()
         observe_activities(recorder.on_activity)
         yield
     finally:
@@ -210,18 +229,26 @@ def _equally_long(records: Sequence[RankRecord]) -> list[RankRecord]:
     return [RankRecord(**{**vars(record), "steps": record.steps[:shortest]}) for record in records]
 
 
-def _rank_steps(steps: Sequence[Step], root: Root, *, on_device: bool) -> list[RankStep]:
+def _rank_steps(steps: Sequence[Step], root: Root, operations: Operations | None, *, on_device: bool) -> list[RankStep]:
+    busy = [] if operations is None else operations.busy()
+    if operations is not None and not busy:
+        warnings.warn(
+            f"{_CALLER}: torch.profiler saw no operations on this rank's device, so nothing counts as idle. It may "
+            "lack the permission to see them.",
+            stacklevel=2,
+        )
     sizes: dict[str, UnitBytes] = {unit.name: unit_bytes(unit) for unit in root.units}
     replicated = {unit.name for unit in root.units if _replicas(unit) > 1}
     local = {unit.name for unit in root.units if all(group.mesh.shard.size == 1 for group in unit.groups)}
     found, marks = [], []
     for step in steps:
         marks += step.marks
+        did = spans(step.marks, step.start, step.stop, root.unit.name, on_device=on_device)
         found.append(
             RankStep(
                 step.start,
                 step.stop,
-                spans(step.marks, step.start, step.stop, root.unit.name, on_device=on_device),
+                with_idle(did, busy) if busy else did,
                 [
                     each
                     for each in transfers(step.marks, replicated, on_device=on_device)

@@ -23,12 +23,14 @@ from fsdp2.tools.report.timeline import (
     Memory,
     Span,
     Transfer,
+    joined,
 )
 
 VERSION = 1
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 KINDS = (ALL_GATHER, *_REDUCTIONS, *COPIES)
 _MAX_ENTRIES = 50_000  # of all timelines: beyond that, only some ranks have one
+_RESOLUTION = 2_000  # of a timeline: what is shorter than one part of a step cannot be seen
 _COMPUTE = (Does.FORWARD, Does.BACKWARD)
 _WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.RANK_WAIT)
 
@@ -94,6 +96,7 @@ def report_data(
     ranks = _aligned(records, chosen)
     index = {unit.name: i for i, unit in enumerate(units)} | {"": -1}
     losses = [_Losses(step) for step in ranks]
+    known = [does for does in Does if does is not Does.IDLE or any(loss.of(does) for loss in losses)]
     facts = _facts(units, losses, records, durations[chosen] * 1e3)
     shown = _shown(ranks, losses)
     fullest = max(range(len(ranks)), key=lambda i: ranks[i].memory.peak)
@@ -106,16 +109,16 @@ def report_data(
         "ranks": [record.rank for record in records],
         "steps_ms": [_ms(duration) for duration in durations],
         "step": chosen,
-        "does": [does.value for does in Does],
+        "does": [does.value for does in known],
         "kinds": list(KINDS),
         "findings": [
             {"rule": each.rule, "units": list(each.units), "text": each.text, "gain_ms": round(each.gain_ms, 3)}
             for each in findings(facts)
         ],
         "prediction": None if prediction is None else compared(prediction, measured),
-        "units": [_unit_row(unit, losses) for unit in units],
+        "units": [_unit_row(unit, losses, known) for unit in units],
         "rank_totals": [
-            {"rank": record.rank} | {f"{does.value.replace(' ', '_')}_ms": _ms(loss.of(does)) for does in Does}
+            {"rank": record.rank} | {f"{does.value.replace(' ', '_')}_ms": _ms(loss.of(does)) for does in known}
             for record, loss in zip(records, losses, strict=True)
         ],
         "timelines": [_timeline(records[i].rank, ranks[i], index) for i in shown],
@@ -236,6 +239,7 @@ def _facts(
         rank_compute=[[1e3 * _computed(record.steps[i]) for record in records] for i in usual],
         rank_waits=[1e3 * sum(map(loss.of, _WAITS)) for loss in losses],
         reduce_idle=1e3 * min(loss.reduce_idle for loss in losses),
+        host_late=1e3 * min(loss.of(Does.IDLE) - loss.of(Does.IDLE, "") for loss in losses),
         free_nbytes=min(free) if free else None,
     )
 
@@ -282,22 +286,22 @@ def _figures(
     """The times of the rank whose step is longest, and the memory of the rank that holds most."""
     longest = max(range(len(ranks)), key=lambda i: ranks[i].stop - ranks[i].start)
     step = ranks[longest].stop - ranks[longest].start
-    compute = sum(map(losses[longest].of, (*_COMPUTE, Does.OTHER)))
+    compute, idle = sum(map(losses[longest].of, (*_COMPUTE, Does.OTHER))), losses[longest].of(Does.IDLE)
     return StepFigures(
         step_ms=_ms(step),
         compute_ms=_ms(compute),
-        exposed_ms=_ms(step - compute),
+        exposed_ms=_ms(step - compute - idle),
         temporary_nbytes=temporary_nbytes,
         allocated_nbytes=fullest.allocated_nbytes,
         reserved_nbytes=fullest.reserved_nbytes,
     )
 
 
-def _unit_row(unit: UnitInfo, losses: Sequence[_Losses]) -> dict[str, Any]:
-    """What plans say of ``unit``, and its times: the most of all ranks; of waits, the least, too: what they cost
-    without waiting for a late rank."""
+def _unit_row(unit: UnitInfo, losses: Sequence[_Losses], known: Sequence[Does]) -> dict[str, Any]:
+    """What plans say of ``unit``, and its times of what is ``known``: the most of all ranks; of waits, the least, too:
+    what they cost without waiting for a late rank."""
     times = {
-        f"{does.value.replace(' ', '_')}_ms": _ms(max(loss.of(does, unit.name) for loss in losses)) for does in Does
+        f"{does.value.replace(' ', '_')}_ms": _ms(max(loss.of(does, unit.name) for loss in losses)) for does in known
     }
     del times["other_ms"], times["rank_wait_ms"]
     return asdict(unit) | {
@@ -311,7 +315,7 @@ def _unit_row(unit: UnitInfo, losses: Sequence[_Losses]) -> dict[str, Any]:
 def _shown(ranks: Sequence[RankStep], losses: Sequence[_Losses]) -> list[int]:
     """The ranks with a timeline: all, if they are few; else the one that computes longest, the one that computes
     shortest, and the first others."""
-    entries = max(len(step.spans) + 2 * len(step.transfers) for step in ranks)
+    entries = max(len(_drawn(step)) + 2 * len(step.transfers) for step in ranks)
     limit = max(_MAX_ENTRIES // max(entries, 1), 1)
     if len(ranks) <= limit:
         return list(range(len(ranks)))
@@ -320,9 +324,15 @@ def _shown(ranks: Sequence[RankStep], losses: Sequence[_Losses]) -> list[int]:
     return sorted(list(chosen)[:limit])
 
 
+def _drawn(step: RankStep) -> list[Span]:
+    return joined(step.spans, (step.stop - step.start) / _RESOLUTION)
+
+
 def _timeline(rank: int, step: RankStep, index: dict[str, int]) -> dict[str, Any]:
     does = list(Does)
-    spans = [[does.index(s.does), index.get(s.unit, -1), _us(s.start), _us(s.stop) - _us(s.start)] for s in step.spans]
+    spans = [
+        [does.index(s.does), index.get(s.unit, -1), _us(s.start), _us(s.stop) - _us(s.start)] for s in _drawn(step)
+    ]
     transfers = [
         [KINDS.index(t.kind), index.get(t.unit, -1), _us(t.start), _us(t.stop) - _us(t.start), int(t.early)]
         for t in step.transfers

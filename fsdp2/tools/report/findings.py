@@ -58,7 +58,8 @@ class UnitFacts:
 class StepFacts:
     """The measured step. ``units``: in the order of their forwards. ``rank_compute``: of each recorded step, what
     compute took on each rank. ``rank_waits``: per rank, what it waited for all collectives. ``reduce_idle``: how long
-    no gradients were reduced during backward. ``free_nbytes``: memory of the device that nothing used; None if that is
+    no gradients were reduced during backward. ``host_late``: how long no operation ran in forward and backward, as far
+    as torch.profiler was asked. ``free_nbytes``: memory of the device that nothing used; None if that is
     not known."""
 
     step: float
@@ -66,6 +67,7 @@ class StepFacts:
     rank_compute: Sequence[Sequence[float]] = ()
     rank_waits: Sequence[float] = ()
     reduce_idle: float = 0.0
+    host_late: float = 0.0
     free_nbytes: int | None = None
 
 
@@ -81,7 +83,8 @@ class Finding:
 
 def findings(facts: StepFacts) -> list[Finding]:
     """The changes with the largest gains, at most five."""
-    found = [each for rule in (alone, split, keep, prefetch, join, reduce, tail, late_rank) for each in rule(facts)]
+    rules = (alone, split, keep, prefetch, join, reduce, tail, late_rank, late_host)
+    found = [each for rule in rules for each in rule(facts)]
     worthwhile = [each for each in found if each.gain_ms >= _MIN_GAIN * facts.step and each.gain_ms >= 0.001]
     return sorted(worthwhile, key=lambda each: -each.gain_ms)[:MAX_FINDINGS]
 
@@ -286,6 +289,15 @@ def late_rank(facts: StepFacts) -> list[Finding]:
         "they wait for it. Give it less work, or look at its host."
     )
     return [Finding("late rank", (), text, gain)]
+
+
+def late_host(facts: StepFacts) -> list[Finding]:
+    """Between operations, nothing computes: Python is slower than what it starts."""
+    text = (
+        f"In forward and backward, no operation runs for {_ms(facts.host_late)}: they are started too late. Compile "
+        "the blocks, or give each rank larger batches."
+    )
+    return [Finding("late host", (), text, facts.host_late)] if facts.host_late > 0 else []
 
 
 def _quoted(name: str) -> str:

@@ -6,11 +6,11 @@ const find = (id) => document.getElementById(id);
 const LANE = {compute: 22, transfer: 9, gap: 8, label: 70, axis: 18};
 const MEANINGS = {
   "forward": "forward, in the unit's colour", "backward": "backward, in the unit's colour",
-  "other": "other: loss, optimizer, data",
+  "other": "other: loss, optimizer, data", "idle": "idle: between operations",
 };
 const ownColour = {
   "other": "#bbbbbb", "gather wait": "#d62728", "reduce wait": "#ff7f0e", "rank wait": "#e377c2",
-  "copy": "#7f7f7f", "launch": "#444444",
+  "copy": "#7f7f7f", "launch": "#444444", "idle": "#eeeeee",
 };
 const begin = Math.min(...data.timelines.map((t) => t.start_us));
 const end = Math.max(...data.timelines.map((t) => t.stop_us));

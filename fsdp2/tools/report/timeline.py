@@ -7,6 +7,7 @@ made; no torch here.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,10 @@ class Does(str, Enum):
     RANK_WAIT = "rank wait"  # at the end of a step, until all ranks are there
     COPY = "copy"  # out of buckets and into ``.grad``; on an accelerator, into the buckets of reductions
     LAUNCH = "launch"  # start collectives, fill their buckets, free memory
+    IDLE = "idle"  # between operations of compute; only torch.profiler knows
+
+
+_COMPUTING = (Does.FORWARD, Does.BACKWARD, Does.OTHER)
 
 
 class Span(NamedTuple):
@@ -146,6 +151,45 @@ def spans(marks: Sequence[Mark], start: float, stop: float, root: str, *, on_dev
             works.pop()
             landed = mark.unit if mark.name in _OF_REDUCTIONS else landed
     add(stop)
+    return found
+
+
+def with_idle(spans: Iterable[Span], busy: Sequence[tuple[float, float]]) -> list[Span]:
+    """``spans``, with compute cut where no operation ran. ``busy``: from when to when operations ran, in order, without
+    overlaps."""
+    found: list[Span] = []
+    position = 0
+    for span in spans:
+        if span.does not in _COMPUTING:
+            found.append(span)
+            continue
+        at = span.start
+        while at < span.stop:
+            start, stop = busy[position] if position < len(busy) else (math.inf, math.inf)
+            if start > at:
+                until = min(start, span.stop)
+                found.append(span._replace(does=Does.IDLE, start=at, stop=until))
+            else:
+                until = max(min(stop, span.stop), at)
+                if until > at:
+                    found.append(span._replace(start=at, stop=until))
+                if stop <= span.stop:
+                    position += 1
+            at = until
+    return found
+
+
+def joined(spans: Iterable[Span], shortest: float) -> list[Span]:
+    """``spans``, to draw: the thread counts as busy where it was idle for less than ``shortest`` seconds."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        is_short = span.does is Does.IDLE and span.stop - span.start < shortest
+        is_same = last is not None and (last.unit, last.in_backward) == (span.unit, span.in_backward)
+        if last is not None and is_same and (last.does is span.does or (is_short and last.does in _COMPUTING)):
+            found[-1] = last._replace(stop=span.stop)
+        else:
+            found.append(span)
     return found
 
 
