@@ -1,0 +1,50 @@
+"""On CUDA: a report's times add up to the step, from events alone and with torch.profiler."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from tests.gpu.support import BF16, Stack, batch, on_gpus
+from tests.harness.distributed import RankContext
+
+
+class _LateHost(nn.Module):
+    """The device has nothing to do while the host sleeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        time.sleep(0.02)
+        return x
+
+
+@pytest.mark.parametrize("profile", [False, True])
+@on_gpus
+def test_a_reports_times_add_up_and_the_profiler_sees_a_late_host(ctx: RankContext, profile: bool) -> None:
+    model: Any = Stack(3)
+    model[1].up = nn.Sequential(_LateHost(), model[1].up)
+    for module in [*model, model]:
+        fsdp2.fully_shard(module, mesh=ctx.mesh_1d(), mp_policy=BF16)
+    with fsdp2.report(model, profile=profile) as report:
+        for _ in range(3):
+            model(batch()).float().square().mean().backward()
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    for totals, timeline in zip(data["rank_totals"], data["timelines"], strict=True):
+        lasted_ms = (timeline["stop_us"] - timeline["start_us"]) / 1e3
+        assert sum(value for name, value in totals.items() if name != "rank") == pytest.approx(lasted_ms, abs=0.2)
+        assert totals["forward_ms"] > 0
+        assert totals["backward_ms"] > 0
+    block = data["units"][2]
+    assert block["name"] == "1"
+    if profile:
+        assert block["idle_ms"] >= 19  # 20, less what the clocks differ by
+    else:
+        assert block["forward_ms"] >= 19
