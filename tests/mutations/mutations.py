@@ -874,7 +874,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp1/optim_load.py",
-        "if theirs != found[0][1]:",
+        "if theirs != ways[0]:",
         "if False:",
         (
             "parity/fsdp1/test_optim_state_dicts.py",
