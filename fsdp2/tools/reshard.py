@@ -73,12 +73,14 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
 
     Raises:
         ScheduleError: a forward or backward runs; a unit is unsharded; gradients are in flight or not reduced.
-        ValueError: the model has model axes, several meshes, or was made by ``FullyShardedDataParallel``; a setting or
-            an optimizer state does not fit; models, optimizers or meshes differ between ranks.
+        ValueError: the model has model axes, several meshes, or was made by ``FullyShardedDataParallel``; the ranks of
+            a mesh are not in ascending order; a setting or an optimizer state does not fit; models, optimizers or
+            meshes differ between ranks.
         TypeError: an argument is of the wrong type.
         RuntimeError: a parameter is on the meta device, on a rank of the old mesh.
 
-        All of these are raised on all ranks, before anything has moved.
+        All of these are raised on all ranks, before anything has moved. Not noticed is a graph that was not
+        differentiated yet: its backward raises.
     """
     axis = axis_of(None)
     with together(axis):

@@ -309,6 +309,13 @@ def _new_mesh(mesh: object, old: ParallelMesh) -> ParallelMesh:
             f"{CALLER}: new_mesh is on {mesh.device_type}, but the model is on {old.device.type}. Pass a mesh on "
             f"{old.device.type}: {CALLER} changes the ranks, not the kind of device."
         )
+    for name, each in (("new_mesh has", mesh.mesh), ("the model is on", old.mesh.mesh)):
+        if any((each.diff(dim=axis) < 0).any() for axis in range(each.ndim)):
+            raise ValueError(
+                f"{CALLER}: {name} the ranks {each.tolist()}, expected ascending ranks along each axis: process groups "
+                "sort them, so a rank's place in its group would not be its place in the mesh. Build the mesh with "
+                "sorted ranks."
+            )
     return parallel_mesh(mesh)
 
 

@@ -183,6 +183,18 @@ def three_axes(ctx: RankContext) -> Iterator[Case]:
 
 
 @_case
+def unsorted_ranks(ctx: RankContext) -> Iterator[Case]:
+    model, optimizer, _ = _trained(ctx)
+    yield model, optimizer, DeviceMesh(ctx.device_type, [1, 0])
+
+
+@_case
+def on_unsorted_ranks(ctx: RankContext) -> Iterator[Case]:
+    model = fully_shard(Stack(), mesh=DeviceMesh(ctx.device_type, [[1, 3], [0, 2]]))
+    yield model, optim.AdamW(model.parameters()), _new_mesh(ctx)
+
+
+@_case
 def no_mesh(ctx: RankContext) -> Iterator[Case]:
     model, optimizer, _ = _trained(ctx)
     yield model, optimizer, 2
@@ -330,7 +342,7 @@ NoneType. If the object wraps an optimizer, pass that optimizer.""",
 def test_what_does_not_fit_is_refused_by_name() -> None:
     cases = ("foreign_parameter", "strange_state", "wrapped_optimizer", "on_meta", "reshard_over_two", "inner_unit")
     assert_expected_inline(
-        refusals(*cases, "three_axes", "no_mesh", "not_sharded"),
+        refusals(*cases, "three_axes", "unsorted_ranks", "on_unsorted_ranks", "no_mesh", "not_sharded"),
         """\
 foreign_parameter:
 ValueError: reshard_to: param group 0 of SGD has a parameter of shape (3,) that is not in the model.
@@ -360,6 +372,16 @@ Pass that root: all units under one root must be on one mesh.
 
 three_axes:
 ValueError: reshard_to: new_mesh has 3 axes (1, 1, 2), expected 1 (shard) or 2 (replicate, shard).
+
+unsorted_ranks:
+ValueError: reshard_to: new_mesh has the ranks [1, 0], expected ascending ranks along each axis:
+process groups sort them, so a rank's place in its group would not be its place in the mesh. Build
+the mesh with sorted ranks.
+
+on_unsorted_ranks:
+ValueError: reshard_to: the model is on the ranks [[1, 3], [0, 2]], expected ascending ranks along
+each axis: process groups sort them, so a rank's place in its group would not be its place in the
+mesh. Build the mesh with sorted ranks.
 
 no_mesh:
 TypeError: reshard_to: new_mesh must be a torch.distributed.device_mesh.DeviceMesh, not int. Build
