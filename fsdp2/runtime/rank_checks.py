@@ -170,12 +170,12 @@ class _OnMesh:
 
     def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> None:
         self._groups = [group.gradients for group in groups]
-        self._mesh = mesh
+        self._mesh, self._has_others = mesh, mesh.data_parallel_size > 1
         self._mine = b""
         self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
 
     def settle(self) -> None:
-        self.hand_over(self._anywhere() if self._mesh.data_parallel_size > 1 else b"")
+        self.hand_over(self._anywhere() if self._has_others else b"")
 
     def hand_over(self, used: bytes) -> None:
         """``used``: one byte per parameter of all groups; empty if nobody has a gradient."""
