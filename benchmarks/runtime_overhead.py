@@ -7,8 +7,9 @@ allocation, copies in and out of buffers, binding, DTensor gradients. The model 
 thread. At width 16 the copies are negligible, unless parameters are padded to many more ranks than they have rows; at
 width 256 they are not. The Llama is that of Hugging Face's transformers; its embedding and head, in the root's group,
 are a part of what is divided by the number of layers. Times are CPU time, since nothing waits, but for those of setting
-up; the least of several rounds in which all take turns. Compiling a whole sharded model takes
-as long, and its steps are shorter.
+up; the least of several rounds, in which all take turns of ten steps: in training, too, steps of one runtime follow
+each other. "Cold" is for turns of one step, before which the other models have used the caches. Compiling a whole
+sharded model takes as long, and its steps are shorter.
 
     python benchmarks/runtime_overhead.py [--rounds 5] [--only TABLE ...] [--profile [{blocks,llama}]]
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +39,7 @@ import fsdp2
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 
 BATCH_SIZE = 2
+IN_A_ROW = 10  # steps of one subject
 RUNTIMES = {"fsdp2": fsdp2, "torch": peer}
 
 
@@ -97,12 +100,15 @@ def unsharded(case: Case, model: nn.Module, x: Tensor) -> Step:
     return stepper(copy.deepcopy(model).to(dtype), x.to(dtype))
 
 
-def ms_per_group(num_groups: int, steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
-    """What a step takes: a few us are to be seen, so the least of many single steps, which take turns. A mean of steps
-    in a row has whatever else the machine did meanwhile, and only some of the subjects have it."""
+def ms_per_group(num_groups: int, steps: Mapping[str, Step], rounds: int, in_a_row: int = IN_A_ROW) -> dict[str, float]:
+    """What a step takes: a few us are to be seen, so the least of many single steps. A mean has whatever else the
+    machine did meanwhile, and only some of the subjects have it. Subjects take turns of ``in_a_row`` steps."""
     measures = {name: seconds_per_call(step, 1, time.process_time) for name, step in steps.items()}
-    taken = [{name: measure() for name, measure in measures.items()} for _ in range(rounds * max(1, 320 // num_groups))]
-    return {name: min(each[name] for each in taken) * 1e3 / num_groups for name in measures}
+    least = dict.fromkeys(steps, math.inf)
+    for _ in range(rounds * max(1, math.ceil(320 / num_groups / in_a_row))):
+        for name, measure in measures.items():
+            least[name] = min(least[name], *(measure() for _ in range(in_a_row)))
+    return {name: seconds * 1e3 / num_groups for name, seconds in least.items()}
 
 
 def costs(case: Case, rounds: int) -> dict[str, float]:
@@ -152,9 +158,11 @@ def llama_row(name: str, rounds: int, *, mixed: bool = False, checkpointed: bool
         steps = {"unsharded": stepper(plain, tokens, loss)}
         for runtime_name, runtime in RUNTIMES.items():
             steps[runtime_name] = stepper(sharded(copy.deepcopy(model), runtime, mixed), tokens, loss)
-        ms = ms_per_group(LLAMA.num_layers, steps, 2 * rounds)
-    ours, theirs = (ms[runtime_name] - ms["unsharded"] for runtime_name in RUNTIMES)
-    return [name, ms["unsharded"], ours, theirs, ours / theirs]
+        warm, cold = (ms_per_group(LLAMA.num_layers, steps, 2 * rounds, in_a_row) for in_a_row in (IN_A_ROW, 1))
+    (ours, theirs), (ours_cold, theirs_cold) = (
+        [ms[runtime_name] - ms["unsharded"] for runtime_name in RUNTIMES] for ms in (warm, cold)
+    )
+    return [name, warm["unsharded"], ours, theirs, ours / theirs, ours_cold / theirs_cold]
 
 
 def init_rows(num_blocks: int, rounds: int) -> list[list[object]]:
@@ -249,7 +257,7 @@ def llama_table(rounds: int) -> Table:
         llama_row("bf16/fp32", rounds, mixed=True),
         llama_row("fp32, activation checkpointing", rounds, checkpointed=True),
     ]
-    return Table("llama", title, ["", "unsharded ms", *COLUMNS[1:]], rows, noise=0.15)
+    return Table("llama", title, ["", "unsharded ms", *COLUMNS[1:], "cold"], rows, noise=0.15)
 
 
 def init_table(_: int) -> Table:
