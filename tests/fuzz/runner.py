@@ -72,9 +72,12 @@ def shrunk(program: Program, runner: Runner) -> tuple[Program, Verdict]:
 
 
 def _kind(verdict: Verdict) -> str:
-    """What differs, or what is raised: without names and numbers."""
-    lines = verdict.text.strip().splitlines() or [""]
-    return lines[0] if verdict.outcome is Outcome.DIFFERS else lines[-1].partition(":")[0]
+    """What differs and how, or what is raised: without names and numbers."""
+    title, *lines = verdict.text.strip().splitlines() or [""]
+    if verdict.outcome is not Outcome.DIFFERS:
+        return [title, *lines][-1].partition(":")[0]
+    of_values = any(" beyond " in line or "not bit-equal" in line for line in lines[:1])
+    return f"{title}: {'values' if of_values else 'what is there'}"
 
 
 def simpler(program: Program) -> Iterator[Program]:

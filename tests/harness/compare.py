@@ -207,8 +207,15 @@ def _tensors(where: str, actual: Tensor, expected: Tensor, tolerance: Tolerance)
     elif tolerance == EXACT or not expected.is_floating_point():
         if not torch.equal(_bits(actual), _bits(expected)):
             yield f"{where}: not bit-equal, {_distance(actual, expected)}"
-    elif not torch.allclose(actual.double(), expected.double(), tolerance.rtol, tolerance.atol):
+    elif not _are_close(actual.double(), expected.double(), tolerance):
         yield f"{where}: beyond {tolerance}, {_distance(actual, expected)}"
+
+
+def _are_close(actual: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
+    atol = tolerance.atol
+    if tolerance.of_largest and expected.numel():
+        atol += tolerance.of_largest * expected.abs().max().item()
+    return torch.allclose(actual, expected, tolerance.rtol, atol)
 
 
 def _bits(tensor: Tensor) -> Tensor:

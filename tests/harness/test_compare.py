@@ -14,7 +14,7 @@ from tests.harness import compare as comparison
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
 from tests.harness.runtimes import Runtime, oracle
-from tests.harness.training import Case
+from tests.harness.training import Case, Tolerance
 
 
 def _one_bit(model: nn.Module) -> None:
@@ -73,6 +73,14 @@ def test_wrong_average_is_reported_against_the_unsharded_model(ctx: RankContext)
     report = _compare(Case(MLP, optimizer=doubled), ctx, oracle())
     assert "differs from the unsharded model" in report
     assert "beyond Tolerance" in report
+
+
+def test_sums_that_cancel_may_err_by_a_part_of_the_largest_value() -> None:
+    expected, tolerance = torch.tensor([100.0, 0.0]), Tolerance(rtol=0.0, atol=0.0, of_largest=1e-2)
+    comparison.compare_values("sums", torch.tensor([100.0, 0.9]), expected, tolerance)
+    for actual, allowed in ((1.1, tolerance), (0.9, Tolerance(rtol=1e-2, atol=0.0))):
+        with pytest.raises(AssertionError, match="beyond Tolerance"):
+            comparison.compare_values("sums", torch.tensor([100.0, actual]), expected, allowed)
 
 
 def _report(ctx: RankContext, damage: Callable[[nn.Module], None], **kwargs) -> str:

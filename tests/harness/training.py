@@ -23,8 +23,12 @@ from tests.harness.runtimes import Runtime
 
 @dataclass(frozen=True)
 class Tolerance:
+    """``of_largest``: also a part of the largest value of the tensor. Sums of low precision err by what their largest
+    terms are rounded by, although they cancel."""
+
     rtol: float
     atol: float
+    of_largest: float = 0.0
 
 
 EXACT = Tolerance(0.0, 0.0)
