@@ -18,6 +18,8 @@ import fsdp2
 from fsdp2.tools.planner.command import add_plan
 from fsdp2.tools.planner.measure import add_measure
 
+_INTERRUPTED = 130  # as shells say it: 128 and the number of the signal
+
 
 class _Parser(argparse.ArgumentParser):
     """Its errors are one line, without the usage."""
@@ -47,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_plan(commands)
     add_measure(commands)
     options = parser.parse_args(arguments)
-    options.run(parser, options)
+    try:
+        options.run(parser, options)
+    except KeyboardInterrupt:
+        if options.command == "run":  # the script's own
+            raise
+        parser.exit(_INTERRUPTED, f"\n{parser.prog} {options.command}: interrupted\n")
 
 
 def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -403,9 +403,12 @@ def of_floats():
 
 def ends():
     raise SystemExit("bye")
+
+def is_stopped():
+    raise KeyboardInterrupt
 """
 REFUSALS = {
-    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, ends, no_module, ",
+    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, ends, is_stopped, ",
     "my_builders": "'my_builders' names no function, expected module:function, such as my_module:build_model.",
     "not_there:build": "cannot import 'not_there' (ModuleNotFoundError: No module named 'not_there'). Write it as",
     "my_broken:build": "cannot import 'my_broken' (ZeroDivisionError: division by zero, ",
@@ -495,6 +498,25 @@ def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, capsys:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m fsdp2 plan: error: " + REFUSALS[arguments])
     assert ended.value.code == 2
+
+
+@pytest.mark.usefixtures("builders")
+def test_an_interrupted_plan_ends_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--gpus", "8", "my_builders:is_stopped"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "\npython -m fsdp2 plan: interrupted\n"
+
+
+@pytest.mark.usefixtures("builders")
+def test_an_interrupted_script_is_the_scripts_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("script.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            main(["run", "script.py"])
+    finally:
+        fsdp2.uninstall()
 
 
 @pytest.mark.usefixtures("builders")
