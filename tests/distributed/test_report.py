@@ -201,7 +201,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
     missing = tmp_path / "none" / "step.html"
     for path, said in (
         (missing, f"fsdp2.report: cannot write '{missing}': there is no folder '{missing.parent}'. Create it"),
-        (tmp_path / "folder.html", "rank 0 may not write there. Use another path."),
+        (tmp_path / "folder.html", "it is a folder. Use the path of a file."),
         (tmp_path / "step.txt", "has the suffix '.txt'. Use .html, .json or .trace.json."),
     ):
         with pytest.raises(ValueError, match=r"fsdp2\.report") as refused, fsdp2.report(model, path):
@@ -211,6 +211,14 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
         pass
     with pytest.raises(ValueError, match="steps is 0, expected 1 or more"), fsdp2.report(model, steps=0):
         pass
+    for wrong, said in (
+        (lambda: fsdp2.report(3), "model is a int, expected the root of a sharded model"),
+        (lambda: fsdp2.report(model, None), "a path is None, expected where to write"),
+        (lambda: fsdp2.report(model, steps=2.5), r"steps is 2\.5, expected an int"),
+        (lambda: fsdp2.report(model, steps="3"), "steps is '3', expected an int"),
+    ):
+        with pytest.raises(TypeError, match=said), wrong():
+            pass
     with fsdp2.report(model):
         step(model)
         with pytest.raises(fsdp2.ScheduleError, match="a report on FSDPStack is being recorded"):

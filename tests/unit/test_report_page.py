@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -154,6 +155,19 @@ def test_page_json_and_chrome_trace_have_the_same_numbers(tmp_path: Path) -> Non
         }
 
 
+def test_a_disk_that_is_full_leaves_the_earlier_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(path: Path, text: str, **_: Any) -> int:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "step.json").write_text("the earlier one")
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(tmp_path / "step.json", _data())
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("step.json", "the earlier one")]
+
+
 def test_page_is_whole_and_asks_no_network(tmp_path: Path) -> None:
     page = files.page(_data())
     assert "{{" not in page
@@ -201,6 +215,8 @@ window.addEventListener("load", () => {
       predictionText: document.getElementById("prediction-text").textContent,
       summary: document.getElementById("summary").textContent,
       legend: document.getElementById("legend").textContent,
+      peak: document.getElementById("memory-top").textContent,
+      times: [...document.querySelectorAll("#memory-times span")].map((e) => e.textContent),
       cut: [...document.querySelectorAll("#units th")].filter((e) => e.textContent.endsWith(", ms") &&
         e.getBoundingClientRect().right > document.getElementById("units").parentElement.getBoundingClientRect().right)
         .map((e) => e.textContent),
@@ -259,6 +275,13 @@ def test_page_opens_without_errors_and_shows_the_findings(browser: str, tmp_path
     assert found["code"] == [name for text in expected for name in text.split("`")[1::2]]
     assert f"of which step {data['step']} is shown, counted from 0:" in found["summary"]
     assert "other: loss, optimizer, data" in found["legend"]
+    lines = data["timelines"]
+    lasted_ms = (max(each["stop_us"] for each in lines) - min(each["start_us"] for each in lines)) / 1e3
+    shown_ms = [float(text.removesuffix(" ms")) for text in found["times"]]
+    assert shown_ms == pytest.approx([lasted_ms * quarters / 4 for quarters in range(5)], abs=0.06)
+    value, unit = found["peak"].split()
+    shown = float(value) * 2 ** (10 * ["B", "KiB", "MiB", "GiB"].index(unit))
+    assert shown == pytest.approx(data["memory"]["peak_nbytes"], rel=0.01)
 
 
 @pytest.mark.long

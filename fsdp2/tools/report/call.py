@@ -89,13 +89,12 @@ def report(
     Raises:
         ValueError: ``model`` is not sharded; ``steps`` is less than 1; a path has another suffix, or rank 0 cannot
             write there; ``plan`` recommends nothing. All ranks raise.
-        TypeError: ``plan`` is no plan.
+        TypeError: an argument is of the wrong type.
         ScheduleError: inside another report, or inside torch.profiler with ``profile``; or at the end of the block, no
             forward ran on some rank.
         CommunicationError: another rank has not reached the end of the block.
     """
-    if steps < 1:
-        raise ValueError(f"{_CALLER}: steps is {steps}, expected 1 or more.")
+    _check_arguments(model, paths, steps)
     prediction = None if plan is None else _prediction(plan)
     unit = sharded_unit(model, _CALLER)
     if _recording:
@@ -167,6 +166,18 @@ def attached(
         _recording.clear()
 
 
+def _check_arguments(model: object, paths: Sequence[object], steps: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_CALLER}: model is a {type(model).__name__}, expected the root of a sharded model.")
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"{_CALLER}: a path is {path!r}, expected where to write, such as 'step.html'.")
+    if type(steps) is not int:
+        raise TypeError(f"{_CALLER}: steps is {steps!r}, expected an int.")
+    if steps < 1:
+        raise ValueError(f"{_CALLER}: steps is {steps}, expected 1 or more.")
+
+
 def _problem(targets: Sequence[Path]) -> str | None:
     """Why rank 0 cannot write to one of ``targets``."""
     for target in targets:
@@ -175,7 +186,9 @@ def _problem(targets: Sequence[Path]) -> str | None:
         folder = target.absolute().parent
         if not folder.is_dir():
             return f"{_CALLER}: cannot write '{target}': there is no folder '{folder}'. Create it, or use another path."
-        if target.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
+        if target.is_dir():
+            return f"{_CALLER}: cannot write '{target}': it is a folder. Use the path of a file."
+        if not os.access(folder, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
             return f"{_CALLER}: cannot write '{target}': rank 0 may not write there. Use another path."
     return None
 

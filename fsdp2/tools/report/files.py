@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,16 @@ def kind_of(path: Path) -> str | None:
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` to ``path``, as its suffix says."""
+    """Write ``data`` to ``path``, as its suffix says: whole, or not at all."""
     kind = kind_of(path)
     text = page(data) if kind == PAGE else _json(chrome_trace(data) if kind == CHROME_TRACE else data)
-    path.write_text(text, encoding="utf-8")
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def page(data: dict[str, Any]) -> str:

@@ -335,7 +335,7 @@ function fillPrediction() {
 function drawMemory() {
   const {rank, points, peak_nbytes: peak, allocated_nbytes: allocated, owners} = data.memory;
   const x = (us) => ((us - begin) / (end - begin)) * 1000;
-  const y = (nbytes) => 155 - (nbytes / Math.max(peak, 1)) * 145;
+  const y = (nbytes) => 160 - (nbytes / Math.max(peak, 1)) * 158; // the top is the peak, the bottom 0
   let path = "";
   points.forEach(([us, nbytes], i) => {
     path += i ? `H${x(us).toFixed(1)}V${y(nbytes).toFixed(1)}` : `M${x(us).toFixed(1)} ${y(nbytes).toFixed(1)}`;
@@ -344,6 +344,9 @@ function drawMemory() {
   for (const [name, value] of [["d", path + "H1000"], ["fill", "none"], ["stroke", "#1f77b4"], ["stroke-width", "2"],
     ["vector-effect", "non-scaling-stroke"]]) line.setAttribute(name, value);
   find("memory").replaceChildren(line);
+  find("memory-top").textContent = size(peak);
+  const times = [0, 0.25, 0.5, 0.75, 1].map((part) => `${(((end - begin) * part) / 1000).toFixed(1)} ms`);
+  find("memory-times").replaceChildren(...times.map((text) => element("span", text)));
   const first = owners.slice(0, 3).map((owner) => `${owner.unit} (${owner.what}, ${size(owner.nbytes)})`).join(", ");
   const measured = allocated === null ? "" : ` The device's allocator peaked at ${size(allocated)}.`;
   find("memory-text").textContent =
