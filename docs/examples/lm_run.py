@@ -259,7 +259,12 @@ class Journal:
         shaping = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_OPTIONS}
         self.records = self._take_over_folder(first_step, {**shaping, **facts})
         self.bar = tqdm(
-            desc=config.runtime, total=config.last_step, initial=first_step, unit="step", dynamic_ncols=True
+            desc=config.runtime,
+            total=config.last_step,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None,  # where standard error is no terminal
         )
 
     def _take_over_folder(self, first_step: int, curve_options: dict[str, Any]) -> list[dict[str, Any]]:
