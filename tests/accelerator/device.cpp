@@ -292,6 +292,17 @@ thread_local int64_t current_stream = 0;
 
 py::object* on_sync = nullptr;
 py::object* on_launch = nullptr;
+py::object* tracer = nullptr;
+
+// Tells `tracer`, by its method `what`, in the order in which the host asks. See `traced` of device.py.
+template <typename... Arguments>
+void trace(const char* what, const Arguments&... arguments) {
+  if (tracer == nullptr) return;
+  py::gil_scoped_acquire gil;
+  tracer->attr(what)(arguments...);
+}
+
+using Addresses = std::set<uintptr_t>;  // of memory of the device, by its start
 
 // The host is about to wait for the device.
 void count_sync(const std::string& what) {
@@ -319,7 +330,13 @@ struct AsOne {
 
 void synchronize(int64_t stream, const std::string& what) {
   count_sync(what);
+  trace("synchronize_stream", stream);
   device().run_until(device().record(stream));
+}
+
+void drain() {
+  trace("synchronize");
+  device().run_until(nullptr);
 }
 
 void enqueue(std::function<void()> run, std::string kind = "compute") {
@@ -347,27 +364,9 @@ class SimAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return {nullptr, nullptr, &release, kSim};
     size_t rounded = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
-    std::lock_guard<std::mutex> lock(device().mutex);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, limit == 0 || allocated + rounded <= limit, "simulated device: out of memory: ", rounded,
-        " bytes asked for, ", allocated, " of ", limit, " in use");
-    take_back_recorded();
-    spoil_freed();
-    auto& free = free_[{current_stream, rounded}];
-    Block* block;
-    if (free.empty()) {
-      block = new Block{std::aligned_alloc(kAlignment, rounded), rounded, current_stream, {}};
-      std::memset(block->address, 0xFF, rounded);
-    } else {
-      block = free.back();
-      free.pop_back();
-    }
-    blocks_[block->address] = block;
-    allocated += rounded;
-    peak = std::max(peak, allocated);
-    size_t& here = held[current_stream];
-    here += rounded;
-    most_held[current_stream] = std::max(most_held[current_stream], here);
+    Addresses freed;
+    Block* block = allocate_block(rounded, freed);
+    trace("allocate", reinterpret_cast<uintptr_t>(block->address), current_stream, freed);
     return {block->address, block->address, &release, kSim};
   }
 
@@ -375,6 +374,9 @@ class SimAllocator final : public c10::Allocator {
 
   void copy_data(void* to, const void* from, std::size_t nbytes) const override {
     count_launch("aten::copy_");
+    trace(
+        "launch", "aten::copy_", current_stream, Addresses{reinterpret_cast<uintptr_t>(from)},
+        Addresses{reinterpret_cast<uintptr_t>(to)});
     enqueue([=] { std::memcpy(to, from, nbytes); });
   }
 
@@ -399,6 +401,33 @@ class SimAllocator final : public c10::Allocator {
   std::map<int64_t, std::vector<Block*>> freed_;  // since the last allocation on the stream
 
   static void release(void* address);
+
+  // Adds to `freed` where memory lies that may serve its stream again from here on.
+  Block* allocate_block(size_t rounded, Addresses& freed) {
+    std::lock_guard<std::mutex> lock(device().mutex);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, limit == 0 || allocated + rounded <= limit, "simulated device: out of memory: ", rounded,
+        " bytes asked for, ", allocated, " of ", limit, " in use");
+    take_back_recorded();
+    for (Block* each : freed_[current_stream]) freed.insert(reinterpret_cast<uintptr_t>(each->address));
+    spoil_freed();
+    auto& free = free_[{current_stream, rounded}];
+    Block* block;
+    if (free.empty()) {
+      block = new Block{std::aligned_alloc(kAlignment, rounded), rounded, current_stream, {}};
+      std::memset(block->address, 0xFF, rounded);
+    } else {
+      block = free.back();
+      free.pop_back();
+    }
+    blocks_[block->address] = block;
+    allocated += rounded;
+    peak = std::max(peak, allocated);
+    size_t& here = held[current_stream];
+    here += rounded;
+    most_held[current_stream] = std::max(most_held[current_stream], here);
+    return block;
+  }
 
   void free_block(void* address) {
     std::lock_guard<std::mutex> lock(device().mutex);
@@ -533,10 +562,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event();
     static_cast<Event*>(*event)->mark = device().record(on.id());
+    trace("record_event", reinterpret_cast<uintptr_t>(*event), on.id());
   }
   void block(void* event, const c10::Stream& on) const override {
     count_launch("wait");
-    if (event != nullptr && static_cast<Event*>(event)->mark) device().block(on.id(), static_cast<Event*>(event)->mark);
+    if (event == nullptr || !static_cast<Event*>(event)->mark) return;
+    trace("wait_event", reinterpret_cast<uintptr_t>(event), on.id());
+    device().block(on.id(), static_cast<Event*>(event)->mark);
   }
   bool queryEvent(void* event) const override {
     return event == nullptr || !static_cast<Event*>(event)->mark || *static_cast<Event*>(event)->mark;
@@ -544,7 +576,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void synchronizeEvent(void* event) const override {
     count_sync("event.synchronize");
-    if (event != nullptr && static_cast<Event*>(event)->mark) device().run_until(static_cast<Event*>(event)->mark);
+    if (event == nullptr || !static_cast<Event*>(event)->mark) return;
+    trace("synchronize_event", reinterpret_cast<uintptr_t>(event));
+    device().run_until(static_cast<Event*>(event)->mark);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {  // an operation takes 1 ms
     auto time = [](void* event) { return static_cast<Event*>(event)->mark->load(); };
@@ -555,7 +589,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& on) const override { synchronize(on.id(), "stream.synchronize"); }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     count_sync("synchronize");
-    device().run_until(nullptr);
+    drain();
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& on) const override {
     allocator().record(memory.get(), on.id());
@@ -643,6 +677,21 @@ Stack replaced(const Stack& values, c10::DeviceType type, const std::function<Te
   return result;
 }
 
+// Where the tensors among `values` lie that are the device's.
+Addresses addresses_of(const Stack& values) {
+  Addresses found;
+  replaced(values, c10::DeviceType::CPU, [&found](const Tensor& each) {
+    if (each.defined() && each.is_privateuseone() && each.numel() > 0)
+      found.insert(reinterpret_cast<uintptr_t>(each.storage().data()));
+    return each;
+  });
+  return found;
+}
+
+void trace_launch(const std::string& name, int64_t stream, const Stack& read, const Stack& written) {
+  if (tracer != nullptr) trace("launch", name, stream, addresses_of(read), addresses_of(written));
+}
+
 void copy_results(const Stack& targets, const Stack& results) {
   for (size_t i = 0; i < targets.size(); ++i) {
     if (targets[i].isTensor() && targets[i].toTensor().defined() && results[i].toTensor().numel() > 0)
@@ -674,7 +723,7 @@ bool is_written(const c10::Argument& argument) {
 
 // Runs `op` now, with the host waiting for all that it reads.
 void run_at_once(const c10::OperatorHandle& op, Stack* stack, const Stack& arguments) {
-  device().run_until(nullptr);
+  drain();
   Stack results = replaced(arguments, c10::DeviceType::CPU, argument_on_host);
   op.callBoxed(&results);
   for (size_t i = 0; i < results.size(); ++i) {
@@ -718,6 +767,7 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
     Stack drawing = arguments;
     drawing[0] = drawn;
     op.callBoxed(&drawing);
+    trace_launch(schema.name(), current_stream, {}, {target});
     enqueue([to = on_host(target), drawn] { to.copy_(drawn); });
     stack->push_back(target);
     return;
@@ -766,6 +816,10 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
       if (parameters[j].alias_info() != nullptr && *parameters[j].alias_info() == *info) outcome[i] = arguments[j];
   }
   Stack inputs = replaced(arguments, c10::DeviceType::CPU, argument_on_host);
+  Stack written = outcome;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (is_written(parameters[i])) written.push_back(arguments[i]);
+  trace_launch(schema.name(), current_stream, arguments, written);
   enqueue([op, inputs = std::move(inputs), targets = std::move(targets)]() mutable {
     Stack results = inputs;
     op.callBoxed(&results);
@@ -794,6 +848,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   count_launch("aten::copy_");
   Tensor from = on_host(source), to = on_host(target);
   const bool is_across = source.is_cpu() || target.is_cpu();
+  trace_launch("aten::copy_", current_stream, {source}, {target});
   const bool is_pinned = is_across && pinned().holds(source.is_cpu() ? source.data_ptr() : target.data_ptr());
   if (!is_across || (non_blocking && is_pinned)) {
     enqueue([from, to] { to.copy_(from); }, is_across ? "copy" : "compute");
@@ -883,6 +938,7 @@ const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at:
 
 at::Scalar local_scalar(const Tensor& self) {
   Tensor value = on_host(self);
+  trace_launch("aten::item", current_stream, {self}, {});
   synchronize(current_stream, "item");
   return value.item();
 }
@@ -943,6 +999,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("on_launch", [](py::object function) {
     on_launch = function.is_none() ? nullptr : new py::object(std::move(function));
   });
+  m.def("trace", [](py::object object) {
+    tracer = object.is_none() ? nullptr : new py::object(std::move(object));
+  });
   m.def("schedule", [](uint64_t seed, std::set<std::string> late, std::string first) {
     std::lock_guard<std::mutex> lock(device().mutex);
     auto& schedule = device().schedule;
@@ -951,12 +1010,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     schedule.first = std::move(first);
     for (auto& stream : device().streams) stream.priority.reset();
   });
-  m.def("drain", [] { device().run_until(nullptr); });
+  m.def("drain", drain);
   m.def("spoil_all_free", [] { allocator().spoil_all_free(); });
   m.def("drop_all", [] { device().drop_all(); }, py::call_guard<py::gil_scoped_release>());
   m.def("host_view", [](const Tensor& tensor) { return on_host(tensor); });
-  m.def("send", [](int64_t stream, std::string kind, py::object message) {
+  m.def("send", [](int64_t stream, std::string kind, py::object message, const std::vector<Tensor>& written,
+                   const std::vector<Tensor>& read) {
     count_launch(kind);
+    trace_launch(kind, stream, {c10::List<Tensor>(read)}, {c10::List<Tensor>(written)});
     Item item;
     item.kind = std::move(kind);
     item.message = std::make_unique<Message>(std::move(message));

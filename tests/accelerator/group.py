@@ -198,7 +198,7 @@ class SimNCCL(dist.ProcessGroup):
 
         parts: Callable[[], Any] = lambda: [ins] * self._size  # noqa: E731
         return self._launch(
-            Message(self, "all-gather", outs, parts, [nbytes] * self._size, finish), opts, outputs + inputs
+            Message(self, "all-gather", outs, parts, [nbytes] * self._size, finish), opts, outputs, inputs
         )
 
     def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
@@ -220,7 +220,7 @@ class SimNCCL(dist.ProcessGroup):
             _reduce(received, outs, op, factor)
 
         return self._launch(
-            Message(self, "reduce-scatter", outs, parts, [nbytes] * self._size, finish), opts, outputs + inputs
+            Message(self, "reduce-scatter", outs, parts, [nbytes] * self._size, finish), opts, outputs, inputs
         )
 
     def reduce_scatter_single(self, output: Tensor, values: Tensor, opts: Any = None) -> Any:
@@ -239,7 +239,7 @@ class SimNCCL(dist.ProcessGroup):
 
         nbytes = [sum(each.nbytes for each in views)] * self._size
         return self._launch(
-            Message(self, "all-reduce", views, lambda: [views] * self._size, nbytes, finish), opts, tensors
+            Message(self, "all-reduce", views, lambda: [views] * self._size, nbytes, finish), opts, tensors, tensors
         )
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -257,7 +257,7 @@ class SimNCCL(dist.ProcessGroup):
         nbytes = [sum(each.nbytes for each in ins)] * self._size
         flat = [each for row in outs for each in row]
         message = Message(self, "all-gather", flat, lambda: [ins] * self._size, nbytes, finish)
-        return self._launch(message, opts, [*inputs, *(each for row in outputs for each in row)])
+        return self._launch(message, opts, [each for row in outputs for each in row], inputs)
 
     def all_to_all_single(
         self, output: Tensor, values: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -273,7 +273,7 @@ class SimNCCL(dist.ProcessGroup):
 
         parts: Callable[[], Any] = lambda: [[part] for part in given.split(input_sizes)]  # noqa: E731
         nbytes = [size * width for size in output_sizes]
-        return self._launch(Message(self, "all-to-all", [out], parts, nbytes, finish), opts, [output, values])
+        return self._launch(Message(self, "all-to-all", [out], parts, nbytes, finish), opts, [output], [values])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if (on_cpu := self._on_cpu("broadcast", tensors, opts)) is not None:
@@ -287,7 +287,7 @@ class SimNCCL(dist.ProcessGroup):
 
         sizes = [nbytes if source == root else 0 for source in range(self._size)]
         parts: Callable[[], Any] = lambda: [views if self._rank == root else None] * self._size  # noqa: E731
-        return self._launch(Message(self, "broadcast", views, parts, sizes, finish), opts, tensors)
+        return self._launch(Message(self, "broadcast", views, parts, sizes, finish), opts, tensors, tensors)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         if (on_cpu := self._on_cpu("scatter", outputs, inputs, opts)) is not None:
@@ -302,8 +302,8 @@ class SimNCCL(dist.ProcessGroup):
 
         nbytes = sum(each.nbytes for each in outs)
         sizes = [nbytes if source == root else 0 for source in range(self._size)]
-        tensors = [*outputs, *(each for row in inputs for each in row)]
-        return self._launch(Message(self, "scatter", outs, parts, sizes, finish), opts, tensors)
+        given = [each for row in inputs for each in row]
+        return self._launch(Message(self, "scatter", outs, parts, sizes, finish), opts, outputs, given)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Of objects only, which lie on the CPU."""
@@ -336,16 +336,16 @@ class SimNCCL(dist.ProcessGroup):
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
     allreduce_coalesced, alltoall_base = allreduce, all_to_all_single
 
-    def _launch(self, message: Message, opts: Any, tensors: Sequence[Tensor]) -> Work | None:
+    def _launch(self, message: Message, opts: Any, written: Sequence[Tensor], read: Sequence[Tensor]) -> Work | None:
         current = torch.accelerator.current_stream()
         if not getattr(opts, "asyncOp", True):
-            load().send(current.stream_id, message.name, message)
+            load().send(current.stream_id, message.name, message, written, read)
             return None
         if self._stream is None:
             self._stream = torch.Stream(device=DEVICE)
         self._stream.wait_stream(current)
-        load().send(self._stream.stream_id, message.name, message)
-        return Work(self._stream.record_event(), tensors)
+        load().send(self._stream.stream_id, message.name, message, written, read)
+        return Work(self._stream.record_event(), [*written, *read])
 
     def _on_cpu(self, name: str, *args: Any) -> Any:
         """What gloo returns, if the tensors are the CPU's."""
