@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp2.tools.planner import measure
 from tests.accelerator import device
 from tests.accelerator.cases import CASES, mesh_of, names, run
 from tests.accelerator.support import on_device
@@ -54,6 +55,13 @@ def test_host_does_not_wait_in_a_steady_step(ctx: RankContext, name: str) -> Non
     if "offloaded" in name:
         assert found.pop(_OF_OFFLOADED) > 0
     assert found == (_OF_UNUSED if name == "partly used" else {}), found
+
+
+@on_device(2)
+def test_host_waits_for_what_it_measures(ctx: RankContext) -> None:
+    x = torch.ones(4, device=device.DEVICE)
+    measure._seconds(lambda: x.add_(1), x.device)
+    assert torch.accelerator.current_stream().query()
 
 
 @pytest.mark.parametrize("name", names(4))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fsdp2
+from fsdp2.tools.report.recorder import DeviceClock
 from tests.accelerator import device
 from tests.accelerator.support import on_device
 from tests.distributed.support import DIM, Stack, seeded, shard
@@ -47,6 +48,13 @@ def test_steps_that_are_reported_do_not_wait_for_the_device(ctx: RankContext, la
         assert all(duration >= 0 for *_, duration, _ in timeline["transfers"])
         waits = "gather_wait_ms" if late == ["all-gather"] else "reduce_wait_ms"
         assert totals[waits] > 0  # the device has one clock, and does what is late when nothing else is left
+
+
+@on_device(2)
+def test_clock_starts_when_the_device_has_come_to_it(ctx: RankContext) -> None:
+    torch.ones(4, device=device.DEVICE)
+    DeviceClock(torch.device(device.DEVICE), [])
+    assert torch.accelerator.current_stream().query()
 
 
 @on_device(2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -16,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import fully_shard
+from fsdp2 import _torch, fully_shard
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
 from tests.harness.pool import shared_pool
@@ -174,3 +175,13 @@ def test_parameter_is_frozen_and_cast_between_steps(ctx: RankContext) -> None:
     model(batch).sum().backward()
     assert model.blocks[0].down.weight.grad.dtype is torch.float64
     assert model.blocks[1].up.weight.grad is None
+
+
+@distributed(2)
+def test_gradient_whose_collective_is_pending_is_waited_for(ctx: RankContext) -> None:
+    mesh = ctx.mesh_1d()
+    grad = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+    _torch.set_local(grad, collectives.all_reduce(torch.ones(2), "sum", (mesh, 0)))
+    found = _torch.arrived_local(grad)
+    assert type(found) is Tensor
+    assert found.tolist() == [2.0, 2.0]
