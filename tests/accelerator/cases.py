@@ -277,6 +277,39 @@ def with_optimizer_event(step: Step, model: Any) -> list[Tensor]:
     return one_backward(step, model)
 
 
+def step_on_a_side_stream(step: Step, model: Any) -> list[Tensor]:
+    """SGD on a stream of its own; the forward is told of its end, and the current stream does not wait."""
+    loss = step.loss(model)
+    loss.backward()
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if parameters[0].device.type != device.DEVICE:
+        _sgd(parameters)
+        return [loss]
+    side = torch.sim.Stream()  # type: ignore[attr-defined]
+    side.wait_stream(torch.accelerator.current_stream())
+    with torch.sim.stream(side):  # type: ignore[attr-defined]
+        _sgd(parameters)
+        step.control(model).set_post_optim_event(side.record_event())
+    return [loss]
+
+
+def step_aside_and_evaluate(step: Step, model: Any) -> list[Tensor]:
+    """The forward of an evaluation is what waits for the optimizer."""
+    losses = step_on_a_side_stream(step, model)
+    with torch.no_grad():
+        return [*losses, step.loss(model)]
+
+
+def _sgd(parameters: list[Any]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.1)
+
+
+def nothing(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
 def without_side(step: Step, model: Any) -> list[Tensor]:
     batch = step.batch(model)
     loss = model.loss(model(*batch, use_side=step.index % 2 == 0), batch)
@@ -383,6 +416,12 @@ CASES: dict[str, Trained] = {
     "updated in backward": Trained(step=update_in_backward, options=_of(policy=bf16_fp32)),
     "unsharded by hand": Trained(step=unshard_by_hand, options=_of(policy=bf16)),
     "optimizer's event": Trained(step=with_optimizer_event, options=_of(policy=bf16)),
+    "optimizer on a stream of its own": Trained(
+        beyond_torch=True,  # compute does not wait for the optimizer there
+        step=step_aside_and_evaluate,
+        optimizer=nothing,
+        options=_of(then=gather_on_compute_stream),
+    ),
     "partly used": Trained(model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32)),
     "partly used, zeros elsewhere": Trained(
         model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32, then=reduce_unused)

@@ -17,43 +17,18 @@ from tests.accelerator.cases import (
     bf16_fp32,
     differences,
     gather_on_compute_stream,
+    nothing,
     placed,
     run,
     sharded,
+    step_on_a_side_stream,
 )
 from tests.accelerator.support import cpu_mesh, on_device
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Step
 
 SIM: Any = device.DEVICE
-
-
-def step_on_a_side_stream(step: Step, model: Any) -> list[Tensor]:
-    """SGD on a stream of its own; the forward is told of its end, and the current stream does not wait."""
-    loss = step.loss(model)
-    loss.backward()
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    if parameters[0].device.type != SIM:
-        _sgd(parameters)
-        return [loss]
-    side = torch.sim.Stream()  # type: ignore[attr-defined]
-    side.wait_stream(torch.accelerator.current_stream())
-    with torch.sim.stream(side):  # type: ignore[attr-defined]
-        _sgd(parameters)
-        step.control(model).set_post_optim_event(side.record_event())
-    return [loss]
-
-
-def _sgd(parameters: list[Any]) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.1)
-
-
-def nothing(parameters: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.0)
 
 
 def losses(values: dict[str, Tensor]) -> dict[str, Tensor]:

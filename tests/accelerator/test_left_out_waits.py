@@ -1,23 +1,30 @@
-"""Each stream wait of the package is needed: without it, some run on the simulated accelerator gives other values.
+"""Each wait of the package is needed. Here is the list of all of them, with what notices that one is left out:
 
-But one: when a gather is dropped, compute waits for the gather stream before it frees what that one reads
-(``Gather.drop``). What would be read too late is thrown away, so no value can tell. Clocks can: see
-``tests/distributed/test_stream_order.py``.
+- ``WAITS`` and ``WAITS_OF_4``: some run on the simulated accelerator gives other values. Tests below.
+- ``UNSEEN`` and ``UNSEEN_OF_4``: no value tells, but the order of accesses does. ``test_sanitizer.py``, and the clocks
+  of ``tests/distributed/test_stream_order.py``.
+- ``ELSEWHERE``: waits for gloo's messages, and those of tools. The test that is named with each.
+
+An event that is not recorded is not waited for, so records are in the list, too. ``comm/streams.py`` itself is not: all
+waits of the others end there.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.streams import AcceleratorStreams
+import fsdp2
+from fsdp2.comm.streams import AcceleratorStreams, Streams
 from tests.accelerator import group
 from tests.accelerator.cases import CASES, SCHEDULES, differences, mesh_of, reference, run
 from tests.accelerator.support import on_device
@@ -31,7 +38,8 @@ class Wait:
     """A wait to leave out.
 
     Attributes:
-        method: of ``AcceleratorStreams``; or "work", the wait for a collective on the backend's own stream.
+        method: of ``AcceleratorStreams``; or "work", the wait for a collective on the backend's own stream. "on" waits
+            twice.
         place: the function in ``fsdp2`` that waits.
         case: whose values tell.
         schedule: what notices as a rule. Orders are drawn for all streams that there are, so what ran before has a part
@@ -56,6 +64,7 @@ WAITS = [
     Wait("gather_after_compute", "runtime.root.Root._begin_backward", "reads what forward wrote", "side streams first"),
     Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment", "side streams first"),
     Wait("gather_after", "runtime.root.Root.order_gathers", "optimizer's event", "side streams first"),
+    Wait("wait_here", "runtime.root.Root.order_gathers", "optimizer on a stream of its own", "compute first"),
     Wait("reduce_after_compute", "group.reduce_scatter.Reduce.launch", "plain", "side streams first"),
     Wait("wait_on_cpu", "comm.offload.FlatStage.wait", "offloaded, evaluated", "late copies"),
     Wait("wait_on_cpu", "comm.offload.HostCopies.wait", "offloaded", "late copies"),
@@ -63,6 +72,10 @@ WAITS = [
     Wait("work", "runtime.rank_checks._reduce", "partly used", "late reductions"),
     Wait("on, in front", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "late reductions"),
     Wait("on, behind", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "compute first"),
+    Wait("record", "group.all_gather.Gather.issue", "plain", "late gathers"),
+    Wait("record", "group.gradients.Reduction._advance", "bf16", "compute first"),
+    Wait("record", "comm.offload.FlatStage.fetch", "offloaded, evaluated", "late copies"),
+    Wait("record", "comm.offload.HostCopies.__init__", "offloaded", "late copies"),
 ]
 WAITS_OF_4 = [
     Wait(
@@ -72,7 +85,52 @@ WAITS_OF_4 = [
         "side streams first",
     ),
     Wait("work", "group.gradients.Reduction._advance", "replicated, cast back", "late all-reduces"),
+    Wait("record", "group.reduce_scatter.Reduce.launch", "replicated, direct", "late reductions"),
 ]
+UNSEEN = [  # the memory that is written again too early gets the same values
+    Wait("gather_after_compute", "group.all_gather.Gather.release", "kept storage", "side streams first"),
+]
+UNSEEN_OF_4 = [  # what would be read too late is thrown away
+    Wait("wait_here", "group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", "side streams first"),
+]
+ELSEWHERE: dict[tuple[str, str], str] = {
+    # collectives that the CPU waits for, as gloo's; _issued is for backends that return a work where NCCL returns none
+    ("comm.backends.CollectiveComm._issued", "work"): (
+        "unit/test_streams.py::test_collectives_on_a_stream_leave_nothing_to_the_cpu"
+    ),
+    ("comm.backends._Messages.wait", "work"): (
+        "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up"
+    ),
+    ("comm.custom._Message.wait", "work"): (
+        "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
+    ),
+    ("api.contexts.gathered_together", "work"): (
+        "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
+    ),
+    ("fsdp1.state_values.locals_of_flat", "work"): (
+        "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers_is_saved_under_both_names"
+    ),
+    ("_torch.arrived_local", "work"): (
+        "distributed/test_model_parallel_state.py::test_gradient_whose_collective_is_pending_is_waited_for"
+    ),
+    ("tools.weights._do", "work"): "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
+    # what measures time
+    ("tools.report.recorder.DeviceClock.__init__", "synchronize"): (
+        "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
+    ),
+    ("tools.report.recorder.DeviceClock._event", "record"): (
+        "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
+    ),
+    ("tools.report.recorder.DeviceClock.settle", "synchronize"): (
+        "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
+    ),
+    ("tools.planner.measure._wait", "synchronize"): (
+        "accelerator/test_host_syncs.py::test_host_waits_for_what_it_measures"
+    ),
+    ("tools.planner.measure._collectives.one.finish", "work"): (
+        "distributed/test_measure.py::test_collectives_are_measured_by_size_alone_and_beside_products"
+    ),
+}
 
 
 @pytest.mark.parametrize("wait", [*WAITS[:3], *long(*WAITS[3:])], ids=str)
@@ -85,6 +143,44 @@ def test_wait_that_is_left_out_is_noticed(ctx: RankContext, wait: Wait) -> None:
 @on_device(4)
 def test_wait_that_is_left_out_is_noticed_on_4_ranks(ctx: RankContext, wait: Wait) -> None:
     check(ctx, wait)
+
+
+def test_list_has_all_waits_of_the_package() -> None:
+    listed = [*WAITS, *WAITS_OF_4, *UNSEEN, *UNSEEN_OF_4]
+    places = {(wait.place, wait.method.partition(",")[0]) for wait in listed}
+    assert sorted([*places, *ELSEWHERE]) == sorted(_waits_in_source())
+
+
+def test_tests_that_notice_other_waits_exist() -> None:
+    for path, _, name in (test.partition("::") for test in ELSEWHERE.values()):
+        assert f"def {name}(" in (_TESTS / path).read_text(), (path, name)
+
+
+_TESTS = Path(__file__).parents[1]
+_METHODS = {name for name in vars(Streams) if "wait" in name or "after" in name or name in ("record", "on")}
+
+
+def _waits_in_source() -> Iterator[tuple[str, str]]:
+    package = Path(fsdp2.__file__).parent
+    for path in package.rglob("*.py"):
+        module = ".".join(path.relative_to(package).with_suffix("").parts)
+        if module != "comm.streams":
+            yield from _waits_in(ast.parse(path.read_text()), module)
+
+
+def _waits_in(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
+    """Where something in ``node`` waits, and by which method, as a ``Wait`` names them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield from _waits_in(child, f"{place}.{child.name}")
+            continue
+        if isinstance(child, ast.Call):
+            called, _, method = ast.unparse(child.func).rpartition(".")
+            if method == "wait_for" or (method == "wait" and ("work" in called or called == "local")):
+                yield place, "work"
+            elif method in _METHODS or method == "synchronize":
+                yield place, method
+        yield from _waits_in(child, place)
 
 
 def check(ctx: RankContext, wait: Wait) -> None:
