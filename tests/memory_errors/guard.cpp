@@ -65,7 +65,7 @@ class Guard final : public c10::Allocator {
     const size_t usable = (held + kPage - 1) / kPage * kPage;
     Block block{nullptr, usable + 2 * kPage, nbytes, 0, false, 0, {}};
     void* region = mmap(nullptr, block.region_nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (region == MAP_FAILED) throw std::runtime_error("guard allocator: mmap failed; see vm.max_map_count");
+    if (region == MAP_FAILED) throw std::runtime_error("DefaultCPUAllocator: the guard allocator got no memory from mmap; see vm.max_map_count");
     block.region = static_cast<char*>(region);
     char* first = block.region + kPage;
     if (mprotect(first, usable, PROT_READ | PROT_WRITE)) throw std::runtime_error("guard allocator: mprotect failed");
