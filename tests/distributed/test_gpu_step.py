@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_step
-from gpu_step import Result, measure, tables
+from gpu_step import Result, measure, report_cost, tables
 from gpu_subjects import CASES, SUBJECTS, Run, Shape, StillGroup, process_group
 
 
@@ -34,6 +35,38 @@ def test_a_case_gives_figures_of_all_subjects(toy: Run) -> None:
     assert found[0].note.endswith("A step in a report takes 1.004 of one without; aim: 1.01.")
     assert [each.name for each in found] == ["time", "cpu", "memory", "copies", "kinds", "checks"]
     assert [row[0] for row in found[-1].rows] == ["a case: fsdp2", "a case: torch"]
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 3.0])
+def test_cost_of_a_report_is_that_of_pairs_whatever_the_gpu_does_between_them(
+    toy: Run, monkeypatch: pytest.MonkeyPatch, slowdown: float
+) -> None:
+    calls: list[str] = []
+
+    def clock(name: str, ms: float) -> Callable[..., float]:
+        def measured(*_: object) -> float:
+            calls.append(name)
+            return ms * (slowdown if len(calls) > 4 else 1.0)
+
+        return measured
+
+    monkeypatch.setattr(gpu_step, "step_ms", clock("plain", 100.0))
+    monkeypatch.setattr(gpu_step, "reported_ms", clock("reported", 100.4))
+    assert report_cost(None, toy) == pytest.approx(1.004)  # type: ignore[arg-type]
+    assert calls == ["plain", "reported", "reported", "plain", "plain", "reported"]
+
+
+def test_case_that_fails_leaves_no_process_group_behind() -> None:
+    def run_out_of_memory() -> None:
+        with process_group(CASES[0], "cpu"):
+            StillGroup.fills = True
+            raise torch.OutOfMemoryError
+
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            run_out_of_memory()
+        assert not dist.is_initialized()
+        assert not StillGroup.fills
 
 
 def test_bytes_of_a_block_are_those_of_its_parameters(toy: Run) -> None:
