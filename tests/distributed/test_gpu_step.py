@@ -15,9 +15,11 @@ from fsdp2.comm.backends import CollectiveComm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_step
-from gpu_step import Result, measure, planned_copies, report_cost, tables
-from gpu_subjects import CASES, SUBJECTS, Case, Run, Shape, Stepper, StillGroup, process_group
+from gpu_step import Result, planned_copies, report_cost, tables
+from gpu_subjects import BF16, CASES, SUBJECTS, Block, Case, Run, Shape, Stepper, StillGroup, process_group
 from gpu_trace import Planned
+
+from tests.gpu import test_gpu_step as on_gpu
 
 
 @pytest.fixture
@@ -28,8 +30,7 @@ def toy(tmp_path: Path) -> Run:
 # torch's profiler prints where it starts and stops, and its collectives warn of their old names
 @pytest.mark.filterwarnings("ignore")
 def test_a_case_gives_figures_of_all_subjects(toy: Run) -> None:
-    measured = measure(CASES[-3], toy)
-    assert measured.is_finite
+    measured = on_gpu.measured_finite(CASES[-3], toy)
     assert measured.reported > 0
     figures = measured.figures
     assert list(figures) == list(SUBJECTS)
@@ -40,6 +41,14 @@ def test_a_case_gives_figures_of_all_subjects(toy: Run) -> None:
     assert found[0].note.endswith("A step in a report takes 1.004 of one without; aim: 1.01.")
     assert [each.name for each in found] == ["time", "cpu", "memory", "copies", "kinds", "checks"]
     assert found[-1].rows[0][0] == "a case"
+
+
+@pytest.mark.parametrize("shape", [Shape(), on_gpu.SHAPE], ids=["8B", "tests on a GPU"])
+def test_all_matrices_travel_direct_where_the_gpu_expects_that(shape: Shape) -> None:
+    with torch.device("meta"):
+        block = Block(shape, has_gains=CASES[0].has_gains)
+    sizes = [parameter.numel() * BF16.itemsize // CASES[0].world_size for parameter in block.parameters()]
+    assert min(sizes) >= CollectiveComm.direct_min_nbytes
 
 
 # By hand, of two blocks of seven matrices. With gains, or with a cast, a block has a bucket; its kernel reads addresses
