@@ -11,7 +11,7 @@ Step time: CUDA events around three steps in a row. CPU time: until a step is en
 memory: beyond parameters (shards, where there are any) and inputs; activations are the same for all. Copies, the
 compute stream's idle time and what the CPU waits for are read out of a profiler's trace, which ``--traces`` keeps.
 Position embeddings are left out, which have copies of their own. In a report, fsdp2 also notes when work starts and
-stops, as inside ``fsdp2.report``.
+stops, as inside ``fsdp2.report``. The last table is that of ``gpu_direct.py``, of thresholds for direct travel.
 
     python benchmarks/gpu_step.py [--quick] [--blocks 8] [--tokens 8192] [--traces FOLDER]
     python benchmarks/gpu_step.py --device cpu    # tries the script on a toy; the figures mean nothing
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import gpu_direct
 import gpu_trace
 import torch
 from common import Ratios, Table, medians_in_turns, publish, table
@@ -322,6 +323,11 @@ def results_of(run: Run, cases: list[Case]) -> list[Result]:
     return results
 
 
+def thresholds(device: str, shape: Shape, rounds: int) -> Table:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return gpu_direct.table(pool.apply(gpu_direct.measure, (device, shape, rounds)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -344,14 +350,13 @@ def main() -> None:
         traces = options.traces or Path(folder)
         traces.mkdir(parents=True, exist_ok=True)
         results = results_of(Run(options.device, shape, blocks, tokens, rounds, traces), cases)
+    found = [*tables(results), thresholds(options.device, shape, rounds)]
     if is_toy:
         print("A toy on the CPU, to try the script: these figures mean nothing.\n")
-        for each in tables(results):
+        for each in found:
             print(f"{each.title}\n{table(each.columns, each.rows)}")
         return
-    publish(
-        "gpu_step", f"{blocks} blocks of Llama 3 8B's shape, {tokens} tokens, forward and backward", tables(results)
-    )
+    publish("gpu_step", f"{blocks} blocks of Llama 3 8B's shape, {tokens} tokens, forward and backward", found)
 
 
 if __name__ == "__main__":
