@@ -11,6 +11,7 @@
 
 Every part runs in a process of its own. One that hangs or crashes is a verdict, and the next one starts. The most
 valuable ones come first; what the time does not suffice for is "NOT RUN". The exit status is 1 if anything failed.
+Python and torch are enough, but (5) needs pytest, and plots need matplotlib: what is left out is said.
 """
 
 from __future__ import annotations
@@ -120,9 +121,11 @@ def run_here(name: str, device: str, report: Callable[..., None], limit_s: float
 def run_tests(report: Callable[..., None], limit_s: float) -> None:
     """``tests/gpu``, counted while they run, so that the time limit loses nothing."""
     if importlib.util.find_spec("pytest") is None:
-        report(NOT_RUN, "no pytest")
+        report(NOT_RUN, "none of these tests has run, since pytest is not installed")
         return
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    # Warnings are no errors here: without numpy, or with another driver, torch itself warns when it is imported.
+    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", *options]
     with tempfile.TemporaryFile("w+") as log:
         plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # whatever is installed there
         process = subprocess.Popen(command, cwd=ROOT, env=plain, stdout=log, stderr=subprocess.STDOUT)
@@ -319,7 +322,7 @@ def write_results(folder: Path, device: str, verdicts: Sequence[Mapping[str, Any
 
 def _draw(folder: Path, tables: Sequence[Mapping[str, Any]]) -> list[str]:
     if importlib.util.find_spec("matplotlib") is None:
-        return ["plots: no matplotlib"]
+        return ["no plots, since matplotlib is not installed; verdicts and figures are complete"]
     import plots
 
     problems = []

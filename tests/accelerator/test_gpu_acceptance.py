@@ -168,6 +168,25 @@ def test_parts_fit_into_the_time_by_their_guesses_with_steps_of_both_stacks_befo
     assert {"steps 8B 0", "steps 1B 1"} <= set(before)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tests_of_a_gpu_are_collected_without_numpy_whose_absence_torch_warns_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('no numpy', name='numpy')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{SCRIPT.parents[1]}")
+    found: list[str] = []
+    gpu_acceptance.run_tests(lambda status, detail, **_: found.append(detail), 120)
+    assert "0 failed" in found[0]
+    assert "exit status 0" in found[0]
+
+
+def test_missing_pytest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    found: list[tuple[str, str]] = []
+    gpu_acceptance.run_tests(lambda status, detail, **_: found.append((status, detail)), 5)
+    assert found == [(NOT_RUN, "none of these tests has run, since pytest is not installed")]
+
+
 def test_figures_become_tables_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP2_BENCH_RESULTS", "")  # is set to the folder
     one = {"step_ms": 1.0, "peak": 1 << 20, "reserved": 2 << 20, "copies": 3, "copy_ms": 0.5, "idle_ms": 0.1}
@@ -182,7 +201,7 @@ def test_figures_become_tables_and_plots(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row[0] for row in tables["thresholds"]["rows"]] == list(gpu_direct.THRESHOLDS)
     assert tables["thresholds"]["rows"][0][1:] == [7, 2.0, 3.0, 1.0] * 2
     if importlib.util.find_spec("matplotlib") is None:
-        assert problems == ["plots: no matplotlib"]
+        assert problems == ["no plots, since matplotlib is not installed; verdicts and figures are complete"]
     else:
         assert problems == []
         assert {path.name for path in tmp_path.glob("*.png")} == {"time.png", "thresholds.png"}
