@@ -216,6 +216,14 @@ the driver allocates: cudaMalloc x1""",
     )
 
 
+def test_waits_of_the_model_itself_are_no_problem_of_the_runtime() -> None:
+    once, twice = Trace().step(0, 50).run(GEMM, 10, 110), Trace().step(0, 50).run(GEMM, 10, 110)
+    for trace in (once, twice, twice):
+        trace.call("cudaStreamSynchronize", 30)
+    assert problems(once.only_step(), once.only_step(), Planned()) == []
+    assert problems(twice.only_step(), once.only_step(), Planned()) == ["the CPU waits: cudaStreamSynchronize x1"]
+
+
 def test_trace_of_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": Trace().step(0, 50).run(GEMM, 10, 20).events}))
