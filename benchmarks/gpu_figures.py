@@ -1,29 +1,19 @@
-"""What ``gpu_acceptance.py`` measures: steps of Llama-shaped stacks as ``gpu_step.py`` has them, and from which size
-on tensors should travel direct.
-
-The sweep runs fsdp2 alone. On ranks that are not there, it has what copies of a bucket cost and nothing of the wire; on
-NCCL with one rank, what launches of many small tensors cost.
+"""What ``gpu_acceptance.py`` measures: steps of Llama-shaped stacks as ``gpu_step.py`` has them, and what tensors cost
+that travel direct, or in a bucket.
 """
 
 from __future__ import annotations
 
-import gc
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_trace
-import torch
-from common import Bars, Ratios, Table, medians_in_turns
-from gpu_checks import Report, collectives_of_one_rank
-from gpu_device import device
-from gpu_step import Figures, measure, step_ms
-from gpu_subjects import CASES, Case, Run, Shape, Stepper, StillGroup, process_group
-
-from fsdp2.comm.backends import CollectiveComm
+import gpu_direct
+from common import Ratios, Table
+from gpu_checks import Report
+from gpu_step import Figures, measure
+from gpu_subjects import CASES, Run, Shape
 
 MiB = 1 << 20
 AIM = 1.02
@@ -33,11 +23,7 @@ TOY = Run("cpu", Shape(256, 4, 2, 512), num_blocks=2, tokens=32, rounds=1, trace
 STACKS = {
     "1B": Run("cuda", Shape(2048, 32, 8, 8192), num_blocks=16, tokens=8192, rounds=5, traces=Path()),
     "8B": Run("cuda", Shape(), num_blocks=6, tokens=8192, rounds=5, traces=Path()),
-    "1B, short": Run("cuda", Shape(2048, 32, 8, 8192), num_blocks=16, tokens=2048, rounds=7, traces=Path()),
 }
-THRESHOLDS = {"16 KiB": 16 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "infinite": 1 << 62}
-OURS = "1 MiB"  # CollectiveComm.direct_min_nbytes; a test holds the two together
-STILL, NCCL = "8 ranks", "NCCL, 1 rank"
 
 
 def run_of(name: str, stack: str, traces: Path) -> Run:
@@ -83,15 +69,17 @@ def steps(report: Report, name: str, stack: str, index: int) -> None:
         f"{_mib(none, 'peak')}; {_mib(ours, 'reserved')} reserved, torch {_mib(theirs, 'reserved')}; one group is "
         f"{run.shape.block_nbytes / MiB:.0f} MiB",
     )
-    wrong = gpu_trace.problems(figures["fsdp2"].step, figures["unsharded"].step)
     more = ours["copies"] - none["copies"]
-    if index == 0 and more > 0:  # all tensors travel direct
-        wrong.append(f"{more} more copies, though all tensors travel direct")
+    if not figures["fsdp2"].step.ops:
+        report("NOT RUN", f"{row}, copies: torch's profiler has seen nothing of the device")
+        return
+    wrong, planned = measured.problems(), measured.planned
     report(
         _status(not wrong),
         f"{row}, copies: {more} more than unsharded ({ours['copy_ms'] - none['copy_ms']:.2f} ms), torch "
-        f"{theirs['copies'] - none['copies']} ({theirs['copy_ms'] - none['copy_ms']:.2f} ms); "
-        f"{'; '.join(wrong) or 'none on the compute stream, and the CPU never waits'}",
+        f"{theirs['copies'] - none['copies']} ({theirs['copy_ms'] - none['copy_ms']:.2f} ms); on the compute stream, "
+        f"{planned.kernels} kernels and {planned.uploads} uploads are planned; "
+        f"{'; '.join(wrong) or 'no others there, and the CPU never waits'}",
         kinds={subject: each.step.kinds_of_copies() for subject, each in figures.items()},
     )
 
@@ -122,62 +110,24 @@ def _mib(figures: Mapping[str, float], name: str) -> str:
 # (6) From which size on tensors should travel direct
 
 
-def sweep(report: Report, name: str, comm: str) -> None:
-    """Step time and memory of fsdp2 with each threshold. ``comm``: ``STILL`` or ``NCCL``."""
-    case = CASES[1] if comm == STILL else CASES[5]
-    run = run_of(name, "1B, short", Path())
-    before = CollectiveComm.direct_min_nbytes
-    torch.set_num_threads(1)
-    with process_group(case, name), _through_process_group(name, comm):
-        peaks = {}
-        steppers = {}
-        try:
-            for text, nbytes in THRESHOLDS.items():
-                CollectiveComm.direct_min_nbytes = nbytes
-                steppers[text], peaks[text] = _warm(case, run)
-        finally:
-            CollectiveComm.direct_min_nbytes = before
-        times = medians_in_turns({t: partial(step_ms, each, name) for t, each in steppers.items()}, run.rounds)
-        steppers.clear()
-    figures = {text: {"step_ms": times[text], "peak": peaks[text]} for text in THRESHOLDS}
-    fastest = min(times, key=lambda text: times[text])
-    shown = ", ".join(f"{text} {times[text]:.2f} ms" for text in times)
-    if name != "cuda":
-        report("NOT RUN", f"threshold, {comm}: needs CUDA; a toy on the CPU gave {len(times)} figures")
-        return
-    report(
-        _status(times[OURS] <= NOISE * times[fastest]),
-        f"threshold, {comm}: {OURS} takes {times[OURS] / times[fastest]:.3f} of the fastest, {fastest}; {shown}",
-        comm=comm,
-        thresholds=figures,
-    )
-
-
-@contextmanager
-def _through_process_group(name: str, comm: str) -> Iterator[None]:
-    if comm == STILL:
-        yield
-        return
-    with collectives_of_one_rank(device(name)):
-        yield
-
-
-def _warm(case: Case, run: Run) -> tuple[Stepper, int]:
-    """A model whose plans are compiled, and what its step holds at the peak beyond its shards."""
-    step = Stepper("fsdp2", case, run)
-    StillGroup.fills = True  # how fast a GPU multiplies depends on the values
-    for _ in range(3):
-        step()
-    StillGroup.fills = False
-    if run.device != "cuda":
-        return step, 0
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return step, torch.cuda.max_memory_allocated() - before
+def direct(report: Report, name: str) -> None:
+    """That a block whose large tensors travel direct takes no longer than one that is a bucket as a whole. From which
+    size on they should is not decided: one GPU has no wire."""
+    rounds, shape = (7, Shape()) if name == "cuda" else (1, TOY.shape)
+    costs = gpu_direct.measure(name, shape, rounds)
+    for num_ranks, cost in costs.items():
+        times = {text: gpu_direct.device_ms(each) for text, each in cost.items()}
+        row = f"direct from {gpu_direct.OURS} on, {num_ranks} ranks"
+        if name != "cuda":
+            report("NOT RUN", f"{row}: needs CUDA; a toy gave {len(times)} figures")
+            continue
+        report(
+            _status(times[gpu_direct.OURS] <= NOISE * times[gpu_direct.BUCKET]),
+            f"{row}: a block is gathered and reduced in {times[gpu_direct.OURS]:.3f} ms, as one bucket in "
+            f"{times[gpu_direct.BUCKET]:.3f}; {', '.join(f'{text} {ms:.3f}' for text, ms in times.items())}. Launches "
+            "and copies only: for the wire, several GPUs are needed",
+            costs={num_ranks: cost},
+        )
 
 
 # Tables of all verdicts
@@ -186,8 +136,8 @@ def _warm(case: Case, run: Run) -> tuple[Stepper, int]:
 def tables(figures: Sequence[Mapping[str, Any]]) -> list[Table]:
     """What the parts above reported, as far as they came."""
     rows = [each for each in figures if "subjects" in each]
-    swept = {each["comm"]: each["thresholds"] for each in figures if "thresholds" in each}
-    return [*([_times(rows), _memory(rows)] if rows else []), *([_thresholds(swept)] if swept else [])]
+    costs = {num_ranks: each for found in figures for num_ranks, each in found.get("costs", {}).items()}
+    return [*([_times(rows), _memory(rows)] if rows else []), *([gpu_direct.table(costs)] if costs else [])]
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -213,20 +163,3 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = ["", *(f"{s} {what}" for what in ("allocated", "reserved") for s in ("unsharded", "fsdp2", "torch"))]
     title = "MiB at the peak of a step, beyond parameters and inputs"
     return Table("memory", title, [*columns, "ratio"], cells)
-
-
-def _thresholds(swept: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
-    cells: list[list[object]] = []
-    for text in THRESHOLDS:
-        row: list[object] = [text]
-        for comm in (STILL, NCCL):
-            found = swept.get(comm, {}).get(text)
-            row += [found["step_ms"], f"{found['peak'] / MiB:.0f}"] if found else [None, None]
-        cells.append(row)
-    columns = ["direct from", *(f"{comm}, {unit}" for comm in (STILL, NCCL) for unit in ("ms", "MiB"))]
-    title = "CollectiveComm.direct_min_nbytes: median ms per step, and MiB at its peak, 1B stack, 2048 tokens"
-    note = (
-        "8 ranks that are not there: copies, and nothing of the wire. NCCL, 1 rank: launches, and nothing of the wire."
-    )
-    plot = Bars([f"{comm}, ms" for comm in (STILL, NCCL) if comm in swept], "ms per step")
-    return Table("thresholds", title, columns, cells, ratio=None, note=note, plot=plot)

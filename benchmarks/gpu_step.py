@@ -11,7 +11,7 @@ Step time: CUDA events around three steps in a row. CPU time: until a step is en
 memory: beyond parameters (shards, where there are any) and inputs; activations are the same for all. Copies, the
 compute stream's idle time and what the CPU waits for are read out of a profiler's trace, which ``--traces`` keeps.
 Position embeddings are left out, which have copies of their own. In a report, fsdp2 also notes when work starts and
-stops, as inside ``fsdp2.report``.
+stops, as inside ``fsdp2.report``. The last table is that of ``gpu_direct.py``, of thresholds for direct travel.
 
     python benchmarks/gpu_step.py [--quick] [--blocks 8] [--tokens 8192] [--traces FOLDER]
     python benchmarks/gpu_step.py --device cpu    # tries the script on a toy; the figures mean nothing
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,13 +30,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import gpu_direct
 import gpu_trace
 import torch
 from common import Ratios, Table, medians_in_turns, publish, table
 from gpu_subjects import CASES, SUBJECTS, Case, Run, Shape, Stepper, StillGroup, process_group
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp2.api.module import sharded_unit
+from fsdp2.plan.plan import Route
 from fsdp2.runtime.root import form_root
 from fsdp2.tools.report.call import attached
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder
@@ -76,11 +80,22 @@ def step_ms(step: Stepper, device: str, count: int = 3) -> float:
 
 
 def reported_ms(step: Stepper, device: str, count: int = 3) -> float:
-    """The same of fsdp2 in a report, without what its end sends to other ranks, which are not there."""
+    """``step_ms`` of fsdp2 in a report, without what its end sends to other ranks, which are not there."""
     root = form_root(sharded_unit(step.model, "benchmark"))
     clock = DeviceClock(root.unit.mesh.device, root.units) if device == "cuda" else HostClock()
     with attached(Recorder(clock, count + 1), step.model, "stack"):
         return step_ms(step, device, count)
+
+
+def report_cost(step: Stepper, run: Run) -> float:
+    """A step in a report, as a multiple of one without: the median of pairs that were measured one right behind the
+    other, in turns. A GPU's clock drifts by more than a report costs, but hardly within a pair."""
+    clocks, ratios = (step_ms, reported_ms), []
+    for index in range(2 * run.rounds + 1):
+        first = index % 2
+        taken = {clock: clock(step, run.device, 2) for clock in (clocks[first], clocks[1 - first])}
+        ratios.append(taken[reported_ms] / taken[step_ms])
+    return statistics.median(ratios)
 
 
 def cpu_ms(step: Stepper, device: str) -> float:
@@ -125,24 +140,54 @@ def traced(step: Stepper, path: Path, device: str) -> gpu_trace.Step:
     return gpu_trace.read(path, "step")[-1]
 
 
+def planned_copies(model: nn.Module) -> gpu_trace.Planned:
+    """What fsdp2's plans copy in a step of ``model``. Without strided buckets, which no case has.
+
+    On the compute stream, so that gradients are freed at once: a kernel for each bucket of gradients, and the addresses
+    that it reads from the host; a cast for each direct one that is reduced in another dtype. Also from the host: for
+    each mesh, which parameters this rank has used.
+    """
+    groups = [group for unit in form_root(sharded_unit(model, "benchmark")).units for group in unit.groups]
+    gathers = [group.unsharded.plan() for group in groups]
+    is_beside = any(plan.buckets or any(step.is_copied_in for step in plan.steps) for plan in gathers)
+    num_buckets = num_casts = 0
+    for group in groups:
+        plans, _ = group.gradients.plans(group.unsharded.trainable)
+        for plan in plans:
+            is_cast = plan.dtypes.param is not plan.dtypes.reduce
+            routes = [step.route for step in plan.steps]
+            if is_cast or group.mesh.data_parallel_size > 1:  # else the gradients land as they are
+                num_buckets += Route.ROWS in routes
+                num_casts += is_cast * routes.count(Route.DIRECT)
+            is_beside |= is_cast or plan.dtypes.reduce is not plan.dtypes.grad
+    meshes = {group.mesh.shard.group for group in groups if group.mesh.data_parallel_size > 1}
+    return gpu_trace.Planned(num_buckets + num_casts, num_buckets + len(meshes), is_beside)
+
+
 def in_turns(clock: Callable[[Stepper, str], float], steppers: dict[str, Stepper], run: Run) -> dict[str, float]:
     return medians_in_turns({name: partial(clock, step, run.device) for name, step in steppers.items()}, run.rounds)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one case. ``reported``: fsdp2's step in a report, as a multiple of one without. ``is_finite``: all values were
-    finite to the end."""
+    """Of one case. ``planned``: the copies that fsdp2 makes by design. ``reported``: its step in a report, as a
+    multiple of one without. ``is_finite``: all values were finite to the end."""
 
     figures: dict[str, Figures]
+    planned: gpu_trace.Planned
     reported: float
     is_finite: bool
+
+    def problems(self) -> list[str]:
+        """What fsdp2's trace shows that should not be."""
+        return gpu_trace.problems(self.figures["fsdp2"].step, self.figures["unsharded"].step, self.planned)
 
 
 def measure(case: Case, run: Run) -> Measured:
     """Runs in a process of its own."""
     torch.set_num_threads(1)
     with process_group(case, run.device):
+        memory("unsharded", case, run)  # the first one that multiplies pays for memory that cuBLAS keeps
         held = {subject: memory(subject, case, run) for subject in SUBJECTS}
         steppers = {subject: Stepper(subject, case, run) for subject in SUBJECTS}
         StillGroup.fills = True
@@ -152,17 +197,14 @@ def measure(case: Case, run: Run) -> Measured:
         StillGroup.fills = False
         times = in_turns(step_ms, steppers, run)
         cpu_times = in_turns(cpu_ms, steppers, run)
-        ours = steppers["fsdp2"]
-        clocks = {"plain": partial(step_ms, ours, run.device), "reported": partial(reported_ms, ours, run.device)}
-        in_report = medians_in_turns(clocks, run.rounds)
+        planned, reported = planned_copies(steppers["fsdp2"].model), report_cost(steppers["fsdp2"], run)
         name = case.name.replace(",", "").replace(" ", "_")
         paths = {subject: run.traces / f"{name}.{subject}.json" for subject in SUBJECTS}
         steps = {subject: traced(step, paths[subject], run.device) for subject, step in steppers.items()}
         is_finite = run.device != "cuda" or all(step.is_finite() for step in steppers.values())
         figures = {s: Figures(times[s], cpu_times[s], *held[s], steps[s]) for s in SUBJECTS}
-        del ours, clocks
         steppers.clear()
-    return Measured(figures, in_report["reported"] / in_report["plain"], is_finite)
+    return Measured(figures, planned, reported, is_finite)
 
 
 # What is reported
@@ -174,8 +216,11 @@ class Result:
 
     name: str
     group_nbytes: int
-    figures: dict[str, Figures]
-    reported: float
+    measured: Measured
+
+    @property
+    def figures(self) -> dict[str, Figures]:
+        return self.measured.figures
 
     def of_all(self, value: Callable[[Figures], float]) -> list[float]:
         return [value(self.figures[subject]) for subject in SUBJECTS]
@@ -192,7 +237,7 @@ def times(results: list[Result]) -> Table:
         rows.append([result.name, unsharded, ours, theirs, ours / unsharded, theirs / unsharded, ours / theirs])
     columns = ["", "unsharded", "fsdp2", "torch", "fsdp2 / unsharded", "torch / unsharded", "ratio"]
     slowest = max(ours / unsharded for unsharded, ours, _ in (r.of_all(lambda each: each.step_ms) for r in results))
-    reported = max(result.reported for result in results)
+    reported = max(result.measured.reported for result in results)
     note = f"Aim: fsdp2 / unsharded at most 1.02. Largest: {slowest:.3f}."
     note += f" A step in a report takes {reported:.3f} of one without; aim: 1.01."
     return Table("time", "Median ms per step", columns, rows, noise=0.02, note=note, plot=Ratios())
@@ -243,8 +288,8 @@ def copies(results: list[Result]) -> Table:
     columns += ["unsharded idle", "fsdp2 idle", "torch idle", "ratio"]
     note = (
         "Copies and casts, beyond those of the unsharded model; idle is ms in which the compute stream has nothing to "
-        "run. Aim: none in bf16 throughout without gains, where all tensors travel direct. Else gains of norms share "
-        "a bucket, and other dtypes are cast."
+        "run. Aim: in bf16 throughout without gains, where all tensors travel direct, one copy of a byte per parameter "
+        "from the host. Else gains of norms share a bucket, and other dtypes are cast."
     )
     return Table("copies", "Kernels of a step that copy or cast, and what they take", columns, rows, note=note)
 
@@ -261,14 +306,11 @@ def kinds(results: list[Result]) -> Table:
 def checks(results: list[Result]) -> Table:
     rows: list[list[object]] = []
     for result in results:
-        unsharded = result.figures["unsharded"].step
-        for subject in SUBJECTS[1:]:
-            step = result.figures[subject].step
-            found = "; ".join(gpu_trace.problems(step, unsharded)) if step.ops else "no device in this trace"
-            rows.append([f"{result.name}: {subject}", len(step.waits), step.hidden_share, found or "nothing"])
-    columns = ["", "CPU waits", "hidden share", "found"]
-    title = "What the trace shows that should not be: copies and collectives on the compute stream, waits of the CPU"
-    return Table("checks", title, columns, rows, ratio=None)
+        step = result.figures["fsdp2"].step
+        found = "; ".join(result.measured.problems()) if step.ops else "no device in this trace"
+        rows.append([result.name, len(step.waits), step.hidden_share, found or "nothing"])
+    title = "What fsdp2's trace shows that should not be: copies that were not planned, waits of the CPU"
+    return Table("checks", title, ["", "CPU waits", "hidden share", "found"], rows, ratio=None)
 
 
 def results_of(run: Run, cases: list[Case]) -> list[Result]:
@@ -277,8 +319,13 @@ def results_of(run: Run, cases: list[Case]) -> list[Result]:
         with multiprocessing.get_context("spawn").Pool(1) as pool:  # its memory and process group are gone afterwards
             found = pool.apply(measure, (case, run))
         name = case.name if found.is_finite else f"{case.name} (values overflow)"
-        results.append(Result(name, run.shape.block_nbytes, found.figures, found.reported))
+        results.append(Result(name, run.shape.block_nbytes, found))
     return results
+
+
+def thresholds(device: str, shape: Shape, rounds: int) -> Table:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return gpu_direct.table(pool.apply(gpu_direct.measure, (device, shape, rounds)))
 
 
 def main() -> None:
@@ -303,14 +350,13 @@ def main() -> None:
         traces = options.traces or Path(folder)
         traces.mkdir(parents=True, exist_ok=True)
         results = results_of(Run(options.device, shape, blocks, tokens, rounds, traces), cases)
+    found = [*tables(results), thresholds(options.device, shape, rounds)]
     if is_toy:
         print("A toy on the CPU, to try the script: these figures mean nothing.\n")
-        for each in tables(results):
+        for each in found:
             print(f"{each.title}\n{table(each.columns, each.rows)}")
         return
-    publish(
-        "gpu_step", f"{blocks} blocks of Llama 3 8B's shape, {tokens} tokens, forward and backward", tables(results)
-    )
+    publish("gpu_step", f"{blocks} blocks of Llama 3 8B's shape, {tokens} tokens, forward and backward", found)
 
 
 if __name__ == "__main__":

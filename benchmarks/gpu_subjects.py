@@ -164,8 +164,11 @@ def process_group(case: Case, device: str) -> Iterator[None]:
         dist.Backend.register_backend("still", _still_group, devices=["cpu", "cuda"])
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend, rank=0, world_size=case.world_size, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:  # a case that runs out of memory must not fail the next one
+        StillGroup.fills = False
+        dist.destroy_process_group()
 
 
 class Stepper:

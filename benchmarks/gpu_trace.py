@@ -52,6 +52,11 @@ class DeviceOp:
         return self.category == "gpu_memcpy" or (self.category == "kernel" and bool(_COPIES.search(self.name)))
 
     @property
+    def is_upload(self) -> bool:
+        """Whether it is a copy from the host."""
+        return self.category == "gpu_memcpy" and "HtoD" in self.name
+
+    @property
     def is_collective(self) -> bool:
         return bool(_COLLECTIVES.match(self.name))
 
@@ -83,9 +88,9 @@ class Step:
         """Time that copies take, on whatever stream."""
         return sum(op.duration for op in self.copies) / 1e3
 
-    @property
-    def num_copies_on_compute(self) -> int:
-        return sum(op.stream == self.compute_stream for op in self.copies)
+    def num_copies(self, *, on_compute: bool, is_upload: bool) -> int:
+        compute = self.compute_stream
+        return sum((op.stream == compute) is on_compute and op.is_upload is is_upload for op in self.copies)
 
     @property
     def compute_idle_ms(self) -> float:
@@ -111,18 +116,44 @@ class Step:
         return _union((op.start, op.stop) for op in self.ops if (op.stream == compute) is on_compute)
 
 
-def problems(step: Step, unsharded: Step) -> list[str]:
+@dataclass(frozen=True)
+class Planned:
+    """The copies of a step that a runtime makes by design, beyond those of the unsharded model.
+
+    Attributes:
+        kernels: how many copy or cast on the compute stream.
+        uploads: copies from the host on the compute stream, from pinned memory.
+        is_beside: whether other streams may copy and cast, too.
+    """
+
+    kernels: int = 0
+    uploads: int = 0
+    is_beside: bool = True
+
+
+def problems(step: Step, unsharded: Step, planned: Planned) -> list[str]:
     """What a sharded model's step does that it should not, beside that of the unsharded model: an empty list if all
-    further copies and all collectives are off the compute stream, and the CPU never waits."""
+    further copies were planned, all collectives are off the compute stream, and the CPU waits no more often."""
     found = []
-    more = step.num_copies_on_compute - unsharded.num_copies_on_compute
-    if more > 0:
-        found.append(f"{more} more copies on the compute stream than without sharding")
+
+    def compare(what: str, expected: int, *, on_compute: bool, is_upload: bool) -> None:
+        counts = [each.num_copies(on_compute=on_compute, is_upload=is_upload) for each in (step, unsharded)]
+        more = counts[0] - counts[1]
+        if more > expected:
+            where = "the compute stream" if on_compute else "other streams"
+            found.append(f"{more} more {what} on {where} than without sharding, {expected} planned")
+
+    compare("copies and casts", planned.kernels, on_compute=True, is_upload=False)
+    compare("uploads", planned.uploads, on_compute=True, is_upload=True)
+    if not planned.is_beside:
+        compare("copies and casts", 0, on_compute=False, is_upload=False)
+        compare("uploads", 0, on_compute=False, is_upload=True)
     collectives = sum(op.is_collective and op.stream == step.compute_stream for op in step.ops)
     if collectives:
         found.append(f"{collectives} collectives on the compute stream")
-    found += [f"the CPU waits: {name} x{count}" for name, count in sorted(Counter(step.waits).items())]
-    found += [f"the driver allocates: {name} x{count}" for name, count in sorted(Counter(step.allocations).items())]
+    waits, allocations = Counter(step.waits) - Counter(unsharded.waits), Counter(step.allocations)
+    found += [f"the CPU waits: {name} x{count}" for name, count in sorted(waits.items())]
+    found += [f"the driver allocates: {name} x{count}" for name, count in sorted(allocations.items())]
     return found
 
 

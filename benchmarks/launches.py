@@ -187,7 +187,7 @@ def counts_of_a_step(subject: str, case: Case, num_blocks: int, mesh: DeviceMesh
     folder = FOLDERS.get(subject, "")
 
     def note(what: str) -> None:
-        found[what.removeprefix("aten::"), _lines_of(folder)] += 1
+        found[what.removeprefix("aten::"), lines_of(folder)] += 1
 
     device.host_syncs.clear()
     with device.on_launch(note):
@@ -196,7 +196,7 @@ def counts_of_a_step(subject: str, case: Case, num_blocks: int, mesh: DeviceMesh
     return found
 
 
-def _lines_of(folder: str) -> str:
+def lines_of(folder: str) -> str:
     """Who in ``folder`` asks, the innermost line first; nobody, where a module does."""
     lines: list[str] = []
     frame: FrameType | None = sys._getframe()

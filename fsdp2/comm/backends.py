@@ -64,7 +64,7 @@ class CollectiveComm(AxisComm):
     """The backend's own collectives, all tensors of a group in one launch: NCCL, and any backend not named below."""
 
     # NCCL groups few large tensors well, and many small ones badly (NVIDIA/nccl#725, pytorch/pytorch#153673). Not
-    # measured on a GPU so far: the sweep of `make gpu` (benchmarks/gpu_figures.py) is to give this number.
+    # measured so far, which takes several GPUs; of one, benchmarks/gpu_direct.py measures launches and copies.
     direct_min_nbytes = 1024 * 1024
     reduces_uneven = False
     buckets_casts = True

@@ -18,7 +18,7 @@ from fsdp2.comm.backends import CollectiveComm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_acceptance
-import gpu_figures
+import gpu_direct
 from gpu_acceptance import FAIL, MARGIN_S, NOT_RUN, PASS, Part, Verdict, run_all, run_part
 
 pytestmark = pytest.mark.long
@@ -110,7 +110,7 @@ def test_part_that_hangs_is_a_verdict_and_all_that_it_started_ends(tmp_path: Pat
 
 def test_parts_for_which_no_time_is_left_are_not_run() -> None:
     kept: list[int] = []
-    parts = [Part(1, "first", "nonsense", 30, ("cpu",)), Part(2, "second", "nonsense", 30, ("cuda", "sim"))]
+    parts = [Part(1, "first", "nonsense", 1, 30, ("cpu",)), Part(2, "second", "nonsense", 1, 30, ("cuda", "sim"))]
     found = run_all(parts, "cpu", MARGIN_S + 4, lambda verdict: None, lambda found: kept.append(len(found)))
     assert [(each["status"], each["detail"]) for each in found] == [
         (NOT_RUN, "nonsense: 4 s are left"),
@@ -123,7 +123,7 @@ def test_parts_for_which_no_time_is_left_are_not_run() -> None:
 def test_exit_status_tells_of_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, status: int
 ) -> None:
-    monkeypatch.setattr(gpu_acceptance, "PARTS", [Part(1, "a part", "nonsense", 60, ("cpu",))])
+    monkeypatch.setattr(gpu_acceptance, "PARTS", [Part(1, "a part", "nonsense", 1, 60, ("cpu",))])
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--device", device, "--out", str(tmp_path)])
     assert gpu_acceptance.main() == status
@@ -157,25 +157,51 @@ def test_outcomes_of_pytest_are_counted() -> None:
     assert gpu_acceptance.outcomes(text) == (1, 1, failed)
 
 
-def test_swept_thresholds_have_that_of_the_package() -> None:
-    assert gpu_figures.THRESHOLDS[gpu_figures.OURS] == CollectiveComm.direct_min_nbytes
+def test_thresholds_have_that_of_the_package() -> None:
+    assert gpu_direct.THRESHOLDS[gpu_direct.OURS] == CollectiveComm.direct_min_nbytes
+
+
+def test_parts_fit_into_the_time_by_their_guesses_with_steps_of_both_stacks_before_pytest() -> None:
+    assert sum(part.guess_s for part in gpu_acceptance.PARTS) <= gpu_acceptance.LIMIT_S - MARGIN_S
+    names = [part.name for part in gpu_acceptance.PARTS]
+    before = names[: names.index("pytest")]
+    assert {"steps 8B 0", "steps 1B 1"} <= set(before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tests_of_a_gpu_are_collected_without_numpy_whose_absence_torch_warns_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('no numpy', name='numpy')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{SCRIPT.parents[1]}")
+    found: list[str] = []
+    gpu_acceptance.run_tests(lambda status, detail, **_: found.append(detail), 120)
+    assert "0 failed" in found[0]
+    assert "exit status 0" in found[0]
+
+
+def test_missing_pytest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    found: list[tuple[str, str]] = []
+    gpu_acceptance.run_tests(lambda status, detail, **_: found.append((status, detail)), 5)
+    assert found == [(NOT_RUN, "none of these tests has run, since pytest is not installed")]
 
 
 def test_figures_become_tables_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP2_BENCH_RESULTS", "")  # is set to the folder
     one = {"step_ms": 1.0, "peak": 1 << 20, "reserved": 2 << 20, "copies": 3, "copy_ms": 0.5, "idle_ms": 0.1}
     subjects = {"unsharded": one, "fsdp2": {**one, "step_ms": 1.01}, "torch": {**one, "step_ms": 1.2}}
-    swept = {text: {"step_ms": 2.0, "peak": 1 << 20} for text in gpu_figures.THRESHOLDS}
+    cost = {"num_direct": 7, "gather_ms": 2.0, "reduce_ms": 3.0, "host_ms": 1.0}
     figures: list[dict[str, Any]] = [{}, {"row": "8B, a case", "subjects": subjects}]
-    figures.append({"comm": gpu_figures.STILL, "thresholds": swept})
+    figures += [{"costs": {num_ranks: dict.fromkeys(gpu_direct.THRESHOLDS, cost)}} for num_ranks in ("8", "64")]
     verdicts = [{"figures": each} for each in figures]
     problems = gpu_acceptance.write_results(tmp_path, "cpu", verdicts, 1.0)
     tables = {each["name"]: each for each in json.loads((tmp_path / "gpu_acceptance.json").read_text())["tables"]}
     assert tables["time"]["rows"][0][:5] == ["8B, a case", 1.0, 1.01, 1.2, 1.01]
-    assert [row[0] for row in tables["thresholds"]["rows"]] == list(gpu_figures.THRESHOLDS)
-    assert tables["thresholds"]["rows"][0][1:] == [2.0, "1", None, None]
+    assert [row[0] for row in tables["thresholds"]["rows"]] == list(gpu_direct.THRESHOLDS)
+    assert tables["thresholds"]["rows"][0][1:] == [7, 2.0, 3.0, 1.0] * 2
     if importlib.util.find_spec("matplotlib") is None:
-        assert problems == ["plots: no matplotlib"]
+        assert problems == ["no plots, since matplotlib is not installed; verdicts and figures are complete"]
     else:
         assert problems == []
         assert {path.name for path in tmp_path.glob("*.png")} == {"time.png", "thresholds.png"}

@@ -13,7 +13,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from gpu_trace import DeviceOp, Step, problems, read, short_name, steps_of
+from gpu_trace import DeviceOp, Planned, Step, problems, read, short_name, steps_of
 
 COMPUTE, GATHER, REDUCE = 7, 20, 24
 GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN"
@@ -39,7 +39,7 @@ FOREACH_DIV = (
     "TensorListMetadata<1>, at::native::(anonymous namespace)::BinaryOpScalarFunctor<...>, std::divides<float> >(...)"
 )
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-DTOD = "Memcpy DtoD (Device -> Device)"
+DTOD, UPLOAD = "Memcpy DtoD (Device -> Device)", "Memcpy HtoD (Pinned -> Device)"
 
 
 class Trace:
@@ -79,9 +79,7 @@ def _unsharded() -> Step:
     return Trace().step(0, 50).run(GEMM, 10, 110).run(COPY, 110, 120).only_step()
 
 
-@pytest.mark.parametrize(
-    "name", [CAST, COPY, FOREACH_COPY, CAT, CHUNK_CAT, SPLIT, DTOD, "Memcpy HtoD (Pinned -> Device)"]
-)
+@pytest.mark.parametrize("name", [CAST, COPY, FOREACH_COPY, CAT, CHUNK_CAT, SPLIT, DTOD, UPLOAD])
 def test_kernels_that_only_move_values_are_copies(name: str) -> None:
     (op,) = Trace().step(0, 50).run(name, 10, 20).only_step().ops
     assert op.is_copy
@@ -159,7 +157,45 @@ def test_step_that_does_all_beside_compute_has_no_problem() -> None:
     trace.call("cudaEventRecord", 21)
     trace.call("cudaDeviceSynchronize", 60)  # behind the step
     trace.call("cuLaunchKernelEx", 22, "cuda_driver")
-    assert problems(trace.only_step(), _unsharded()) == []
+    assert problems(trace.only_step(), _unsharded(), Planned()) == []
+
+
+def _packing(*also: str, stream: int = COMPUTE) -> Step:
+    """A step with a bucket, its addresses, the flags of a mesh, a cast beside compute, and what is in ``also``."""
+    trace = Trace().step(0, 50).run(GEMM, 10, 110).run(COPY, 110, 120)
+    trace.run(UPLOAD, 120, 121).run(CHUNK_CAT, 121, 130).run(UPLOAD, 130, 131).run(CAST, 10, 20, GATHER)
+    for name in also:
+        trace.run(name, 140, 150, stream)
+    return trace.only_step()
+
+
+def test_planned_copies_are_no_problem() -> None:
+    assert problems(_packing(), _unsharded(), Planned(kernels=1, uploads=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (_packing(CAST), "2 more copies and casts on the compute stream than without sharding, 1 planned"),
+        (_packing(DTOD), "2 more copies and casts on the compute stream than without sharding, 1 planned"),
+        (_packing(UPLOAD), "3 more uploads on the compute stream than without sharding, 2 planned"),
+    ],
+)
+def test_one_more_than_the_planned_copies_is_a_problem(step: Step, found: str) -> None:
+    assert problems(step, _unsharded(), Planned(kernels=1, uploads=2)) == [found]
+
+
+def test_fewer_kernels_do_not_make_up_for_another_upload() -> None:
+    found = problems(_packing(UPLOAD), _unsharded(), Planned(kernels=5, uploads=2))
+    assert found == ["3 more uploads on the compute stream than without sharding, 2 planned"]
+
+
+def test_where_all_tensors_travel_direct_copies_on_other_streams_are_problems_too() -> None:
+    found = problems(_packing(UPLOAD, stream=REDUCE), _unsharded(), Planned(kernels=1, uploads=2, is_beside=False))
+    assert found == [
+        "1 more copies and casts on other streams than without sharding, 0 planned",
+        "1 more uploads on other streams than without sharding, 0 planned",
+    ]
 
 
 def test_problems_say_what_is_on_the_compute_stream_and_what_the_cpu_waits_for() -> None:
@@ -169,15 +205,23 @@ def test_problems_say_what_is_on_the_compute_stream_and_what_the_cpu_waits_for()
     for name in ("cudaStreamSynchronize", "cudaStreamSynchronize", "cudaMemcpy", "cudaMalloc"):
         trace.call(name, 30)
     assert_expected_inline(
-        "\n".join(problems(trace.only_step(), _unsharded())),
+        "\n".join(problems(trace.only_step(), _unsharded(), Planned())),
         """\
-2 more copies on the compute stream than without sharding
+2 more copies and casts on the compute stream than without sharding, 0 planned
 1 collectives on the compute stream
 the CPU waits: Memcpy HtoD (Pageable -> Device) x1
 the CPU waits: cudaMemcpy x1
 the CPU waits: cudaStreamSynchronize x2
 the driver allocates: cudaMalloc x1""",
     )
+
+
+def test_waits_of_the_model_itself_are_no_problem_of_the_runtime() -> None:
+    once, twice = Trace().step(0, 50).run(GEMM, 10, 110), Trace().step(0, 50).run(GEMM, 10, 110)
+    for trace in (once, twice, twice):
+        trace.call("cudaStreamSynchronize", 30)
+    assert problems(once.only_step(), once.only_step(), Planned()) == []
+    assert problems(twice.only_step(), once.only_step(), Planned()) == ["the CPU waits: cudaStreamSynchronize x1"]
 
 
 def test_trace_of_a_file_is_read(tmp_path: Path) -> None:
@@ -191,4 +235,4 @@ def test_trace_of_a_file_is_read(tmp_path: Path) -> None:
 def test_without_a_device_nothing_ran() -> None:
     step = Trace().step(0, 50).only_step()
     assert (step.ops, step.compute_stream, step.copy_ms, step.compute_idle_ms) == ((), None, 0, 0)
-    assert problems(step, step) == []
+    assert problems(step, step, Planned()) == []
