@@ -142,7 +142,7 @@ def auto_shard(
     if not isinstance(options["mesh"], DeviceMesh):
         raise TypeError(f"auto_shard: mesh is {options['mesh']!r}, expected a DeviceMesh.")
     shard_size = _shard_size(options["mesh"])
-    machine, limit = checked_inputs("auto_shard", machine, workload, budget)
+    machine, limit = checked_inputs("auto_shard", machine, workload, budget, options["mesh"].size())
     offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     if offloads:
         machine.to_host()  # refuses a machine without a figure for it

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import json
 import logging
+import os
 import re
 import sys
 import types
@@ -25,7 +27,7 @@ from fsdp2.schedule.schedule import AfterForward, UnitRules
 from fsdp2.tools.planner import scenario
 from fsdp2.tools.planner.blocks import Stack, Units, find_units
 from fsdp2.tools.planner.groups import Wire
-from fsdp2.tools.planner.machine import ranks_of
+from fsdp2.tools.planner.machine import Contention, Link, ranks_of
 from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
 from fsdp2.tools.planner.observe import ModelWork
 from fsdp2.tools.planner.placement import shard_dim
@@ -395,6 +397,9 @@ def of_a_config(config):
 def no_module():
     return 3
 
+def without_blocks():
+    return nn.Linear(2, 2)
+
 def of_floats():
     class Convert(nn.Sequential):
         def forward(self, x):
@@ -410,6 +415,8 @@ def is_stopped():
 REFUSALS = {
     "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, ends, is_stopped, ",
     "my_builders": "'my_builders' names no function, expected module:function, such as my_module:build_model.",
+    ":build": "':build' names no module, expected module:function, such as my_module:build_model.",
+    "my_builders:without_blocks": "found no repeated blocks in this Linear, expected an nn.ModuleList, ",
     "not_there:build": "cannot import 'not_there' (ModuleNotFoundError: No module named 'not_there'). Write it as",
     "my_broken:build": "cannot import 'my_broken' (ZeroDivisionError: division by zero, ",
     "my_builders:on_a_gpu": "on_a_gpu() failed on the meta device (RuntimeError:",
@@ -421,9 +428,13 @@ REFUSALS = {
     "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget lots": "budget is 'lots', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget 70": "budget is '70', expected a number of bytes, or a number and a unit",
-    "my_builders:build_model --budget 500GiB": "budget is 500.0 GiB, but a GPU of 'H100 SXM, 8 per node, 400 Gb/s",
+    "my_builders:build_model --budget 500GiB": "budget is 500.0 GiB, but a GPU of 'H100 SXM, 8 per node, 400 Gb/s "
+    "each' has 74.5 GiB. Pass less, or name your machine: machine='H200' in Python, --gpu H200 on the command line.",
     "my_builders:build_model --budget 0GiB": "budget is '0GiB', expected a number of bytes, or",
-    "my_builders:build_model --gpus 0": "num_gpus is 0, expected at least 1.",
+    "my_builders:build_model --budget=-5GiB": "budget is '-5GiB', expected a number of bytes, or",
+    "my_builders:build_model --budget -5GiB": "argument --budget: expected one argument, which must not start with",
+    "my_builders:build_model --gpus 0": "--gpus is 0, expected 1 to 131072.",
+    "my_builders:build_model --gpus 100000000": "--gpus is 100000000, expected 1 to 131072.",
     "my_builders:build_model --precision int4": "Workload: precision is 'int4', expected one of ['bf16', 'fp32'].",
     "my_builders:build_model --optimizer lion": "Workload: optimizer is 'lion', expected one of ['adamw',",
     "my_builders:build_model --batch 0": "Workload: batch is 0, expected at least 1.",
@@ -434,7 +445,15 @@ REFUSALS = {
     "my_builders.py:build": "cannot import 'my_builders.py' (ModuleNotFoundError: ",
     "my_builders:ends": "ends() failed on the meta device (SystemExit: bye, ",
     "my_builders:build_model --gpus 3.5": "argument --gpus: invalid int value: '3.5'",
-    "my_builders:build_model --gpu zeros.json": "'zeros.json' describes no machine (a rate or size is not above 0).",
+    "my_builders:build_model --gpu bf16_flops.json": "'bf16_flops.json' describes no machine (Machine: bf16_flops is "
+    "0, expected a number above 0). Write it with `python -m fsdp2 measure`.",
+    "my_builders:build_model --gpu fp32_flops.json --precision fp32": "'fp32_flops.json' describes no machine (",
+    "my_builders:build_model --gpu bandwidth_efficiency.json": "'bandwidth_efficiency.json' describes no machine (",
+    "my_builders:build_model --gpu channels.json": "'channels.json' describes no machine (",
+    "my_builders:build_model --gpu MI300X --precision fp32": "'MI300X, 8 per node, 400 Gb/s each' has no figure for "
+    "products in fp32. Use precision bf16, or a machine that `python -m fsdp2 measure` measured.",
+    "my_builders:build_model --gpu alone.json": "machine 'H100 SXM, 8 per node, 400 Gb/s each' has no figures for "
+    "links between GPUs. Run `torchrun --nproc-per-node 8 -m fsdp2 measure FILE` with all GPUs of a node, or ",
 }
 
 
@@ -444,7 +463,9 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_broken.py").write_text("1 / 0")
     (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
     (tmp_path / "my_syntax.py").write_text("def f(:")
-    (tmp_path / "zeros.json").write_text(json.dumps(fields_of(replace(H100, bf16_flops=0.0))))
+    for name in ("bf16_flops", "fp32_flops", "bandwidth_efficiency", "channels"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**fields_of(H100), name: 0}))
+    (tmp_path / "alone.json").write_text(json.dumps(fields_of(replace(H100, in_node=None, network=None))))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = importlib.util.find_spec  # as if transformers were there
@@ -469,6 +490,17 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     r"workload is \(1, 64\), expected such as": (
         lambda: fsdp2.plan(LanguageModel, "H100", (1, 64), num_gpus=8),  # type: ignore[arg-type]
+        "TypeError",
+    ),
+    "Link: bandwidth is 0, expected a number above 0": (lambda: Link(0, 0), "ValueError"),
+    "Link: latency is -1, expected seconds, at least 0": (lambda: Link(1, -1), "ValueError"),
+    "Contention: compute is 1, expected a share": (lambda: Contention(1), "ValueError"),
+    "inputs is a Tensor, expected a function that makes": (
+        lambda: replace(WORKLOAD, inputs=torch.ones(2)),  # type: ignore[arg-type]
+        "TypeError",
+    ),
+    "loss is a Tensor, expected a function of what the": (
+        lambda: replace(WORKLOAD, loss=torch.ones(2)),  # type: ignore[arg-type]
         "TypeError",
     ),
     r"Workload\.loss failed for a FakeTensor, .* \(AttributeError": (
@@ -562,6 +594,14 @@ def test_the_command_prints_a_table_and_python_to_paste(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("builders")
+def test_the_command_fails_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "my_builders:build_model", "--gpus", "1", "--sequence", "8", "--budget", "1MiB"])
+    assert ended.value.code == 1
+    assert "nothing fits into 1.0 MiB" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("builders")
 def test_a_budget_in_bytes_and_the_precision_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "my_builders:build_model", "--gpus", "8", "--budget", "75161927680", "--precision", "fp32"])
     printed = capsys.readouterr().out
@@ -590,25 +630,57 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: p
     main(["measure", str(file), "--width", "32"])
     assert "products: " in capsys.readouterr().out
     found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
-    assert found.machine.name == "measured: cpu, 1 ranks"
+    assert found.machine.name == "measured: cpu, 1 rank, links not measured"
     assert found.machine.bf16_flops > 0
 
 
-@pytest.mark.parametrize("sizes", ["64", "64,1", "4,4", "0,1", "one"])
+def test_on_one_rank_links_are_not_measured_so_several_gpus_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    main(["measure", str(file), "--width", "32"])
+    assert json.loads(file.read_text())["in_node"] is None
+    with pytest.raises(ValueError, match=r"links not measured' has no figures for links between GPUs\. Run `torchrun"):
+        fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=2)
+    assert fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1, budget="1MiB").enough_gpus is None
+
+
+@pytest.mark.parametrize("sizes", ["64", "64,1", "4,4", "0,1", "one", "1,inf"])
 def test_sizes_that_make_no_line_are_refused(sizes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["measure", str(tmp_path / "machine.json"), "--sizes", sizes])
-    assert f"--sizes is '{sizes}', expected at least two sizes in MiB, ascending" in capsys.readouterr().err
+    said = f"python -m fsdp2 measure: error: --sizes is '{sizes}', expected at least two sizes in MiB, ascending"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize(
-    "arguments", ["measure {0} --width 4", "measure {0}/no/m.json", "measure {0}/m.json --width 0"]
+    "arguments",
+    [
+        "measure {0} --width 4",
+        "measure {0}/no/m.json --width 4",
+        "measure {0}/m.json --width 0",
+        "measure /dev/null --width 4",
+    ],
 )
 def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments.format(tmp_path).split())
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_the_old_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "machine.json"
+    file.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit):
+        main(["measure", str(file), "--width", "32"])
+    assert f"cannot write '{file}' (No space left on device)" in capsys.readouterr().err
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
 
 
 def test_run_of_a_module_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ from fsdp2.tools.sizes import GIB, nbytes_of, text_of
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
 USABLE_SHARE = 0.95  # of a GPU's memory; the rest is for the driver and NCCL
 SHARD_SIZES = (64, 512)  # of HSDP, besides a node
-MOST_GPUS = 2**17  # that a remedy names
+MOST_GPUS = 2**17  # the time that a plan takes grows with them: what each rank sends in fp8 is listed
 
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
@@ -69,6 +69,10 @@ class Workload:
             allowed = [each.value for each in kind]
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Workload: {name} is {getattr(self, name)!r}, expected one of {allowed}.")
+        for name, what in (("inputs", "that makes what the model is given"), ("loss", "of what the model returns")):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"Workload: {name} is a {type(value).__name__}, expected a function {what}.")
         for name in ("batch", "sequence"):
             _check_int(f"Workload: {name}", getattr(self, name))
             if getattr(self, name) < 1:
@@ -230,36 +234,45 @@ def plan(
         ValueError: the machine or the budget's unit is unknown; the budget is more than a GPU has; the model is sharded
             already, has no repeated blocks, or cannot run under fake tensors.
     """
-    machine, limit = checked_inputs("plan", machine, workload, budget)
     _check_int("plan: num_gpus", num_gpus)
+    if not 1 <= num_gpus <= MOST_GPUS:
+        raise ValueError(f"plan: num_gpus is {num_gpus}, expected 1 to {MOST_GPUS}.")
+    machine, limit = checked_inputs("plan", machine, workload, budget, num_gpus)
     if not callable(model):
         raise TypeError(f"plan: model is {model!r}, expected an nn.Module, or a function that builds one.")
-    if num_gpus < 1:
-        raise ValueError(f"plan: num_gpus is {num_gpus}, expected at least 1.")
     built = model if isinstance(model, nn.Module) else build(model)
     return compare(built, machine, workload, num_gpus=num_gpus, limit=limit)
 
 
 def checked_inputs(
-    caller: str, machine: Machine | str, workload: Workload, budget: str | int | None
+    caller: str, machine: Machine | str, workload: Workload, budget: str | int | None, num_gpus: int
 ) -> tuple[Machine, int]:
     """The machine, and the bytes of a GPU that may be used.
 
     Raises:
         TypeError: ``machine`` or ``workload`` is something else.
-        ValueError: the machine or the budget's unit is unknown.
+        ValueError: the machine or the budget's unit is unknown; the machine has no figure for products in the
+            workload's precision, or for links between several GPUs; the budget is more than a GPU has.
     """
     if not isinstance(workload, Workload):
         raise TypeError(f"{caller}: workload is {workload!r}, expected such as fsdp2.Workload(batch=2, sequence=8192).")
     machine = machine_by_name(machine) if isinstance(machine, str) else machine
     if not isinstance(machine, Machine):
         raise TypeError(f"{caller}: machine is {machine!r}, expected a name, a path, or a Machine.")
+    if num_gpus > 1:
+        machine.links()  # refuses a machine whose links were not measured
+    if workload.precision == Precision.FP32.value and machine.fp32_flops is None:
+        raise ValueError(
+            f"{caller}: '{machine.name}' has no figure for products in fp32. Use precision bf16, or a machine that "
+            "`python -m fsdp2 measure` measured."
+        )
     if budget is None:
         return machine, int(USABLE_SHARE * machine.memory_nbytes)
     limit = nbytes_of(budget, "budget", "70GiB")
     if limit > machine.memory_nbytes:
         raise ValueError(
-            f"budget is {text_of(limit)}, but a GPU of '{machine.name}' has {text_of(machine.memory_nbytes)}."
+            f"budget is {text_of(limit)}, but a GPU of '{machine.name}' has {text_of(machine.memory_nbytes)}. Pass "
+            "less, or name your machine: machine='H200' in Python, --gpu H200 on the command line."
         )
     return machine, limit
 
@@ -455,7 +468,9 @@ def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], lim
 
 
 def _enough_gpus(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> int | None:
-    """Over how many GPUs FSDP fits, in powers of two times the present number."""
+    """Over how many GPUs FSDP fits, in powers of two times the present number; None if their links are not known."""
+    if base.machine.in_node is None:
+        return None
     allowed = filter(_changes_no_numbers, tried)
     smallest = min(allowed, key=lambda each: (each.choice.offloads, each.result.reserved_nbytes)).choice
     choice = replace(smallest, shard_size=None, after_forward=AfterForward.RESHARD)
