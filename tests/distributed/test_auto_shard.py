@@ -270,6 +270,18 @@ def test_the_code_makes_the_units_that_were_found(ctx: RankContext, kind: str) -
     assert set(units(model)) == {"", *found.block_paths, *found.large}
 
 
+@pytest.mark.parametrize("node_size", [2, 8])
+@distributed(2)
+def test_the_code_that_reshards_to_a_node_runs_on_fewer_ranks(ctx: RankContext, node_size: int) -> None:
+    model, plain = language_model(), language_model()
+    choice = Choice("FSDP", after_forward=AfterForward.RESHARD_TO_SMALLER_MESH)
+    machine = replace(MACHINES["H100"], node_size=node_size)
+    names: dict[str, Any] = {}
+    exec(code_for(find_units(model), choice, machine, Precision.FP32), names)
+    names["shard"](model, "cpu")
+    assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
+
+
 @distributed(2)
 def test_machine_without_a_figure_for_the_host_is_no_obstacle_unless_it_is_needed(ctx: RankContext) -> None:
     given = {"budget": "1MiB", "machine": "B200", "workload": WORKLOAD, "mesh": ctx.mesh_1d()}
