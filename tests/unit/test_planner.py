@@ -31,14 +31,16 @@ from fsdp2.tools.planner.machine import Contention, Link, ranks_of
 from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
 from fsdp2.tools.planner.observe import ModelWork
 from fsdp2.tools.planner.placement import shard_dim
-from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
+from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed, table
 from fsdp2.tools.planner.scenario import Scenario
+from fsdp2.tools.planner.simulate import StepTime
 from fsdp2.tools.planner.work import Checkpointing
-from fsdp2.tools.sizes import nbytes_of
+from fsdp2.tools.sizes import nbytes_of, text_of
 from tests.unit import planner_models
 from tests.unit.planner_models import Block, LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
+LARGE = functools.partial(LanguageModel, width=4096, num_blocks=8, vocabulary=32768)
 
 
 def _model(builder: Callable[[], nn.Module] = LanguageModel) -> nn.Module:
@@ -219,6 +221,17 @@ def test_choices_cover_what_can_be_set() -> None:
     assert {choice.offloads for choice in choices} == {True, False}
 
 
+def test_shards_of_no_whole_nodes_are_not_resharded_to_a_node() -> None:
+    found = fsdp2.plan(LanguageModel, replace(H100, node_size=6), WORKLOAD, num_gpus=192)
+    smaller = {
+        each.choice.shard_size
+        for each in found.choices
+        if each.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH
+    }
+    assert {each.choice.shard_size for each in found.choices} == {None, 6, 64}
+    assert smaller == {None}  # 6 ranks do not divide 64
+
+
 def test_what_fits_comes_first_and_the_recommended_one_fits() -> None:
     found = _plan(budget="6 MiB")
     fits = [each.fits for each in found.choices]
@@ -344,12 +357,23 @@ def test_the_table_marks_the_recommended_choice_and_shows_the_smallest() -> None
     marked = [line for line in lines if line.startswith("*")]
     assert len(marked) == 1
     assert found.recommended is not None
-    assert f"{found.recommended.result.time.step:.3f}" in marked[0]
+    assert f"{1000 * found.recommended.result.time.step:.3f}" in marked[0]
     assert lines[-1] == f"recommended: {found.recommended.choice.name}"
     assert (
         lines[0]
-        == "LanguageModel: 0.00B parameters; units: 4 blocks in layers, embedding, head; all else with the model"
+        == "LanguageModel: 328000 parameters; units: 4 blocks in layers, embedding, head; all else with the model"
     )
+
+
+def test_units_of_the_table_are_those_of_the_model() -> None:
+    small, large = str(_plan(num_gpus=8)), str(fsdp2.plan(LARGE, "H100", WORKLOAD, num_gpus=8))
+    assert "below: MiB of one GPU" in small
+    assert "step ms  exposed ms" in small
+    assert "0.000" not in small
+    assert "LanguageModel: 1.88B parameters" in large
+    assert "below: GiB of one GPU" in large
+    slow = replace(_named(_plan(), "FSDP, keep").result, time=StepTime(2.0, 1.5))
+    assert "step s  exposed s" in table([replace(_plan().choices[0], result=slow)], None, "bf16")[0]
 
 
 # Machines
@@ -373,6 +397,11 @@ def test_a_figure_that_is_not_known_is_asked_for() -> None:
 @pytest.mark.parametrize(("size", "expected"), [("70GiB", 70 * 2**30), ("80 gb", 80 * 10**9), (5, 5), ("1.5KiB", 1536)])
 def test_sizes_are_read(size: str | int, expected: int) -> None:
     assert nbytes_of(size, "budget", "70GiB") == expected
+
+
+@pytest.mark.parametrize(("nbytes", "shown"), [(70.8 * 2**30, "70.8 GiB"), (2**20, "1.0 MiB"), (1024, "1.0 KiB")])
+def test_sizes_are_shown_in_units_that_fit(nbytes: float, shown: str) -> None:
+    assert text_of(nbytes) == shown
 
 
 # Refusals, each on one line of the command
@@ -614,6 +643,12 @@ def test_the_note_on_the_hosts_memory_is_under_rows_that_offload() -> None:
     offloaded = replace(_plan(), recommended=_named(_plan(), "FSDP, reshard, offload"))
     assert str(offloaded).endswith("offload; the host's memory is not counted: see the guide")
     assert "not counted" not in str(_plan())
+
+
+def test_the_note_on_the_hosts_memory_is_there_where_offloading_would_not_fit_either() -> None:
+    found = _plan(budget="1MiB")
+    assert found.smallest.choice.offloads
+    assert "With offload, the host's memory is not counted: see the guide. Use " in found.why_nothing_fits()
 
 
 def test_the_code_for_replicas_says_how_many_ranks_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

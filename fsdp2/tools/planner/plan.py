@@ -26,7 +26,7 @@ from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
 from fsdp2.tools.planner.work import Checkpointing
 from fsdp2.tools.progress import progress
-from fsdp2.tools.sizes import GIB, nbytes_of, text_of
+from fsdp2.tools.sizes import nbytes_of, text_of, unit_of
 
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
 USABLE_SHARE = 0.95  # of a GPU's memory; the rest is for the driver and NCCL
@@ -178,7 +178,8 @@ class Plan:
         return (
             f"nothing fits into {text_of(self.budget_nbytes)}: the smallest choice, {smallest.choice.name}, takes "
             f"{text_of(smallest.result.reserved_nbytes)}, {text_of(smallest.missing_nbytes)} too much. Activations "
-            f"take {text_of(activations)} of it. Use {', or '.join(remedies) or 'GPUs with more memory'}."
+            f"take {text_of(activations)} of it. {f'With offload, {_HOST}. ' if smallest.choice.offloads else ''}"
+            f"Use {', or '.join(remedies) or 'GPUs with more memory'}."
         )
 
     def __str__(self) -> str:
@@ -188,12 +189,13 @@ class Plan:
 
     def _head(self) -> list[str]:
         stacks = [f"{len(stack.names)} blocks in {stack.path or 'the model'}" for stack in self.units.stacks]
+        unit, _ = _memory_unit(self._shown())
         return [
-            f"{self.model}: {self.num_params / 1e9:.2f}B parameters; units: {', '.join([*stacks, *self.units.large])}; "
+            f"{self.model}: {_count(self.num_params)} parameters; units: {', '.join([*stacks, *self.units.large])}; "
             "all else with the model",
             f"{self.num_gpus} x {self.machine.name}; {self.workload}",
-            f"budget: {text_of(self.budget_nbytes)} of {text_of(self.machine.memory_nbytes)}; below: GiB of one GPU at "
-            "the peak",
+            f"budget: {text_of(self.budget_nbytes)} of {text_of(self.machine.memory_nbytes)}; below: {unit} of one GPU "
+            "at the peak",
         ]
 
     def _shown(self) -> list[Candidate]:
@@ -206,7 +208,7 @@ class Plan:
     def _verdict(self) -> str:
         if self.recommended is None:
             return self.why_nothing_fits()
-        host = "; the host's memory is not counted: see the guide" if self.recommended.choice.offloads else ""
+        host = f"; {_HOST}" if self.recommended.choice.offloads else ""
         return f"recommended: {self.recommended.choice.name}{host}"
 
 
@@ -432,11 +434,11 @@ def _choices(machine: Machine, num_gpus: int, sizes: Sequence[int | None]) -> It
     """What asks least first: in settings, then in computing again."""
     node = machine.node_size
     after = [AfterForward.RESHARD, AfterForward.KEEP]
-    if num_gpus > node and num_gpus % node == 0:
+    if num_gpus > node > 1:
         after.append(AfterForward.RESHARD_TO_SMALLER_MESH)
     for size, after_forward, checkpointing in itertools.product(sizes, after, Checkpointing):
-        if size == node and after_forward is AfterForward.RESHARD_TO_SMALLER_MESH:
-            continue  # the same
+        if after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and (size == node or (size or num_gpus) % node):
+            continue  # the same as resharding, or shards that no number of whole nodes holds
         yield _named(Choice("", size, after_forward, checkpointing=checkpointing), node)
     for checkpointing in Checkpointing:
         if num_gpus > 1:
@@ -536,6 +538,7 @@ def _recommended(candidates: list[Candidate]) -> Candidate | None:
 # Words
 
 
+_HOST = "the host's memory is not counted: see the guide"
 _AFTER = {
     AfterForward.RESHARD: "reshard",
     AfterForward.KEEP: "keep",
@@ -563,11 +566,22 @@ def after_forward(choice: Choice) -> str:
 
 
 def table(candidates: list[Candidate], recommended: Candidate | None, precision: str) -> list[str]:
-    """Lines; GiB at the peak of one GPU, seconds of a step."""
+    """Lines; memory at the peak of one GPU, time of a step. Each has one unit for all rows."""
+    _, factor = _memory_unit(candidates)
+    time_unit, per_second = ("s", 1) if max(each.result.time.step for each in candidates) >= 1 else ("ms", 1000)
+
+    def size(nbytes: float) -> str:
+        return f"{nbytes / factor:.1f}"
+
+    def duration(seconds: float) -> str:
+        return f"{seconds * per_second:.3f}"
+
     columns = (
         "  shards|after forward|checkpointing|gathers|shards in|params|grads|optimizer|activations|unsharded|reserved"
     )
-    rows: list[tuple[str, ...]] = [(*columns.split("|"), "step s", "exposed s", "tokens/s", "fits")]
+    rows: list[tuple[str, ...]] = [
+        (*columns.split("|"), f"step {time_unit}", f"exposed {time_unit}", "tokens/s", "fits")
+    ]
     for each in candidates:
         choice, result = each.choice, each.result
         memory = result.memory
@@ -587,11 +601,11 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
                 choice.checkpointing.value,
                 precision if choice.wire is Wire.BF16 else choice.wire.value,
                 "host" if choice.offloads else "GPU",
-                *map(_gib, sizes),
-                f"{at_least}{result.time.step:.3f}",
-                f"{result.time.exposed:.3f}",
+                *map(size, sizes),
+                f"{at_least}{duration(result.time.step)}",
+                duration(result.time.exposed),
                 f"{'<' if choice.offloads else ''}{result.tokens_per_second:.0f}",
-                "yes" if each.fits else f"no, {_gib(each.missing_nbytes)} over",
+                "yes" if each.fits else f"no, {size(each.missing_nbytes)} over",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -604,5 +618,10 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
     ]
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}"
+def _memory_unit(candidates: list[Candidate]) -> tuple[str, int]:
+    return unit_of(max(each.result.reserved_nbytes for each in candidates))
+
+
+def _count(number: int) -> str:
+    """ "8.03B", "1.20M", or all digits."""
+    return next((f"{number / one:.2f}{name}" for one, name in ((1e9, "B"), (1e6, "M")) if number >= one), str(number))
