@@ -242,8 +242,7 @@ def plan(
     machine, limit = checked_inputs("plan", machine, workload, budget, num_gpus)
     if not callable(model):
         raise TypeError(f"plan: model is {model!r}, expected an nn.Module, or a function that builds one.")
-    built = model if isinstance(model, nn.Module) else build(model)
-    return compare(built, machine, workload, num_gpus=num_gpus, limit=limit)
+    return compare(model, machine, workload, num_gpus=num_gpus, limit=limit)
 
 
 def checked_inputs(
@@ -280,7 +279,7 @@ def checked_inputs(
 
 
 def compare(
-    built: nn.Module,
+    model: ModelOrBuilder,
     machine: Machine,
     workload: Workload,
     *,
@@ -289,25 +288,29 @@ def compare(
     shard_sizes: Sequence[int | None] = (),
     is_allowed: Callable[[Choice], bool] = lambda choice: True,
 ) -> Plan:
-    """:func:`plan` for a module. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some sizes."""
-    if any(isinstance(module, FSDPModule) for module in built.modules()):
-        raise ValueError(f"this {type(built).__name__} is sharded already. Plan for it before fully_shard.")
-    units = find_units(built)
+    """:func:`plan` with checked arguments. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some."""
     sizes = shard_sizes or _shard_sizes(machine, num_gpus)
     choices = list(filter(is_allowed, _choices(machine, num_gpus, sizes)))
     candidates: list[Candidate] = []
-    with progress("compare ways to shard", len(choices), "choice") as advance:
+    enough_gpus, enough = None, None
+    with progress("compare ways to shard", 3 + len(choices), "step") as advance:
+        built = model if isinstance(model, nn.Module) else build(model)
+        if any(isinstance(module, FSDPModule) for module in built.modules()):
+            raise ValueError(f"this {type(built).__name__} is sharded already. Plan for it before fully_shard.")
+        units = find_units(built)
+        advance(1)
         work = observed(built, units, workload)
         base = _scenario(machine, work, workload, num_gpus)
+        advance(1)
         for choice in choices:
             candidates.append(_candidate(base, work, choice, limit))
             advance(1)
-    candidates += list(_that_keep_some(base, work, candidates, limit))
-    recommended = _recommended(candidates)
-    enough_gpus, enough = None, None
-    if recommended is None:
-        enough_gpus = _enough_gpus(base, work, candidates, limit)
-        enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit)
+        candidates += list(_that_keep_some(base, work, candidates, limit))
+        recommended = _recommended(candidates)
+        if recommended is None:
+            enough_gpus = _enough_gpus(base, work, candidates, limit)
+            enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit)
+        advance(1)
     ordered = sorted(candidates, key=lambda each: (not each.fits, each.missing_nbytes, each.result.time.step))
     return Plan(
         model=type(built).__name__,
