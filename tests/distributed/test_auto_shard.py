@@ -108,6 +108,17 @@ def test_a_roomy_budget_shards_blocks_and_large_modules_and_computes_nothing_aga
 
 
 @distributed(2)
+def test_with_a_budget_the_mesh_may_be_the_second_argument(ctx: RankContext) -> None:
+    mesh = ctx.mesh_1d()
+    done = fsdp2.auto_shard(language_model(), mesh, budget="1GiB", workload=WORKLOAD)
+    assert done.plan.num_gpus == 2
+    with pytest.raises(TypeError, match="mesh is given twice, by position and by name"):
+        fsdp2.auto_shard(language_model(), mesh, mesh=mesh, budget="1GiB", workload=WORKLOAD)
+    with pytest.raises(TypeError, match="pass either policy or budget"):
+        fsdp2.auto_shard(language_model(), mesh)
+
+
+@distributed(2)
 def test_on_a_terminal_the_first_rank_shows_which_unit_is_sharded(ctx: RankContext) -> None:
     shown = on_a_terminal(
         lambda: fsdp2.auto_shard(language_model(), budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
