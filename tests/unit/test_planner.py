@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import time
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 import fsdp2
 from fsdp2.__main__ import main
 from fsdp2.schedule.schedule import AfterForward, UnitRules
-from fsdp2.tools.planner import scenario
+from fsdp2.tools.planner import measure, scenario
 from fsdp2.tools.planner.blocks import Stack, Units, find_units
 from fsdp2.tools.planner.groups import Wire
 from fsdp2.tools.planner.machine import Contention, Link, ranks_of
@@ -701,6 +702,19 @@ def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, caps
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_load_that_comes_and_goes_is_not_taken_for_a_cost_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def work(seconds: float) -> None:
+        nonlocal now
+        now += seconds * (1 if now < 8 else 10)  # another process starts then
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    extra = measure._extra_seconds(lambda: work(1.5), lambda: work(1), torch.device("cpu"))
+    assert extra == pytest.approx(0.5)
 
 
 def test_a_full_disk_leaves_the_old_measurement(

@@ -84,14 +84,27 @@ def measure(sizes: tuple[int, ...], width: int) -> Measured:
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median, after one round to warm up."""
-    taken = []
+    return statistics.median([_once(run, device) for _ in range(ROUNDS + 1)][1:])
+
+
+def _extra_seconds(more: Callable[[], object], less: Callable[[], object], device: torch.device) -> float:
+    """What ``more`` takes beyond ``less``. They take turns, so that both meet what else the machine does, and all ranks
+    start together: to wait for a late rank is no cost of a collective."""
+    extra = []
     for _ in range(ROUNDS + 1):
-        _wait(device)
-        start = time.perf_counter()
-        run()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+        dist.barrier()
+        longer = _once(more, device)
+        dist.barrier()
+        extra.append(longer - _once(less, device))
+    return max(statistics.median(extra[1:]), 0.0)
+
+
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:
@@ -153,8 +166,7 @@ def _collectives(sizes: tuple[int, ...], device: torch.device, width: int) -> tu
         dist.barrier()
         alone = _agreed(_seconds(lambda: finish(start()), device), device)
         count = math.ceil(alone / product) + 1  # longer than the transfer
-        dist.barrier()
-        return Collective(name, nbytes, alone, max(_seconds(both, device) - _seconds(products, device), 0.0))
+        return Collective(name, nbytes, alone, _extra_seconds(both, products, device))
 
     return tuple(one(name, nbytes) for name in ("all-gather", "reduce-scatter") for nbytes in sizes)
 
