@@ -35,7 +35,7 @@ from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed, table
 from fsdp2.tools.planner.scenario import Scenario
 from fsdp2.tools.planner.simulate import StepTime
-from fsdp2.tools.planner.work import Checkpointing
+from fsdp2.tools.planner.work import Checkpointing, UnitWork
 from fsdp2.tools.sizes import nbytes_of, text_of
 from tests.unit import planner_models
 from tests.unit.planner_models import Block, LanguageModel
@@ -290,6 +290,36 @@ def test_prefetch_lists_of_two_units_would_gain_next_to_nothing(
         steps.append(_named(found, "FSDP, reshard").result)
     assert steps[0].time.step < steps[1].time.step * ABOUT_AS_FAST
     assert steps[0].reserved_nbytes < steps[1].reserved_nbytes
+
+
+@pytest.mark.parametrize("num_gpus", [8, 512])
+def test_two_blocks_per_unit_would_not_be_faster(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = ModelWork.units
+
+    def in_pairs(self: ModelWork, checkpointing: Checkpointing) -> tuple[UnitWork, ...]:
+        units = usual(self, checkpointing)
+        blocks = [unit for unit in units if unit.is_block]
+        pairs = [_both(*pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)]
+        first = units.index(blocks[0])
+        return (*units[:first], *pairs, *units[first + len(blocks) :])
+
+    found = []
+    for units in (usual, in_pairs):
+        monkeypatch.setattr(ModelWork, "units", units)
+        compared = fsdp2.plan(LARGE, "H100", Workload(batch=1, sequence=2048), num_gpus=num_gpus)
+        found.append(compared.choices[0].result)  # the fastest
+    assert found[0].time.compute == pytest.approx(found[1].time.compute, rel=0.01)
+    assert found[0].time.step < found[1].time.step
+
+
+def _both(first: UnitWork, second: UnitWork) -> UnitWork:
+    return replace(
+        first,
+        params=first.params + second.params,
+        forward=first.forward + second.forward,
+        backward=first.backward + second.backward,
+        saved_nbytes=first.saved_nbytes + second.saved_nbytes,
+    )
 
 
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
