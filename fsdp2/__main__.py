@@ -25,6 +25,8 @@ class _Parser(argparse.ArgumentParser):
     """Its errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += ", which must not start with '-'"
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 

@@ -83,7 +83,13 @@ class AutoShard:
 def auto_shard(model: nn.Module, policy: Any, **options: Any) -> FSDPModule: ...
 @overload
 def auto_shard(
-    model: nn.Module, *, budget: str | int, workload: Workload, machine: Machine | str = ..., **options: Any
+    model: nn.Module,
+    policy: DeviceMesh | None = ...,
+    *,
+    budget: str | int,
+    workload: Workload,
+    machine: Machine | str = ...,
+    **options: Any,
 ) -> AutoShard: ...
 def auto_shard(
     model: nn.Module,
@@ -105,6 +111,7 @@ def auto_shard(
         model: the model. It is changed in place.
         policy: a policy of ``torch.distributed.fsdp.wrap``, such as ``ModuleWrapPolicy({Block})``, or a function
             ``(module, recurse, nonwrapped_numel)``. What a ``CustomPolicy`` returns for a module overrides ``options``.
+            With ``budget``, a mesh may stand here: ``auto_shard(model, mesh, budget=..., workload=...)``.
         budget: bytes that one GPU may take, such as ``"70GiB"``, activations and optimizer included.
         workload: with ``budget``: what each GPU computes in a step.
         machine: with ``budget``: the machine whose rates decide what is faster, as for :func:`fsdp2.plan`.
@@ -120,6 +127,10 @@ def auto_shard(
         ValueError: ``policy`` chooses no module; nothing fits into ``budget``; ``fully_shard`` refuses a module.
             Modules inside of it stay sharded then.
     """
+    if isinstance(policy, DeviceMesh):
+        if options.get("mesh") is not None:
+            raise TypeError("auto_shard: mesh is given twice, by position and by name. Drop one of the two.")
+        options["mesh"], policy = policy, None
     if (policy is None) == (budget is None):
         raise TypeError(
             "auto_shard: pass either policy or budget, such as auto_shard(model, budget='70GiB', workload=...)."
@@ -142,7 +153,7 @@ def auto_shard(
     if not isinstance(options["mesh"], DeviceMesh):
         raise TypeError(f"auto_shard: mesh is {options['mesh']!r}, expected a DeviceMesh.")
     shard_size = _shard_size(options["mesh"])
-    machine, limit = checked_inputs("auto_shard", machine, workload, budget)
+    machine, limit = checked_inputs("auto_shard", machine, workload, budget, options["mesh"].size())
     offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     if offloads:
         machine.to_host()  # refuses a machine without a figure for it

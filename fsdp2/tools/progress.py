@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +26,26 @@ def progress(label: str, total: int, unit: str, *, is_first: bool | None = None)
         yield lambda amount: None
         return
     is_large = unit == "B"  # bytes read better as MB and GB
-    with tqdm(total=total, desc=label, unit=unit, unit_scale=is_large, delay=DELAY_S) as bar:
+    with tqdm(total=total, desc=label, unit=unit, unit_scale=is_large, delay=DELAY_S) as bar, _shown_in_time(bar):
         yield bar.update
+
+
+@contextmanager
+def _shown_in_time(bar: Any) -> Iterator[None]:
+    """tqdm looks at its delay only in updates: show ``bar`` although the first piece of work takes longer."""
+
+    def show() -> None:
+        bar.delay = 0  # else close() takes it for one that was never shown, and ends no line
+        bar.refresh()
+
+    timer = threading.Timer(DELAY_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _is_first() -> bool:

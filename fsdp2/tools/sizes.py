@@ -11,8 +11,7 @@ _UNITS = {
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
-GIB = 2**30
-_MIB = 2**20
+_SHOWN = ("GiB", "MiB", "KiB")
 
 
 def nbytes_of(size: str | int | float, what: str, example: str) -> int:
@@ -36,4 +35,10 @@ def nbytes_of(size: str | int | float, what: str, example: str) -> int:
 
 def text_of(nbytes: float) -> str:
     """``nbytes`` for people: "70.8 GiB", or "3.1 MiB"."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / _MIB:.1f} MiB"
+    unit, factor = unit_of(nbytes)
+    return f"{nbytes / factor:.1f} {unit}"
+
+
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """The largest unit of which ``nbytes`` are one or more, and its bytes; at least KiB."""
+    return next(((unit, _UNITS[unit]) for unit in _SHOWN if nbytes >= _UNITS[unit]), ("KiB", _UNITS["KiB"]))

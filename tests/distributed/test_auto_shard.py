@@ -108,6 +108,17 @@ def test_a_roomy_budget_shards_blocks_and_large_modules_and_computes_nothing_aga
 
 
 @distributed(2)
+def test_with_a_budget_the_mesh_may_be_the_second_argument(ctx: RankContext) -> None:
+    mesh = ctx.mesh_1d()
+    done = fsdp2.auto_shard(language_model(), mesh, budget="1GiB", workload=WORKLOAD)
+    assert done.plan.num_gpus == 2
+    with pytest.raises(TypeError, match="mesh is given twice, by position and by name"):
+        fsdp2.auto_shard(language_model(), mesh, mesh=mesh, budget="1GiB", workload=WORKLOAD)
+    with pytest.raises(TypeError, match="pass either policy or budget"):
+        fsdp2.auto_shard(language_model(), mesh)
+
+
+@distributed(2)
 def test_on_a_terminal_the_first_rank_shows_which_unit_is_sharded(ctx: RankContext) -> None:
     shown = on_a_terminal(
         lambda: fsdp2.auto_shard(language_model(), budget="1GiB", workload=WORKLOAD, mesh=ctx.mesh_1d())
@@ -268,6 +279,18 @@ def test_the_code_makes_the_units_that_were_found(ctx: RankContext, kind: str) -
     exec(code, names)
     names["shard"](model, "cpu")
     assert set(units(model)) == {"", *found.block_paths, *found.large}
+
+
+@pytest.mark.parametrize("node_size", [2, 8])
+@distributed(2)
+def test_the_code_that_reshards_to_a_node_runs_on_fewer_ranks(ctx: RankContext, node_size: int) -> None:
+    model, plain = language_model(), language_model()
+    choice = Choice("FSDP", after_forward=AfterForward.RESHARD_TO_SMALLER_MESH)
+    machine = replace(MACHINES["H100"], node_size=node_size)
+    names: dict[str, Any] = {}
+    exec(code_for(find_units(model), choice, machine, Precision.FP32), names)
+    names["shard"](model, "cpu")
+    assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
 
 
 @distributed(2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import json
 import logging
+import os
 import re
 import sys
+import time
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,21 +25,23 @@ from torch.nn import functional as F
 import fsdp2
 from fsdp2.__main__ import main
 from fsdp2.schedule.schedule import AfterForward, UnitRules
-from fsdp2.tools.planner import scenario
+from fsdp2.tools.planner import measure, scenario
 from fsdp2.tools.planner.blocks import Stack, Units, find_units
 from fsdp2.tools.planner.groups import Wire
-from fsdp2.tools.planner.machine import ranks_of
+from fsdp2.tools.planner.machine import Contention, Link, ranks_of
 from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
 from fsdp2.tools.planner.observe import ModelWork
 from fsdp2.tools.planner.placement import shard_dim
-from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
+from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed, table
 from fsdp2.tools.planner.scenario import Scenario
-from fsdp2.tools.planner.work import Checkpointing
-from fsdp2.tools.sizes import nbytes_of
+from fsdp2.tools.planner.simulate import StepTime
+from fsdp2.tools.planner.work import Checkpointing, UnitWork
+from fsdp2.tools.sizes import nbytes_of, text_of
 from tests.unit import planner_models
 from tests.unit.planner_models import Block, LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
+LARGE = functools.partial(LanguageModel, width=4096, num_blocks=8, vocabulary=32768)
 
 
 def _model(builder: Callable[[], nn.Module] = LanguageModel) -> nn.Module:
@@ -217,6 +222,17 @@ def test_choices_cover_what_can_be_set() -> None:
     assert {choice.offloads for choice in choices} == {True, False}
 
 
+def test_shards_of_no_whole_nodes_are_not_resharded_to_a_node() -> None:
+    found = fsdp2.plan(LanguageModel, replace(H100, node_size=6), WORKLOAD, num_gpus=192)
+    smaller = {
+        each.choice.shard_size
+        for each in found.choices
+        if each.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH
+    }
+    assert {each.choice.shard_size for each in found.choices} == {None, 6, 64}
+    assert smaller == {None}  # 6 ranks do not divide 64
+
+
 def test_what_fits_comes_first_and_the_recommended_one_fits() -> None:
     found = _plan(budget="6 MiB")
     fits = [each.fits for each in found.choices]
@@ -274,6 +290,36 @@ def test_prefetch_lists_of_two_units_would_gain_next_to_nothing(
         steps.append(_named(found, "FSDP, reshard").result)
     assert steps[0].time.step < steps[1].time.step * ABOUT_AS_FAST
     assert steps[0].reserved_nbytes < steps[1].reserved_nbytes
+
+
+@pytest.mark.parametrize("num_gpus", [8, 512])
+def test_two_blocks_per_unit_would_not_be_faster(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = ModelWork.units
+
+    def in_pairs(self: ModelWork, checkpointing: Checkpointing) -> tuple[UnitWork, ...]:
+        units = usual(self, checkpointing)
+        blocks = [unit for unit in units if unit.is_block]
+        pairs = [_both(*pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)]
+        first = units.index(blocks[0])
+        return (*units[:first], *pairs, *units[first + len(blocks) :])
+
+    found = []
+    for units in (usual, in_pairs):
+        monkeypatch.setattr(ModelWork, "units", units)
+        compared = fsdp2.plan(LARGE, "H100", Workload(batch=1, sequence=2048), num_gpus=num_gpus)
+        found.append(compared.choices[0].result)  # the fastest
+    assert found[0].time.compute == pytest.approx(found[1].time.compute, rel=0.01)
+    assert found[0].time.step < found[1].time.step
+
+
+def _both(first: UnitWork, second: UnitWork) -> UnitWork:
+    return replace(
+        first,
+        params=first.params + second.params,
+        forward=first.forward + second.forward,
+        backward=first.backward + second.backward,
+        saved_nbytes=first.saved_nbytes + second.saved_nbytes,
+    )
 
 
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
@@ -342,12 +388,23 @@ def test_the_table_marks_the_recommended_choice_and_shows_the_smallest() -> None
     marked = [line for line in lines if line.startswith("*")]
     assert len(marked) == 1
     assert found.recommended is not None
-    assert f"{found.recommended.result.time.step:.3f}" in marked[0]
+    assert f"{1000 * found.recommended.result.time.step:.3f}" in marked[0]
     assert lines[-1] == f"recommended: {found.recommended.choice.name}"
     assert (
         lines[0]
-        == "LanguageModel: 0.00B parameters; units: 4 blocks in layers, embedding, head; all else with the model"
+        == "LanguageModel: 328000 parameters; units: 4 blocks in layers, embedding, head; all else with the model"
     )
+
+
+def test_units_of_the_table_are_those_of_the_model() -> None:
+    small, large = str(_plan(num_gpus=8)), str(fsdp2.plan(LARGE, "H100", WORKLOAD, num_gpus=8))
+    assert "below: MiB of one GPU" in small
+    assert "step ms  exposed ms" in small
+    assert "0.000" not in small
+    assert "LanguageModel: 1.88B parameters" in large
+    assert "below: GiB of one GPU" in large
+    slow = replace(_named(_plan(), "FSDP, keep").result, time=StepTime(2.0, 1.5))
+    assert "step s  exposed s" in table([replace(_plan().choices[0], result=slow)], None, "bf16")[0]
 
 
 # Machines
@@ -373,6 +430,11 @@ def test_sizes_are_read(size: str | int, expected: int) -> None:
     assert nbytes_of(size, "budget", "70GiB") == expected
 
 
+@pytest.mark.parametrize(("nbytes", "shown"), [(70.8 * 2**30, "70.8 GiB"), (2**20, "1.0 MiB"), (1024, "1.0 KiB")])
+def test_sizes_are_shown_in_units_that_fit(nbytes: float, shown: str) -> None:
+    assert text_of(nbytes) == shown
+
+
 # Refusals, each on one line of the command
 
 
@@ -395,6 +457,9 @@ def of_a_config(config):
 def no_module():
     return 3
 
+def without_blocks():
+    return nn.Linear(2, 2)
+
 def of_floats():
     class Convert(nn.Sequential):
         def forward(self, x):
@@ -410,6 +475,8 @@ def is_stopped():
 REFUSALS = {
     "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, ends, is_stopped, ",
     "my_builders": "'my_builders' names no function, expected module:function, such as my_module:build_model.",
+    ":build": "':build' names no module, expected module:function, such as my_module:build_model.",
+    "my_builders:without_blocks": "found no repeated blocks in this Linear, expected an nn.ModuleList, ",
     "not_there:build": "cannot import 'not_there' (ModuleNotFoundError: No module named 'not_there'). Write it as",
     "my_broken:build": "cannot import 'my_broken' (ZeroDivisionError: division by zero, ",
     "my_builders:on_a_gpu": "on_a_gpu() failed on the meta device (RuntimeError:",
@@ -421,9 +488,13 @@ REFUSALS = {
     "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget lots": "budget is 'lots', expected a number of bytes, or a number and a unit",
     "my_builders:build_model --budget 70": "budget is '70', expected a number of bytes, or a number and a unit",
-    "my_builders:build_model --budget 500GiB": "budget is 500.0 GiB, but a GPU of 'H100 SXM, 8 per node, 400 Gb/s",
+    "my_builders:build_model --budget 500GiB": "budget is 500.0 GiB, but a GPU of 'H100 SXM, 8 per node, 400 Gb/s "
+    "each' has 74.5 GiB. Pass less, or name your machine: machine='H200' in Python, --gpu H200 on the command line.",
     "my_builders:build_model --budget 0GiB": "budget is '0GiB', expected a number of bytes, or",
-    "my_builders:build_model --gpus 0": "num_gpus is 0, expected at least 1.",
+    "my_builders:build_model --budget=-5GiB": "budget is '-5GiB', expected a number of bytes, or",
+    "my_builders:build_model --budget -5GiB": "argument --budget: expected one argument, which must not start with",
+    "my_builders:build_model --gpus 0": "--gpus is 0, expected 1 to 131072.",
+    "my_builders:build_model --gpus 100000000": "--gpus is 100000000, expected 1 to 131072.",
     "my_builders:build_model --precision int4": "Workload: precision is 'int4', expected one of ['bf16', 'fp32'].",
     "my_builders:build_model --optimizer lion": "Workload: optimizer is 'lion', expected one of ['adamw',",
     "my_builders:build_model --batch 0": "Workload: batch is 0, expected at least 1.",
@@ -434,7 +505,15 @@ REFUSALS = {
     "my_builders.py:build": "cannot import 'my_builders.py' (ModuleNotFoundError: ",
     "my_builders:ends": "ends() failed on the meta device (SystemExit: bye, ",
     "my_builders:build_model --gpus 3.5": "argument --gpus: invalid int value: '3.5'",
-    "my_builders:build_model --gpu zeros.json": "'zeros.json' describes no machine (a rate or size is not above 0).",
+    "my_builders:build_model --gpu bf16_flops.json": "'bf16_flops.json' describes no machine (Machine: bf16_flops is "
+    "0, expected a number above 0). Write it with `python -m fsdp2 measure`.",
+    "my_builders:build_model --gpu fp32_flops.json --precision fp32": "'fp32_flops.json' describes no machine (",
+    "my_builders:build_model --gpu bandwidth_efficiency.json": "'bandwidth_efficiency.json' describes no machine (",
+    "my_builders:build_model --gpu channels.json": "'channels.json' describes no machine (",
+    "my_builders:build_model --gpu MI300X --precision fp32": "'MI300X, 8 per node, 400 Gb/s each' has no figure for "
+    "products in fp32. Use precision bf16, or a machine that `python -m fsdp2 measure` measured.",
+    "my_builders:build_model --gpu alone.json": "machine 'H100 SXM, 8 per node, 400 Gb/s each' has no figures for "
+    "links between GPUs. Run `torchrun --nproc-per-node 8 -m fsdp2 measure FILE` with all GPUs of a node, or ",
 }
 
 
@@ -444,7 +523,9 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_broken.py").write_text("1 / 0")
     (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
     (tmp_path / "my_syntax.py").write_text("def f(:")
-    (tmp_path / "zeros.json").write_text(json.dumps(fields_of(replace(H100, bf16_flops=0.0))))
+    for name in ("bf16_flops", "fp32_flops", "bandwidth_efficiency", "channels"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**fields_of(H100), name: 0}))
+    (tmp_path / "alone.json").write_text(json.dumps(fields_of(replace(H100, in_node=None, network=None))))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = importlib.util.find_spec  # as if transformers were there
@@ -469,6 +550,17 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     r"workload is \(1, 64\), expected such as": (
         lambda: fsdp2.plan(LanguageModel, "H100", (1, 64), num_gpus=8),  # type: ignore[arg-type]
+        "TypeError",
+    ),
+    "Link: bandwidth is 0, expected a number above 0": (lambda: Link(0, 0), "ValueError"),
+    "Link: latency is -1, expected seconds, at least 0": (lambda: Link(1, -1), "ValueError"),
+    "Contention: compute is 1, expected a share": (lambda: Contention(1), "ValueError"),
+    "inputs is a Tensor, expected a function that makes": (
+        lambda: replace(WORKLOAD, inputs=torch.ones(2)),  # type: ignore[arg-type]
+        "TypeError",
+    ),
+    "loss is a Tensor, expected a function of what the": (
+        lambda: replace(WORKLOAD, loss=torch.ones(2)),  # type: ignore[arg-type]
         "TypeError",
     ),
     r"Workload\.loss failed for a FakeTensor, .* \(AttributeError": (
@@ -562,6 +654,14 @@ def test_the_command_prints_a_table_and_python_to_paste(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("builders")
+def test_the_command_fails_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "my_builders:build_model", "--gpus", "1", "--sequence", "8", "--budget", "1MiB"])
+    assert ended.value.code == 1
+    assert "nothing fits into 1.0 MiB" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("builders")
 def test_a_budget_in_bytes_and_the_precision_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "my_builders:build_model", "--gpus", "8", "--budget", "75161927680", "--precision", "fp32"])
     printed = capsys.readouterr().out
@@ -574,6 +674,12 @@ def test_the_note_on_the_hosts_memory_is_under_rows_that_offload() -> None:
     offloaded = replace(_plan(), recommended=_named(_plan(), "FSDP, reshard, offload"))
     assert str(offloaded).endswith("offload; the host's memory is not counted: see the guide")
     assert "not counted" not in str(_plan())
+
+
+def test_the_note_on_the_hosts_memory_is_there_where_offloading_would_not_fit_either() -> None:
+    found = _plan(budget="1MiB")
+    assert found.smallest.choice.offloads
+    assert "With offload, the host's memory is not counted: see the guide. Use " in found.why_nothing_fits()
 
 
 def test_the_code_for_replicas_says_how_many_ranks_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,25 +696,70 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: p
     main(["measure", str(file), "--width", "32"])
     assert "products: " in capsys.readouterr().out
     found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
-    assert found.machine.name == "measured: cpu, 1 ranks"
+    assert found.machine.name == "measured: cpu, 1 rank, links not measured"
     assert found.machine.bf16_flops > 0
 
 
-@pytest.mark.parametrize("sizes", ["64", "64,1", "4,4", "0,1", "one"])
+def test_on_one_rank_links_are_not_measured_so_several_gpus_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    main(["measure", str(file), "--width", "32"])
+    assert json.loads(file.read_text())["in_node"] is None
+    with pytest.raises(ValueError, match=r"links not measured' has no figures for links between GPUs\. Run `torchrun"):
+        fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=2)
+    assert fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1, budget="1MiB").enough_gpus is None
+
+
+@pytest.mark.parametrize("sizes", ["64", "64,1", "4,4", "0,1", "one", "1,inf"])
 def test_sizes_that_make_no_line_are_refused(sizes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["measure", str(tmp_path / "machine.json"), "--sizes", sizes])
-    assert f"--sizes is '{sizes}', expected at least two sizes in MiB, ascending" in capsys.readouterr().err
+    said = f"python -m fsdp2 measure: error: --sizes is '{sizes}', expected at least two sizes in MiB, ascending"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize(
-    "arguments", ["measure {0} --width 4", "measure {0}/no/m.json", "measure {0}/m.json --width 0"]
+    "arguments",
+    [
+        "measure {0} --width 4",
+        "measure {0}/no/m.json --width 4",
+        "measure {0}/m.json --width 0",
+        "measure /dev/null --width 4",
+    ],
 )
 def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments.format(tmp_path).split())
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_that_comes_and_goes_is_not_taken_for_a_cost_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def work(seconds: float) -> None:
+        nonlocal now
+        now += seconds * (1 if now < 8 else 10)  # another process starts then
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    extra = measure._extra_seconds(lambda: work(1.5), lambda: work(1), torch.device("cpu"))
+    assert extra == pytest.approx(0.5)
+
+
+def test_a_full_disk_leaves_the_old_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "machine.json"
+    file.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit):
+        main(["measure", str(file), "--width", "32"])
+    assert f"cannot write '{file}' (No space left on device)" in capsys.readouterr().err
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
 
 
 def test_run_of_a_module_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

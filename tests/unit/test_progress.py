@@ -6,11 +6,14 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
+from torch import nn
 
 import fsdp2
 from fsdp2.tools.progress import progress
@@ -50,6 +53,23 @@ def test_a_plan_shows_where_it_is() -> None:
     assert "compare ways to shard: 100%" in on_a_terminal(
         lambda: fsdp2.plan(LanguageModel, "H100", workload, num_gpus=2)
     )
+
+
+def test_a_plan_shows_that_a_slow_builder_runs() -> None:
+    seen = []
+
+    def build() -> nn.Module:
+        ends = time.monotonic() + 60
+        while not seen and time.monotonic() < ends:
+            seen.extend(re.findall(r"compare ways to shard: +0%", sys.stderr.getvalue()))  # type: ignore[attr-defined]
+        raise ValueError("slow")
+
+    def plan() -> None:
+        with pytest.raises(ValueError, match="slow"):
+            fsdp2.plan(build, "H100", fsdp2.Workload(batch=1, sequence=16), num_gpus=2)
+
+    assert on_a_terminal(plan).endswith("\n")  # what is printed next has a line of its own
+    assert seen
 
 
 @pytest.mark.long

@@ -57,7 +57,7 @@ def find_units(model: nn.Module) -> Units:
     if not stacks:
         containers = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
-            f"find_units: found no repeated blocks in this {type(model).__name__}, expected an nn.ModuleList, "
+            f"plan: found no repeated blocks in this {type(model).__name__}, expected an nn.ModuleList, "
             "nn.Sequential or nn.ModuleDict with at least two children of equal structure that hold a large part of "
             f"the parameters. It has modules of the classes {', '.join(containers)}. Keep the blocks in an "
             "nn.ModuleList, or call fsdp2.fully_shard by hand."

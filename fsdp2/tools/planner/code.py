@@ -50,6 +50,7 @@ def _imports(choice: Choice, precision: Precision, cuts_other_dims: bool) -> lis
 def _function(units: Units, choice: Choice, machine: Machine, precision: Precision, cuts_other_dims: bool) -> list[str]:
     body = [
         *_options(choice, precision, cuts_other_dims),
+        *_node(choice, machine),
         f"blocks = [{', '.join(_blocks(stack) for stack in units.stacks)}]",
         *_per_block(choice, machine),
         *(f"fsdp2.fully_shard({_at(path)}, {_after_forward(choice, machine)}**options)" for path in units.large),
@@ -80,12 +81,22 @@ def _options(choice: Choice, precision: Precision, cuts_other_dims: bool) -> lis
     return [*lines, f"options = dict({', '.join(policies)})"]
 
 
+def _node(choice: Choice, machine: Machine) -> list[str]:
+    """Of HSDP, a replica has whole nodes. FSDP may be tried on fewer ranks than a node has."""
+    if choice.shard_size or choice.after_forward is not AfterForward.RESHARD_TO_SMALLER_MESH:
+        return []
+    size = machine.node_size
+    return [f"node = {size} if dist.get_world_size() % {size} == 0 else True  # True: reshard over all ranks"]
+
+
 def _after_forward(choice: Choice, machine: Machine) -> str:
     """The argument of ``fully_shard``; "" for the default."""
     return {
         AfterForward.RESHARD: "",
         AfterForward.KEEP: "reshard_after_forward=False, ",
-        AfterForward.RESHARD_TO_SMALLER_MESH: f"reshard_after_forward={machine.node_size}, ",
+        AfterForward.RESHARD_TO_SMALLER_MESH: f"reshard_after_forward={machine.node_size}, "
+        if choice.shard_size
+        else "reshard_after_forward=node, ",
     }[choice.after_forward]
 
 

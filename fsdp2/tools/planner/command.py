@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2.tools.planner.machines import MACHINES
-from fsdp2.tools.planner.plan import Workload, cause_of, plan
+from fsdp2.tools.planner.plan import MOST_GPUS, Workload, cause_of, plan
 
 
 def add_plan(commands: Any) -> None:
@@ -41,8 +41,10 @@ def add_plan(commands: Any) -> None:
 
 
 def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Every refusal is one line that says what to write instead."""
+    """Every refusal is one line that says what to write instead. If nothing fits, the exit code is 1."""
     try:
+        if not 1 <= options.gpus <= MOST_GPUS:
+            raise ValueError(f"--gpus is {options.gpus}, expected 1 to {MOST_GPUS}.")
         workload = Workload(
             options.batch,
             options.sequence,
@@ -62,8 +64,9 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if found.num_gpus > found.machine.node_size and found.machine.in_node == found.machine.network:
         print(f"warning: '{options.gpu}' has one rate for links in a node and between nodes.", file=sys.stderr)
     print(found)
-    if found.recommended is not None:
-        print(f"\n{found.code}")
+    if found.recommended is None:
+        parser.exit(1)
+    print(f"\n{found.code}")
 
 
 def _budget(text: str | None) -> str | int | None:
@@ -78,9 +81,10 @@ def _builder(name: str | None, config: str | None) -> Callable[[], nn.Module]:
 
 
 def _imported(name: str) -> Callable[[], nn.Module]:
-    module_name, colon, function = name.partition(":")
-    if not colon or not function:
-        raise ValueError(f"'{name}' names no function, expected module:function, such as my_module:build_model.")
+    module_name, _, function = name.partition(":")
+    if not module_name or not function:
+        missing = "function" if module_name else "module"
+        raise ValueError(f"'{name}' names no {missing}, expected module:function, such as my_module:build_model.")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)

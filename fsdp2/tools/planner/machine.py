@@ -27,12 +27,26 @@ class Algorithm(Enum):
     TREE = "tree"
 
 
+def _check_rate(what: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{what} is {value}, expected a number above 0.")
+
+
+def _check_delay(what: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"{what} is {value}, expected seconds, at least 0.")
+
+
 @dataclass(frozen=True)
 class Link:
     """A connection: its ``bandwidth`` in bytes/s, its ``latency`` in s per hop."""
 
     bandwidth: float
     latency: float
+
+    def __post_init__(self) -> None:
+        _check_rate("Link: bandwidth", self.bandwidth)
+        _check_delay("Link: latency", self.latency)
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,12 @@ class Contention:
     compute: float = 0.0
     transfer: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("compute", "transfer"):
+            share = getattr(self, name)
+            if not 0 <= share < 1:
+                raise ValueError(f"Contention: {name} is {share}, expected a share of at least 0 and below 1.")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -49,6 +69,7 @@ class Machine:
 
     Attributes:
         bf16_flops, fp8_flops, fp32_flops: peak of dense matrix products; None where it is not known.
+        in_node, network: the links in a node and between nodes; None where they were not measured.
         utilisation: the share of the peak that matrix products and attention reach.
         contention: compute and transfers beside each other.
         sources: where the figures are from.
@@ -66,8 +87,8 @@ class Machine:
     memory_nbytes: float
     copy_bandwidth: float
     node_size: int
-    in_node: Link
-    network: Link
+    in_node: Link | None
+    network: Link | None
     bandwidth_efficiency: float = 0.8
     launch_latency: float = 10e-6
     channels: int = 16
@@ -76,6 +97,26 @@ class Machine:
     fp32_flops: float | None = None
     host_bandwidth: float | None = None
     sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = ("bf16_flops", "utilisation", "memory_nbytes", "copy_bandwidth", "bandwidth_efficiency")
+        perhaps = ("fp8_flops", "fp32_flops", "host_bandwidth")
+        for name in (*known, "node_size", "channels", *(name for name in perhaps if getattr(self, name) is not None)):
+            _check_rate(f"Machine: {name}", getattr(self, name))
+        _check_delay("Machine: launch_latency", self.launch_latency)
+
+    def links(self) -> tuple[Link, Link]:
+        """In a node, and between nodes.
+
+        Raises:
+            ValueError: they are not known.
+        """
+        if self.in_node is None or self.network is None:
+            raise ValueError(
+                f"machine '{self.name}' has no figures for links between GPUs. Run `torchrun --nproc-per-node 8 -m "
+                "fsdp2 measure FILE` with all GPUs of a node, or fill in in_node and network."
+            )
+        return self.in_node, self.network
 
     def peak_fp8(self) -> float:
         return self._known("fp8_flops", self.fp8_flops)
@@ -151,19 +192,20 @@ def all_reduce(machine: Machine, ranks: Ranks, nbytes: float) -> Transfer:
 
 
 def _bandwidth(machine: Machine, ranks: Ranks) -> tuple[float, Resource]:
-    in_node = machine.in_node.bandwidth * machine.bandwidth_efficiency
+    in_node, network = (link.bandwidth * machine.bandwidth_efficiency for link in machine.links())
     if ranks.num_nodes == 1:
         return in_node, Resource.IN_NODE
-    network = machine.network.bandwidth * ranks.per_node * machine.bandwidth_efficiency
-    return min(in_node, network), Resource.NETWORK
+    return min(in_node, network * ranks.per_node), Resource.NETWORK
 
 
 def _ring_latency(machine: Machine, ranks: Ranks) -> float:
     """A part passes all other ranks, one after the other; one hop per node leaves it."""
+    in_node, network = machine.links()
     between = min(ranks.num_nodes, ranks.size - 1) if ranks.num_nodes > 1 else 0
-    return between * machine.network.latency + (ranks.size - 1 - between) * machine.in_node.latency
+    return between * network.latency + (ranks.size - 1 - between) * in_node.latency
 
 
 def _tree_latency(machine: Machine, ranks: Ranks) -> float:
-    between = math.ceil(math.log2(ranks.num_nodes)) * machine.network.latency
-    return between + math.ceil(math.log2(ranks.per_node)) * machine.in_node.latency
+    in_node, network = machine.links()
+    between = math.ceil(math.log2(ranks.num_nodes)) * network.latency
+    return between + math.ceil(math.log2(ranks.per_node)) * in_node.latency

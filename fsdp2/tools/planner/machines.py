@@ -160,14 +160,10 @@ def machine_by_name(name: str) -> Machine:
             "`python -m fsdp2 measure` wrote."
         )
     try:
-        machine = machine_from(json.loads(Path(name).read_text()))
-        rates = (machine.bf16_flops, machine.utilisation, machine.copy_bandwidth, machine.in_node.bandwidth)
-        if min(*rates, machine.network.bandwidth, machine.memory_nbytes, machine.node_size) <= 0:
-            raise ValueError("a rate or size is not above 0")
-        return machine
-    except (ValueError, TypeError, KeyError) as error:
+        return machine_from(json.loads(Path(name).read_text()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"'{name}' describes no machine ({error}). Write it with `python -m fsdp2 measure`."
+            f"'{name}' describes no machine ({str(error).rstrip('.')}). Write it with `python -m fsdp2 measure`."
         ) from error
 
 
@@ -176,13 +172,17 @@ def machine_from(fields: dict[str, Any]) -> Machine:
     return Machine(
         **{
             **fields,
-            "in_node": Link(**fields["in_node"]),
-            "network": Link(**fields["network"]),
+            "in_node": _link(fields["in_node"]),
+            "network": _link(fields["network"]),
             "algorithm": Algorithm(fields["algorithm"]),
             "contention": Contention(**fields["contention"]),
             "sources": tuple(fields["sources"]),
         }
     )
+
+
+def _link(fields: dict[str, float] | None) -> Link | None:
+    return None if fields is None else Link(**fields)
 
 
 def fields_of(machine: Machine) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Alone it measures products, copies and memory; under ``torchrun`` also all-gathers and reduce-scatters, by size, alone
 and beside products. Links in a node and between nodes are told apart by measuring on one node and on several: the
-machine gets the rate over all ranks for both.
+machine gets the rate over all ranks for both. One rank measures no link, so no plan for several GPUs can be made of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from fsdp2.comm.streams import Waitable
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.planner.machine import Contention, Link, Machine
 from fsdp2.tools.planner.machines import fields_of
+from fsdp2.tools.whole_file import check_writable, write_whole
 
 ROUNDS = 5
 
@@ -61,8 +62,9 @@ def measure(sizes: tuple[int, ...], width: int) -> Measured:
     found = _collectives(sizes, device, width)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     link = _link(found, num_ranks)
+    unknown = "" if link else ", links not measured"
     machine = Machine(
-        name=f"measured: {_device_name(device)}, {num_ranks} ranks",
+        name=f"measured: {_device_name(device)}, {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}{unknown}",
         bf16_flops=flops[torch.bfloat16],
         fp8_flops=None,
         utilisation=1.0,  # what was measured is what products reach
@@ -82,14 +84,27 @@ def measure(sizes: tuple[int, ...], width: int) -> Measured:
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median, after one round to warm up."""
-    taken = []
+    return statistics.median([_once(run, device) for _ in range(ROUNDS + 1)][1:])
+
+
+def _extra_seconds(more: Callable[[], object], less: Callable[[], object], device: torch.device) -> float:
+    """What ``more`` takes beyond ``less``. They take turns, so that both meet what else the machine does, and all ranks
+    start together: to wait for a late rank is no cost of a collective."""
+    extra = []
     for _ in range(ROUNDS + 1):
-        _wait(device)
-        start = time.perf_counter()
-        run()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+        dist.barrier()
+        longer = _once(more, device)
+        dist.barrier()
+        extra.append(longer - _once(less, device))
+    return max(statistics.median(extra[1:]), 0.0)
+
+
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:
@@ -151,8 +166,7 @@ def _collectives(sizes: tuple[int, ...], device: torch.device, width: int) -> tu
         dist.barrier()
         alone = _agreed(_seconds(lambda: finish(start()), device), device)
         count = math.ceil(alone / product) + 1  # longer than the transfer
-        dist.barrier()
-        return Collective(name, nbytes, alone, max(_seconds(both, device) - _seconds(products, device), 0.0))
+        return Collective(name, nbytes, alone, _extra_seconds(both, products, device))
 
     return tuple(one(name, nbytes) for name in ("all-gather", "reduce-scatter") for nbytes in sizes)
 
@@ -164,12 +178,12 @@ def _agreed(seconds: float, device: torch.device) -> float:
     return agreed.item()
 
 
-def _link(found: tuple[Collective, ...], num_ranks: int) -> Link:
-    """A line through the smallest and the largest all-gather; a ring has a hop per other rank. Without collectives, a
-    link that takes no time."""
+def _link(found: tuple[Collective, ...], num_ranks: int) -> Link | None:
+    """A line through the smallest and the largest all-gather; a ring has a hop per other rank. None without
+    collectives."""
     gathers = [each for each in found if each.name == "all-gather"]
-    if len(gathers) < 2:
-        return Link(1e15, 0.0)
+    if not gathers:
+        return None
     small, large = gathers[0], gathers[-1]
     moved = (large.nbytes - small.nbytes) * (num_ranks - 1) / num_ranks
     return Link(moved / max(large.alone - small.alone, 1e-9), small.alone / (num_ranks - 1))
@@ -196,24 +210,37 @@ def add_measure(commands: Any) -> None:
 
 
 def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    def refuse(said: str) -> NoReturn:
+        parser.exit(2, f"{parser.prog} measure: error: {said}\n")
+
+    def refuse_file(error: OSError) -> NoReturn:
+        refuse(f"cannot write '{options.file}' ({error.strerror or error}), expected a file in a folder of yours.")
+
     try:
         sizes = tuple(int(float(size) * 2**20) for size in options.sizes.split(","))
-    except ValueError:
+    except (ValueError, OverflowError):
         sizes = ()
     if len(sizes) < 2 or sizes[0] < 1 or any(smaller >= larger for smaller, larger in pairwise(sizes)):
-        parser.error(f"--sizes is '{options.sizes}', expected at least two sizes in MiB, ascending, such as 1,16,64.")
+        refuse(f"--sizes is '{options.sizes}', expected at least two sizes in MiB, ascending, such as 1,16,64.")
     if options.width < 1:
-        parser.exit(2, f"{parser.prog} measure: error: --width is {options.width}, expected at least 1.\n")
-    if options.file.is_dir() or not options.file.parent.is_dir():
-        parser.exit(2, f"{parser.prog} measure: error: cannot write '{options.file}', expected a file in a folder.\n")
+        refuse(f"--width is {options.width}, expected at least 1.")
+    try:
+        check_writable(options.file)
+    except OSError as error:
+        refuse_file(error)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
     found = measure(sizes, options.width)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
-        options.file.write_text(json.dumps(fields_of(found.machine), indent=2))
+        try:
+            write_whole(options.file, json.dumps(fields_of(found.machine), indent=2))
+        except OSError as error:
+            refuse_file(error)
         print(f"wrote {options.file}: {found.machine.name}")
         print(f"products: {found.machine.bf16_flops / 1e12:.3g} TFLOPS in bf16")
+        if not found.collectives:
+            print("links were not measured: to plan for several GPUs, run this under torchrun")
         for each in found.collectives:
             print(
                 f"{each.name} of {each.nbytes / 2**20:g} MiB: {1e3 * each.alone:.2f} ms alone; it holds up products by "

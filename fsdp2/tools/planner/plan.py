@@ -26,12 +26,12 @@ from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
 from fsdp2.tools.planner.work import Checkpointing
 from fsdp2.tools.progress import progress
-from fsdp2.tools.sizes import GIB, nbytes_of, text_of
+from fsdp2.tools.sizes import nbytes_of, text_of, unit_of
 
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
 USABLE_SHARE = 0.95  # of a GPU's memory; the rest is for the driver and NCCL
 SHARD_SIZES = (64, 512)  # of HSDP, besides a node
-MOST_GPUS = 2**17  # that a remedy names
+MOST_GPUS = 2**17  # the time that a plan takes grows with them: what each rank sends in fp8 is listed
 
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
@@ -69,6 +69,10 @@ class Workload:
             allowed = [each.value for each in kind]
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Workload: {name} is {getattr(self, name)!r}, expected one of {allowed}.")
+        for name, what in (("inputs", "that makes what the model is given"), ("loss", "of what the model returns")):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"Workload: {name} is a {type(value).__name__}, expected a function {what}.")
         for name in ("batch", "sequence"):
             _check_int(f"Workload: {name}", getattr(self, name))
             if getattr(self, name) < 1:
@@ -174,7 +178,8 @@ class Plan:
         return (
             f"nothing fits into {text_of(self.budget_nbytes)}: the smallest choice, {smallest.choice.name}, takes "
             f"{text_of(smallest.result.reserved_nbytes)}, {text_of(smallest.missing_nbytes)} too much. Activations "
-            f"take {text_of(activations)} of it. Use {', or '.join(remedies) or 'GPUs with more memory'}."
+            f"take {text_of(activations)} of it. {f'With offload, {_HOST}. ' if smallest.choice.offloads else ''}"
+            f"Use {', or '.join(remedies) or 'GPUs with more memory'}."
         )
 
     def __str__(self) -> str:
@@ -184,12 +189,13 @@ class Plan:
 
     def _head(self) -> list[str]:
         stacks = [f"{len(stack.names)} blocks in {stack.path or 'the model'}" for stack in self.units.stacks]
+        unit, _ = _memory_unit(self._shown())
         return [
-            f"{self.model}: {self.num_params / 1e9:.2f}B parameters; units: {', '.join([*stacks, *self.units.large])}; "
+            f"{self.model}: {_count(self.num_params)} parameters; units: {', '.join([*stacks, *self.units.large])}; "
             "all else with the model",
             f"{self.num_gpus} x {self.machine.name}; {self.workload}",
-            f"budget: {text_of(self.budget_nbytes)} of {text_of(self.machine.memory_nbytes)}; below: GiB of one GPU at "
-            "the peak",
+            f"budget: {text_of(self.budget_nbytes)} of {text_of(self.machine.memory_nbytes)}; below: {unit} of one GPU "
+            "at the peak",
         ]
 
     def _shown(self) -> list[Candidate]:
@@ -202,7 +208,7 @@ class Plan:
     def _verdict(self) -> str:
         if self.recommended is None:
             return self.why_nothing_fits()
-        host = "; the host's memory is not counted: see the guide" if self.recommended.choice.offloads else ""
+        host = f"; {_HOST}" if self.recommended.choice.offloads else ""
         return f"recommended: {self.recommended.choice.name}{host}"
 
 
@@ -230,42 +236,50 @@ def plan(
         ValueError: the machine or the budget's unit is unknown; the budget is more than a GPU has; the model is sharded
             already, has no repeated blocks, or cannot run under fake tensors.
     """
-    machine, limit = checked_inputs("plan", machine, workload, budget)
     _check_int("plan: num_gpus", num_gpus)
+    if not 1 <= num_gpus <= MOST_GPUS:
+        raise ValueError(f"plan: num_gpus is {num_gpus}, expected 1 to {MOST_GPUS}.")
+    machine, limit = checked_inputs("plan", machine, workload, budget, num_gpus)
     if not callable(model):
         raise TypeError(f"plan: model is {model!r}, expected an nn.Module, or a function that builds one.")
-    if num_gpus < 1:
-        raise ValueError(f"plan: num_gpus is {num_gpus}, expected at least 1.")
-    built = model if isinstance(model, nn.Module) else build(model)
-    return compare(built, machine, workload, num_gpus=num_gpus, limit=limit)
+    return compare(model, machine, workload, num_gpus=num_gpus, limit=limit)
 
 
 def checked_inputs(
-    caller: str, machine: Machine | str, workload: Workload, budget: str | int | None
+    caller: str, machine: Machine | str, workload: Workload, budget: str | int | None, num_gpus: int
 ) -> tuple[Machine, int]:
     """The machine, and the bytes of a GPU that may be used.
 
     Raises:
         TypeError: ``machine`` or ``workload`` is something else.
-        ValueError: the machine or the budget's unit is unknown.
+        ValueError: the machine or the budget's unit is unknown; the machine has no figure for products in the
+            workload's precision, or for links between several GPUs; the budget is more than a GPU has.
     """
     if not isinstance(workload, Workload):
         raise TypeError(f"{caller}: workload is {workload!r}, expected such as fsdp2.Workload(batch=2, sequence=8192).")
     machine = machine_by_name(machine) if isinstance(machine, str) else machine
     if not isinstance(machine, Machine):
         raise TypeError(f"{caller}: machine is {machine!r}, expected a name, a path, or a Machine.")
+    if num_gpus > 1:
+        machine.links()  # refuses a machine whose links were not measured
+    if workload.precision == Precision.FP32.value and machine.fp32_flops is None:
+        raise ValueError(
+            f"{caller}: '{machine.name}' has no figure for products in fp32. Use precision bf16, or a machine that "
+            "`python -m fsdp2 measure` measured."
+        )
     if budget is None:
         return machine, int(USABLE_SHARE * machine.memory_nbytes)
     limit = nbytes_of(budget, "budget", "70GiB")
     if limit > machine.memory_nbytes:
         raise ValueError(
-            f"budget is {text_of(limit)}, but a GPU of '{machine.name}' has {text_of(machine.memory_nbytes)}."
+            f"budget is {text_of(limit)}, but a GPU of '{machine.name}' has {text_of(machine.memory_nbytes)}. Pass "
+            "less, or name your machine: machine='H200' in Python, --gpu H200 on the command line."
         )
     return machine, limit
 
 
 def compare(
-    built: nn.Module,
+    model: ModelOrBuilder,
     machine: Machine,
     workload: Workload,
     *,
@@ -274,25 +288,29 @@ def compare(
     shard_sizes: Sequence[int | None] = (),
     is_allowed: Callable[[Choice], bool] = lambda choice: True,
 ) -> Plan:
-    """:func:`plan` for a module. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some sizes."""
-    if any(isinstance(module, FSDPModule) for module in built.modules()):
-        raise ValueError(f"this {type(built).__name__} is sharded already. Plan for it before fully_shard.")
-    units = find_units(built)
+    """:func:`plan` with checked arguments. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some."""
     sizes = shard_sizes or _shard_sizes(machine, num_gpus)
     choices = list(filter(is_allowed, _choices(machine, num_gpus, sizes)))
     candidates: list[Candidate] = []
-    with progress("compare ways to shard", len(choices), "choice") as advance:
+    enough_gpus, enough = None, None
+    with progress("compare ways to shard", 3 + len(choices), "step") as advance:
+        built = model if isinstance(model, nn.Module) else build(model)
+        if any(isinstance(module, FSDPModule) for module in built.modules()):
+            raise ValueError(f"this {type(built).__name__} is sharded already. Plan for it before fully_shard.")
+        units = find_units(built)
+        advance(1)
         work = observed(built, units, workload)
         base = _scenario(machine, work, workload, num_gpus)
+        advance(1)
         for choice in choices:
             candidates.append(_candidate(base, work, choice, limit))
             advance(1)
-    candidates += list(_that_keep_some(base, work, candidates, limit))
-    recommended = _recommended(candidates)
-    enough_gpus, enough = None, None
-    if recommended is None:
-        enough_gpus = _enough_gpus(base, work, candidates, limit)
-        enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit)
+        candidates += list(_that_keep_some(base, work, candidates, limit))
+        recommended = _recommended(candidates)
+        if recommended is None:
+            enough_gpus = _enough_gpus(base, work, candidates, limit)
+            enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit)
+        advance(1)
     ordered = sorted(candidates, key=lambda each: (not each.fits, each.missing_nbytes, each.result.time.step))
     return Plan(
         model=type(built).__name__,
@@ -419,11 +437,11 @@ def _choices(machine: Machine, num_gpus: int, sizes: Sequence[int | None]) -> It
     """What asks least first: in settings, then in computing again."""
     node = machine.node_size
     after = [AfterForward.RESHARD, AfterForward.KEEP]
-    if num_gpus > node and num_gpus % node == 0:
+    if num_gpus > node > 1:
         after.append(AfterForward.RESHARD_TO_SMALLER_MESH)
     for size, after_forward, checkpointing in itertools.product(sizes, after, Checkpointing):
-        if size == node and after_forward is AfterForward.RESHARD_TO_SMALLER_MESH:
-            continue  # the same
+        if after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and (size == node or (size or num_gpus) % node):
+            continue  # the same as resharding, or shards that no number of whole nodes holds
         yield _named(Choice("", size, after_forward, checkpointing=checkpointing), node)
     for checkpointing in Checkpointing:
         if num_gpus > 1:
@@ -455,7 +473,9 @@ def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], lim
 
 
 def _enough_gpus(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> int | None:
-    """Over how many GPUs FSDP fits, in powers of two times the present number."""
+    """Over how many GPUs FSDP fits, in powers of two times the present number; None if their links are not known."""
+    if base.machine.in_node is None:
+        return None
     allowed = filter(_changes_no_numbers, tried)
     smallest = min(allowed, key=lambda each: (each.choice.offloads, each.result.reserved_nbytes)).choice
     choice = replace(smallest, shard_size=None, after_forward=AfterForward.RESHARD)
@@ -521,6 +541,7 @@ def _recommended(candidates: list[Candidate]) -> Candidate | None:
 # Words
 
 
+_HOST = "the host's memory is not counted: see the guide"
 _AFTER = {
     AfterForward.RESHARD: "reshard",
     AfterForward.KEEP: "keep",
@@ -548,11 +569,22 @@ def after_forward(choice: Choice) -> str:
 
 
 def table(candidates: list[Candidate], recommended: Candidate | None, precision: str) -> list[str]:
-    """Lines; GiB at the peak of one GPU, seconds of a step."""
+    """Lines; memory at the peak of one GPU, time of a step. Each has one unit for all rows."""
+    _, factor = _memory_unit(candidates)
+    time_unit, per_second = ("s", 1) if max(each.result.time.step for each in candidates) >= 1 else ("ms", 1000)
+
+    def size(nbytes: float) -> str:
+        return f"{nbytes / factor:.1f}"
+
+    def duration(seconds: float) -> str:
+        return f"{seconds * per_second:.3f}"
+
     columns = (
         "  shards|after forward|checkpointing|gathers|shards in|params|grads|optimizer|activations|unsharded|reserved"
     )
-    rows: list[tuple[str, ...]] = [(*columns.split("|"), "step s", "exposed s", "tokens/s", "fits")]
+    rows: list[tuple[str, ...]] = [
+        (*columns.split("|"), f"step {time_unit}", f"exposed {time_unit}", "tokens/s", "fits")
+    ]
     for each in candidates:
         choice, result = each.choice, each.result
         memory = result.memory
@@ -572,11 +604,11 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
                 choice.checkpointing.value,
                 precision if choice.wire is Wire.BF16 else choice.wire.value,
                 "host" if choice.offloads else "GPU",
-                *map(_gib, sizes),
-                f"{at_least}{result.time.step:.3f}",
-                f"{result.time.exposed:.3f}",
+                *map(size, sizes),
+                f"{at_least}{duration(result.time.step)}",
+                duration(result.time.exposed),
                 f"{'<' if choice.offloads else ''}{result.tokens_per_second:.0f}",
-                "yes" if each.fits else f"no, {_gib(each.missing_nbytes)} over",
+                "yes" if each.fits else f"no, {size(each.missing_nbytes)} over",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -589,5 +621,10 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
     ]
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}"
+def _memory_unit(candidates: list[Candidate]) -> tuple[str, int]:
+    return unit_of(max(each.result.reserved_nbytes for each in candidates))
+
+
+def _count(number: int) -> str:
+    """ "8.03B", "1.20M", or all digits."""
+    return next((f"{number / one:.2f}{name}" for one, name in ((1e9, "B"), (1e6, "M")) if number >= one), str(number))
