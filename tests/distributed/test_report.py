@@ -201,7 +201,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
     missing = tmp_path / "none" / "step.html"
     for path, said in (
         (missing, f"fsdp2.report: cannot write '{missing}': there is no folder '{missing.parent}'. Create it"),
-        (tmp_path / "folder.html", "it is a folder. Use the path of a file."),
+        (tmp_path / "folder.html", "it is no file. Use another path."),
         (tmp_path / "step.txt", "has the suffix '.txt'. Use .html, .json or .trace.json."),
     ):
         with pytest.raises(ValueError, match=r"fsdp2\.report") as refused, fsdp2.report(model, path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -153,19 +152,6 @@ def test_page_json_and_chrome_trace_have_the_same_numbers(tmp_path: Path) -> Non
         assert {event["name"] for event in mine if event["tid"] == 1} == {
             f"all-gather {name}" for name in (ROOT, *UNITS)
         }
-
-
-def test_a_disk_that_is_full_leaves_the_earlier_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_half(path: Path, text: str, **_: Any) -> int:
-        with path.open("w") as file:
-            file.write(text[: len(text) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    (tmp_path / "step.json").write_text("the earlier one")
-    monkeypatch.setattr(Path, "write_text", write_half)
-    with pytest.raises(OSError, match="No space left"):
-        files.write(tmp_path / "step.json", _data())
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("step.json", "the earlier one")]
 
 
 def test_page_is_whole_and_asks_no_network(tmp_path: Path) -> None:

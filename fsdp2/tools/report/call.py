@@ -34,6 +34,7 @@ from fsdp2.tools.report.operations import Operations
 from fsdp2.tools.report.prediction import Prediction, StepFigures
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
 from fsdp2.tools.report.timeline import ALL_REDUCE, COPIES, memory, spans, transfers, with_idle
+from fsdp2.tools.whole_file import check_writable
 from fsdp2.types import CommunicationError, ScheduleError
 
 _CALLER = "fsdp2.report"
@@ -186,10 +187,10 @@ def _problem(targets: Sequence[Path]) -> str | None:
         folder = target.absolute().parent
         if not folder.is_dir():
             return f"{_CALLER}: cannot write '{target}': there is no folder '{folder}'. Create it, or use another path."
-        if target.is_dir():
-            return f"{_CALLER}: cannot write '{target}': it is a folder. Use the path of a file."
-        if not os.access(folder, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
-            return f"{_CALLER}: cannot write '{target}': rank 0 may not write there. Use another path."
+        try:
+            check_writable(target)
+        except OSError as error:
+            return f"{_CALLER}: cannot write '{target}': {error.strerror or error}. Use another path."
     return None
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from fsdp2.tools.whole_file import write_whole
 
 PAGE, JSON, CHROME_TRACE = ".html", ".json", ".trace.json"
 
@@ -20,13 +21,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
     """Write ``data`` to ``path``, as its suffix says: whole, or not at all."""
     kind = kind_of(path)
     text = page(data) if kind == PAGE else _json(chrome_trace(data) if kind == CHROME_TRACE else data)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    write_whole(path, text)
 
 
 def page(data: dict[str, Any]) -> str:
