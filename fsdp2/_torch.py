@@ -247,6 +247,14 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return _new_dtensor(local, spec)
 
 
+def parameter_outside_its_mesh(data: DTensor, requires_grad: bool) -> nn.Parameter:
+    """``data`` itself as a parameter. ``nn.Parameter`` detaches it, and there any operation on a DTensor returns one
+    that is empty and on the CPU."""
+    made: Any = data.requires_grad_(requires_grad)
+    made._is_param = True
+    return cast(nn.Parameter, made)
+
+
 # A DTensor's local tensor itself; ``to_local()`` returns a new, differentiable view.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 _get_spec = attrgetter("_spec")

@@ -142,9 +142,8 @@ class ShardedParam:
 
     def sharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """The DTensor parameter for this rank's shard ``local``; modules bind it between passes."""
-        param = nn.Parameter(self.spec.sharded.dtensor(local), requires_grad=requires_grad)
-        if not self.mesh.has_this_rank:
-            _torch.set_local(param, local)  # outside its mesh, any operation on a DTensor returns shape (0,)
+        make = nn.Parameter if self.mesh.has_this_rank else _torch.parameter_outside_its_mesh
+        param = make(self.spec.sharded.dtensor(local), requires_grad=requires_grad)
         self._keep_grad_dtype(param)
         return param
 

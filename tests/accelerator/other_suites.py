@@ -5,14 +5,14 @@ there, and the host waits for nothing by itself. Gathers and reductions come as 
 so whatever does not wait for them reads NaN. ``compare`` then asks for the bits of torch's ``fully_shard`` on the CPU;
 bodies without it ask for what they ask for on the CPU.
 
-What runs: tests on 2 ranks, and those of ``ON_4_RANKS``; of each parameter the first two values that are not long. All
-of it is long but for ``SAMPLE``.
+All cases run, on as many ranks as there, but for those of ``EXCLUDED``. They are long, but for those of ``SAMPLE``.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,21 @@ from tests.accelerator.cases import SCHEDULES
 from tests.accelerator.support import prepare
 from tests.harness.distributed import RankContext
 from tests.harness.pool import shared_pool
-from tests.harness.selection import WORLD_SIZE
 
 SCHEDULE = SCHEDULES["late gathers and reductions"]
 
+_AUTOCAST = "asks for autocast of the CPU, and the device has none"
 _PREFETCH = "on streams, hooks fill outputs as soon as a gather is enqueued, used or not"
+_IN_PYTHON = "the device's process group is written in Python: torch's calls pass by the dispatcher"
 _NO_WORK = "on a device, a stream waits for a reduction: there is no work that the host could wait for"
-_PINNED = "the shard's class supports no pinned memory, which fsdp2 says"
 
 # What does not run there: modules, tests, or cases with a value of a parameter, each with the reason.
 EXCLUDED: dict[str, dict[str, str]] = {
     "parity": {
         "test_compile": "torch.compile has no backend for the device",
+        "test_extensions.test_payload_that_is_a_wrapper_tensor": (
+            f"{_IN_PYTHON}, where wrapper tensors come apart; fsdp2 gathers what they hold"
+        ),
         "test_offload.test_default_policy_on_a_cpu_mesh_pins_nothing": "is about meshes on the CPU",
         "test_offload.test_policy_on_a_cpu_mesh_trains_as_torchs": "is about meshes on the CPU",
         "test_state.test_meta_model_is_initialised_by_reset_parameters": (
@@ -47,9 +50,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_composable.test_a_replicated_module_stays_whole_under_fully_shard": (
             "torch's DDP gives NaN on the device, beside torch's fully_shard, too"
         ),
-        "test_tools_that_watch.test_comm_debug_mode_counts_the_same": (
-            "the device's process group is written in Python: torch's calls pass by the dispatcher"
-        ),
+        "test_tools_that_watch.test_comm_debug_mode_counts_the_same": _IN_PYTHON,
     },
     "distributed": {
         "test_compiled_blocks": "torch.compile has no backend for the device",
@@ -60,8 +61,9 @@ EXCLUDED: dict[str, dict[str, str]] = {
         ),
         "test_extension_features.test_prefetch_in_vain_is_dropped": _PREFETCH,
         "test_extension_lifetimes.test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs": _PREFETCH,
+        "test_extension_training.test_what_arrives_in_another_dtype_than_the_bias_is_reduced_in_its_own": _AUTOCAST,
         "test_extension_training.test_what_arrives_in_another_dtype_than_the_policy_asks_for_is_reduced_in_it": (
-            "asks for autocast of the CPU, and the device has none"
+            _AUTOCAST
         ),
         "test_flat_optimizer.test_same_values_however_the_model_is_sharded[ignored]": (
             "torch's optimizers take foreach on a device, and DTensor's does not mix with plain tensors"
@@ -80,8 +82,6 @@ EXCLUDED: dict[str, dict[str, str]] = {
             "torch.profiler sees no operations on the device; tests/accelerator/test_report.py asks what is said then"
         ),
         "test_offload.test_policy_on_a_cpu_mesh_copies_nothing": "is about meshes on the CPU",
-        "test_offload.test_hooks_send_what_they_make_of_a_copy_of_the_shard": _PINNED,
-        "test_offload.test_payload_that_is_kept_is_made_anew_only_when_the_shard_was_written": _PINNED,
         "test_recovery.test_reset_waits_for_reductions_in_flight": _NO_WORK,
         "test_recovery.test_reset_brings_all_units_to_rest_though_a_reduction_is_lost": _NO_WORK,
         "test_recovery.test_sharded_model_that_is_dropped_is_freed": (
@@ -89,22 +89,6 @@ EXCLUDED: dict[str, dict[str, str]] = {
         ),
     },
 }
-
-# What must fail there, and why.
-KNOWN: dict[str, dict[str, str]] = {
-    "parity": {},
-    "distributed": {},
-}
-
-# Of the tests that take more than 2 ranks. The others say much the same there as on 2, and each takes seconds.
-ON_4_RANKS: dict[str, list[str]] = {
-    "parity": [
-        "test_accumulation.test_hsdp_mixes_no_sync_and_no_all_reduce",
-        "test_model_parallel.test_hooks_with_tensor_parallelism_rest_on_a_smaller_mesh",
-    ],
-    "distributed": [],
-}
-NUM_VALUES = 2
 
 # In the short suite.
 SAMPLE: dict[str, list[str]] = {
@@ -129,63 +113,54 @@ def suite_on_device(suite: str) -> dict[str, Any]:
         LookupError: one of the lists above names what is not there.
     """
     found: dict[str, Any] = {}
-    unknown = {*EXCLUDED[suite], *KNOWN[suite], *ON_4_RANKS[suite], *SAMPLE[suite]}
+    unknown = {*EXCLUDED[suite], *SAMPLE[suite]}
     for path in sorted((Path(__file__).parents[1] / suite).glob("test_*.py")):
         module = importlib.import_module(f"tests.{suite}.{path.stem}")
-        unknown.discard(path.stem)
         for name, test in vars(module).items():
-            where = f"{path.stem}.{name}"
-            unknown.discard(where)
             if not hasattr(test, "body") or test.__module__ != module.__name__:
                 continue
-            if not EXCLUDED[suite].keys() & {path.stem, where} and (_is_on_2_ranks(test) or where in ON_4_RANKS[suite]):
-                found[f"{path.stem}__{name.removeprefix('test_')}"] = _on_device(test, suite, where, unknown)
+            where = f"{path.stem}.{name}"
+            unknown -= {path.stem, where, *itertools.chain(*(_cases(where, mark) for mark in test.pytestmark))}
+            if not EXCLUDED[suite].keys() & {path.stem, where}:
+                again = _on_device(test, where, EXCLUDED[suite])
+                test_name = f"{path.stem}__{name.removeprefix('test_')}"
+                found[test_name] = again if where in SAMPLE[suite] else pytest.mark.long(again)
     if unknown:
         raise LookupError(f"not in tests/{suite}: {sorted(unknown)}")
     return found
 
 
-def _is_on_2_ranks(test: Any) -> bool:
-    (sizes,) = (mark.args[1] for mark in test.pytestmark if mark.name == "parametrize" and mark.args[0] == WORLD_SIZE)
-    return min(getattr(size, "values", [size])[0] for size in sizes) <= 2
-
-
-def _on_device(test: Any, suite: str, where: str, unknown: set[str]) -> Any:
-    """``test`` on pools of ranks with the device; takes the excluded cases that it finds from ``unknown``."""
+def _on_device(test: Any, where: str, excluded: Collection[str]) -> Any:
+    """``test`` on pools of ranks with the device, without the excluded cases."""
 
     def again(world_size: int, **arguments: Any) -> None:
         __tracebackhide__ = True
         pool = shared_pool(world_size, device.DEVICE)
         pool.run(run_body, module=test.__module__, qualname=test.__qualname__, arguments=arguments)
 
-    marks = [_shortened(mark, EXCLUDED[suite], where, unknown) for mark in test.pytestmark]
-    if where not in SAMPLE[suite]:
-        marks.append(pytest.mark.long.mark)
-    if where in KNOWN[suite]:
-        marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[suite][where]).mark)
     again.__doc__ = test.__doc__
     again.__signature__ = test.__signature__  # type: ignore[attr-defined]
-    again.pytestmark = marks  # type: ignore[attr-defined]
+    again.pytestmark = [_without(excluded, where, mark) for mark in test.pytestmark]  # type: ignore[attr-defined]
     return again
 
 
-def _shortened(mark: pytest.Mark, excluded: Collection[str], where: str, unknown: set[str]) -> pytest.Mark:
-    """A ``parametrize`` with the first values that are neither long nor excluded."""
+def _cases(where: str, mark: pytest.Mark) -> list[str]:
+    """What ``EXCLUDED`` calls the cases of each value of a ``parametrize``."""
     if mark.name != "parametrize":
+        return []
+    return [f"{where}[{value.values[0] if hasattr(value, 'marks') else value}]" for value in mark.args[1]]
+
+
+def _without(excluded: Collection[str], where: str, mark: pytest.Mark) -> pytest.Mark:
+    kept = [case not in excluded for case in _cases(where, mark)]
+    if all(kept):
         return mark
     names, values, *rest = mark.args
-    values, ids = list(values), mark.kwargs.get("ids")
-    cases = [f"{where}[{value}]" for value in values]
-    unknown -= set(cases)
-    kept = [i for i, value in enumerate(values) if not _is_long(value) and cases[i] not in excluded][:NUM_VALUES]
-    if ids is not None and not callable(ids):
-        given = list(ids)
-        ids = [given[i] for i in kept]
-    return pytest.mark.parametrize(names, [values[i] for i in kept], *rest, **{**mark.kwargs, "ids": ids}).mark
-
-
-def _is_long(value: Any) -> bool:
-    return any(mark.name == "long" for mark in getattr(value, "marks", ()))
+    ids = mark.kwargs.get("ids")
+    if isinstance(ids, Iterable):
+        ids = list(itertools.compress(ids, kept))
+    values = list(itertools.compress(values, kept))
+    return pytest.mark.parametrize(names, values, *rest, **{**mark.kwargs, "ids": ids}).mark
 
 
 def run_body(ctx: RankContext, module: str, qualname: str, arguments: dict[str, Any]) -> None:

@@ -19,13 +19,13 @@ from tests.harness.selection import long
 _MOVES: list[Any] = [[0], [[0], [1]], [0, 1]]
 
 
-def _run(ctx: RankContext, kind: str, policy: OffloadPolicy, *, moves: bool) -> list[Tensor]:
+def _run(ctx: RankContext, kind: str, policy: OffloadPolicy, start: list[int], *, moves: bool) -> list[Tensor]:
     """The losses of a step before each move, and of one behind the last. Every rank computes the same: on one rank or
-    two, the mean is that of equal gradients."""
+    two, the mean is that of equal gradients. ``start``: the ranks of the first mesh."""
     torch.manual_seed(0)
     model = MLP().to(kind)
     for unit in (*model.units(), model):
-        fully_shard(unit, mesh=DeviceMesh(kind, [0, 1]), offload_policy=policy)
+        fully_shard(unit, mesh=DeviceMesh(kind, start), offload_policy=policy)
     optimizer = optim.AdamW(model.parameters(), lr=0.1)
     losses = []
     for seed, ranks in enumerate([*_MOVES, None]):
@@ -42,11 +42,14 @@ def _run(ctx: RankContext, kind: str, policy: OffloadPolicy, *, moves: bool) -> 
 
 
 @pytest.mark.parametrize("policy", [OffloadPolicy(), *long(CPUOffloadPolicy())], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("start", [[0, 1], [0]], ids=["both ranks", "one rank"])
 @on_device(2)
-def test_moved_model_trains_as_one_that_stays(ctx: RankContext, policy: OffloadPolicy) -> None:
-    expected = _run(ctx, device.DEVICE, policy, moves=False)
+def test_moved_model_trains_as_one_that_stays(ctx: RankContext, start: list[int], policy: OffloadPolicy) -> None:
+    expected = _run(ctx, device.DEVICE, policy, [0, 1], moves=False)
     device.schedule(late=["all-gather", "all-to-all"])
-    found = _run(ctx, device.DEVICE, policy, moves=True)
-    stays = [0, 1, 2, 3] if ctx.rank == 0 else [0, 2, 3]  # rank 1 was not in the second mesh
+    found = _run(ctx, device.DEVICE, policy, start, moves=True)
+    stays = [0, 1, 2, 3]
+    if ctx.rank == 1:  # it was not in the second mesh
+        stays = [0, 2, 3] if start == [0, 1] else [2, 3]
     for mine, other in zip(found, [expected[index] for index in stays], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=0.0)

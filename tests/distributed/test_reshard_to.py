@@ -115,14 +115,19 @@ MODELS: dict[str, Callable[[DeviceMesh], Any]] = {
 }
 
 
+def _foreach(model: nn.Module) -> bool | None:
+    """torch's optimizers take foreach on a device, and DTensor's does not mix with plain tensors."""
+    return False if isinstance(model, Parts) else None
+
+
 def _adamw(model: nn.Module) -> optim.Optimizer:
-    return optim.AdamW(model.parameters(), lr=0.01)
+    return optim.AdamW(model.parameters(), lr=0.01, foreach=_foreach(model))
 
 
 def _groups(model: nn.Module) -> optim.Optimizer:
     params = list(model.parameters())
     groups = [{"params": params[::2], "lr": 0.1, "momentum": 0.9}, {"params": params[1::2], "lr": 0.01}]
-    return optim.SGD(groups, momentum=0.5, nesterov=True)
+    return optim.SGD(groups, momentum=0.5, nesterov=True, foreach=_foreach(model))
 
 
 def _flat(model: nn.Module) -> optim.Optimizer:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 from fsdp2.tools import trace
@@ -118,7 +117,7 @@ def test_unused_backward_prefetch_does_not_outlive_a_write(ctx: RankContext) -> 
 @distributed(4)
 def test_partial_gradients_of_a_unit_that_is_idle_later_are_reduced(ctx: RankContext) -> None:
     """Two microbatches on HSDP; a unit runs in the first only, which leaves its sums on the shard axis."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = ctx.mesh_2d(2, 2)
     blocks = [seeded(lambda: nn.Linear(8, 8, bias=False), seed) for seed in range(2)]
     model = nn.ModuleDict({"a": blocks[0], "b": blocks[1]})
     root = _Chooses(model)
