@@ -632,6 +632,9 @@ Tensor on_host(const Tensor& tensor) {
       needed <= tensor.storage().nbytes(), "simulated device: an illegal memory access: a tensor of shape ",
       tensor.sizes(), " lies in memory of ", tensor.storage().nbytes(), " bytes");
   auto* start = static_cast<char*>(const_cast<void*>(tensor.storage().data()));
+  TORCH_CHECK(
+      start != nullptr || needed == 0, "simulated device: an illegal memory access: a tensor of shape ",
+      tensor.sizes(), " has no memory of its own; is it a wrapper?");
   void* address = start == nullptr ? nullptr : start + tensor.storage_offset() * tensor.itemsize();
   return at::from_blob(address, tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()));
 }
