@@ -68,9 +68,8 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running backward has executed its last node; autograd has no public hook for that."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Runs a function when the running backward has executed its last node; autograd has no public hook for that.
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class GradientHook:

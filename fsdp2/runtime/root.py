@@ -364,10 +364,11 @@ class Root:
         self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not by_hand))
         self.executor.do(self.schedule.end_backward(self.skipping.backward.ended))
         self._end_pass()
-        self._split.end()
         if is_last:
             self._split.forget()
             self._settle()
+        else:
+            self._split.end()
 
     def finalize_backward(self) -> None:
         """Start reducing the gradients that backwards have left; the user asks for it.
