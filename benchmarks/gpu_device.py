@@ -107,7 +107,8 @@ class Simulated(Device):
     ) -> None:
         written, read = ([self._extension.host_view(each) for each in group] for group in (outputs, inputs))
         message = _Message(functools.partial(start, written), functools.partial(finish, written, read))
-        self._extension.send(torch.accelerator.current_stream().stream_id, kind, message)
+        stream = torch.accelerator.current_stream().stream_id
+        self._extension.send(stream, kind, message, [*outputs], [*inputs])
         if self.is_serial:
             self.finish()
 
