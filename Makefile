@@ -31,7 +31,7 @@ test-all: $(VENV)/.installed ## run all tests; only the long ones with ARGS="-m 
 fuzz: $(VENV)/.installed ## compare runtimes on random programs: make fuzz SEEDS=1000 ARGS="--first 5000 --ranks 4"
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) $(ARGS)
 
-mutations: $(VENV)/.installed ## put each of 100 defects into a copy of the package; say which test notices it
+mutations: $(VENV)/.installed ## put each of some 100 defects into a copy of the package; say which test notices it
 	$(BIN)/python -m tests.mutations $(ARGS)
 
 clients: $(VENV)/.clients ## run libraries that call fully_shard with torch's runtime and with ours, and compare
