@@ -103,11 +103,12 @@ def run_here(name: str, device: str, report: Callable[..., None], limit_s: float
         run_tests(report, limit_s)
         return
     import gpu_checks
+    import gpu_contract
     import gpu_figures
 
     kind, *arguments = name.split()
     {
-        "contract": gpu_checks.contract,
+        "contract": gpu_contract.contract,
         "forced": gpu_checks.forced,
         "late": gpu_checks.late,
         "sanitizer": gpu_checks.sanitizer,

@@ -11,9 +11,9 @@ from typing import Any
 
 import gpu_direct
 from common import Ratios, Table
-from gpu_checks import Report
 from gpu_step import Figures, measure
 from gpu_subjects import CASES, Run, Shape
+from gpu_verdicts import Report
 
 MiB = 1 << 20
 AIM = 1.02

@@ -1,4 +1,4 @@
-"""What ``benchmarks/gpu_checks.py`` must not take for a defect, on a device that is made up."""
+"""What ``benchmarks/gpu_contract.py`` must not take for a defect, on a device that is made up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_checks
+import gpu_contract
 
 
 class LazyDevice:
@@ -55,14 +55,14 @@ class LazyDevice:
         return not self._is_busy
 
 
-CHECKS = [gpu_checks._runs_in_the_order_of_its_stream, gpu_checks._asynchronous_makes_the_stream_wait]
+CHECKS = [gpu_contract._runs_in_the_order_of_its_stream, gpu_contract._asynchronous_makes_the_stream_wait]
 
 
 def _put(device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     for name in ("_gather", "_reduce"):
         launch = lambda *args, **kwargs: device.launch(*args, **kwargs)  # noqa: E731  # with a __name__
-        monkeypatch.setattr(gpu_checks, name, launch)
+        monkeypatch.setattr(gpu_contract, name, launch)
 
 
 @pytest.mark.parametrize("check", CHECKS)
