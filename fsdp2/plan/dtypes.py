@@ -5,6 +5,7 @@ Each parameter has dtypes of its own; those of one group may be any mix.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch import GradDtype
-from fsdp2.plan.trees import find_tensors, map_tensors
+from fsdp2.plan.trees import map_tensors
 from fsdp2.types import MixedPrecisionPolicy
 
 # Since 2.15, torch's own runtime accumulates and reduces gradients in the dtype of the shards, unless it is told
@@ -113,9 +114,9 @@ def divide_factors(
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating-point tensor in it, however nested, cast to ``dtype``; differentiable."""
 
-    def is_cast(tensor: torch.Tensor) -> bool:
-        return tensor.dtype is not dtype and tensor.dtype.is_floating_point
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype.is_floating_point else tensor, value)
 
-    if not any(map(is_cast, find_tensors(value, []))):  # most units get what another unit has cast
-        return value
-    return map_tensors(lambda tensor: tensor.to(dtype) if is_cast(tensor) else tensor, value)
+
+def need_cast(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether ``cast_floating`` to ``dtype`` would change one of ``tensors``."""
+    return any(tensor.dtype is not dtype and tensor.dtype.is_floating_point for tensor in tensors)

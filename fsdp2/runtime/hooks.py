@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.plan.dtypes import cast_floating
+from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, unit_of
@@ -104,10 +104,13 @@ class ModuleHooks:
         if self._moves_inputs and root.schedule.forward_root == unit.index:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+        found = None  # the tensors in args and kwargs, if somebody has looked for them
         if self._input_dtype is not None:
-            args, kwargs = cast_floating((args, kwargs), self._input_dtype)
+            found = find_tensors(kwargs, find_tensors(args, []))
+            if need_cast(found, self._input_dtype):  # most units get what another unit has cast
+                (args, kwargs), found = cast_floating((args, kwargs), self._input_dtype), None
         if is_first and phase is not Phase.BACKWARD and torch.is_grad_enabled():
-            return self._mark_inputs(args, kwargs)
+            return self._mark_inputs(args, kwargs, found)
         return args, kwargs
 
     @_torch.runs_between_graphs
@@ -250,13 +253,16 @@ class ModuleHooks:
         unit = self._unit
         (unit.root or form_root(unit)).post_backward(unit)
 
-    def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Mark the inputs, to learn when the gradients of all are known. Most blocks have one input. Then a hook on a
-        view is enough; it is cheaper than an ``autograd.Function`` in Python."""
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
-            tensors = list(args) if args[0].requires_grad else []
-        else:
-            tensors = [tensor for tensor in find_tensors((args, kwargs), []) if tensor.requires_grad]
+    def _mark_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, Any]:
+        """Mark the inputs, to learn when the gradients of all are known. ``found``: the tensors in them, if known. Most
+        blocks have one input. Then a hook on a view is enough; it is cheaper than an ``autograd.Function`` in Python.
+        """
+        if found is None:
+            is_one = len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
+            found = args if is_one else find_tensors(kwargs, find_tensors(args, []))
+        tensors = [tensor for tensor in found if tensor.requires_grad]
         if not tensors:
             return args, kwargs
         if len(tensors) > 1:

@@ -39,10 +39,13 @@ def _install(unit: Unit, holders: list[nn.Module]) -> None:
         if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:
             (root or form_root(unit)).pre_backward(unit)
 
+    def has_begun() -> bool:
+        return unit.root is not None and unit.root.schedule.phases[unit.index] is Phase.BACKWARD
+
     around = {child: module for each in unit.modules for module in each.modules() for child in module.children()}
     hook = _torch.GradientHook(on_gradient)
     for module in _called(unit.modules, holders, around):
-        _torch.watch_calls(module, hook, find_tensors)
+        _torch.watch_calls(module, hook, find_tensors, has_begun)
     for group in unit.groups:
         if any(slot.module in unit.modules for param in group.params for slot in param.slots):
             group.on_parameters = _OwnGradients(unit.modules, on_gradient)

@@ -68,6 +68,25 @@ def test_replaced_parameters_are_trained_from_the_next_step_on(ctx: RankContext,
 
 
 @distributed(2)
+def test_backward_of_a_parameter_replaced_after_its_forward(ctx: RankContext) -> None:
+    """As without sharding: its gradient is that of the earlier parameter. The new one is trained from the next step on."""
+    model, reference = sharded(ctx), seeded(Stack)
+    name, value = "blocks.1.linear.weight", torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1))
+    step_and_zero(model)
+    loss, expected = (each(batch()).square().mean() for each in (model, reference))
+    earlier, expected_earlier = model.get_parameter(name), reference.get_parameter(name)
+    _assign(model, name, value)
+    reference.blocks[1].linear.weight = nn.Parameter(value)
+    loss.backward()
+    expected.backward()
+    assert torch.allclose(earlier.grad.full_tensor(), expected_earlier.grad, atol=1e-6)
+    assert model.get_parameter(name).grad is None
+    for each in (model, reference):
+        each.zero_grad()
+    assert_step_is_that_of(model, reference)
+
+
+@distributed(2)
 def test_replaced_parameter_is_what_a_new_optimizer_steps(ctx: RankContext) -> None:
     model, reference = sharded(ctx), seeded(Stack)
     step_and_zero(model)

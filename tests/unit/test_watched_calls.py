@@ -23,10 +23,10 @@ class _Twice(nn.Module):
         return {"several": [first, second]} if self._nested else first
 
 
-def _watched(*, nested: bool = False) -> tuple[_Twice, list[Tensor]]:
+def _watched(*, nested: bool = False, is_late: bool = False) -> tuple[_Twice, list[Tensor]]:
     module, seen = _Twice(nested=nested), []
     module.hook = _torch.GradientHook(lambda gradient: seen.append(gradient.clone()))  # type: ignore[assignment]
-    _torch.watch_calls(module, module.hook, find_tensors)  # type: ignore[arg-type]
+    _torch.watch_calls(module, module.hook, find_tensors, lambda: is_late)  # type: ignore[arg-type]
     return module, seen
 
 
@@ -51,3 +51,12 @@ def test_activation_checkpointing_calls_the_hook_once(use_reentrant: bool) -> No
     module, seen = _watched()
     checkpoint(module, torch.randn(2, 3, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_recomputed_too_late_has_no_hook(use_reentrant: bool) -> None:
+    """Once the unit's backward has begun, gradients inside it say nothing new. A forward is never late."""
+    module, seen = _watched(is_late=True)
+    checkpoint(module, torch.randn(2, 3, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+    assert module.linear.weight.grad is not None
+    assert len(seen) == (0 if use_reentrant else 1)
