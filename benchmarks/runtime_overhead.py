@@ -8,8 +8,7 @@ thread. At width 16 the copies are negligible, unless parameters are padded to m
 width 256 they are not. The Llama is that of Hugging Face's transformers; its embedding and head, in the root's group,
 are a part of what is divided by the number of layers. Times are CPU time, since nothing waits, but for those of setting
 up; the least of several rounds, in which all take turns of ten steps: in training, too, steps of one runtime follow
-each other. "Cold" is for turns of one step, before which the other models have used the caches. Compiling a whole
-sharded model takes as long, and its steps are shorter.
+each other. Compiling a whole sharded model takes as long, and its steps are shorter.
 
     python benchmarks/runtime_overhead.py [--rounds 5] [--only TABLE ...] [--profile [{blocks,llama}]]
 """
@@ -100,14 +99,14 @@ def unsharded(case: Case, model: nn.Module, x: Tensor) -> Step:
     return stepper(copy.deepcopy(model).to(dtype), x.to(dtype))
 
 
-def ms_per_group(num_groups: int, steps: Mapping[str, Step], rounds: int, in_a_row: int = IN_A_ROW) -> dict[str, float]:
+def ms_per_group(num_groups: int, steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
     """What a step takes: a few us are to be seen, so the least of many single steps. A mean has whatever else the
-    machine did meanwhile, and only some of the subjects have it. Subjects take turns of ``in_a_row`` steps."""
+    machine did meanwhile, and only some of the subjects have it. Subjects take turns of ``IN_A_ROW`` steps."""
     measures = {name: seconds_per_call(step, 1, time.process_time) for name, step in steps.items()}
     least = dict.fromkeys(steps, math.inf)
-    for _ in range(rounds * max(1, math.ceil(320 / num_groups / in_a_row))):
+    for _ in range(rounds * max(1, math.ceil(320 / num_groups / IN_A_ROW))):
         for name, measure in measures.items():
-            least[name] = min(least[name], *(measure() for _ in range(in_a_row)))
+            least[name] = min(least[name], *(measure() for _ in range(IN_A_ROW)))
     return {name: seconds * 1e3 / num_groups for name, seconds in least.items()}
 
 
@@ -158,11 +157,9 @@ def llama_row(name: str, rounds: int, *, mixed: bool = False, checkpointed: bool
         steps = {"unsharded": stepper(plain, tokens, loss)}
         for runtime_name, runtime in RUNTIMES.items():
             steps[runtime_name] = stepper(sharded(copy.deepcopy(model), runtime, mixed), tokens, loss)
-        warm, cold = (ms_per_group(LLAMA.num_layers, steps, 2 * rounds, in_a_row) for in_a_row in (IN_A_ROW, 1))
-    (ours, theirs), (ours_cold, theirs_cold) = (
-        [ms[runtime_name] - ms["unsharded"] for runtime_name in RUNTIMES] for ms in (warm, cold)
-    )
-    return [name, warm["unsharded"], ours, theirs, ours / theirs, ours_cold / theirs_cold]
+        ms = ms_per_group(LLAMA.num_layers, steps, 2 * rounds)
+    ours, theirs = (ms[runtime] - ms["unsharded"] for runtime in RUNTIMES)
+    return [name, ms["unsharded"], ours, theirs, ours / theirs]
 
 
 def init_rows(num_blocks: int, rounds: int) -> list[list[object]]:
@@ -257,7 +254,7 @@ def llama_table(rounds: int) -> Table:
         llama_row("bf16/fp32", rounds, mixed=True),
         llama_row("fp32, activation checkpointing", rounds, checkpointed=True),
     ]
-    return Table("llama", title, ["", "unsharded ms", *COLUMNS[1:], "cold"], rows, noise=0.15)
+    return Table("llama", title, ["", "unsharded ms", *COLUMNS[1:]], rows, noise=0.15)
 
 
 def init_table(_: int) -> Table:
