@@ -201,11 +201,11 @@ def first_win(subject: Subject) -> str:
 def published_table() -> Table:
     rows = []
     for row, result in published.predictions():
-        assert row.paper is not None
         assert row.gib is not None
         peak, found = result.reserved_nbytes / 2**30, result.tokens_per_second
         error = "calibrates" if row is published.CALIBRATES else _error(found, row.page)
-        figures = [f"{found:.0f}", f"{row.page:.0f}", error, f"{row.paper:.0f}", _error(found, row.paper)]
+        paper = [None, None] if row.paper is None else [f"{row.paper:.0f}", _error(found, row.paper)]
+        figures = [f"{found:.0f}", f"{row.page:.0f}", error, *paper]
         rows.append([row.name, *figures, f"{peak:.1f}", f"{row.gib:.1f}", _error(peak, row.gib)])
     columns = [
         "",

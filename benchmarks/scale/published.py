@@ -7,11 +7,13 @@
   among its benchmarks); the figures are in the text of pytorch/torchtitan#1299.
 
 Sequences of 8,192 tokens, two of them per GPU for 8B with selective checkpointing, 16 per group of 8 tensor-parallel
-GPUs for 70B with full checkpointing. The tables of 405B use pipeline parallelism, which the model does not have.
+GPUs for 70B with full checkpointing, 32 per pipeline of such groups for 405B.
 
-What is not in the tables is in torchtitan's code of that time (torchtitan/parallelisms/parallelize_llama.py): units are
-the blocks, of which the last stays unsharded; embedding and head are with the root; sequences are divided between
-blocks, and words for the loss, which was not compiled then (pytorch/pytorch#143774).
+What is not in the tables is in torchtitan's code of that time (torchtitan/parallelisms): units are the blocks, of which
+the last stays unsharded, in a pipeline all (pytorch/torchtitan#446); embedding and head are with the root; sequences
+are divided between blocks, and words for the loss, which was not compiled then (pytorch/pytorch#143774). A pipeline has
+as many microbatches as GPUs, if nothing else is said. Where it was split, the page does not say: here every 16 blocks,
+or every 8 if the schedule is interleaved, so that the last GPU, which has the head, has fewer.
 
 One row calibrates the share of the peak that products reach, and what the allocator reserves. What async TP gains on
 the later page, in bf16 and fp8, calibrates the share of a transfer that it hides. All else is predicted.
@@ -29,19 +31,22 @@ from fsdp2.tools.planner.machine import Machine
 from fsdp2.tools.planner.machines import H100
 from fsdp2.tools.planner.scenario import Choice, Kernels, Result, Scenario, simulate
 
-from .workload import LLAMA_8B, LLAMA_70B, Batch, Checkpointing, Llama, scenario
+from .pipeline import Pipeline, simulate_stages
+from .workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, scenario
 
 _FSDP = Choice("FSDP", num_kept=1)
 _FSDP_FP8 = Choice("FSDP, fp8 gathers", wire=Wire.FP8, num_kept=1)
 _8B = Batch(2 * 8192)
 _70B = Batch(16 * 8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)
+_405B = Batch(4 * 8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)
 # What torchtitan's page names of its machine.
 H100_OF_THE_PAGE = replace(H100, name="H100, 96 GB HBM2e, 500 W", memory_nbytes=96e9, copy_bandwidth=0.8 * 2.4e12)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens per second and GPU as published; GiB are the page's. None: not published."""
+    """Tokens per second and GPU as published; GiB are the page's. None: not published. ``batch``: in a pipeline, one
+    microbatch."""
 
     name: str
     model: Llama
@@ -53,14 +58,19 @@ class Row:
     fp8: bool = False
     async_tp: bool = False
     kernels: Kernels = Kernels.COMPILED
+    pipeline: Pipeline | None = None
 
     def scenario(self, machine: Machine, hidden: float) -> Scenario:
         """``hidden``: the share of a transfer beside a product that async TP hides."""
+        model, num_gpus = self.model, self.num_gpus
+        if self.pipeline is not None:
+            model = replace(model, num_blocks=self.pipeline.num_blocks(model.num_blocks))
+            num_gpus //= self.pipeline.size
         return scenario(
             machine,
-            self.model,
+            model,
             self.batch,
-            self.num_gpus,
+            num_gpus,
             _FSDP_FP8 if self.fp8 else _FSDP,
             fp8=self.fp8,
             async_tp=hidden if self.async_tp else None,
@@ -80,6 +90,28 @@ ROWS = (
     Row("8B, 128 GPUs, compiled, fp8", LLAMA_8B, _8B, 128, 8380, 9319, 61.8, fp8=True),
     Row("70B, 256 GPUs, FSDP 32 x TP 8, compiled, fp8", LLAMA_70B, _70B, 256, 829, 897, 71.9, fp8=True),
     Row("the same with async TP", LLAMA_70B, _70B, 256, 876, 1010, 67.6, fp8=True, async_tp=True),
+    Row(
+        "405B, 512 GPUs, FSDP 8 x TP 8 x PP 8, 1F1B, compiled, fp8, async TP",
+        LLAMA_405B,
+        _405B,
+        512,
+        100,
+        gib=82.5,
+        fp8=True,
+        async_tp=True,
+        pipeline=Pipeline(8, 8),
+    ),
+    Row(
+        "the same, interleaved",
+        LLAMA_405B,
+        _405B,
+        512,
+        128,
+        gib=72.7,
+        fp8=True,
+        async_tp=True,
+        pipeline=Pipeline(8, 8, num_chunks=2),
+    ),
 )
 
 
@@ -99,7 +131,8 @@ class Calibrated:
     hidden: float
 
     def predict(self, row: Row) -> Result:
-        return simulate(row.scenario(self.machine, self.hidden))
+        found = row.scenario(self.machine, self.hidden)
+        return simulate(found) if row.pipeline is None else simulate_stages(found, row.pipeline)
 
 
 @cache

@@ -14,6 +14,7 @@ from fsdp2.schedule.schedule import AfterForward, UnitRules
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import gloo, published
+from scale.pipeline import Pipeline, simulate_stages
 from scale.workload import (
     LLAMA_8B,
     LLAMA_70B,
@@ -487,6 +488,50 @@ def test_async_tp_leaves_what_belongs_to_no_single_product() -> None:
     assert _exchanging(alone, async_tp=1.0) == _exchanging(alone)
 
 
+# Pipelines
+
+
+def _pipelined(pipeline: Pipeline, **sizes: float) -> Result:
+    """Of a microbatch of 8 tokens, whose forward takes a second and backward two, on groups of 4 GPUs."""
+    machine = replace(PLAIN, bf16_flops=1.0, utilisation=1.0)
+    block = UnitWork("block", (), Work(linear=1.0), Work(linear=2.0), 5.0, 0.0, is_block=True)
+    head = replace(block, name="head", is_block=False)
+    microbatch = Scenario(machine, (block, head), 8, 64, Choice("fsdp"), tensor_parallel=4)
+    return simulate_stages(replace(microbatch, **sizes), pipeline)
+
+
+@pytest.mark.parametrize(("num_chunks", "seconds"), [(1, 3.0 * (6 + 3)), (3, 3.0 * (6 + 1))])
+def test_a_pipeline_is_filled_and_emptied_once_and_interleaving_shortens_that(num_chunks: int, seconds: float) -> None:
+    found = _pipelined(Pipeline(4, 6, num_chunks))
+    assert found.time.step == pytest.approx(seconds)
+    assert found.tokens_per_second == pytest.approx(6 * 8 / 4 / 4 / seconds)
+
+
+@pytest.mark.parametrize(("num_microbatches", "in_flight"), [(6, 4), (2, 2)])
+def test_the_first_gpu_of_a_pipeline_holds_activations_of_as_many_microbatches_as_gpus(
+    num_microbatches: int, in_flight: int
+) -> None:
+    assert _pipelined(Pipeline(4, num_microbatches)).memory[Held.ACTIVATIONS] == 5.0 * in_flight
+
+
+def test_a_pipeline_gathers_and_reduces_once_and_keeps_sums_of_gradients_whole() -> None:
+    """The embedding is the first GPU's, too; the rest of the root is not."""
+    params = tuple(Param(name, (64, 10)) for name in ("tok_embeddings.weight", "output.weight"))
+    one, six = (_pipelined(Pipeline(4, number), root=params) for number in (1, 6))
+    assert one.time.exposed == pytest.approx(six.time.exposed)
+    assert one.time.exposed > 0
+    assert six.params_nbytes == 4 * 640 / 16
+    assert six.memory[Held.GRADIENTS] >= 4 * 640
+
+
+@pytest.mark.parametrize(("num_chunks", "num_blocks"), [(1, 16), (2, 16), (4, 16), (5, 20)])
+def test_a_model_is_divided_into_stages_of_as_many_blocks_as_the_longest(num_chunks: int, num_blocks: int) -> None:
+    assert Pipeline(8, 8, num_chunks).num_blocks(126) == num_blocks
+
+
+# Published steps
+
+
 @cache
 def _predictions() -> dict[str, tuple[published.Row, Result]]:
     return {row.name: (row, found) for row, found in published.predictions()}
@@ -502,7 +547,7 @@ def test_presets_are_calibrated_on_one_published_row() -> None:
 
 def test_times_are_within_a_tenth_of_the_published_ones() -> None:
     rows = [*_predictions().values(), *published.predictions(published.LATER)]
-    assert len(rows) == 12
+    assert len(rows) == 14
     for row, found in rows:
         assert found.tokens_per_second == pytest.approx(row.page, rel=0.1), row.name
 
@@ -518,7 +563,7 @@ def test_what_async_tp_gains_is_calibrated_on_the_later_page() -> None:
 
 def test_memory_is_within_a_tenth_of_the_published_one() -> None:
     rows = _predictions()
-    assert len(rows) == 8
+    assert len(rows) == 10
     for row, found in rows.values():
         assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=0.1), row.name
 
