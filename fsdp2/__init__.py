@@ -7,7 +7,7 @@ from fsdp2.api.contexts import no_sync, unsharded
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.runtime.hooks import register_fsdp_forward_method
-from fsdp2.tools import inner_gradients as _inner_gradients, memory_limit as _memory_limit, trace
+from fsdp2.tools import inner_gradients as _inner_gradients, memory_limit as _memory_limit, progress as _progress, trace
 from fsdp2.tools.auto_shard import AutoShard, auto_shard
 from fsdp2.tools.clip import clip_grad_norm_
 from fsdp2.tools.flat_optimizer import flatten_optimizer
@@ -87,6 +87,7 @@ __all__ = [
 
 _inner_gradients.register()
 _memory_limit.register()
+_progress.register()
 
 _OF_FSDP1 = ("FSDPExtensions", "FullyShardedDataParallel", "set_fsdp_extensions")
 

@@ -44,11 +44,17 @@ class _Registered:
     """What higher layers plug in."""
 
     limits_memory: Callable[[int, Root], ActionFilter] | None = None
+    on_first_forward: Callable[[Root], object] | None = None
 
 
 def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
     """Use ``make``, of a limit in bytes and a root, for the action filter of every root with a ``memory_limit``."""
     _Registered.limits_memory = make
+
+
+def register_first_forward(on_first_forward: Callable[[Root], object]) -> None:
+    """Call ``on_first_forward`` before the first forward of each root, and again if its units have changed."""
+    _Registered.on_first_forward = on_first_forward
 
 
 class Root:
@@ -261,6 +267,8 @@ class Root:
         if not self._is_agreed:  # before ranks wait for each other
             self._agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))
             self._is_agreed = True
+            if _Registered.on_first_forward is not None:
+                _Registered.on_first_forward(self)
         self.order_gathers()
         self.post_optim_event = None
         if self._memory_limit != self.unit.memory_limit:

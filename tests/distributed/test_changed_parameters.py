@@ -69,7 +69,7 @@ def test_replaced_parameters_are_trained_from_the_next_step_on(ctx: RankContext,
 
 @distributed(2)
 def test_backward_of_a_parameter_replaced_after_its_forward(ctx: RankContext) -> None:
-    """As without sharding: its gradient is that of the earlier parameter. The new one is trained from the next step on."""
+    """As without sharding, the gradient is that of the earlier parameter. The next step trains the new one."""
     model, reference = sharded(ctx), seeded(Stack)
     name, value = "blocks.1.linear.weight", torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1))
     step_and_zero(model)
