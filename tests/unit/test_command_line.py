@@ -1,0 +1,292 @@
+"""``python -m fsdp2``: what ``plan``, ``measure`` and ``run`` print and write, and the one line that bad input gets."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsdp2
+from fsdp2.__main__ import main
+from fsdp2.tools.planner import measure
+from fsdp2.tools.planner.machines import H100, fields_of
+from fsdp2.tools.planner.plan import Workload
+from tests.unit.planner_models import LanguageModel
+
+WORKLOAD = Workload(batch=2, sequence=128)
+MODULE = """
+from torch import nn
+
+def build_model():
+    from tests.unit.planner_models import LanguageModel
+    return LanguageModel()
+
+def on_a_gpu():
+    return nn.Linear(2, 2).to(device="nowhere")
+
+def on_cuda():
+    return nn.Linear(2, 2).cuda()
+
+def of_a_config(config):
+    return nn.Linear(2, 2)
+
+def no_module():
+    return 3
+
+def without_blocks():
+    return nn.Linear(2, 2)
+
+def of_floats():
+    class Convert(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.bfloat16())
+    return Convert(nn.Linear(8, 8), nn.Linear(8, 8))
+
+def ends():
+    raise SystemExit("bye")
+
+def is_stopped():
+    raise KeyboardInterrupt
+"""
+
+REFUSALS = {
+    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, ends, is_stopped, ",
+    "my_builders": "'my_builders' names no function, expected module:function, such as my_module:build_model.",
+    ":build": "':build' names no module, expected module:function, such as my_module:build_model.",
+    "my_builders:without_blocks": "found no repeated blocks in this Linear, expected an nn.ModuleList, ",
+    "not_there:build": "cannot import 'not_there' (ModuleNotFoundError: No module named 'not_there'). Write it as",
+    "my_broken:build": "cannot import 'my_broken' (ZeroDivisionError: division by zero, ",
+    "my_builders:on_a_gpu": "on_a_gpu() failed on the meta device (RuntimeError:",
+    "my_builders:on_cuda": "on_cuda() failed on the meta device (",
+    "my_builders:of_a_config": "of_a_config() failed on the meta device (TypeError:",
+    "my_builders:of_floats": "this Convert does not run under fake tensors (",
+    "my_builders:no_module": "no_module() returned a int, expected an nn.Module.",
+    "my_builders:build_model --gpu H900": "unknown machine 'H900': expected one of H100, H200, B200,",
+    "my_builders:build_model --budget 70GX": "budget is '70GX', expected a number of bytes, or a number and a unit",
+    "my_builders:build_model --budget lots": "budget is 'lots', expected a number of bytes, or a number and a unit",
+    "my_builders:build_model --budget 70": "budget is '70', expected a number of bytes, or a number and a unit",
+    "my_builders:build_model --budget 500GiB": "budget is 500.0 GiB, but a GPU of 'H100 SXM, 8 per node, 400 Gb/s "
+    "each' has 74.5 GiB. Pass less, or name your machine: machine='H200' in Python, --gpu H200 on the command line.",
+    "my_builders:build_model --budget 0GiB": "budget is '0GiB', expected a number of bytes, or",
+    "my_builders:build_model --budget=-5GiB": "budget is '-5GiB', expected a number of bytes, or",
+    "my_builders:build_model --budget -5GiB": "argument --budget: expected one argument, which must not start with",
+    "my_builders:build_model --gpus 0": "--gpus is 0, expected 1 to 131072.",
+    "my_builders:build_model --gpus 100000000": "--gpus is 100000000, expected 1 to 131072.",
+    "my_builders:build_model --precision int4": "Workload: precision is 'int4', expected one of ['bf16', 'fp32'].",
+    "my_builders:build_model --optimizer lion": "Workload: optimizer is 'lion', expected one of ['adamw',",
+    "my_builders:build_model --batch 0": "Workload: batch is 0, expected at least 1.",
+    "--hf not_there": "found no config 'not_there', expected a folder with a config.json",
+    "": "pass either module:function, such as my_module:build_model, or --hf and a config's path.",
+    "my_exit:build": "cannot import 'my_exit' (SystemExit: 3, ",
+    "my_syntax:build": "cannot import 'my_syntax' (SyntaxError: ",
+    "my_builders.py:build": "cannot import 'my_builders.py' (ModuleNotFoundError: ",
+    "my_builders:ends": "ends() failed on the meta device (SystemExit: bye, ",
+    "my_builders:build_model --gpus 3.5": "argument --gpus: invalid int value: '3.5'",
+    "my_builders:build_model --gpu bf16_flops.json": "'bf16_flops.json' describes no machine (Machine: bf16_flops is "
+    "0, expected a number above 0). Write it with `python -m fsdp2 measure`.",
+    "my_builders:build_model --gpu fp32_flops.json --precision fp32": "'fp32_flops.json' describes no machine (",
+    "my_builders:build_model --gpu bandwidth_efficiency.json": "'bandwidth_efficiency.json' describes no machine (",
+    "my_builders:build_model --gpu channels.json": "'channels.json' describes no machine (",
+    "my_builders:build_model --gpu MI300X --precision fp32": "'MI300X, 8 per node, 400 Gb/s each' has no figure for "
+    "products in fp32. Use precision bf16, or a machine that `python -m fsdp2 measure` measured.",
+    "my_builders:build_model --gpu alone.json": "machine 'H100 SXM, 8 per node, 400 Gb/s each' has no figures for "
+    "links between GPUs. Run `torchrun --nproc-per-node 8 -m fsdp2 measure FILE` with all GPUs of a node, or ",
+}
+
+
+@pytest.fixture
+def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_builders.py").write_text(MODULE)
+    (tmp_path / "my_broken.py").write_text("1 / 0")
+    (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
+    (tmp_path / "my_syntax.py").write_text("def f(:")
+    for name in ("bf16_flops", "fp32_flops", "bandwidth_efficiency", "channels"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**fields_of(H100), name: 0}))
+    (tmp_path / "alone.json").write_text(json.dumps(fields_of(replace(H100, in_node=None, network=None))))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = importlib.util.find_spec  # as if transformers were there
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformers" or found(name))
+    monkeypatch.delitem(sys.modules, "my_builders", raising=False)
+
+
+@pytest.mark.parametrize("arguments", REFUSALS)
+@pytest.mark.usefixtures("builders")
+def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--gpus", "8", *arguments.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m fsdp2 plan: error: " + REFUSALS[arguments])
+    assert ended.value.code == 2
+
+
+@pytest.mark.usefixtures("builders")
+def test_an_interrupted_plan_ends_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--gpus", "8", "my_builders:is_stopped"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "\npython -m fsdp2 plan: interrupted\n"
+
+
+@pytest.mark.usefixtures("builders")
+def test_an_interrupted_script_is_the_scripts_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("script.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(fsdp2, "install", lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        main(["run", "script.py"])
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_builder_that_needs_a_device_is_told_what_a_builder_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "8", "my_builders:on_cuda"])
+    assert capsys.readouterr().err.endswith(
+        "A builder takes no arguments and makes the model alone: name no device in it, load no weights, and read no "
+        "values.\n"
+    )
+
+
+@pytest.mark.usefixtures("builders")
+def test_torch_logs_no_traceback_above_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[logging.LogRecord] = []
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(log, "handlers", [logging.Handler()])
+    monkeypatch.setattr(log.handlers[0], "emit", logged.append)
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "8", "my_builders:of_floats"])
+    assert not logged
+    assert not log.disabled
+
+
+def test_the_extra_for_configs_of_hugging_face_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "8", "--hf", "config.json"])
+    said = (
+        "python -m fsdp2 plan: error: --hf needs transformers. Run: pip install 'fsdp2[plan]', or pass module:function."
+    )
+    assert capsys.readouterr().err.strip() == said
+
+
+@pytest.mark.usefixtures("builders")
+def test_the_command_prints_a_table_and_python_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "my_builders:build_model", "--gpus", "8", "--batch", "2", "--sequence", "128"])
+    printed = capsys.readouterr().out
+    assert "* FSDP" in printed
+    compile(printed[printed.index("import torch") :], "pasted", "exec")
+
+
+@pytest.mark.usefixtures("builders")
+def test_the_command_fails_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "my_builders:build_model", "--gpus", "1", "--sequence", "8", "--budget", "1MiB"])
+    assert ended.value.code == 1
+    assert "nothing fits into 1.0 MiB" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_budget_in_bytes_and_the_precision_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "my_builders:build_model", "--gpus", "8", "--budget", "75161927680", "--precision", "fp32"])
+    printed = capsys.readouterr().out
+    assert "budget: 70.0 GiB of 74.5 GiB" in printed
+    assert " fp32 " in printed
+    assert " bf16 " not in printed
+
+
+def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machine.json"
+    main(["measure", str(file), "--width", "32"])
+    assert "products: " in capsys.readouterr().out
+    found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
+    assert found.machine.name == "measured: cpu, 1 rank, links not measured"
+    assert found.machine.bf16_flops > 0
+
+
+def test_on_one_rank_links_are_not_measured_so_several_gpus_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    main(["measure", str(file), "--width", "32"])
+    assert json.loads(file.read_text())["in_node"] is None
+    with pytest.raises(ValueError, match=r"links not measured' has no figures for links between GPUs\. Run `torchrun"):
+        fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=2)
+    assert fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1, budget="1MiB").enough_gpus is None
+
+
+@pytest.mark.parametrize("sizes", ["64", "64,1", "4,4", "0,1", "one", "1,inf"])
+def test_sizes_that_make_no_line_are_refused(sizes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["measure", str(tmp_path / "machine.json"), "--sizes", sizes])
+    said = f"python -m fsdp2 measure: error: --sizes is '{sizes}', expected at least two sizes in MiB, ascending"
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "measure {0} --width 4",
+        "measure {0}/no/m.json --width 4",
+        "measure {0}/m.json --width 0",
+        "measure /dev/null --width 4",
+    ],
+)
+def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.format(tmp_path).split())
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_that_comes_and_goes_is_not_taken_for_a_cost_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def work(seconds: float) -> None:
+        nonlocal now
+        now += seconds * (1 if now < 8 else 10)  # another process starts then
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    extra = measure._extra_seconds(lambda: work(1.5), lambda: work(1), torch.device("cpu"))
+    assert extra == pytest.approx(0.5)
+
+
+def test_a_full_disk_leaves_the_old_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "machine.json"
+    file.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit):
+        main(["measure", str(file), "--width", "32"])
+    assert f"cannot write '{file}' (No space left on device)" in capsys.readouterr().err
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
+
+
+def test_run_of_a_module_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "-m", "nowhere.at_all"])
+    assert capsys.readouterr().err == (
+        "python -m fsdp2: error: found no module 'nowhere.at_all'. Write it as in an import statement.\n"
+    )
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_machine_with_one_rate_for_both_links_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("flat.json").write_text(json.dumps(fields_of(replace(H100, network=H100.in_node))))
+    for num_gpus, said in ((8, ""), (16, "warning: 'flat.json' has one rate for links in a node and between nodes.\n")):
+        main(["plan", "my_builders:build_model", "--gpus", str(num_gpus), "--gpu", "flat.json", "--sequence", "64"])
+        assert capsys.readouterr().err == said
