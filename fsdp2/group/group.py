@@ -241,15 +241,16 @@ class ParamGroup:
         if self.state is before:
             return
         unsharded = self.unsharded
-        looks = _torch.running_backward() == -1  # a backward uses the parameters of its forward
+        is_replaceable = before is GroupState.SHARDED and _torch.running_backward() == -1  # backward needs the old ones
         try:
-            if self.is_stale or (looks and before is GroupState.SHARDED and not self._is_intact()):
+            if self.is_stale or (is_replaceable and not self._is_intact()):
                 self._refresh()
             if unsharded.hooked is not None and unsharded.hooked.have_failed:
                 self._unbind()
+            requires_grad = self.requires_grad()
             if not unsharded.parameters:  # the first gather, or hooks failed before
-                unsharded.bind(self.requires_grad())
-            elif looks and unsharded.requires_grad != (requires_grad := self.requires_grad()):
+                unsharded.bind(requires_grad)
+            elif unsharded.requires_grad != requires_grad:
                 unsharded.follow_requires_grad(requires_grad)
                 self._tell_parameters()
             self._in_flight = unsharded.gather

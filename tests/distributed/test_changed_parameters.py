@@ -87,6 +87,24 @@ def test_backward_of_a_parameter_replaced_after_its_forward(ctx: RankContext) ->
 
 
 @distributed(2)
+def test_backward_of_a_parameter_frozen_after_its_forward(ctx: RankContext) -> None:
+    """As without sharding, it gets no gradient; the others do."""
+    model, reference = sharded(ctx), seeded(Stack)
+    step_and_zero(model)
+    losses = [each(batch()).square().mean() for each in (model, reference)]
+    for each, loss in zip((model, reference), losses, strict=True):
+        each.get_parameter("blocks.1.linear.weight").requires_grad_(False)
+        loss.backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) is (expected.grad is None)
+        if expected.grad is not None:
+            assert torch.allclose(param.grad.full_tensor(), expected.grad, atol=1e-6)
+    for each in (model, reference):
+        each.zero_grad()
+    assert_step_is_that_of(model, reference)
+
+
+@distributed(2)
 def test_replaced_parameter_is_what_a_new_optimizer_steps(ctx: RankContext) -> None:
     model, reference = sharded(ctx), seeded(Stack)
     step_and_zero(model)
