@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 MAX_FORWARDS = 256  # forwards without a backward; if there are more, the oldest are forgotten
@@ -131,8 +131,12 @@ class Backward:
         if left and left[-1] is event:
             left.pop()
         elif self._is_following and event in left:
-            skipped = self._pass_to(len(left) - left[::-1].index(event))
+            at = len(left) - left[::-1].index(event)
+            around = list(takewhile(lambda each: not each.begins, left[at:]))
+            skipped = self._pass_to(at)
             left.pop()
+            # A unit around this one may have returned the same tensor: its backward then begins behind this one's.
+            left += [each for each in around if each.unit not in self._reachable]
             return skipped
         elif self._is_following:  # the event may be passed already; units that all ranks use or none change nothing
             self._is_following = event.begins or event.unit not in self._reachable

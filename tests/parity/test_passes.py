@@ -6,7 +6,8 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness.compare import compare, compare_losses_with_unsharded
 from tests.harness.distributed import RankContext, distributed
@@ -21,7 +22,7 @@ from tests.harness.models import (
     as_namedtuple,
     as_tuple,
 )
-from tests.harness.runtimes import beyond_torch
+from tests.harness.runtimes import Runtime, beyond_torch
 from tests.harness.training import Case, Step, one_backward, shard_units_and_root
 
 
@@ -37,6 +38,70 @@ def test_nested_outputs_are_returned_and_differentiated(ctx: RankContext, struct
         return [loss]
 
     compare(Case(functools.partial(Nested, structure), step=step), ctx.mesh_1d())
+
+
+class FrozenEntry(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry.requires_grad_(False)
+
+
+class Chain(MLP):
+    """Units inside of units, each of which returns what its last unit has returned. None but the innermost ones have
+    parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = self.blocks
+        self.chain = nn.Sequential(nn.Sequential(self.entry, first, second), nn.Sequential(third, self.exit))
+        del self.entry, self.blocks, self.exit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chain(x)
+
+    def units(self) -> list[nn.Module]:
+        return [*self.chain[0], *self.chain[1], *self.chain, self.chain]
+
+
+def _in_units(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
+    """The root has no parameters, and returns what its last unit has returned."""
+    for unit in (model.entry, *model.blocks, model.exit, model):
+        runtime.fully_shard(unit, mesh=mesh)
+
+
+def _as_torchtitan(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
+    """The last modules are one unit."""
+    for unit in (model.entry, *model.blocks[:2], [model.blocks[2], model.exit], model):
+        runtime.fully_shard(unit, mesh=mesh)
+
+
+def _all_but_entry(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
+    for unit in (*model.blocks, model.exit, model):
+        runtime.fully_shard(unit, mesh=mesh)
+
+
+SHARED_OUTPUTS = [
+    (MLP, shard_units_and_root),
+    (MLP, _in_units),
+    (MLP, _as_torchtitan),
+    (MLP, _all_but_entry),
+    (FrozenEntry, _all_but_entry),
+    (Chain, shard_units_and_root),
+]
+
+
+@pytest.mark.parametrize(("model", "shard"), SHARED_OUTPUTS)
+@distributed(2, 4)
+def test_several_forwards_of_a_model_that_returns_what_a_unit_returned(ctx: RankContext, model, shard) -> None:
+    """The gradient of that one tensor begins the backward of both."""
+
+    def step(step: Step, model: ParityModel) -> list[Tensor]:
+        losses = [step.loss(model, micro) for micro in range(4)]
+        losses[1].backward()  # in no order of forwards
+        (losses[0] + losses[2]).backward()
+        return losses  # nobody asks for the gradients of the last one
+
+    compare(Case(model, shard=shard, step=step), ctx.mesh_1d())
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -19,14 +19,15 @@ FLAT = (None, 0, 0, 0, 0)
 
 
 class Rank:
-    """What one rank performs for the events that its programs make. Attributes: log: the collectives that it starts."""
+    """What one rank performs for the events that its programs make. Attributes: log: the collectives that it starts;
+    unsharded: the units that are unsharded now."""
 
     def __init__(self, parents: Sequence[int | None], rules: Sequence[UnitRules], frozen: Collection[int] = ()) -> None:
         self.schedule = Schedule(rules)
         self.skipped = SkippedUnits(parents)
         self.log: list[str] = []
         self._parents, self.frozen = parents, frozen
-        self._unsharded: set[int] = set()
+        self.unsharded: set[int] = set()
 
     def forward(self, program: Program, *, grad_enabled: bool = True, without_gradient: Collection[int] = ()) -> object:
         """One forward over ``program``. ``without_gradient``: units whose output needs none. Returns what ranks have
@@ -54,12 +55,22 @@ class Rank:
             if unit in unreached:
                 continue
             if not begins:
-                self._join_backward(self.skipped.backward.begin(unit))
-                self._do(self.schedule.pre_backward(unit))
+                self.begin_backward_of(unit)
             elif unit not in unreported:
-                self._join_backward(self.skipped.backward.end(unit))
-                if unit not in self.skipped.backward.ended:
-                    self._do(self.schedule.post_backward(unit))
+                self.end_backward_of(unit)
+        self.end_backward()
+
+    def begin_backward_of(self, unit: int) -> None:
+        if self.schedule.phases[unit] is not Phase.BACKWARD:
+            self._join_backward(self.skipped.backward.begin(unit))
+            self._do(self.schedule.pre_backward(unit))
+
+    def end_backward_of(self, unit: int) -> None:
+        self._join_backward(self.skipped.backward.end(unit))
+        if unit not in self.skipped.backward.ended:
+            self._do(self.schedule.post_backward(unit))
+
+    def end_backward(self) -> None:
         self._join_backward(self.skipped.backward.finish(is_last=True, ends_open=True))
         self._do(self.schedule.end_backward())
 
@@ -69,7 +80,7 @@ class Rank:
 
     @property
     def is_at_rest(self) -> bool:
-        return set(self.schedule.phases) == {Phase.IDLE} and not self._unsharded
+        return set(self.schedule.phases) == {Phase.IDLE} and not self.unsharded
 
     def _join_forward(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -87,11 +98,11 @@ class Rank:
 
     def _do(self, actions: Actions) -> None:
         for action, unit in actions:
-            if action in (Action.UNSHARD, Action.PREFETCH) and unit not in self._unsharded:
-                self._unsharded.add(unit)
+            if action in (Action.UNSHARD, Action.PREFETCH) and unit not in self.unsharded:
+                self.unsharded.add(unit)
                 self.log.append(f"all-gather {unit}")
             elif action is Action.RESHARD:
-                self._unsharded.discard(unit)
+                self.unsharded.discard(unit)
             elif action is Action.REDUCE_JOINTLY and unit not in self.frozen:
                 self.log.append(f"reduce {unit}")
 
@@ -303,7 +314,7 @@ def test_exception_forgets_the_pass() -> None:
         rank.forward(program)
         rank.skipped.reset()
         rank.schedule.reset()
-        rank._unsharded.clear()
+        rank.unsharded.clear()
     assert step(ranks, [0, 1, 2, 4], [0, 3])
 
 
@@ -320,6 +331,65 @@ def test_any_ranks_start_the_same_collectives(seed: int) -> None:
     for _ in range(4):
         programs = [_some(order, parents, chance) for _ in ranks]
         step(ranks, *programs, backwards=[_some_backward(program, parents, chance) for program in programs])
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_units_that_return_the_same_tensor_are_unsharded_until_their_backward_ends(seed: int) -> None:
+    """Random trees: some units have no parameters of their own, some return what their last unit has returned, and the
+    gradient of that tensor begins the backward of the inner unit first. Inputs of the first units need no gradient."""
+    chance = random.Random(seed)
+    parents = _tree(chance.randint(2, 9), chance)
+    order = _walk(0, parents, chance)
+    empty = {unit for unit in order if unit in parents and chance.random() < 0.6}
+    backward, unreported = _with_shared_outputs(nested(order, parents), chance), set(order[: chance.randint(1, 3)])
+    num_forwards, logs = chance.randint(1, 3), []
+    for others_may_skip in (False, True):
+        (rank,) = ranks_of(parents, num_ranks=1)
+        for unit in order:
+            rank.skipped.may_skip(unit, enabled=others_may_skip and unit not in empty)
+        logs += [_step_of_several(rank, order, backward, unreported, num_forwards) for _ in range(3)]
+    for unit in set(order) - empty:
+        alone, _, *others = (log.count(f"all-gather {unit}") for log in logs[2:])
+        # Units whose end nobody reports are reduced, and gathered again, for each forward.
+        assert max(others) <= max(alone, 2 * num_forwards)
+
+
+def _with_shared_outputs(forward: Sequence[tuple[int, bool]], chance: random.Random) -> Sequence[tuple[int, bool]]:
+    """The events of the backward of ``forward``: where units end together, some of them return the same tensor."""
+    backward: list[tuple[int, bool]] = []
+    same: list[tuple[int, bool]] = []  # in the order of their hooks
+    for event in reversed(forward):
+        if same and (event[1] or chance.random() < 0.4):
+            backward, same = backward + same, []
+        if event[1]:
+            backward.append(event)
+        else:
+            same.insert(0, event)
+    return backward
+
+
+def _step_of_several(
+    rank: Rank,
+    order: Program,
+    backward: Sequence[tuple[int, bool]],
+    unreported: Collection[int],
+    num_forwards: int,
+) -> list[str]:
+    rank.log.clear()
+    for _ in range(num_forwards):
+        used = rank.forward(order)
+        if used is not None:
+            rank.agree([used])
+    rank.skipped.begin_backward()
+    for unit, begins in backward * num_forwards:
+        if not begins:
+            rank.begin_backward_of(unit)
+        elif unit not in unreported:
+            assert unit in rank.unsharded
+            rank.end_backward_of(unit)
+    rank.end_backward()
+    assert rank.is_at_rest
+    return list(rank.log)
 
 
 def _tree(num_units: int, chance: random.Random) -> list[int | None]:
