@@ -110,6 +110,7 @@ class Backward:
         self._begins, self._ends = units.begins, units.ends
         self._reachable = reachable
         self._left = [event for forward in forwards for event in forward.events]
+        self._starts = [0, *accumulate(len(forward.events) for forward in forwards)]
         self._is_following = bool(self._left)
         self._open: set[int] = set()  # units whose backward has begun and not ended
 
@@ -156,9 +157,8 @@ class Backward:
     def finish(self, *, is_last: bool, ends_open: bool) -> Sequence[Event]:
         """The backward is over. Returns the remaining events of the forward that it has passed in part. ``is_last``: no
         later backward passes through the other forwards. ``ends_open``: units whose end no hook reported end now."""
-        forwards, left = self._forwards, self._left
+        forwards, left, starts = self._forwards, self._left, self._starts
         skipped: Sequence[Event] = ()
-        starts = [0, *accumulate(len(forward.events) for forward in forwards)]
         while forwards and starts[-2] >= len(left):
             del forwards[-1], starts[-1]
         if forwards and self._is_following and len(left) < starts[-1]:
@@ -173,10 +173,16 @@ class Backward:
 
     def _pass_to(self, at: int) -> list[Event]:
         """Take the remaining events from ``at`` on. Autograd runs first what was computed last, so an open unit has all
-        its gradients. Only the roots stay open: further forwards may follow."""
-        roots = {root for root, _ in (forward.key for forward in self._forwards)}
-        passed = [event for event in self._left[at:] if not event.begins or event.unit not in roots]
-        del self._left[at:]
+        its gradients. Only the roots stay open, and the units whose end no hook reports because they were used first
+        in their forward: further forwards may follow."""
+        left = self._left
+        staying = {root for root, _ in (forward.key for forward in self._forwards)}
+        start = max(start for start in self._starts if start < len(left))
+        first = left[start:] if at <= start else []
+        if all(event.begins or event.unit in self._open for event in first):
+            staying.update(event.unit for event in first)
+        passed = [event for event in left[at:] if not event.begins or event.unit not in staying]
+        del left[at:]
         self.ended.update(event.unit for event in passed if event.begins and event.unit in self._open)
         return self._skip(passed)
 

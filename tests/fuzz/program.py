@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 KINDS = ("mlp", "attention", "norms", "side", "odd")
 DTYPES = ("bfloat16", "float32")
@@ -109,6 +109,7 @@ class Program:
         ignored: the root's bias is left alone.
         buffer: the model counts its forwards in a buffer.
         scalar: the model has a parameter without dims, which torch refuses.
+        covered: the first and last layer are units, so the root has no parameters, and returns what a unit returned.
         force_sum: gradients are summed, and divided beside the reduction.
         reduces_unused: parameters that no rank used get gradients of zero.
         root_reshard: ``reshard_after_forward`` of the root.
@@ -121,6 +122,7 @@ class Program:
     listed: bool = False
     buffer: bool = False
     scalar: bool = False
+    covered: bool = False
     force_sum: bool = False
     reduces_unused: bool = False
     placement_dim: int = 0
@@ -213,7 +215,7 @@ def draw(seed: int, world_size: int) -> Program:
     ignored = rarely(0.1) and precision.param is None and not ranks_differ  # it keeps its dtype
     clips = mesh not in ("tp", "experts") and not ignored  # torch clips on one mesh only
     optimizers = ["SGD", "momentum", "AdamW one by one"] if ignored else OPTIMIZERS  # others take no mix with DTensors
-    return Program(
+    program = Program(
         blocks=blocks,
         mesh=mesh,
         dim=pick.choice([8, 8, 10]) if mesh != "tp" else 8,
@@ -237,3 +239,5 @@ def draw(seed: int, world_size: int) -> Program:
         set_to_none=not rarely(0.25),
         steps=tuple(steps),
     )
+    may_cover = not (program.tied or program.ignored or program.scalar)
+    return replace(program, covered=may_cover and rarely(0.3))

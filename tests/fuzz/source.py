@@ -243,11 +243,15 @@ def _shard(program: Program) -> str:
     if program.listed:
         named = ", ".join(f"model.block{index}" for index in listed)
         lines.append(f"    runtime.fully_shard([{named}]{_reshard(program.blocks[-1].reshard)}, **kwargs)")
+    if program.covered:
+        lines += [f"    runtime.fully_shard({end}, **kwargs)" for end in ("model.entry", "model.exit")]
     if program.precision.output:
         lines.append(f'    kwargs["mp_policy"] = {_policy(program.precision, is_root=True)}')
     ignored = ", ignored_params={model.exit.bias}" if program.ignored else ""
     lines.append(f"    runtime.fully_shard(model{_reshard(program.root_reshard)}{ignored}, **kwargs)")
     units = [f"model.block{index}" for index, block in enumerate(program.blocks) if block.alone and index not in listed]
+    if program.covered:
+        units = ["model.entry", *units, "model.exit"]
     if program.prefetch:
         for first, second in itertools.pairwise(units):
             lines.append(f"    {first}.set_modules_to_forward_prefetch([{second}])")

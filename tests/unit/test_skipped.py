@@ -354,6 +354,17 @@ def test_units_that_return_the_same_tensor_are_unsharded_until_their_backward_en
         assert max(others) <= max(alone, 2 * num_forwards)
 
 
+def test_a_unit_whose_inputs_need_no_gradient_is_reduced_once_for_several_forwards() -> None:
+    """Nobody reports the end of its backward: it ends with the whole backward, like that of the root."""
+    (rank,) = ranks_of(num_ranks=1)
+    order = [0, 1, 2, 3, 4]
+    backward = list(reversed(nested(order, FLAT)))
+    for _ in range(2):
+        log = _step_of_several(rank, order, backward, unreported=(0, 1), num_forwards=3)
+    assert (log.count("all-gather 1"), log.count("all-gather 2")) == (3 + 1, 3 + 3)
+    assert (log.count("reduce 1"), log.count("reduce 2")) == (1, 3)
+
+
 def _with_shared_outputs(forward: Sequence[tuple[int, bool]], chance: random.Random) -> Sequence[tuple[int, bool]]:
     """The events of the backward of ``forward``: where units end together, some of them return the same tensor."""
     backward: list[tuple[int, bool]] = []
