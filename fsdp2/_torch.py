@@ -513,13 +513,11 @@ def watch_calls(
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
-        if running_backward() != -1 and is_late():
-            return output
         if type(output) is not torch.Tensor:
             for tensor in find_tensors(output, []):
                 if tensor.requires_grad:
                     hook.add_to(tensor)
-        elif output.requires_grad:
+        elif output.requires_grad and (running_backward() == -1 or not is_late()):  # the compiler may trace up to here
             node = output.grad_fn
             if node is None or output.output_nr:
                 hook.add_to(output)

@@ -39,6 +39,7 @@ def _install(unit: Unit, holders: list[nn.Module]) -> None:
         if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:
             (root or form_root(unit)).pre_backward(unit)
 
+    @_torch.runs_between_graphs
     def has_begun() -> bool:
         return unit.root is not None and unit.root.schedule.phases[unit.index] is Phase.BACKWARD
 
