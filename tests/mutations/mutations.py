@@ -909,4 +909,29 @@ MUTATIONS = [
         "                    raise\n",
         _IN_FLIGHT,
     ),
+    # schedule/rank_skipping.py and group/group.py, of 2026-11-24: several forwards, and changes before a backward
+    Mutation(
+        "schedule/rank_skipping.py",
+        "left += [each for each in around if each.unit not in self._reachable]",
+        "pass",
+        ("unit/test_skipped.py",),
+    ),
+    Mutation(
+        "schedule/rank_skipping.py",
+        "staying.update(event.unit for event in first)",
+        "pass",
+        ("unit/test_skipped.py",),
+    ),
+    Mutation(
+        "group/group.py",
+        "is_replaceable = before is GroupState.SHARDED and _torch.running_backward() == -1",
+        "is_replaceable = before is GroupState.SHARDED",
+        ("distributed/test_changed_parameters.py",),
+    ),
+    Mutation(
+        "group/group.py",
+        "elif unsharded.requires_grad != requires_grad:",
+        "elif _torch.running_backward() == -1 and unsharded.requires_grad != requires_grad:",
+        ("distributed/test_changed_parameters.py",),
+    ),
 ]
