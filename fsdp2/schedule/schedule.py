@@ -42,8 +42,6 @@ class Action(Enum):
 class AfterForward(Enum):
     """What happens to a unit's parameters between its forward and its backward."""
 
-    __hash__ = object.__hash__
-
     KEEP = "keep"
     RESHARD = "reshard"
     RESHARD_TO_SMALLER_MESH = "reshard to smaller mesh"

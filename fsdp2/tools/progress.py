@@ -70,7 +70,7 @@ class _FirstForward(Observer):
     """A bar of the units that the first forward of ``root`` gathers: plans are compiled then, and compilers run."""
 
     def __init__(self, root: Root) -> None:
-        self._root, self._is_over = root.unit.name, False
+        self._root, self._has_begun = root.unit.name, False
         self._left = {unit.name for unit in root.units}
         self._bar = ExitStack()
         self._advance = self._bar.enter_context(progress("first forward", len(self._left), "unit"))
@@ -83,9 +83,9 @@ class _FirstForward(Observer):
 
     def on_event(self, event: str, unit: str) -> None:
         if unit == self._root:  # its forward begins, and ends; or begins again, if it raised
-            if self._is_over:
+            if self._has_begun:
                 self._bar.close()
-            self._is_over = True
+            self._has_begun = True
 
 
 def register() -> None:

@@ -909,7 +909,7 @@ MUTATIONS = [
         "                    raise\n",
         _IN_FLIGHT,
     ),
-    # schedule/rank_skipping.py and group/group.py, of 2026-11-24: several forwards, and changes before a backward
+    # schedule/rank_skipping.py and group/group.py: several forwards, and changes between a forward and its backward
     Mutation(
         "schedule/rank_skipping.py",
         "left += [each for each in around if each.unit not in self._reachable]",
