@@ -19,3 +19,4 @@ if rank == 0:
 else:
     schedule.step(target=torch.randn(8, 8))
 torch.optim.AdamW(model.parameters()).step()
+torch.distributed.destroy_process_group()

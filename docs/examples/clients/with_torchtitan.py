@@ -18,3 +18,4 @@ parallelize_llama(model, compile_config=CompileConfig(), dump_folder=".", **opti
 model.to_empty(device=dims.get_mesh("fsdp").device_type)
 with torch.no_grad():
     model.init_weights()
+torch.distributed.destroy_process_group()
