@@ -506,14 +506,17 @@ def watch_calls(
     ``is_late``: whether the hook would change nothing, for a call inside a backward, which recomputes.
 
     With a forward hook, a call takes 11 thousand instructions more. This is the attribute that ``Module.compile`` sets.
-    Copies and pickles of the module leave it behind. Where the compiler traces it, an output that needs no gradient
-    splits no graph.
+    Copies and pickles of the module leave it behind. The compiler looks at it in modules with hooks, such as those of
+    tensor parallelism, and then traces ``watched``.
     """
+    is_traced = torch.compiler.is_dynamo_compiling
     call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
     owner = hook.owner
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
+        if is_traced():
+            return output
         if type(output) is not torch.Tensor:
             for tensor in find_tensors(output, []):
                 if tensor.requires_grad:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.tensors import BFloat16AllGatherTensor
 from tests.distributed.compile_support import BACKEND, assert_alike, num_graphs, start_compiling, train
-from tests.distributed.support import Block, Stack, batch, seeded
+from tests.distributed.support import DIM, Block, Stack, batch, seeded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
 
@@ -127,6 +128,43 @@ def test_compiled_with_every_option(ctx: RankContext, variant: str) -> None:
         assert_alike(outputs, train(_shard(ctx, seeded(make), _same, before=False, **kwargs)), atol=2e-2)
     else:
         _assert_compiled_like_eager(ctx, make, _compile_method, **kwargs)
+
+
+class _Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def _in_parallel(block: nn.Module, ctx: RankContext) -> None:
+    parallelize_module(block, ctx.mesh(dp=1, tp=2)["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _doubled(block: nn.Module, ctx: RankContext) -> None:
+    block.down.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+@pytest.mark.parametrize("add_hooks", [_doubled, *long(_in_parallel)], ids=["a user's hook", "tensor parallelism"])
+@distributed(2)
+def test_blocks_with_hooks_inside_compile_whole(
+    ctx: RankContext, add_hooks: Callable[[nn.Module, RankContext], None]
+) -> None:
+    """The compiler looks into the calls of modules with hooks. ``fullgraph`` refuses what it cannot trace there."""
+    start_compiling()
+    mesh = ctx.mesh(dp=1, tp=2)["dp"] if add_hooks is _in_parallel else ctx.mesh_1d()
+    outputs, gradients = [], []
+    for compile_block in (_compile_method, _same):
+        model = seeded(_stack_of(_Halves))
+        for block in model.blocks:
+            add_hooks(block, ctx)
+        outputs.append(_shard(ctx, model, compile_block, before=False, mesh=mesh)(batch()))
+        outputs[-1].sum().backward()
+        gradients.append([param.grad.full_tensor() for param in model.parameters()])
+    assert_alike(outputs[:1], outputs[1:])
+    assert_alike(*gradients, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["rest on a smaller mesh", "hsdp", "one rank"])
