@@ -200,6 +200,7 @@ def _train(
     steps: int = 3,
     model: str = "llama",
     recompute: str = "",
+    compiles: bool = False,
     training: dict[str, Any] | None = None,
     parallelism: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
@@ -209,7 +210,7 @@ def _train(
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-    from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import activation_checkpoint
     from torchtitan.trainer import Trainer
 
@@ -231,6 +232,7 @@ def _train(
         tokenizer=no_tokenizer.Config(),
         metrics=MetricsProcessor.Config(log_freq=1),
         parallelism=ParallelismConfig(**{"spmd_backend": "partial_dtensor", **(parallelism or {})}),
+        compile=CompileConfig(enable=compiles, backend="aot_eager"),
         activation_checkpoint=getattr(activation_checkpoint, recompute).Config() if recompute else None,
         checkpoint=CheckpointManager.Config(**(checkpoint or {})),
         debug=DebugConfig(seed=0),
@@ -254,6 +256,7 @@ def _train(
         {"model": "qwen3_moe"},
         {"training": {"mixed_precision_param": "bfloat16"}, "recompute": "SelectiveAC"},
         {"training": {"global_batch_size": 8}, "recompute": "FullAC"},
+        {"compiles": True, "recompute": "SelectiveAC"},
         *long({"parallelism": {"fsdp_reshard_after_forward": "never"}}),
         {"parallelism": {"spmd_backend": "full_dtensor"}},
     ],
@@ -278,6 +281,11 @@ def test_the_trainer_trains_the_same(rank: int, folder: Path, options: dict[str,
 @on_ranks(4)
 def test_hsdp_and_tensor_parallelism_train_the_same(rank: int, folder: Path, parallelism: dict[str, Any]) -> Any:
     return _train(folder, parallelism=parallelism)
+
+
+@on_ranks(4)
+def test_compiled_blocks_with_tensor_parallelism_train_the_same(rank: int, folder: Path) -> Any:
+    return _train(folder, compiles=True, parallelism={"tensor_parallel_degree": 2})
 
 
 @pytest.mark.parametrize(
