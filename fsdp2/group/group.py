@@ -226,7 +226,7 @@ class ParamGroup:
     def _is_intact(self) -> bool:
         """Whether nobody has replaced parameters, or their local tensors, since they were bound."""
         shards = self.shards
-        has_moved = not all(map(is_, map(_torch.local_of, shards.sharded), shards.noted))  # by swap_tensors
+        has_moved = not all(map(is_, map(_torch.local_of, shards.sharded), shards.locals))  # by swap_tensors
         return not has_moved and self._bindings.are_intact()
 
     def _unbind(self) -> None:

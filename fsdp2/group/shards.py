@@ -102,7 +102,7 @@ class GroupShards:
     Attributes:
         flats: the flat buffers of the plain shards.
         plain: indices of the parameters whose shards lie in ``flats``.
-        sharded, noted: the parameters that are bound between passes, and their local tensors.
+        sharded, locals: the parameters that are bound between passes, and their local tensors.
     """
 
     def __init__(
@@ -121,29 +121,27 @@ class GroupShards:
         if not mesh.has_this_rank:  # nobody will materialise them; optimizers look at the device
             shards = [shard.new_zeros(shard.shape, device=home.device) if shard.is_meta else shard for shard in shards]
         self._place(shards)
-        for record, param, local in zip(records, params, self._locals, strict=True):
-            if record.is_cut:
-                _torch.set_local(param.sharded, local)
-            else:
+        for record, param, local in zip(records, params, self.locals, strict=True):
+            if not record.is_cut:
                 param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
         self._note()
 
     def give_up(self, index: int) -> None:
         """Another group manages the parameter at ``index`` from now on."""
         del self._params[index]
-        self._replace(self._locals[:index] + self._locals[index + 1 :])
+        self._replace(self.locals[:index] + self.locals[index + 1 :])
 
     def take(self, param: ShardedParam) -> None:
         """Manage ``param`` from now on."""
         self._params.append(param)
-        self._replace([*self._locals, _torch.local_of(param.sharded)])
+        self._replace([*self.locals, _torch.local_of(param.sharded)])
 
     def retire(self) -> None:
         """Other groups manage the parameters from now on: keep no shard alive."""
         self._params.clear()
         self.plain.clear()
         self.flats.clear()
-        self._locals.clear()
+        self.locals.clear()
         self._note()
 
     def are_written(self) -> bool:
@@ -177,7 +175,7 @@ class GroupShards:
 
     def are_materialised(self) -> bool:
         """Whether all shards were on the meta device, and now lie where they belong."""
-        if any(not local.is_meta for local in self._locals):
+        if any(not local.is_meta for local in self.locals):
             return False
         devices = [_torch.local_of(param.current()).device for param in self._params]
         return all(device == self._home.device for device in devices)
@@ -216,7 +214,7 @@ class GroupShards:
         if not self._mesh.shard.has_this_rank:  # empty shards need no memory, nor padding: nothing is gathered here
             plan = replace(plan, shard_numels=tuple((dtype, 0) for dtype, _ in plan.shard_numels))
         self.flats: FlatShards = flat_shards(plan, torch.device("meta") if all_meta else device, pin_memory=pin_memory)
-        self._locals = shards.copy()
+        self.locals = shards.copy()
         with torch.inference_mode(False), torch.no_grad():
             for step in plan.steps:
                 shape = self._params[step.index].shard_shape
@@ -225,18 +223,18 @@ class GroupShards:
                 else:
                     local = alias(self.flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
                     local.copy_(shards[step.index])
-                self._locals[step.index] = local
+                self.locals[step.index] = local
 
     def _replace(self, shards: list[torch.Tensor]) -> None:
-        """Make ``shards`` the local tensors of the sharded parameters, which stay the same objects."""
+        """Place ``shards`` anew. The sharded parameters stay the same objects."""
         self._place(shards)
-        for param, local in zip(self._params, self._locals, strict=True):
-            _torch.set_local(param.sharded, local)
         self._note()
 
     def _note(self) -> None:
+        """Make ``locals`` the local tensors of the sharded parameters, and look from now on at what these are."""
         self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
-        self.noted = [_torch.local_of(sharded) for sharded in self.sharded]
+        for sharded, local in zip(self.sharded, self.locals, strict=True):
+            _torch.set_local(sharded, local)  # nn.Parameter has detached it
         count_steps(self.sharded, self._num_steps)
         for param in self._params:
             param.num_steps = self._num_steps
@@ -252,7 +250,7 @@ class GroupShards:
         """
         if is_plain(local):
             return local.detach()
-        if local is self._locals[index] and index in self.plain and not local.is_meta:
+        if local is self.locals[index] and index in self.plain and not local.is_meta:
             with torch.no_grad():
                 local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
         return pinned(self._params[index].full_name, local, self._home)
@@ -261,14 +259,14 @@ class GroupShards:
         for index, bound in enumerate(current):
             if index not in self.plain and is_plain(_torch.local_of(bound)):
                 warnings.warn(
-                    f"parameter '{self._params[index].full_name}' was a {type(self._locals[index]).__name__} with "
+                    f"parameter '{self._params[index].full_name}' was a {type(self.locals[index]).__name__} with "
                     "all-gather hooks. A plain tensor has replaced the parameter, and is now gathered without hooks. "
                     "To keep the hooks, assign a tensor of that class, or set the hooks on the new local tensor.",
                     stacklevel=2,
                 )
 
     def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
-        mine, found = self._locals[index], _torch.local_of(bound)
+        mine, found = self.locals[index], _torch.local_of(bound)
         param = self._params[index]
         if bound is not param.sharded or is_plain(found) != (index in self.plain):
             return False
