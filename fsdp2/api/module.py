@@ -171,7 +171,7 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a trainable parameter gets a gradient of zeros if no rank has a gradient of it. By default, it gets
         ``None``. Ranks may use different parameters in both cases."""
-        self._set_rules(recurse, reduces_unused=reduce_scatter_unused_params)
+        self._configure(recurse, fills_gradients=reduce_scatter_unused_params)
 
     def set_ranks_may_skip(self, ranks_may_skip: bool, *, recurse: bool = True) -> None:
         """Whether a rank may skip this module in a pass in which other ranks use it. Default: True. A change takes

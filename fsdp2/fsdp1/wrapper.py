@@ -192,7 +192,7 @@ class FullyShardedDataParallel(nn.Module):
             prepared = self._prepared(module)
         unit = prepared.commit()
         for resolved, group in zip(prepared.resolved, unit.groups, strict=True):
-            group.configure(fills_gradients=True)
+            group.configure(fills_beside_others=True)
             for record, param in zip(resolved.records, group.params, strict=True):
                 if settings.use_orig_params and type(record.param) in (nn.Parameter, DTensor):
                     full_params.keep_attributes(vars(record.param), param.sharded)

@@ -47,19 +47,12 @@ class GradientState(Enum):
     REDUCED = "REDUCED"
 
 
-class Unused(Enum):
-    """How a reduction treats parameters without a gradient on this rank."""
-
-    LEAVE = "leave"  # if no parameter has a gradient, nothing is reduced
-    JOIN = "join"  # they contribute zeros; other ranks may have gradients
-    ZERO = "zero"  # they get a gradient of zeros
-
-
 @dataclass(frozen=True)
 class GroupOptions:
-    """What the user configures for one group: its gradients and its communication. ``fills_gradients``: if a parameter
-    of the group has a gradient, the others get zeros, as in a flat parameter. ``hook_reduces``: the hook gets the sums
-    over the shard axis, and does what the all-reduce would do."""
+    """What the user configures for one group: its gradients and its communication. ``fills_gradients``: parameters
+    without a gradient on any rank get one of zeros; ``fills_beside_others``: if some parameter of the group has one, as
+    in a flat parameter. ``hook_reduces``: the hook gets the sums over the shard axis, and does what the all-reduce
+    would do."""
 
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
@@ -69,6 +62,7 @@ class GroupOptions:
     reduce_scatter: ReduceScatter | None = None
     reduce_axis: Axis | None = None
     fills_gradients: bool = False
+    fills_beside_others: bool = False
     hook_reduces: bool = False
 
     @property
@@ -261,8 +255,9 @@ class GroupGradients:
                 is_first = param.accumulated is None
                 param.accumulate(grad.to(param.compute_dtypes.reduce) if is_first else grad)  # else rounded twice
 
-    def reduce(self, unused: Unused) -> Reduction | None:
-        """Start reducing the gradients that this and earlier backwards left; None if there are none."""
+    def reduce(self, *, jointly: bool) -> Reduction | None:
+        """Start reducing the gradients that this and earlier backwards left; None if there are none. ``jointly``: other
+        ranks may have some, so this rank reduces zeros then."""
         trainable = self._unsharded.trainable
         if not trainable:
             return None
@@ -270,9 +265,9 @@ class GroupGradients:
         grads = self._take_all(bound)
         self._forget_frozen()
         present = list(map(_is_there, grads))
-        if unused is Unused.ZERO or (self.options.fills_gradients and True in present):
+        if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
             present = [True] * len(present)
-        elif unused is Unused.LEAVE and True not in present:
+        elif not jointly and True not in present:
             return self.reduce_partial()
         earlier, self._partial = self._partial, None
         if earlier is not None and not earlier.bound.is_like(bound):

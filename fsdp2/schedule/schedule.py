@@ -66,7 +66,6 @@ class UnitRules:
     unshard_in_backward: bool = True
     reshard_after_backward: bool = True
     reduces: bool = True  # else gradients stay on this rank
-    reduces_unused: bool = False  # parameters that no rank used get a gradient of zeros
     ranks_may_skip: bool = False  # other ranks may use the unit while this one does not
     forward_prefetch: tuple[int, ...] | None = None  # None: the unit that is predicted
     backward_prefetch: tuple[int, ...] | None = None

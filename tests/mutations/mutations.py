@@ -348,7 +348,7 @@ MUTATIONS = [
     ),
     Mutation(
         "group/gradients.py",
-        "elif unused is Unused.LEAVE and True not in present:",
+        "elif not jointly and True not in present:",
         "elif False:",
         (
             *_TRACES,
@@ -468,7 +468,7 @@ MUTATIONS = [
     ),
     Mutation(
         "group/gradients.py",
-        "(self.options.fills_gradients and True in present)",
+        "(self.options.fills_beside_others and True in present)",
         "False",
         (
             "parity/fsdp1/test_behaviour.py",
@@ -604,8 +604,8 @@ MUTATIONS = [
     # runtime/executor.py
     Mutation(
         "runtime/executor.py",
-        "        self._make_room(group)\n        unused =",
-        "        unused =",
+        "        self._make_room(group)\n        launch =",
+        "        launch =",
         (
             *_TRACES,
             "distributed/test_memory.py",
