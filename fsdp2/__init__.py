@@ -7,7 +7,7 @@ from fsdp2.api.contexts import no_sync, unsharded
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.runtime.hooks import register_fsdp_forward_method
-from fsdp2.tools import inner_gradients as _inner_gradients, memory_limit as _memory_limit, progress as _progress, trace
+from fsdp2.tools import memory_limit as _memory_limit, progress as _progress, trace
 from fsdp2.tools.auto_shard import AutoShard, auto_shard
 from fsdp2.tools.clip import clip_grad_norm_
 from fsdp2.tools.flat_optimizer import flatten_optimizer
@@ -85,7 +85,6 @@ __all__ = [
     "unsharded",
 ]
 
-_inner_gradients.register()
 _memory_limit.register()
 _progress.register()
 

@@ -16,20 +16,13 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
+from fsdp2.runtime.inner_gradients import watch_submodules
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.schedule.rank_skipping import Outcome
 from fsdp2.schedule.schedule import Phase
 from fsdp2.schedule.states import GroupState, Lent, Pass
 from fsdp2.types import ScheduleError
-
-_installers: list[Callable[[Unit, list[nn.Module]], None]] = []
-
-
-def register_installer(install: Callable[[Unit, list[nn.Module]], None]) -> None:
-    """Call ``install`` for each new unit, with the modules that hold its parameters. So other parts of the package can
-    install hooks, too."""
-    _installers.append(install)
 
 
 class _PostBackward(torch.autograd.Function):
@@ -81,8 +74,7 @@ class ModuleHooks:
     def hold(self, modules: Iterable[nn.Module]) -> None:
         """Install what modules need that hold parameters of the unit directly."""
         holders = list(dict.fromkeys(modules))
-        for install in _installers:
-            install(self._unit, holders)
+        watch_submodules(self._unit, holders)
         self.modules += holders
         self.functions += _install_state_dict_hooks(holders, self._unit)
 

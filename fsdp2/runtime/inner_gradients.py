@@ -22,14 +22,14 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.trees import find_tensors
-from fsdp2.runtime.hooks import register_installer
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import Phase
 
 
-def _install(unit: Unit, holders: list[nn.Module]) -> None:
-    """Watch the outputs of the submodules of ``unit`` with parameters. ``holders``: all modules with parameters."""
+def watch_submodules(unit: Unit, holders: Iterable[nn.Module]) -> None:
+    """Let gradients of what the submodules ``holders`` return start the backward of ``unit``. ``holders``: modules that
+    hold parameters of the unit directly."""
 
     @_torch.runs_between_graphs
     def on_gradient(_: torch.Tensor) -> None:
@@ -89,8 +89,3 @@ def _called(
         if module is not None and module not in modules:
             found[module] = None
     return list(found)
-
-
-def register() -> None:
-    """Make every new unit call ``_install``."""
-    register_installer(_install)
