@@ -46,7 +46,7 @@ def check_agreement(root_class: str, units: Sequence[Unit]) -> None:
         ScheduleError: they differ; all ranks raise. Names the ranks, and the software or the unit and the parameter.
     """
     unit_of = {group: unit for unit in units for group in unit.groups}
-    for mesh, groups in _by_mesh(unit_of):
+    for mesh, groups in by_mesh(unit_of):
         lines = [software(), *(line for group in groups for line in _described(unit_of[group], group))]
         if not _is_agreed(mesh, "\n".join(lines)):
             match_channels(mesh.shard)  # so that models built later work
@@ -134,7 +134,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-def _by_mesh(groups: Iterable[ParamGroup]) -> list[tuple[ParallelMesh, list[ParamGroup]]]:
+def by_mesh(groups: Iterable[ParamGroup]) -> list[tuple[ParallelMesh, list[ParamGroup]]]:
     """Meshes with their groups. Meshes may overlap, so all ranks have them in one order, whatever their units are."""
     found: dict[object, tuple[ParallelMesh, list[ParamGroup]]] = {}
     for group in groups:
@@ -144,29 +144,12 @@ def _by_mesh(groups: Iterable[ParamGroup]) -> list[tuple[ParallelMesh, list[Para
 
 
 class UsedParams:
-    """Which parameters of ``groups``, all groups of a root, had a gradient on some rank.
+    """Which parameters of ``groups``, all groups of a root on ``mesh``, had a gradient on some rank.
 
     A parameter without a gradient on this rank contributes zeros to the reduction, but the sum may still be a gradient.
-    So at the end of a step the ranks of each mesh exchange, in one small all-reduce, which of their parameters had a
-    gradient. Gradients that were withheld until then are handed over or dropped. (I15)
+    So at the end of a step the ranks exchange, in one small all-reduce, which of their parameters had a gradient.
+    Gradients that were withheld until then are handed over or dropped. (I15)
     """
-
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
-        self._meshes = [_OnMesh(mesh, same) for mesh, same in _by_mesh(groups)]
-
-    def settle(self) -> None:
-        """All gradients of a step have landed, except the withheld ones: hand these over if another rank had one."""
-        for each in self._meshes:
-            each.settle()
-
-    def forget(self) -> None:
-        """Drop withheld gradients."""
-        for each in self._meshes:
-            each.hand_over(b"")
-
-
-class _OnMesh:
-    """The groups on one mesh."""
 
     def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> None:
         self._groups = [group.gradients for group in groups]
@@ -175,10 +158,8 @@ class _OnMesh:
         self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
 
     def settle(self) -> None:
-        self.hand_over(self._anywhere() if self._has_others else b"")
-
-    def hand_over(self, used: bytes) -> None:
-        """``used``: one byte per parameter of all groups; empty if nobody has a gradient."""
+        """All gradients of a step have landed, except the withheld ones: hand these over if another rank had one."""
+        used = self._anywhere() if self._has_others else b""
         start = 0
         for gradients in self._groups:
             stop = start + len(gradients.used)
@@ -186,8 +167,8 @@ class _OnMesh:
             start = stop
 
     def _anywhere(self) -> bytes:
-        """``used`` of all groups, or-ed over all ranks. Empty if this rank withholds no gradient: then the CPU does not
-        wait for the device.
+        """One byte per parameter of all groups: ``used``, or-ed over all ranks. Empty if this rank withholds no
+        gradient: then the CPU does not wait for the device.
 
         We tried not to wait for the all-reduce either in that case: a step was no shorter (0.2 ms of 44 with 2 gloo
         ranks), and processes crashed when torch's profiler, recording memory, stopped while the all-reduce still ran.

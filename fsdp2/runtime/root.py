@@ -25,7 +25,7 @@ from fsdp2 import _torch
 from fsdp2.comm.streams import lost
 from fsdp2.group.param import Slot
 from fsdp2.runtime.executor import ActionFilter, Executor
-from fsdp2.runtime.rank_checks import UsedParams, check_agreement, compare, watch_for_stalls
+from fsdp2.runtime.rank_checks import UsedParams, by_mesh, check_agreement, compare, watch_for_stalls
 from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.runtime.ties import movable_ties
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
@@ -75,7 +75,7 @@ class Root:
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
         self.num_resets = 0
-        self._used = UsedParams(())
+        self._used: list[UsedParams] = []
         self._split = SplitBackwards()
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._is_agreed = False  # the ranks have compared their units
@@ -123,7 +123,7 @@ class Root:
             self.update_rules(unit)
         self.executor.take(self.units)
         self._memory_limit = None
-        self._used = UsedParams([group for unit in self.units for group in unit.groups])
+        self._used = [UsedParams(*each) for each in by_mesh(group for unit in self.units for group in unit.groups)]
 
     def update_rules(self, unit: Unit) -> None:
         """``unit`` was configured."""
@@ -406,7 +406,8 @@ class Root:
     def _settle(self) -> None:
         """A step's gradients have landed: make all ranks agree on which parameters have a gradient."""
         if any(unit.rules.reduces for unit in self.units):
-            self._agree("the agreement on which parameters had gradients", self._used.settle)
+            for used in self._used:
+                self._agree("the agreement on which parameters had gradients", used.settle)
 
     def _watch_for_lost_gradients(self) -> None:
         """A backward begins that ends no step. Gradients that are reduced at once are not lost."""
@@ -471,11 +472,11 @@ class Root:
         try:
             self._come_to_rest()
         finally:
-            self._used.forget()
             self._split.forget()
             self.schedule.awaits_finalization = False
             for unit in self.units:
                 for group in unit.groups:
+                    group.gradients.settle(b"")  # drops those that are withheld
                     group.gradients.discard_unreduced()
 
     def _come_to_rest(self) -> None:

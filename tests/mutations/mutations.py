@@ -561,7 +561,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/root.py",
-        'self._agree("the agreement on which parameters had gradients", self._used.settle)',
+        'self._agree("the agreement on which parameters had gradients", used.settle)',
         "pass",
         (
             "distributed/test_skipped_units.py",
