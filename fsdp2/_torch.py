@@ -256,31 +256,23 @@ def parameter_outside_its_mesh(data: DTensor, requires_grad: bool) -> nn.Paramet
 
 # A DTensor's local tensor itself; ``to_local()`` returns a new, differentiable view.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-_get_spec = attrgetter("_spec")
 _new_dtensor = partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
-def dtensors_like(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
-    """``locals_`` as DTensors that are sharded like ``params``, of the same dtype and on the same device."""
-    return list(map(_new_dtensor, locals_, map(_get_spec, params)))
+def dtensors_like(params: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
+    """``locals_`` as DTensors that are sharded like ``params``, each of its own dtype."""
+    made = []
+    for param, local in zip(params, locals_, strict=True):
+        spec = param._spec
+        if spec.tensor_meta.dtype is not local.dtype:
+            spec = DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=local.dtype))
+        made.append(_new_dtensor(local, spec))
+    return made
 
 
-def dtensors_placed_like(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
-    """The same, but of the dtypes of ``locals_``."""
-    pairs = zip(cast(Sequence[DTensor], params), locals_, strict=True)
-    return [
-        dtensor(local, dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype))
-        for like, local in pairs
-    ]
-
-
-def set_grads(
-    params: Sequence[torch.Tensor],
-    locals_: Sequence[torch.Tensor],
-    as_gradients: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[DTensor]] = dtensors_placed_like,
-) -> None:
-    """Set ``grad`` of each to what ``as_gradients`` makes of its local tensor."""
-    grads = as_gradients(params, locals_)
+def set_grads(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> None:
+    """Set ``grad`` of each to its local tensor, as a DTensor."""
+    grads = dtensors_like(params, locals_)
     with plain_access():
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad

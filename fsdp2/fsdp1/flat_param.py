@@ -77,7 +77,7 @@ class FlatParameter(nn.Parameter):
         """Give the shards other values, also of another dtype: clients of torch's class upcast parameters so."""
         with torch.no_grad():
             for param, part in self.parts(value.contiguous()):
-                (made,) = _torch.dtensors_placed_like([param.sharded], [part])
+                (made,) = _torch.dtensors_like([param.sharded], [part])
                 torch.utils.swap_tensors(param.sharded, nn.Parameter(made, param.sharded.requires_grad))
         self._group.is_stale = True
         self._group.settle()

@@ -17,7 +17,6 @@ from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import ReduceComm, can_average
@@ -87,7 +86,6 @@ class BoundReduce:
         is_wrapped: some unsharded parameter is a tensor subclass, so its gradient may be one.
         plain: the unsharded parameters, if their gradients can be reduced as autograd leaves them; else empty.
         used: a byte per parameter of the group, 1 if it is reduced.
-        as_gradients: makes the ``.grad`` tensors from sharded parameters and shards of gradients.
     """
 
     reduce: Reduce
@@ -96,7 +94,6 @@ class BoundReduce:
     is_wrapped: bool
     plain: list[nn.Parameter]
     used: bytes
-    as_gradients: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[DTensor]]
 
     def is_like(self, other: BoundReduce) -> bool:
         """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured between them."""
@@ -345,7 +342,6 @@ class GroupGradients:
         ordered = [parts[step.index] for plan in plans for step in plan.steps]
         is_wrapped = any(param.is_wrapped for param in params)
         is_plain = not is_wrapped and all(param.spec.unsharded is None for param in params)
-        is_usual = all(plan.dtypes.grad is plan.dtypes.orig for plan in plans)
         bound = BoundReduce(
             reduce=Reduce(plans, self._mesh, self._comm, streams, options.all_reduce_hook),
             parts=ordered,
@@ -353,7 +349,6 @@ class GroupGradients:
             is_wrapped=is_wrapped,
             plain=[param.unsharded for param, _ in ordered if is_plain and param.unsharded is not None],
             used=self._flags(params),
-            as_gradients=_torch.dtensors_like if is_usual else _torch.dtensors_placed_like,
         )
         self._bound[trainable] = bound
         return bound
@@ -463,25 +458,20 @@ def _deposit(averaged: Reduction, present: list[bool]) -> None:
             params, shards = list(compress(params, present)), list(compress(shards, present))
     before, has_hooks = _torch.grads_and_hooks_of(params)
     if before.count(None) == len(before):
-        _torch.set_grads(params, shards, bound.as_gradients)
+        _torch.set_grads(params, shards)
     else:
-        _add_gradients(bound, params, shards, before)
+        _add_gradients(params, shards, before)
     if has_hooks:
         for param in params:
             for hook in _torch.post_accumulate_grad_hooks(param):
                 hook(param)
 
 
-def _add_gradients(
-    bound: BoundReduce,
-    params: list[nn.Parameter],
-    shards: list[torch.Tensor],
-    before: list[torch.Tensor | None],
-) -> None:
+def _add_gradients(params: list[nn.Parameter], shards: list[torch.Tensor], before: list[torch.Tensor | None]) -> None:
     targets, values = [], []
     for param, earlier, shard in zip(params, before, shards, strict=True):
         if earlier is None:
-            (param.grad,) = bound.as_gradients([param], [shard])
+            _torch.set_grads([param], [shard])
         else:
             targets.append(_torch.local_of(earlier))
             values.append(shard)

@@ -384,8 +384,7 @@ class Run:
         for param, local in zip(self._params, _torch.locals_of(self._params), strict=True):
             part = alias(whole, offset, local.shape, contiguous_stride(local.shape))
             _whole_of[part] = whole, offset
-            placed = _torch.dtensors_like if part.dtype is param.dtype else _torch.dtensors_placed_like
-            parts.append(placed([param], [part])[0])
+            parts += _torch.dtensors_like([param], [part])
             offset += local.numel()
         return parts
 

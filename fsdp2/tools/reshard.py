@@ -256,7 +256,7 @@ class _Move:
         made = {name: _new_part(each.old, param, home) for name, each in moving.items()}
         for name, new in made.items():
             received.fill(moving[name], new)
-        tensors = dict(zip(made, _torch.dtensors_placed_like([key] * len(made), list(made.values())), strict=True))
+        tensors = dict(zip(made, _torch.dtensors_like([key] * len(made), list(made.values())), strict=True))
         if "grad" in tensors:
             key.grad = tensors["grad"]
         self._set_states(key, {name: tensors.get(name, entry) for name, entry in entries.items()})

@@ -113,9 +113,7 @@ class Weight:
                 return own.full_tensor() if isinstance(own, DTensor) else own
             if not isinstance(self.tensor, DTensor):
                 return local
-            like = self.tensor
-            spec = _torch.dtensor_spec(like.device_mesh, like.placements, like.shape, like.stride(), local.dtype)
-            return _torch.dtensor(local, spec).full_tensor()
+            return _torch.dtensors_like([self.tensor], [local])[0].full_tensor()
 
     def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """The whole tensor as ``whole`` has it, but on the global ``rank`` only; None elsewhere. Shards travel to that
