@@ -181,11 +181,6 @@ def _effective(wrapper: Wrapper) -> tuple[StateDictType, Any]:
 # What is in a unit
 
 
-def groups_of(wrapper: Wrapper) -> list[ParamGroup]:
-    """The parameter groups of the unit. A group is empty when another unit has taken over its tied parameters."""
-    return [group for group in wrapper._unit.groups if group.params]
-
-
 @dataclass(frozen=True)
 class Entry:
     """One parameter of a wrapper's unit. ``names``: its clean names, several if it is tied."""
@@ -205,7 +200,7 @@ def entries_of(module: nn.Module) -> list[Entry]:
     return [
         Entry(wrapper, group, param, tuple(name for slot in param.slots for name in names.get(slot, ())))
         for wrapper in wrappers_in(module)
-        for group in groups_of(wrapper)
+        for group in wrapper._unit.groups
         for param in group.params
     ]
 
@@ -219,7 +214,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
     given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **given}
     check_idle(wrapper._fsdp_wrapped_module, "state_dict")
     _effective(wrapper)  # may refuse
-    for group in groups_of(wrapper):
+    for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
             group.settle()
             if not collects_shards.get():
@@ -254,7 +249,7 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
                 short = name.removeprefix(prefix)
                 saved[id(value)] = _LEFT_OUT if is_left_out else _saved_buffer(wrapper, short, value, device)
             found[name] = saved[id(value)]
-    for group in groups_of(wrapper):
+    for group in wrapper._unit.groups:
         bound = _bound_in(group, found)
         params = list(dict.fromkeys(bound.values()))
         values: dict[ShardedParam, Any] = {}
@@ -389,7 +384,7 @@ def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
     for path, module in wrapper.named_modules():
         if is_wrapper(module) and _effective(module)[0] is LOCAL:
             name = clean_name(f"{path}.{FLAT}" if path else FLAT)
-            for group in groups_of(module):
+            for group in module._unit.groups:
                 problem = flat_problem(module, group, name, state_dict.get(name))
                 if problem is not None:
                     raise RuntimeError(problem)
@@ -414,8 +409,8 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
     expected: dict[str, torch.Size | None] = {}
     modules = list(wrapper.named_modules(remove_duplicate=False))
     for path, module in modules:
-        if is_wrapper(module) and _effective(module)[0] is LOCAL and groups_of(module):
-            groups = groups_of(module)
+        if is_wrapper(module) and _effective(module)[0] is LOCAL and module._unit.groups:
+            groups = module._unit.groups
             local |= {slot for group in groups for param in group.params for slot in param.slots}
             expected[clean_name(f"{path}.{FLAT}" if path else FLAT)] = None
     for path, module in modules:
@@ -472,7 +467,7 @@ def load_into_wrapper(
     check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
     kind, _ = _effective(wrapper)
     from_flat: dict[ShardedParam, torch.Tensor] = {}
-    for group in groups_of(wrapper):
+    for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
             group.settle()
         if kind is LOCAL:
@@ -521,7 +516,7 @@ class CutLoaded:
 
 def _held_by_modules(wrapper: Wrapper) -> dict[nn.Module, list[tuple[ShardedParam, str]]]:
     held: dict[nn.Module, list[tuple[ShardedParam, str]]] = {}
-    for group in groups_of(wrapper):
+    for group in wrapper._unit.groups:
         for param in group.params:
             for slot in param.slots:
                 held.setdefault(slot.module, []).append((param, slot.name))

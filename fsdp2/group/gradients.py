@@ -113,8 +113,8 @@ class Reduction:
     """One reduction of a group, from its launch until its gradients are in place.
 
     After the launch come the ``stages``. Each stage runs when the collectives before it have arrived. On the CPU, the
-    stages run in ``finish`` and ``land``. On an accelerator, they are enqueued on the reduce stream: in ``start``, up
-    to a collective that runs beside that stream (an all-reduce over replicas), and the rest in ``land``.
+    stages run in ``finish`` and ``land``. On an accelerator, they are enqueued on the reduce stream: at once, up to a
+    collective that runs beside that stream (an all-reduce over replicas), and the rest in ``land``.
 
     Attributes:
         sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
@@ -129,13 +129,9 @@ class Reduction:
         self._streams: Streams = bound.reduce.streams
         self._stages = deque(stages)
         self._done: torch.Event | None = None
-
-    def start(self) -> Reduction:
-        """Run the stages that wait for nothing."""
-        if not self._works:
+        if not self._works:  # the first stages wait for nothing
             with self._streams.on_reduce():
                 self._advance()
-        return self
 
     def finish(self) -> None:
         """Free what the reduce-scatter reads, once it has read it. Called once."""
@@ -275,7 +271,7 @@ class GroupGradients:
         stages: list[Stage] = [] if earlier is None else [partial(_add_earlier, earlier)]
         keeps_partial = self._mesh.replicate.group is not None and not self.options.requires_all_reduce
         stages += [self._keep_partial] if keeps_partial else self._landing_stages()
-        return Reduction(bound, launched, present, stages).start()
+        return Reduction(bound, launched, present, stages)
 
     def reduce_partial(self) -> Reduction | None:
         """Start to sum partial gradients over the replicate axis, too; None if there are none, or if the user has
@@ -400,7 +396,7 @@ class GroupGradients:
         """Land sums over the shard axis; no further reduction adds to them."""
         self._unsharded.streams.reduce_after_compute()
         launched = Launched(summed.sums, (), None, None)
-        return Reduction(summed.bound, launched, summed.present, self._landing_stages()).start()
+        return Reduction(summed.bound, launched, summed.present, self._landing_stages())
 
     def _keep_partial(self, reduction: Reduction) -> Sequence[Waitable]:
         """Keep the sums over the shard axis: the user has disabled the all-reduce."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit
 from fsdp2.types import ScheduleError
+
+if TYPE_CHECKING:  # it imports this module
+    from fsdp2.runtime.root import Root
 
 _T = TypeVar("_T")
 
@@ -183,17 +186,6 @@ class UsedParams:
         return bytes(flags.tolist()) if asking else b""
 
 
-class Tells(Protocol):
-    """What the stall watch needs of a root: its last events."""
-
-    @property
-    def last_event(self) -> object:
-        """A different object for each event; None before the first."""
-
-    def story(self) -> str:
-        """The last events, oldest first."""
-
-
 class StallWatch:
     """Watches all roots on one device, since their collectives queue behind each other.
 
@@ -210,13 +202,13 @@ class StallWatch:
     def __init__(self, rank: int, is_idle: Callable[[], bool], timeout_s: float) -> None:
         self._rank, self._is_idle, self._timeout_s = rank, is_idle, timeout_s
         self._lock = threading.Lock()
-        self._roots: weakref.WeakSet[Tells] = weakref.WeakSet()
+        self._roots: weakref.WeakSet[Root] = weakref.WeakSet()
         self._has_ended = False
         self._seen: list[object] = []
         self._since = 0.0
         self._has_told = False
 
-    def add(self, root: Tells) -> bool:
+    def add(self, root: Root) -> bool:
         """Watch ``root``, too. False if ``run`` has ended, or is about to: then nobody would look."""
         with self._lock:
             if not self._has_ended:
@@ -260,7 +252,7 @@ class StallWatch:
 _watches: dict[object, StallWatch] = {}
 
 
-def watch_for_stalls(root: Tells, streams: Streams, mesh: ParallelMesh) -> None:
+def watch_for_stalls(root: Root, streams: Streams, mesh: ParallelMesh) -> None:
     """Let a thread of this process watch ``root`` from now on, if the CPU does not wait for collectives on ``mesh``.
     The thread ends with the process, or with its roots."""
     groups = mesh.process_groups

@@ -51,7 +51,8 @@ class Tie:
             own.param.name = own.name.removeprefix(f"{self.name}.")
         moved = [slot for member in self.members if member.group is not self.group for slot in member.param.slots]
         self.group.hold(own.param, [slot for member in others for slot in member.param.slots])
-        self.unit.hold([slot.module for slot in moved])
+        assert self.unit.hooks is not None
+        self.unit.hooks.hold([slot.module for slot in moved])
         for member in self.members:
             member.unit.groups = tuple(group for group in member.unit.groups if group.params)
 

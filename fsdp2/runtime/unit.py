@@ -125,11 +125,6 @@ class Unit:
         if self.root is not None:  # else nothing was ever unsharded
             self.root.perform(Action.RESHARD, self)
 
-    def hold(self, modules: Sequence[nn.Module]) -> None:
-        """``modules`` hold parameters of the unit from now on."""
-        assert self.hooks is not None
-        self.hooks.hold(modules)
-
     def leave(self) -> None:
         """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
         inside its own child: if a forward of the present root still counts as running, that forward has raised."""

@@ -666,7 +666,10 @@ MUTATIONS = [
     ),
     # runtime/ties.py
     Mutation(
-        "runtime/ties.py", "self.unit.hold([slot.module for slot in moved])", "pass", ("distributed/test_ties.py",)
+        "runtime/ties.py",
+        "self.unit.hooks.hold([slot.module for slot in moved])",
+        "pass",
+        ("distributed/test_ties.py",),
     ),
     Mutation(
         "runtime/ties.py",
