@@ -1,4 +1,4 @@
-"""What a gather and a reduction do, decided once: plain, printable data, the same on all ranks.
+"""What a gather and a reduction do, decided once: plain data, the same on all ranks.
 
 Each tensor takes one route. ``DIRECT`` tensors travel out of and into their final memory. Small ones, and those that
 must be rearranged, share a bucket, one per dtype: ``ROWS`` for shards that are intervals of their tensor, ``STRIDED``
@@ -165,15 +165,6 @@ class GatherPlan:
     def on_route(self, route: Route) -> tuple[GatherStep, ...]:
         return tuple(step for step in self.steps if step.route is route)
 
-    def __str__(self) -> str:
-        rows = [
-            f"  {step.name}: {step.route.value}, {_arrow(step.source, step.dtype)}, "
-            f"{step.layout.num_shards} x {step.chunk_nbytes} bytes "
-            + (f"at {step.offset_nbytes}" if step.origin is Origin.SHARD else f"for a hook, {step.lifetime.value}")
-            for step in self.steps
-        ]
-        return "\n".join([f"all-gather into {self.unsharded_nbytes} bytes", *rows])
-
 
 @dataclass(frozen=True)
 class ReduceStep:
@@ -196,17 +187,6 @@ class ReducePlan:
     factors: DivideFactors
     flat_numel: int
     calls: tuple[tuple[int, int], ...]
-
-    def __str__(self) -> str:
-        rows = [
-            f"  {step.name}: {step.route.value}, {step.layout.num_shards} x {step.layout.chunk_numel} elements"
-            for step in self.steps
-        ]
-        divide = f"divide by {self.factors.before:g} before, {self.factors.after:g} after"
-        if self.factors.averages:
-            divide = "averaged by the collectives"
-        dtypes = f"{_arrow(self.dtypes.param, self.dtypes.reduce)} -> {_name(self.dtypes.grad)}"
-        return "\n".join([f"reduce-scatter {dtypes}, {divide}", *rows])
 
 
 def compile_gather(
@@ -364,11 +344,3 @@ def _place_buckets(steps: Sequence[GatherStep]) -> tuple[tuple[GatherBucket, ...
     placed = pack([sum(step.padded_nbytes for step in bucket) for bucket in by_dtype.values()], ALIGNMENT_NBYTES)
     places = zip(by_dtype.values(), placed.offsets, strict=True)
     return tuple(GatherBucket(tuple(bucket), offset) for bucket, offset in places), placed.total
-
-
-def _arrow(before: torch.dtype, after: torch.dtype) -> str:
-    return _name(before) if before is after else f"{_name(before)} -> {_name(after)}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import JoinedLayout, ShardLayout, join
 from fsdp2.plan.plan import GatherInput, GatherPlan, HookInput, Lifetime, Origin, PlanInput, Route, compile_gather
 from fsdp2.types import MixedPrecisionPolicy
+from tests.unit.plan_text import text_of_gather
 
 F32, BF16, I8, U8 = torch.float32, torch.bfloat16, torch.int8, torch.uint8
 WORLD_SIZE = 4
@@ -148,7 +149,7 @@ def test_what_hooks_send_takes_the_routes_of_parameters() -> None:
         _hook("large[0]", [(600,), (600,), (600,), (5,)], BF16, UNSHARDED),
     ]
     assert_expected_inline(
-        str(_gather(inputs)),
+        text_of_gather(_gather(inputs)),
         """\
 all-gather into 5624 bytes
   bias: bucket, float32, 4 x 64 bytes at 0
@@ -171,7 +172,7 @@ def test_cast_parameters_share_a_bucket_with_what_hooks_send() -> None:
     (bucket,) = plan.buckets
     assert [step.name for step in bucket.steps] == ["bias", "norm", "weight[0]"]  # flat shards in front, in one run
     assert_expected_inline(
-        str(plan),
+        text_of_gather(plan),
         """\
 all-gather into 256 bytes
   bias: bucket, float32 -> bfloat16, 4 x 32 bytes at 0

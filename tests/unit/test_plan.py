@@ -21,6 +21,7 @@ from fsdp2.plan.dtypes import DivideFactors, param_dtypes
 from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout
 from fsdp2.plan.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces, cut_after_forward
 from fsdp2.types import MixedPrecisionPolicy
+from tests.unit.plan_text import text_of_gather, text_of_reduce
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 WORLD_SIZE = 4
@@ -64,7 +65,7 @@ def _reduce(inputs: Sequence[PlanInput], *, factor: float | None = None, **prefe
 def test_gather_sends_large_parameters_directly_and_small_ones_in_a_bucket() -> None:
     inputs = [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("norm", (32,))]
     assert_expected_inline(
-        str(_gather(inputs)),
+        text_of_gather(_gather(inputs)),
         """\
 all-gather into 8576 bytes
   up.bias: bucket, float32, 4 x 64 bytes at 8192
@@ -76,7 +77,7 @@ all-gather into 8576 bytes
 def test_gather_scatters_shards_of_other_dims() -> None:
     inputs = [_input("weight", (8, 64), dim=1), _input("bias", (8,)), _input("table", (3, 5, 16), dim=2)]
     assert_expected_inline(
-        str(_gather(inputs)),
+        text_of_gather(_gather(inputs)),
         """\
 all-gather into 3200 bytes
   bias: bucket, float32, 4 x 8 bytes at 2048
@@ -93,7 +94,7 @@ def test_gather_casts_to_the_compute_dtype() -> None:
         _input("index", (64,), orig=torch.int64, param_dtype=BF16),
     ]
     assert_expected_inline(
-        str(_gather(inputs)),
+        text_of_gather(_gather(inputs)),
         """\
 all-gather into 8832 bytes
   bias: bucket, float32 -> bfloat16, 4 x 32 bytes at 4096
@@ -106,7 +107,7 @@ all-gather into 8832 bytes
 def test_gather_pads_uneven_parameters() -> None:
     inputs = [_input("large", (33, 32)), _input("small", (5, 3)), _input("one", (1,)), _input("empty", (0, 4))]
     assert_expected_inline(
-        str(_gather(inputs)),
+        text_of_gather(_gather(inputs)),
         """\
 all-gather into 4864 bytes
   small: bucket, float32, 4 x 24 bytes at 4608
@@ -123,7 +124,7 @@ def test_gather_back_from_a_smaller_mesh_lands_where_the_parameters_came_from() 
     plan = compile_gather(resting, Preferences(), back_into=whole)
     assert plan.unsharded_nbytes == whole.unsharded_nbytes
     assert_expected_inline(
-        str(plan),
+        text_of_gather(plan),
         """\
 all-gather into 2432 bytes
   bias: bucket, bfloat16, 2 x 34 bytes at 2304
@@ -137,7 +138,7 @@ all-gather into 2432 bytes
 def test_reduce_sends_large_gradients_directly_and_small_ones_in_a_bucket() -> None:
     inputs = [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("table", (3, 16), dim=1)]
     assert_expected_inline(
-        str(_reduce(inputs)),
+        text_of_reduce(_reduce(inputs)),
         """\
 reduce-scatter float32 -> float32, divide by 1 before, 4 after
   up.bias: bucket, 4 x 16 elements
@@ -149,7 +150,7 @@ reduce-scatter float32 -> float32, divide by 1 before, 4 after
 def test_reduce_casts_to_the_reduce_dtype() -> None:
     inputs = [_input("weight", (64, 32), param_dtype=BF16, reduce_dtype=F32)]
     assert_expected_inline(
-        str(_reduce(inputs)),
+        text_of_reduce(_reduce(inputs)),
         """\
 reduce-scatter bfloat16 -> float32 -> float32, divide by 1 before, 4 after
   weight: direct, 4 x 512 elements""",
@@ -159,7 +160,7 @@ reduce-scatter bfloat16 -> float32 -> float32, divide by 1 before, 4 after
 def test_reduce_in_fp16_divides_before_and_after() -> None:
     inputs = [_input("weight", (64, 32), param_dtype=F16, reduce_dtype=F16)]
     assert_expected_inline(
-        str(_reduce(inputs)),
+        text_of_reduce(_reduce(inputs)),
         """\
 reduce-scatter float16 -> float32, divide by 2 before, 2 after
   weight: direct, 4 x 512 elements""",
@@ -168,7 +169,7 @@ reduce-scatter float16 -> float32, divide by 2 before, 2 after
 
 def test_reduce_divides_by_the_factor_of_the_user() -> None:
     assert_expected_inline(
-        str(_reduce([_input("bias", (64,))], factor=3)),
+        text_of_reduce(_reduce([_input("bias", (64,))], factor=3)),
         """\
 reduce-scatter float32 -> float32, divide by 1 before, 3 after
   bias: bucket, 4 x 16 elements""",
@@ -179,7 +180,7 @@ def test_reduce_pads_uneven_gradients_in_the_bucket_unless_the_comm_takes_them()
     inputs = [_input("large", (33, 32)), _input("small", (5, 3))]
     padded, as_they_are = _reduce(inputs, reduces_uneven=False), _reduce(inputs, reduces_uneven=True)
     assert_expected_inline(
-        f"{padded}\n\n{as_they_are}",
+        f"{text_of_reduce(padded)}\n\n{text_of_reduce(as_they_are)}",
         """\
 reduce-scatter float32 -> float32, divide by 1 before, 4 after
   large: bucket, 4 x 288 elements
@@ -201,7 +202,7 @@ def test_reduce_has_a_plan_per_combination_of_dtypes() -> None:
     ]
     plans = compile_reduces(inputs, Preferences(), WORLD_SIZE)  # type: ignore[arg-type]
     assert_expected_inline(
-        "\n\n".join(map(str, plans)),
+        "\n\n".join(map(text_of_reduce, plans)),
         """\
 reduce-scatter float32 -> float32, divide by 1 before, 4 after
   norm: bucket, 4 x 16 elements
