@@ -76,6 +76,7 @@ class Root:
         self.is_reducing = False
         self.num_resets = 0
         self._used: list[UsedParams] = []
+        self._parents: Sequence[int | None] = ()
         self._split = SplitBackwards()
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._is_agreed = False  # the ranks have compared their units
@@ -104,21 +105,21 @@ class Root:
                 unit.leave()
         for index, (unit, name) in enumerate(found.items()):
             unit.join(self, index, name)
-        parents = parents_of(self.units)
-        for unit, around in zip(self.units, parents, strict=True):
+        self._parents = parents_of(self.units)
+        for unit, around in zip(self.units, self._parents, strict=True):
             for watch in [] if around is None else self.units[around].watches:
                 if watch not in unit.watches:
                     watch.add(unit)
         if self.units != before:
-            self._take_units(parents)
+            self._take_units()
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         self.unit.left_alone.update(_warn_of_unsharded(self.unit.modules, known))
 
-    def _take_units(self, parents: Sequence[int | None]) -> None:
+    def _take_units(self) -> None:
         earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
         self.schedule.take_over(earlier)
-        self.skipping = SkippedUnits(parents)
+        self.skipping = SkippedUnits(self._parents)
         for unit in self.units:
             self.update_rules(unit)
         self.executor.take(self.units)
@@ -191,22 +192,30 @@ class Root:
             ScheduleError: one of several modules of a unit runs, but no module around them ever has; or nobody has
                 waited for the gradients that ``finalize_backward`` has started to reduce.
         """
-        schedule = self.schedule
+        schedule, running = self.schedule, self.schedule.forward_root
         if unit is self.unit and len(unit.modules) > 1:
             names = ", ".join(type(module).__name__ for module in unit.modules)
             raise ScheduleError(
                 f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
                 "Call fully_shard also on the module that contains these modules, and run that module first."
             )
-        if self.is_reducing and schedule.forward_root is None:
+        if self.is_reducing and running is None:
             raise ScheduleError(
                 f"forward of unit '{unit.name}': the handle of finalize_backward(async_op=True) is still pending. Call "
                 "wait() on that handle first."
             )
         if schedule.in_backward:
             self.reset()
-        elif schedule.forward_root == unit.index and not unit.missing_modules:
+        elif running is not None and running >= unit.index and self._runs_again(unit, running):
             self.abandon_forward()
+
+    def _runs_again(self, unit: Unit, running: int) -> bool:
+        """Whether the unit ``running`` is ``unit``, or inside it, and so has raised: a module does not run inside its
+        own child."""
+        inner: int | None = running
+        while inner is not None and inner > unit.index:  # the units inside a unit follow that unit
+            inner = self._parents[inner]
+        return inner == unit.index and not unit.missing_modules
 
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
