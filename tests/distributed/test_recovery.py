@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import CommunicationError, FSDPModule, MixedPrecisionPolicy, Observer, fully_shard, no_sync
 from fsdp2.tools import trace
 from tests.distributed.support import (
+    DIM,
     InjectedError,
     RaiseInBackward,
     Stack,
@@ -98,6 +99,47 @@ def test_step_after_an_exception_is_right_without_a_reset(ctx: RankContext, faul
     _fail(model, fault)
     model.zero_grad()
     _assert_step_is_right(model)
+
+
+class _FailsAlone(nn.Module):
+    """A block that raises when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.fails:
+            raise InjectedError
+        return x
+
+
+def _stack_with_failing_block() -> Stack:
+    model = Stack()
+    model.blocks[1] = _FailsAlone()
+    return model
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@distributed(2)
+def test_step_after_one_unit_was_called_alone_and_raised(ctx: RankContext, warm: bool) -> None:
+    """The root runs next, around the unit that raised: a pass of its own, with its own parameters unsharded."""
+    model, reference = shard(ctx, seeded(_stack_with_failing_block)), seeded(_stack_with_failing_block)
+    if warm:
+        step(model)
+        model.zero_grad()
+    model.blocks[1].fails = True
+    with pytest.raises(InjectedError):
+        model.blocks[1](batch())
+    model.blocks[1].fails = False
+    output = model(batch())
+    assert torch.allclose(output, reference(batch()), atol=1e-6)
+    output.sum().backward()
+    reference(batch()).sum().backward()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
 
 
 @pytest.mark.parametrize("fault", ["forward", "backward"])
