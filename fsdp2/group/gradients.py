@@ -231,12 +231,12 @@ class GroupGradients:
             param.accumulated = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        self._forget_frozen()
+        if self._unsharded.is_frozen_late:
+            self._forget_frozen()
 
     def _forget_frozen(self) -> None:
         """The gradients of parameters that were frozen late are taken, or given up: nothing more comes."""
-        if self._unsharded.is_frozen_late:
-            self._unsharded.follow_requires_grad(self._unsharded.requires_grad)
+        self._unsharded.follow_requires_grad(self._unsharded.requires_grad)
 
     def keep_unreduced(self) -> None:
         """Keep this backward's gradients on this rank, in reduce dtype."""
@@ -256,7 +256,8 @@ class GroupGradients:
             return None
         bound = self._bound.get(trainable) or self._bind(trainable)
         grads = self._take_all(bound)
-        self._forget_frozen()
+        if self._unsharded.is_frozen_late:
+            self._forget_frozen()
         present = list(map(_is_there, grads))
         if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
             present = [True] * len(present)

@@ -219,12 +219,13 @@ class Root:
 
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
-        self._recover(unit)
-        schedule = self.schedule
-        if schedule.forward_root is None:
-            self._begin_forward(unit)
-            schedule = self.schedule
-        index = unit.index
+        schedule, index = self.schedule, unit.index
+        running = schedule.forward_root
+        if running is None or running >= index or schedule.in_backward:  # not inside a forward, as most units are
+            self._recover(unit)
+            if schedule.forward_root is None:
+                self._begin_forward(unit)
+                schedule, index = self.schedule, unit.index
         if skipped := self.skipping.forward.begin(index):
             self._join_forward(skipped)
         for group in unit.groups:
