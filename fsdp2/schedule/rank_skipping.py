@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import NamedTuple
 
 MAX_FORWARDS = 256  # forwards without a backward; if there are more, the oldest are forgotten
@@ -133,7 +133,7 @@ class Backward:
             left.pop()
         elif self._is_following and event in left:
             at = len(left) - left[::-1].index(event)
-            around = list(takewhile(lambda each: not each.begins, left[at:]))
+            around = _ends_around(event, left[at:])
             skipped = self._pass_to(at)
             left.pop()
             # A unit around this one may have returned the same tensor: its backward then begins behind this one's.
@@ -198,6 +198,19 @@ class Backward:
                 self._open.add(unit)
                 skipped.append(event)
         return skipped
+
+
+def _ends_around(event: Event, behind: Iterable[Event]) -> list[Event]:
+    """The ends, in the events ``behind`` of ``event``, of the units around it. Units that this rank skipped, or whose
+    backward is over, may lie between."""
+    inside = {event.unit}
+    ends = []
+    for each in behind:
+        if each.begins:
+            inside.add(each.unit)
+        elif each.unit not in inside:
+            ends.append(each)
+    return ends
 
 
 class SkippedUnits:

@@ -63,6 +63,17 @@ class Chain(MLP):
         return [*self.chain[0], *self.chain[1], *self.chain, self.chain]
 
 
+class TwoExits(MLP):
+    """A forward uses one of two exits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_exit = nn.Linear(self.dim, 8)
+
+    def units(self) -> list[nn.Module]:
+        return [self.entry, *self.blocks, self.exit, self.other_exit]
+
+
 def _in_units(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
     """The root has no parameters, and returns what its last unit has returned."""
     for unit in (model.entry, *model.blocks, model.exit, model):
@@ -87,6 +98,7 @@ SHARED_OUTPUTS = [
     (MLP, _all_but_entry),
     (FrozenEntry, _all_but_entry),
     (Chain, shard_units_and_root),
+    (TwoExits, shard_units_and_root),
 ]
 
 
