@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import compress
-from operator import attrgetter, is_not, or_
+from operator import attrgetter, is_not
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -176,8 +176,10 @@ class GroupGradients:
 
     Attributes:
         options: what the user has configured.
-        used: a byte per parameter, 1 if it had a gradient on this rank in a reduction since the last ``settle``.
-        withheld: landed reductions with parameters that had no gradient on this rank: ``settle`` decides about those.
+        used: for each reduction that has landed since the last ``settle``, a byte per parameter: 1 if it had a gradient
+            on this rank. All ranks have landed the same reductions.
+        withheld: those of them with parameters that had no gradient on this rank, and where their bytes start in
+            ``used``: ``settle`` decides about those parameters.
     """
 
     def __init__(
@@ -193,8 +195,8 @@ class GroupGradients:
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
-        self.withheld: list[Reduction] = []
-        self.count()
+        self.used = b""
+        self.withheld: list[tuple[int, Reduction]] = []
 
     @property
     def state(self) -> GradientState:
@@ -204,10 +206,6 @@ class GroupGradients:
             return GradientState.PARTIAL
         has_grad = any(param.sharded.grad is not None for param in self._params)
         return GradientState.REDUCED if has_grad else GradientState.NONE
-
-    def count(self) -> None:
-        """Note the number of parameters, which may change before the first use. Ranks exchange a byte for each."""
-        self.used = self._unused = bytes(len(self._params))
 
     def unbind(self) -> None:
         """Forget compiled plans: dtypes, layouts or streams have changed."""
@@ -295,13 +293,14 @@ class GroupGradients:
         self._to_host.clear()
 
     def settle(self, used_anywhere: bytes) -> None:
-        """The step is over. ``used_anywhere``: like ``used``, but for all ranks. Hand over the withheld gradients of
-        parameters that some rank has used, and drop the others."""
+        """The step is over. ``used_anywhere``: like ``used``, but for all ranks; empty if nobody had a gradient. Hand
+        over the withheld gradients that some rank had, and drop the others: those are zero, and a hook of the user
+        would take each for one more gradient."""
         withheld, self.withheld = self.withheld, []
-        self.used = self._unused
-        if withheld and used_anywhere:
-            anywhere = set(compress(self._params, used_anywhere))
-            for reduction in withheld:
+        self.used = b""
+        if used_anywhere:
+            for start, reduction in withheld:
+                anywhere = set(compress(self._params, used_anywhere[start:]))
                 parts = zip(reduction.bound.parts, reduction.present, strict=True)
                 late = [not had and part.param in anywhere for part, had in parts]
                 if True in late:
@@ -424,9 +423,9 @@ class GroupGradients:
         if False not in reduction.present:
             reduction.sums = []  # no longer needed; where ``.grad`` existed, the values were added to it
         else:
-            self.withheld.append(reduction)
+            self.withheld.append((len(self.used), reduction))
             used = self._flags(part.param for part in compress(reduction.bound.parts, reduction.present))
-        self.used = used if self.used is self._unused else bytes(map(or_, self.used, used))
+        self.used += used
 
 
 def _add_earlier(earlier: Reduction, reduction: Reduction) -> Sequence[Waitable]:

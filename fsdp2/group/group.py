@@ -138,7 +138,6 @@ class ParamGroup:
         self.unsharded.retire()
         self.gradients.unbind()
         self.shards.retire()
-        self.gradients.count()
         self.on_transition = self.on_parameters = self.shows = None
 
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:
@@ -166,7 +165,6 @@ class ParamGroup:
 
     def _follow_params(self) -> None:
         """``params`` or their slots have changed, before the first use."""
-        self.gradients.count()
         self._unbind()
         self._bindings = Bindings(self.params)
         self._bindings.bind(self.shards.sharded)

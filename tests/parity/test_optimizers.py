@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from tests.harness.compare import compare, compare_values
@@ -154,3 +155,22 @@ def test_optimizer_that_steps_in_backward(ctx: RankContext, setup: str) -> None:
 def test_optimizer_that_steps_in_backward_outdates_parameters_kept_after_it(ctx: RankContext, setup: str) -> None:
     found = _trained_in_backward(SETUPS[setup], subject(), ctx, keep=True)
     compare_values("against stepping after backward", found, _trained_as_usual(SETUPS[setup], ctx))
+
+
+class Repeated(MLP):
+    """Runs one block three times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for _ in range(3):
+            x = self.blocks[0](x)
+        return self.exit(x)
+
+
+@distributed(2)
+def test_optimizer_that_steps_in_backward_of_a_unit_that_runs_several_times(ctx: RankContext) -> None:
+    """The unit is reduced after each of its backwards; the gradient is there after the last one only."""
+    where = Setup(Repeated)
+    found = _trained_in_backward(where, subject(), ctx, keep=False)
+    compare_values("against stepping after backward", found, _trained_as_usual(where, ctx))
+    compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx, keep=False))
