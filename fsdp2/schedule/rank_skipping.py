@@ -14,9 +14,10 @@ Pure: no tensor, no process group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 MAX_FORWARDS = 256  # forwards without a backward; if there are more, the oldest are forgotten
@@ -32,11 +33,13 @@ class Outcome(Enum):
 
 
 class Event(NamedTuple):
-    """The forward of ``unit`` begins, or ends. If not ``is_used``, this rank skips the unit."""
+    """The forward of ``unit`` begins, or ends. If not ``is_used``, this rank skips the unit. If not ``is_last``, the
+    backward that ends there reduces nothing: it comes to the unit again."""
 
     unit: int
     begins: bool
     is_used: bool = True
+    is_last: bool = True
 
 
 class Used(NamedTuple):
@@ -61,7 +64,9 @@ class Forward:
     def __init__(self, units: SkippedUnits, key: tuple[int, bool], expected: Sequence[Event]) -> None:
         self.key, self.expected = key, expected  # key: the root, and whether gradients are recorded
         self.events: list[Event] = []  # what has happened, skipped units included; a backward reads this list
-        self.leads_to: dict[int, Outcome] = {}  # outcomes of the units that were used
+        self.leads_to: dict[int, Outcome] = {}  # outcomes of the units that were used; of several uses, the last
+        self._with_gradients: set[int] = set()  # units with a use that leads to a backward
+        self._without: list[int] = []  # where, in ``events``, uses end that ran without gradients
         self.is_following = bool(expected)  # this forward has followed the shared order
         self._begins, self._ends = units.begins, units.ends
         self._by_hand, self._alike = units.by_hand, units.alike
@@ -76,7 +81,23 @@ class Forward:
     def end(self, unit: int, leads_to: Outcome) -> Sequence[Event]:
         """``unit``'s forward ends. Returns as ``begin``."""
         self.leads_to[unit] = leads_to
-        return self._reach(self._ends[unit])
+        skipped = self._reach(self._ends[unit])
+        if leads_to is Outcome.BACKWARD:
+            self._with_gradients.add(unit)
+        elif leads_to is Outcome.UNKNOWN:
+            self._without.append(len(self.events) - 1)
+        return skipped
+
+    def differentiated(self) -> Sequence[Event]:
+        """The events that a backward comes to. If a unit ran with gradients and without, such as in models that recycle
+        their output, only its uses with gradients."""
+        left_out: set[int] = set()
+        for end in self._without:
+            unit = self.events[end].unit
+            if unit in self._with_gradients:
+                begin = next(at for at in reversed(range(end)) if self.events[at].unit == unit)
+                left_out.update((begin, end))
+        return [event for at, event in enumerate(self.events) if at not in left_out] if left_out else self.events
 
     def _reach(self, event: Event) -> Sequence[Event]:
         skipped: Sequence[Event] = ()
@@ -102,17 +123,27 @@ class Forward:
 
 class Backward:
     """One backward through ``forwards``, the last forward first. It may reach the units ``reachable``. At its end it
-    removes from the list the forwards that it has passed through."""
+    removes from the list the forwards that it has passed through.
+
+    Autograd has the gradient of a parameter after all of its uses. So if a unit is used several times, its last use in
+    this backward reduces. It is taken for granted that the backward passes through as many forwards as the last one
+    that began with so many: users run some forwards without a backward.
+    """
 
     def __init__(self, units: SkippedUnits, forwards: list[Forward], reachable: Collection[int]) -> None:
-        self._forwards = forwards
+        self._forwards, self._num_forwards, self._num_passed = forwards, len(forwards), units.num_passed
         self.ended: set[int] = set()  # units whose backward was ended here although no hook has reported its end
         self._begins, self._ends = units.begins, units.ends
         self._reachable = reachable
-        self._left = [event for forward in forwards for event in forward.events]
-        self._starts = [0, *accumulate(len(forward.events) for forward in forwards)]
+        events = [forward.differentiated() for forward in forwards]
+        self._left = list(chain(*events))
+        self._starts = [0, *accumulate(map(len, events))]
         self._is_following = bool(self._left)
         self._open: set[int] = set()  # units whose backward has begun and not ended
+        to_pass = units.num_passed.get(len(forwards), 1)
+        uses = (event.unit for event in chain(*events[-to_pass:]) if event.begins)
+        self._num_uses = Counter(uses)  # to come
+        self._postponed: set[int] = set()  # units that have ended a backward without a reduction
 
     def begin(self, unit: int) -> Sequence[Event]:
         """``unit``'s backward begins. Returns the events before it, of units that this rank skips."""
@@ -127,15 +158,25 @@ class Backward:
         self._open.discard(unit)
         return skipped
 
+    def is_last(self, unit: int) -> bool:
+        """Whether the backward of ``unit`` that ends now is the last one, and reduces."""
+        is_last = not self._is_following or self._num_uses[unit] <= 0
+        (self._postponed.discard if is_last else self._postponed.add)(unit)
+        return is_last
+
     def _reach(self, event: Event) -> Sequence[Event]:
         left = self._left
         if left and left[-1] is event:
             left.pop()
+            if event.begins:
+                self._num_uses[event.unit] -= 1
         elif self._is_following and event in left:
             at = len(left) - left[::-1].index(event)
             around = _ends_around(event, left[at:])
             skipped = self._pass_to(at)
             left.pop()
+            if event.begins:
+                self._num_uses[event.unit] -= 1
             # A unit around this one may have returned the same tensor: its backward then begins behind this one's.
             left += [each for each in around if each.unit not in self._reachable]
             return skipped
@@ -166,10 +207,11 @@ class Backward:
                 self._open.clear()
             skipped = self._skip(left[starts[-2] :])
             del forwards[-1]
+        self._num_passed[self._num_forwards] = self._num_forwards - len(forwards)
         if is_last:
             forwards.clear()
         self._is_following = False
-        return skipped
+        return [*skipped, *(self._begins[unit] for unit in sorted(self._postponed, reverse=True))]
 
     def _pass_to(self, at: int) -> list[Event]:
         """Take the remaining events from ``at`` on. Autograd runs first what was computed last, so an open unit has all
@@ -182,6 +224,7 @@ class Backward:
         if all(event.begins or event.unit in self._open for event in first):
             staying.update(event.unit for event in first)
         passed = [event for event in left[at:] if not event.begins or event.unit not in staying]
+        self._num_uses.subtract(event.unit for event in left[at:] if event.begins and event.unit in staying)
         del left[at:]
         self.ended.update(event.unit for event in passed if event.begins and event.unit in self._open)
         return self._skip(passed)
@@ -191,10 +234,12 @@ class Backward:
         skipped = []
         for event in reversed(passed):
             unit = event.unit
-            if event.begins and unit in self._open:
-                self._open.discard(unit)
-                skipped.append(event)
-            elif not event.begins and unit in self._reachable and unit not in self._open:
+            if event.begins:
+                self._num_uses[unit] -= 1
+                if unit in self._open:
+                    self._open.discard(unit)
+                    skipped.append(event._replace(is_last=self.is_last(unit)))
+            elif unit in self._reachable and unit not in self._open:
                 self._open.add(unit)
                 skipped.append(event)
         return skipped
@@ -227,6 +272,7 @@ class SkippedUnits:
         self._orders: dict[tuple[int, bool], _Order] = {}  # by the key of a forward: the order that was used last
         # All that ranks have agreed on: units that are frozen by turns are compared once each way.
         self._agreed: dict[tuple[tuple[int, bool], frozenset[int]], _Order] = {}
+        self.num_passed: dict[int, int] = {}  # by the number of its forwards: how many the last backward passed through
         self.reset()
 
     def reset(self) -> None:
@@ -279,7 +325,7 @@ class SkippedUnits:
         # Ranks that leave the shared order all take the same other order; the longest list has the most units.
         own_orders = [one.events for one in used if not one.is_following]
         order = max(own_orders, key=len) if own_orders else self.forward.expected
-        events = [self._event(unit, begins) for unit, begins, _ in order]
+        events = [self._event(event.unit, event.begins) for event in order]
         registered, present = self._registered(key[0]), set(events)
         if not present.issuperset(registered):
             at = 0
@@ -294,7 +340,8 @@ class SkippedUnits:
         self._orders[key] = self._agreed[key, frozenset(trainable)] = _Order(events, differentiable)
         if len(self._agreed) > MAX_ORDERS:
             del self._agreed[next(iter(self._agreed))]  # the oldest: the same one on all ranks
-        return [unit for unit, begins, _ in events if begins and (unit in seen or unit not in self.alike)]
+        began = [event.unit for event in events if event.begins]
+        return [unit for unit in began if unit in seen or unit not in self.alike]
 
     def _registered(self, root: int) -> list[Event]:
         """A forward of ``root`` that uses all units inside it in the order of registration."""

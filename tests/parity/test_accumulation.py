@@ -126,11 +126,6 @@ def test_what_is_unfrozen_while_it_is_unsharded(ctx: RankContext) -> None:
         assert mine.gradients["exit.weight"] is not None
 
 
-@pytest.mark.xfail(
-    reason="after the backward of the second use, when no gradient is there yet, fsdp2 reduces zeros and the partial "
-    "sum of the earlier micro-batches; torch adds that sum to the gradient before the all-reduce",
-    condition=torch.__version__ < "2.15",  # since then, torch does the same
-)
 @distributed(2)
 def test_without_all_reduce_of_a_block_that_is_used_twice(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:

@@ -1,0 +1,166 @@
+"""Units that run several times before a backward: how often they are gathered and reduced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2 import Observer
+from fsdp2.tools import trace
+from tests.distributed.support import Stack, batch, seeded, shard
+from tests.harness.distributed import RankContext, distributed
+
+BLOCKS = ("blocks.0", "blocks.1")
+
+
+class TwoBlocks(Stack):
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+
+
+class Repeated(TwoBlocks):
+    """Runs the blocks three times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for _ in range(3):
+            x = self.blocks[1](self.blocks[0](x))
+        return self.exit(x)
+
+
+class Recycled(Repeated):
+    """The last time only with gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered = self.entry(x)
+        x = torch.zeros_like(entered)
+        for is_last in (False, False, True):
+            with torch.set_grad_enabled(is_last):
+                x = self.blocks[1](self.blocks[0](entered + x))
+        return self.exit(x)
+
+
+class CutOff(Repeated):
+    """Of three times, no gradient reaches the first two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for _ in range(3):
+            x = self.blocks[1](self.blocks[0](x.detach()))
+        return self.exit(x)
+
+
+class _Counts(Observer):
+    """What was done in backwards, and how many units had begun a backward and were not reduced when the last one
+    ended."""
+
+    def __init__(self) -> None:
+        self.actions: Counter[str] = Counter()
+        self.reduced_at_the_end = 0
+        self._is_backward = self._is_over = False
+
+    def on_event(self, event: str, unit: str) -> None:
+        self._is_backward = event not in ("pre_forward", "post_forward", "join_forward")
+        self._is_over = event == "end_backward"
+
+    def on_action(self, action: str, unit: str, nbytes: int) -> None:
+        if self._is_backward and unit in BLOCKS:
+            self.actions["gather" if action in ("unshard", "prefetch") else action] += 1
+            self.reduced_at_the_end += action == "reduce" and self._is_over
+
+
+def _counts(model: Any, step: Callable[[Any], None]) -> _Counts:
+    """Of the second step."""
+    step(model)
+    counts = _Counts()
+    with trace.observe(model, counts):
+        step(model)
+    return counts
+
+
+def _one_forward(model: Any) -> None:
+    model(batch()).sum().backward()
+
+
+def _two_forwards(model: Any) -> None:
+    (model(batch(0)).sum() + model(batch(1)).sum()).backward()
+
+
+def _one_forward_without_backward(model: Any) -> None:
+    model(batch(7))
+    _one_forward(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "num_gathers"),
+    [
+        (Repeated, _one_forward, 6),
+        (Repeated, _two_forwards, 12),
+        (Recycled, _one_forward, 3),  # one is a prefetch for the use before, which ran without gradients
+        (TwoBlocks, _two_forwards, 4),
+        (TwoBlocks, _one_forward_without_backward, 2),
+    ],
+    ids=["repeated", "repeated in two forwards", "recycled", "two forwards", "a forward without a backward"],
+)
+@distributed(2)
+def test_unit_is_reduced_once_behind_its_last_use(
+    ctx: RankContext, make: Callable[[], Stack], step: Callable[[Any], None], num_gathers: int
+) -> None:
+    """As in torch. While other units still compute: gradients of whole units do not pile up. Nothing is withheld, so
+    the CPU does not wait for the device."""
+    model = shard(ctx, seeded(make))
+    counts = _counts(model, step)
+    found = counts.actions
+    assert (found["reduce"], found["gather"], counts.reduced_at_the_end) == (2, num_gathers, 0), found
+    reference = seeded(make)
+    step(reference)
+    step(reference)
+    for (name, param), expected in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.allclose(param.grad.full_tensor(), expected[1].grad, atol=1e-5), name
+
+
+@distributed(2)
+def test_uses_that_no_gradient_reaches_are_joined_at_the_end(ctx: RankContext) -> None:
+    """Other ranks may have a gradient there."""
+    model, reference = shard(ctx, seeded(CutOff)), seeded(CutOff)
+    assert _counts(model, _one_forward).actions["reduce"] == 2
+    _one_forward(reference)
+    _one_forward(reference)
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (expected.grad is None)
+        assert expected.grad is None or torch.allclose(param.grad.full_tensor(), expected.grad, atol=1e-5)
+
+
+class OnOneRank(Repeated):
+    """On rank 0, a gradient reaches all uses of the blocks; on rank 1, the last one."""
+
+    rank = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for _ in range(3):
+            x = x.detach() if self.rank else x
+            x = self.blocks[1](self.blocks[0](x))
+        return self.exit(x)
+
+
+@distributed(2)
+def test_ranks_may_differ_in_which_uses_a_gradient_reaches(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(OnOneRank))
+    model.rank = ctx.rank
+    references = []
+    for rank in range(2):
+        references.append(seeded(OnOneRank))
+        references[-1].rank = rank
+    for _ in range(3):
+        for each in (model, *references):
+            each.zero_grad()
+            _one_forward(each)
+        for param, *parts in zip(model.parameters(), *(each.parameters() for each in references), strict=True):
+            grads = [part.grad for part in parts if part.grad is not None]
+            assert torch.allclose(param.grad.full_tensor(), sum(grads) / 2, atol=1e-5)
