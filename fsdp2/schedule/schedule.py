@@ -8,7 +8,7 @@ Units are numbered. Each method of ``Schedule`` is an event; most return the act
   from its own forward in reverse. Units that were prefetched and not used are resharded at the end of the pass: a wrong
   prediction costs memory, never correctness.
 * A forward inside a backward (activation checkpointing) gathers what it needs and does nothing else.
-* Each unit's backward reduces its gradients.
+* Each unit's backward reduces its gradients; of several backwards, the last.
 
 Pure: no tensor, no stream, no process group. ``rank_skipping`` handles units that this rank skips: the schedule gets
 their events like events of units that run.
