@@ -937,4 +937,41 @@ MUTATIONS = [
         "elif _torch.running_backward() == -1 and unsharded.requires_grad != requires_grad:",
         ("distributed/test_changed_parameters.py",),
     ),
+    # schedule/rank_skipping.py, group/gradients.py, _torch.py and runtime/root.py: units that run several times or alone
+    Mutation(
+        "schedule/rank_skipping.py",
+        "is_last = not self._is_following or self._num_uses[unit] <= 0",
+        "is_last = True",
+        ("unit/test_skipped.py", "distributed/test_repeated_units.py"),
+    ),
+    Mutation(
+        "schedule/rank_skipping.py",
+        "if unit in self._with_gradients:",
+        "if False:",
+        ("distributed/test_repeated_units.py",),
+    ),
+    Mutation(
+        "schedule/rank_skipping.py",
+        "units.num_passed.get(len(forwards), 1)",
+        "len(forwards)",
+        ("distributed/test_repeated_units.py",),
+    ),
+    Mutation(
+        "group/gradients.py",
+        "anywhere = set(compress(self._params, used_anywhere[start:]))",
+        "anywhere = set(self._params)",
+        ("distributed/test_other_parameters_on_other_ranks.py", "parity/test_optimizers.py"),
+    ),
+    Mutation(
+        "_torch.py",
+        "        if is_traced():\n            return output\n",
+        "",
+        ("distributed/test_compiled_blocks.py",),
+    ),
+    Mutation(
+        "runtime/root.py",
+        "return inner == unit.index and not unit.missing_modules",
+        "return running == unit.index and not unit.missing_modules",
+        ("distributed/test_recovery.py",),
+    ),
 ]
