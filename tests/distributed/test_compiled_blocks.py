@@ -147,7 +147,7 @@ def _doubled(block: nn.Module, ctx: RankContext) -> None:
     block.down.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-@pytest.mark.parametrize("add_hooks", [_doubled, *long(_in_parallel)], ids=["a user's hook", "tensor parallelism"])
+@pytest.mark.parametrize("add_hooks", [_doubled, *long(_in_parallel)], ids=["users-hook", "tensor-parallelism"])
 @distributed(2)
 def test_blocks_with_hooks_inside_compile_whole(
     ctx: RankContext, add_hooks: Callable[[nn.Module, RankContext], None]

@@ -105,7 +105,7 @@ def _one_forward_without_backward(model: Any) -> None:
         (TwoBlocks, _two_forwards, 4),
         (TwoBlocks, _one_forward_without_backward, 2),
     ],
-    ids=["repeated", "repeated in two forwards", "recycled", "two forwards", "a forward without a backward"],
+    ids=["repeated", "repeated-in-two-forwards", "recycled", "two-forwards", "forward-without-backward"],
 )
 @distributed(2)
 def test_unit_is_reduced_once_behind_its_last_use(
