@@ -345,7 +345,7 @@ class Root:
             self._join_backward(skipped)
         if index not in self.skipping.backward.ended:
             self._note("post_backward", unit)
-            self.executor.do(schedule.post_backward(index, is_last=self.skipping.backward.is_last(index)))
+            self.executor.do(schedule.post_backward(index, is_last=self.skipping.backward.is_last))
 
     def _begin_backward(self) -> None:
         """The first unit's backward is about to begin."""

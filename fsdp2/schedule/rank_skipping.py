@@ -133,6 +133,7 @@ class Backward:
     def __init__(self, units: SkippedUnits, forwards: list[Forward], reachable: Collection[int]) -> None:
         self._forwards, self._num_forwards, self._num_passed = forwards, len(forwards), units.num_passed
         self.ended: set[int] = set()  # units whose backward was ended here although no hook has reported its end
+        self.is_last = True  # the unit that ``end`` was last called for ended its last backward, which reduces
         self._begins, self._ends = units.begins, units.ends
         self._reachable = reachable
         events = [forward.differentiated() for forward in forwards]
@@ -141,8 +142,7 @@ class Backward:
         self._is_following = bool(self._left)
         self._open: set[int] = set()  # units whose backward has begun and not ended
         to_pass = units.num_passed.get(len(forwards), 1)
-        uses = (event.unit for event in chain(*events[-to_pass:]) if event.begins)
-        self._num_uses = Counter(uses)  # to come
+        self._num_uses = Counter([event.unit for event in chain(*events[-to_pass:]) if event.begins])  # to come
         self._postponed: set[int] = set()  # units that have ended a backward without a reduction
 
     def begin(self, unit: int) -> Sequence[Event]:
@@ -156,10 +156,11 @@ class Backward:
         """``unit``'s backward ends. Returns as ``begin``."""
         skipped = self._reach(self._begins[unit])
         self._open.discard(unit)
+        if unit not in self.ended:
+            self.is_last = self._ends_last(unit)
         return skipped
 
-    def is_last(self, unit: int) -> bool:
-        """Whether the backward of ``unit`` that ends now is the last one, and reduces."""
+    def _ends_last(self, unit: int) -> bool:
         is_last = not self._is_following or self._num_uses[unit] <= 0
         (self._postponed.discard if is_last else self._postponed.add)(unit)
         return is_last
@@ -207,7 +208,7 @@ class Backward:
                 self._open.clear()
             skipped = self._skip(left[starts[-2] :])
             del forwards[-1]
-        self._num_passed[self._num_forwards] = self._num_forwards - len(forwards)
+        self._num_passed[self._num_forwards] = max(self._num_forwards - len(forwards), 1)
         if is_last:
             forwards.clear()
         self._is_following = False
@@ -238,7 +239,7 @@ class Backward:
                 self._num_uses[unit] -= 1
                 if unit in self._open:
                     self._open.discard(unit)
-                    skipped.append(event._replace(is_last=self.is_last(unit)))
+                    skipped.append(event._replace(is_last=self._ends_last(unit)))
             elif unit in self._reachable and unit not in self._open:
                 self._open.add(unit)
                 skipped.append(event)

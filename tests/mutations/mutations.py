@@ -937,7 +937,7 @@ MUTATIONS = [
         "elif _torch.running_backward() == -1 and unsharded.requires_grad != requires_grad:",
         ("distributed/test_changed_parameters.py",),
     ),
-    # schedule/rank_skipping.py, group/gradients.py, _torch.py and runtime/root.py: units that run several times or alone
+    # Units that run several times, or alone; compiled calls of modules with hooks
     Mutation(
         "schedule/rank_skipping.py",
         "is_last = not self._is_following or self._num_uses[unit] <= 0",

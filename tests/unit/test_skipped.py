@@ -70,7 +70,7 @@ class Rank:
         self._join_backward(self.skipped.backward.end(unit))
         self.owed.add(unit)
         if unit not in self.skipped.backward.ended:
-            self._do(self.schedule.post_backward(unit, is_last=self.skipped.backward.is_last(unit)))
+            self._do(self.schedule.post_backward(unit, is_last=self.skipped.backward.is_last))
 
     def end_backward(self) -> None:
         self._join_backward(self.skipped.backward.finish(is_last=True, ends_open=True))
