@@ -313,6 +313,8 @@ class ParamGroup:
         if before is GroupState.SHARDED:
             return
         unsharded = self.unsharded
+        if before is GroupState.UNSHARDED:
+            self._take_frozen()
         try:
             if before is GroupState.UNSHARDING:
                 gather, self._in_flight = self._in_flight, None
@@ -345,6 +347,7 @@ class ParamGroup:
             return
         before = self._transition(GroupEvent.RESHARD_POST_FORWARD)
         if before is GroupState.UNSHARDED:
+            self._take_frozen()
             self.is_stale |= self._bindings.rebind(self.unsharded.cut())
             self._release()
 
@@ -366,17 +369,26 @@ class ParamGroup:
 
     def reshard_if_outdated(self) -> None:
         """Reshard if shards were written (by an optimizer), frozen or replaced since ``note_writes``: so the next use
-        gathers the parameters again. What the user has frozen, or not, may be the unsharded parameters."""
+        gathers the parameters again."""
         if self.state is GroupState.SHARDED or self.stamp is None:
             return
-        bound, noted = list(map(_get_requires_grad, self.unsharded.parameters)), self.unsharded.requires_grad
-        if bound and bound != noted:  # there are none before the first gather has arrived
-            for sharded, is_trainable, before in zip(self.shards.sharded, bound, noted, strict=True):
-                if is_trainable is not before:
-                    sharded.requires_grad_(is_trainable)
+        self._take_frozen()
         has_changed = self.stamp != self.shards.write_stamp() or not self._is_intact()
         if has_changed or self.unsharded.requires_grad != self.requires_grad():
             self.reshard()
+
+    def _take_frozen(self) -> None:
+        """What the user has frozen, or not, may be the unsharded parameters. The shards take that over, and the next
+        gather takes it from the shards."""
+        unsharded = self.unsharded
+        bound, noted = list(map(_get_requires_grad, unsharded.parameters)), unsharded.requires_grad
+        if bound and bound != noted:  # there are none before the first gather has arrived
+            for param, sharded, is_trainable, before in zip(
+                unsharded.parameters, self.shards.sharded, bound, noted, strict=True
+            ):
+                if is_trainable is not before:
+                    sharded.requires_grad_(is_trainable)
+                    param.requires_grad_(before)
 
     def requires_grad(self) -> list[bool]:
         """``requires_grad`` of each sharded parameter, as the user has set it."""

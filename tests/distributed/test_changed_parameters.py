@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
+from fsdp2 import FSDPModule
 from tests.distributed.changes import USES, alike, assert_step_is_that_of, evaluate, step_and_zero
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
@@ -102,6 +104,50 @@ def test_backward_of_a_parameter_frozen_after_its_forward(ctx: RankContext) -> N
     for each in (model, reference):
         each.zero_grad()
     assert_step_is_that_of(model, reference)
+
+
+def _between_forward_and_backward(model: Any, change: Callable[[], object]) -> None:
+    loss = model(batch()).square().mean()
+    change()
+    loss.backward()
+    model.zero_grad()
+
+
+def _after_an_evaluation(model: Any, change: Callable[[], object]) -> None:
+    evaluate(model)
+    change()
+    if isinstance(model, FSDPModule):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("is_trainable", [True, False])
+@pytest.mark.parametrize("when", [_between_forward_and_backward, _after_an_evaluation])
+@distributed(2)
+def test_what_is_frozen_or_thawed_while_it_is_unsharded_stays_so(
+    ctx: RankContext, when: Callable[..., None], is_trainable: bool, reshard: bool | None
+) -> None:
+    """As without sharding, until the user changes it again. No gradient of one step is left for another."""
+    names = ("entry.weight", "exit.bias", "blocks.1.linear.weight")
+
+    def change(model: Any, requires_grad: bool) -> None:
+        for name in names:
+            model.get_parameter(name).requires_grad_(requires_grad)
+
+    model, reference = seeded(Stack), seeded(Stack)
+    for each in (model, reference):
+        change(each, not is_trainable)
+    shard(ctx, model, reshard_after_forward=reshard)
+    for each in (model, reference):
+        when(each, lambda each=each: change(each, is_trainable))
+        assert [each.get_parameter(name).requires_grad for name in names] == [is_trainable] * len(names)
+    for requires_grad in (is_trainable, not is_trainable, is_trainable, True):
+        for each in (model, reference):
+            change(each, requires_grad)
+        assert_step_is_that_of(model, reference)
+        assert_step_is_that_of(model, reference, seed=1)
 
 
 @distributed(2)
