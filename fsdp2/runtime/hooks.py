@@ -224,6 +224,9 @@ class ModuleHooks:
                     self._leads_to = Outcome.BACKWARD
         else:
             self._leads_to = Outcome.UNKNOWN
+            # autocast keeps casts of parameters, with their nodes. If a later forward used these old nodes, autograd
+            # would come to them last, when the unit is reduced already.
+            torch.clear_autocast_cache()
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
     def _end_incomplete(self, root: Root, output: Any) -> Any:

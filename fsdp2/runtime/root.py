@@ -375,6 +375,7 @@ class Root:
     def end_backward(self) -> None:
         """Autograd has executed the last node of a backward."""
         self._note("end_backward", self.unit)
+        torch.clear_autocast_cache()  # as after a forward without gradients: see ModuleHooks
         for unit in self.units:
             unit.missing_modules.clear()
         by_hand = self.schedule.finalizes_by_hand

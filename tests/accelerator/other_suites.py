@@ -53,6 +53,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_tools_that_watch.test_comm_debug_mode_counts_the_same": _IN_PYTHON,
     },
     "distributed": {
+        "test_autocast": _AUTOCAST,
         "test_compiled_blocks": "torch.compile has no backend for the device",
         "test_compiled_models": "torch.compile has no backend for the device",
         "test_comm": "is about the channels of gloo",
