@@ -68,6 +68,12 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
+def copies_written_tensors() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active: it copies what autograd has saved
+    before somebody writes it."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 # Runs a function when the running backward has executed its last node; autograd has no public hook for that.
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 

@@ -271,7 +271,17 @@ class Root:
                 self._agree_on_order()
 
     def _begin_forward(self, unit: Unit) -> None:
-        """A forward pass begins with ``unit`` as its outermost unit."""
+        """A forward pass begins with ``unit`` as its outermost unit.
+
+        Raises:
+            ScheduleError: autograd would copy the memory of parameters that is freed.
+        """
+        if _torch.copies_written_tensors():
+            raise ScheduleError(
+                f"forward of unit '{unit.name}' inside torch.autograd.graph.allow_mutation_on_saved_tensors(): this "
+                "mode copies what autograd has saved, but fsdp2 frees the saved parameters and gathers them again. "
+                "Leave the block, and clone what you write in place."
+            )
         if self._seen_version != ModuleTrees.version:
             self._collect()
         if not self._is_agreed:  # before ranks wait for each other

@@ -37,6 +37,25 @@ def _meta(ctx: RankContext) -> str:
     return error
 
 
+def _mutation_mode(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        error = error_of(lambda: model(batch()))
+    _assert_trains_like_new(model)
+    return error
+
+
+def test_forward_where_saved_tensors_may_be_written() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_mutation_mode),
+        """\
+ScheduleError: forward of unit '(root)' inside
+torch.autograd.graph.allow_mutation_on_saved_tensors(): this mode copies what autograd has saved,
+but fsdp2 frees the saved parameters and gathers them again. Leave the block, and clone what you
+write in place.""",
+    )
+
+
 def test_forward_on_the_meta_device() -> None:
     assert_expected_inline(
         same_on_all_ranks(_meta),
