@@ -269,8 +269,8 @@ def test_inner_module_after_the_outer_one() -> None:
         same_on_all_ranks(_inner_module_after_the_outer_one),
         """\
 ValueError: fully_shard: parameter 'linear.weight' is already sharded, by a call on a module around
-this module. Call fully_shard on inner modules first. To add modules later, pass only the new
-modules, or list this parameter in ignored_params.""",
+this one, or on one that shares it. Call fully_shard on inner modules first. To add modules later,
+pass only the new modules, or list this parameter in ignored_params.""",
     )
 
 
