@@ -217,9 +217,9 @@ def _check_param(item: Found, device: torch.device) -> None:
     sharded_as = getattr(param, SHARDED_AS, None)
     if isinstance(param, DTensor) and sharded_as is not None:
         raise ValueError(
-            f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this one, or on one that "
-            "shares it. Call fully_shard on inner modules first. To add modules later, pass only the new modules, or list this "
-            "parameter in ignored_params."
+            f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this one, or on one "
+            "that shares it. Call fully_shard on inner modules first. To add modules later, pass only the new modules, "
+            "or list this parameter in ignored_params."
         )
     if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
         raise ValueError(
