@@ -14,7 +14,6 @@ Pure: no tensor, no process group.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from itertools import accumulate, chain
@@ -141,8 +140,9 @@ class Backward:
         self._starts = [0, *accumulate(map(len, events))]
         self._is_following = bool(self._left)
         self._open: set[int] = set()  # units whose backward has begun and not ended
-        to_pass = units.num_passed.get(len(forwards), 1)
-        self._num_uses = Counter([event.unit for event in chain(*events[-to_pass:]) if event.begins])  # to come
+        self._num_uses = [0] * len(units.begins)  # to come, of each unit
+        for event in chain(*events[-units.num_passed.get(len(forwards), 1) :]):
+            self._num_uses[event.unit] += event.begins
         self._postponed: set[int] = set()  # units that have ended a backward without a reduction
 
     def begin(self, unit: int) -> Sequence[Event]:
@@ -169,15 +169,13 @@ class Backward:
         left = self._left
         if left and left[-1] is event:
             left.pop()
-            if event.begins:
-                self._num_uses[event.unit] -= 1
+            self._num_uses[event.unit] -= event.begins
         elif self._is_following and event in left:
             at = len(left) - left[::-1].index(event)
             around = _ends_around(event, left[at:])
             skipped = self._pass_to(at)
             left.pop()
-            if event.begins:
-                self._num_uses[event.unit] -= 1
+            self._num_uses[event.unit] -= event.begins
             # A unit around this one may have returned the same tensor: its backward then begins behind this one's.
             left += [each for each in around if each.unit not in self._reachable]
             return skipped
@@ -225,7 +223,8 @@ class Backward:
         if all(event.begins or event.unit in self._open for event in first):
             staying.update(event.unit for event in first)
         passed = [event for event in left[at:] if not event.begins or event.unit not in staying]
-        self._num_uses.subtract(event.unit for event in left[at:] if event.begins and event.unit in staying)
+        for event in left[at:]:
+            self._num_uses[event.unit] -= event.begins and event.unit in staying
         del left[at:]
         self.ended.update(event.unit for event in passed if event.begins and event.unit in self._open)
         return self._skip(passed)
