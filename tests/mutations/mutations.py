@@ -138,8 +138,8 @@ MUTATIONS = [
     ),
     Mutation(
         "schedule/schedule.py",
-        "return *self._reshard_after_backward(unit), self._reduce(unit, jointly=True)",
-        "return (self._reduce(unit, jointly=True),)",
+        "reshard = self._reshard_after_backward(unit)\n        return",
+        "reshard: Actions = ()\n        return",
         (
             *_SCHEDULE,
             *_TRACES,
