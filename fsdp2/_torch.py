@@ -70,7 +70,7 @@ def in_backward() -> bool:
 
 def copies_written_tensors() -> bool:
     """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active: it copies what autograd has saved
-    before somebody writes it."""
+    before somebody writes it. torch has no public way to ask."""
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 

@@ -355,7 +355,7 @@ class Root:
             self._join_backward(skipped)
         if index not in self.skipping.backward.ended:
             self._note("post_backward", unit)
-            self.executor.do(schedule.post_backward(index, is_last=self.skipping.backward.is_last))
+            self.executor.do(schedule.post_backward(index, is_last_use=self.skipping.backward.is_last_use))
 
     def _begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
@@ -378,7 +378,7 @@ class Root:
         """Gather and reduce units that this rank skips and other ranks may use."""
         for event in events:
             if event.begins:  # its backward ends
-                self.executor.do(self.schedule.post_backward(event.unit, is_last=event.is_last))
+                self.executor.do(self.schedule.post_backward(event.unit, is_last_use=event.is_last_use))
             else:
                 self._start_backward("join_backward", self.units[event.unit])
 

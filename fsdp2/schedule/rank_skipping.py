@@ -32,13 +32,13 @@ class Outcome(Enum):
 
 
 class Event(NamedTuple):
-    """The forward of ``unit`` begins, or ends. If not ``is_used``, this rank skips the unit. If not ``is_last``, the
-    backward that ends there reduces nothing: it comes to the unit again."""
+    """The forward of ``unit`` begins, or ends. If not ``is_used``, this rank skips the unit. If not ``is_last_use``,
+    the backward that ends there reduces nothing: it comes to the unit again."""
 
     unit: int
     begins: bool
     is_used: bool = True
-    is_last: bool = True
+    is_last_use: bool = True
 
 
 class Used(NamedTuple):
@@ -132,7 +132,7 @@ class Backward:
     def __init__(self, units: SkippedUnits, forwards: list[Forward], reachable: Collection[int]) -> None:
         self._forwards, self._num_forwards, self._num_passed = forwards, len(forwards), units.num_passed
         self.ended: set[int] = set()  # units whose backward was ended here although no hook has reported its end
-        self.is_last = True  # the unit that ``end`` was last called for ended its last backward, which reduces
+        self.is_last_use = True  # the unit that ``end`` was last called for does not run again, and is reduced
         self._begins, self._ends = units.begins, units.ends
         self._reachable = reachable
         events = [forward.differentiated() for forward in forwards]
@@ -157,13 +157,16 @@ class Backward:
         skipped = self._reach(self._begins[unit])
         self._open.discard(unit)
         if unit not in self.ended:
-            self.is_last = self._ends_last(unit)
+            self.is_last_use = self._ends_last_use(unit)
         return skipped
 
-    def _ends_last(self, unit: int) -> bool:
-        is_last = not self._is_following or self._num_uses[unit] <= 0
-        (self._postponed.discard if is_last else self._postponed.add)(unit)
-        return is_last
+    def _ends_last_use(self, unit: int) -> bool:
+        """Whether no use of ``unit`` is to come. If one is, its reduction is postponed."""
+        if self._is_following and self._num_uses[unit] > 0:
+            self._postponed.add(unit)
+            return False
+        self._postponed.discard(unit)
+        return True
 
     def _reach(self, event: Event) -> Sequence[Event]:
         left = self._left
@@ -238,7 +241,7 @@ class Backward:
                 self._num_uses[unit] -= 1
                 if unit in self._open:
                     self._open.discard(unit)
-                    skipped.append(event._replace(is_last=self._ends_last(unit)))
+                    skipped.append(event._replace(is_last_use=self._ends_last_use(unit)))
             elif unit in self._reachable and unit not in self._open:
                 self._open.add(unit)
                 skipped.append(event)

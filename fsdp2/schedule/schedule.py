@@ -164,12 +164,12 @@ class Schedule:
         gather = self._gather[unit] if self.rules[unit].unshard_in_backward else ()
         return *gather, *self._prefetch_in_backward(unit)
 
-    def post_backward(self, unit: int, *, is_last: bool = True) -> Actions:
-        """The gradients of ``unit``'s parameters have been computed. If not ``is_last``, this backward adds to them:
-        nothing is reduced but what earlier backwards have kept, as in torch."""
+    def post_backward(self, unit: int, *, is_last_use: bool = True) -> Actions:
+        """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward adds to
+        them: nothing is reduced but what earlier backwards have kept, as in torch."""
         self.phases[unit] = Phase.REDUCED
         reshard = self._reshard_after_backward(unit)
-        return (*reshard, self._reduce(unit, jointly=True)) if is_last or unit in self._owed else reshard
+        return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self._owed else reshard
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
         """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no

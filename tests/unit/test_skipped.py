@@ -70,7 +70,7 @@ class Rank:
         self._join_backward(self.skipped.backward.end(unit))
         self.owed.add(unit)
         if unit not in self.skipped.backward.ended:
-            self._do(self.schedule.post_backward(unit, is_last=self.skipped.backward.is_last))
+            self._do(self.schedule.post_backward(unit, is_last_use=self.skipped.backward.is_last_use))
 
     def end_backward(self) -> None:
         self._join_backward(self.skipped.backward.finish(is_last=True, ends_open=True))
@@ -94,7 +94,7 @@ class Rank:
     def _join_backward(self, events: Sequence[Event]) -> None:
         for event in events:
             if event.begins:
-                self._do(self.schedule.post_backward(event.unit, is_last=event.is_last))
+                self._do(self.schedule.post_backward(event.unit, is_last_use=event.is_last_use))
             else:
                 self._do(self.schedule.pre_backward(event.unit))
 
