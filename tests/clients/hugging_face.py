@@ -32,9 +32,9 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def hf_client(*, num_ranks: int = 2, **options: Any) -> Any:
-    """``client`` for the libraries of Hugging Face; all tests share the processes."""
-    return client("transformers", "accelerate", "peft", num_ranks=num_ranks, preload=_PRELOAD, **options)
+def hf_client(*more: str, num_ranks: int = 2, **options: Any) -> Any:
+    """``client`` for the libraries of Hugging Face, ``more`` of them included; all tests share the processes."""
+    return client("transformers", "accelerate", "peft", *more, num_ranks=num_ranks, preload=_PRELOAD, **options)
 
 
 def tiny(name: str = "llama", **changes: Any) -> Any:

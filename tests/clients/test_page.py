@@ -119,7 +119,7 @@ def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["accelerate", "transformers", "peft", "torchtitan", "torchao", "lightning-fabric", "torch"]
+    "name", ["accelerate", "transformers", "trl", "peft", "torchtitan", "torchao", "lightning-fabric", "torch"]
 )
 def test_the_versions_are_those_that_were_run(name: str) -> None:
     pytest.importorskip(name.replace("-", "_"))
