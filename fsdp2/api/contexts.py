@@ -100,7 +100,7 @@ def lent_whole(
     with ExitStack() as stack:
         whole = set()  # groups that this rank gets completely
         for group, params in lent.items():
-            group.settle()
+            group.take_replaced()
             group.lend()
             stack.callback(group.take_back)
             is_here = not rank0_only or ranks[group.mesh].rank == 0

@@ -43,7 +43,7 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
                 "backward runs. After an exception, call reset_iter_state() first."
             )
         for group in unit.groups:
-            group.settle()
+            group.take_replaced()
             for param in group.params:
                 if id(param.sharded) in memo:  # something that refers to it, such as an optimizer, was copied first
                     memo[id(param.sharded)].grad = None

@@ -20,7 +20,7 @@ from fsdp2.api.resolve import (
     described,
     read_reshard_after_forward,
     resolve_groups,
-    settle_ties,
+    divide_ties,
     take_over,
 )
 from fsdp2.api.state import state_of
@@ -301,7 +301,7 @@ def prepare_unit(
         ValueError, TypeError, ExtensionError: as ``fully_shard``.
     """
     found, managed, left_alone = _collect(roots, ignored_params)
-    found, left_out = settle_ties(found, roots, tied_weights)
+    found, left_out = divide_ties(found, roots, tied_weights)
     after_forward, size = read_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
     resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, size)

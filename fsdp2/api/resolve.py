@@ -53,7 +53,7 @@ class Found:
 # Ties across units
 
 
-def settle_ties(
+def divide_ties(
     found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWeights
 ) -> tuple[list[Found], list[Slot]]:
     """The parameters that a call manages, and the slots of tied parameters that it leaves to an outer call."""

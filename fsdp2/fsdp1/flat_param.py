@@ -80,7 +80,7 @@ class FlatParameter(nn.Parameter):
                 (made,) = _torch.dtensors_like([param.sharded], [part])
                 torch.utils.swap_tensors(param.sharded, nn.Parameter(made, param.sharded.requires_grad))
         self._group.is_stale = True
-        self._group.settle()
+        self._group.take_replaced()
         self.follow_shards()
 
     @property

@@ -216,7 +216,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
     _effective(wrapper)  # may refuse
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
-            group.settle()
+            group.take_replaced()
             if not collects_shards.get():
                 group.shards.check_ready()
     with torch.no_grad():
@@ -469,7 +469,7 @@ def load_into_wrapper(
     from_flat: dict[ShardedParam, torch.Tensor] = {}
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
-            group.settle()
+            group.take_replaced()
         if kind is LOCAL:
             value = state_dict.pop(f"{prefix}{FLAT}", None)
             problem = flat_problem(wrapper, group, clean_name(f"{prefix}{FLAT}"), value)

@@ -469,7 +469,7 @@ class FullyShardedDataParallel(nn.Module):
         if not groups or len(groups[0].shards.flats) != 1:
             return None
         if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
-            groups[0].settle()  # takes over what the user has put in the place of shards
+            groups[0].take_replaced()
         flat = self.__dict__["_flat"] = flat_parameter(groups[0], self.__dict__.get("_flat"))
         return flat
 

@@ -169,7 +169,7 @@ class ParamGroup:
         self._bindings = Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
 
-    def settle(self) -> None:
+    def take_replaced(self) -> None:
         """Bind the shards, and take over parameters that the user has put in their place."""
         self.reshard()
         if self.is_stale or not self._is_intact():

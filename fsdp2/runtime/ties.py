@@ -41,12 +41,12 @@ class Tie:
         own = next((member for member in self.members if member.group is self.group), self.members[0])
         others = [member for member in self.members if member is not own]
         for member in (*others, own):  # the last one places the shard in its own buffers
-            member.group.settle()
+            member.group.take_replaced()
         others = [member for member in others if member.param in member.group.params]  # else joined in its own group
         for member in others:
             member.group.give_up(member.param)
         if own.group is not self.group:
-            self.group.settle()
+            self.group.take_replaced()
             own.group.give_up(own.param)
             own.param.name = own.name.removeprefix(f"{self.name}.")
         moved = [slot for member in self.members if member.group is not self.group for slot in member.param.slots]

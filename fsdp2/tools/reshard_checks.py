@@ -173,7 +173,7 @@ class Survey:
         self._check_settings(name, unit)
         _check_nothing_in_flight(name, unit)
         for group in unit.groups if self.old.has_this_rank else ():
-            group.settle()
+            group.take_replaced()
             group.shards.check_ready()
 
     def _check_settings(self, name: str, unit: Unit) -> None:

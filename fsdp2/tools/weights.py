@@ -156,7 +156,7 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
     slots = [Slot(module, name) for module in model.modules() for name in _torch.parameters_dict(module)]
     groups = dict.fromkeys(by_slot[slot][0] for slot in slots if slot in by_slot)
     for group in groups:
-        group.settle()
+        group.take_replaced()
     managed = {id(param.sharded): (group, param) for group in groups for param in group.params}
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
