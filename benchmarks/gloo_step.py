@@ -134,7 +134,7 @@ def run_rank(rank: int, store: str, num_ranks: int, case: Case, options: Options
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     if options.direct_min_nbytes is not None:
-        PeerComm.direct_min_nbytes = options.direct_min_nbytes
+        PeerComm.routing = replace(PeerComm.routing, direct_min_nbytes=options.direct_min_nbytes)
     waits = Waits()
     figures = {name: measure_here(case, DTYPES[name], options.subjects, waits) for name in options.dtypes}
     if rank == 0:

@@ -1,4 +1,4 @@
-"""From which size on tensors should travel direct: what one GPU can say about ``CollectiveComm.direct_min_nbytes``.
+"""From which size on tensors should travel direct: what one GPU can say about ``CollectiveComm.routing``.
 
 A block of Llama 3 8B in bf16 is gathered and reduced as on 8 and on 64 ranks, with a plan for each threshold. Buckets
 are filled and emptied whole. NCCL, with one rank, is given this rank's chunk of each message, all in one launch. So
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,7 +31,7 @@ from fsdp2.plan.mesh import NO_AXIS, Axis, AxisRole, ParallelMesh
 from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
 
 THRESHOLDS = {"16 KiB": 16 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "infinite": 1 << 62}
-OURS, BUCKET = "1 MiB", "infinite"  # OURS: CollectiveComm.direct_min_nbytes; a test holds the two together
+OURS, BUCKET = "1 MiB", "infinite"  # OURS: CollectiveComm.routing; a test holds the two together
 RANKS = (8, 64)
 
 # By numbers of ranks and names of thresholds, of a block: how many of its tensors travel direct; ms of the device for
@@ -44,7 +45,7 @@ class ChunkComm(CollectiveComm):
 
     def __init__(self, group: dist.ProcessGroup, where: torch.device, direct_min_nbytes: int) -> None:
         super().__init__(group, on_stream=streams_for(where).runs_ahead)
-        self.direct_min_nbytes = direct_min_nbytes
+        self.routing = replace(CollectiveComm.routing, direct_min_nbytes=direct_min_nbytes)
 
     def all_gather(self, outputs: list[Tensor], inputs: list[Tensor]) -> Launch:
         chunks = [output[: mine.numel()] for output, mine in zip(outputs, inputs, strict=True)]
@@ -73,12 +74,12 @@ class OneBlock:
         assert group is not None
         inputs = inputs_of(shape, num_ranks)
         comm, self._streams = ChunkComm(group, where, direct_min_nbytes), streams_for(where)
-        plan = compile_gather(dict(enumerate(inputs)), comm)
+        plan = compile_gather(dict(enumerate(inputs)), comm.routing)
         self.num_direct = len(plan.on_route(Route.DIRECT))
         memory = GatheredMemory(plan, where)
         with self._streams.on_gather():
             self._gather = Gather(plan, flat_shards(plan, where), memory, 0, comm, self._streams, None)
-        plans = compile_reduces(inputs, comm, num_ranks, averages=self._streams.runs_ahead)
+        plans = compile_reduces(inputs, comm.routing, num_ranks, averages=self._streams.runs_ahead)
         one_rank = init_device_mesh(where.type, (1,))
         mesh = ParallelMesh(one_rank, (AxisRole.SHARD,), Axis(group, num_ranks, 0), NO_AXIS, where)
         self._reduce = Reduce(plans, mesh, comm, self._streams, None)
@@ -165,7 +166,7 @@ def table(costs: Costs) -> Table:
         cells.append(row)
     names = ("direct", "gather ms", "reduction ms", "host ms")
     columns = ["direct from", *(f"{num_ranks} ranks: {name}" for num_ranks in costs for name in names)]
-    title = "CollectiveComm.direct_min_nbytes: a block of Llama 3 8B in bf16, gathered and reduced"
+    title = "CollectiveComm.routing: a block of Llama 3 8B in bf16, gathered and reduced"
     note = (
         "direct: how many of nine tensors. Launches of NCCL, which with one rank copies the chunk that it would send, "
         "and copies of whole buckets. Nothing of the wire, where small messages cost most: that takes several GPUs."

@@ -30,7 +30,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -269,7 +269,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     device.load()
-    CollectiveComm.direct_min_nbytes //= SCALE**2
+    routing = CollectiveComm.routing
+    CollectiveComm.routing = replace(routing, direct_min_nbytes=routing.direct_min_nbytes // SCALE**2)
     if options.list:
         print_list(CASES[options.list])
         return

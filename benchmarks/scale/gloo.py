@@ -212,8 +212,8 @@ class _Bare:
         self._comm = PeerComm(world)
         shapes = {name: tuple(parameter.shape) for name, parameter in model[0].named_parameters()}
         inputs = [PlanInput(name, ShardLayout(shape, 0, num_ranks), _DTYPES) for name, shape in shapes.items()]
-        plan = compile_gather(dict(enumerate(inputs)), self._comm)
-        (reduce,) = compile_reduces(inputs, self._comm, num_ranks)
+        plan = compile_gather(dict(enumerate(inputs)), self._comm.routing)
+        (reduce,) = compile_reduces(inputs, self._comm.routing, num_ranks)
         bucketed = sum(step.layout.padded_numel for bucket in plan.buckets for step in bucket.steps)
         numels = [bucketed] * bool(bucketed) + [step.layout.padded_numel for step in plan.on_route(Route.DIRECT)]
         self._bucketed = bucketed > 0

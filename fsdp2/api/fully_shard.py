@@ -18,9 +18,9 @@ from fsdp2.api.resolve import (
     ResolvedGroup,
     ShardPlacementFn,
     described,
+    divide_ties,
     read_reshard_after_forward,
     resolve_groups,
-    divide_ties,
     take_over,
 )
 from fsdp2.api.state import state_of

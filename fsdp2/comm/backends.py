@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.comm.streams import Waitable, launched, streams_for
 from fsdp2.plan.mesh import Axis, ParallelMesh
-from fsdp2.plan.plan import CarriesGathers, CarriesReductions
+from fsdp2.plan.plan import Routing
 
 Launch = Callable[[], Sequence[Waitable]]
 
@@ -26,8 +26,10 @@ Launch = Callable[[], Sequence[Waitable]]
 _ALL_GATHER, _REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
-class GatherComm(CarriesGathers, Protocol):
-    """All-gathers over one shard axis."""
+class GatherComm(Protocol):
+    """All-gathers over one shard axis. ``routing``: what plans ask of the comm."""
+
+    routing: Routing
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         """A function that gathers each ``inputs[i]`` ``[n]`` of all ranks into ``outputs[i]`` ``[W * n]`` at each call.
@@ -40,15 +42,17 @@ class GatherComm(CarriesGathers, Protocol):
         return 0
 
 
-class ReduceComm(CarriesReductions, Protocol):
-    """Reduce-scatters over one shard axis."""
+class ReduceComm(Protocol):
+    """Reduce-scatters over one shard axis. ``routing``: what plans ask of the comm."""
+
+    routing: Routing
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
         """Sum, or average, ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in
-        ``outputs[i]`` ``[n]``. If ``reduces_uneven``, an input may be shorter; then the last ranks get fewer elements.
-        May empty the list ``inputs`` once nothing reads the tensors any more.
+        ``outputs[i]`` ``[n]``. If ``routing.reduces_uneven``, an input may be shorter; then the last ranks get fewer
+        elements. May empty the list ``inputs`` once nothing reads the tensors any more.
         """
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
@@ -65,9 +69,7 @@ class CollectiveComm(AxisComm):
 
     # NCCL groups few large tensors well, and many small ones badly (NVIDIA/nccl#725, pytorch/pytorch#153673). Not
     # measured so far, which takes several GPUs; of one, benchmarks/gpu_direct.py measures launches and copies.
-    direct_min_nbytes = 1024 * 1024
-    reduces_uneven = False
-    buckets_casts = True
+    routing = Routing(direct_min_nbytes=1024 * 1024, reduces_uneven=False, buckets_casts=True)
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
@@ -151,9 +153,7 @@ class PeerComm(AxisComm):
     # For smaller shards, a message costs more than the bucket's copy: with shards of 128 KiB a step took 87 ms direct
     # and 70 ms in buckets. With shards of 2 MiB both take the same time, and direct saves the bucket's memory
     # (benchmarks/gloo_step.py --direct-min-nbytes).
-    direct_min_nbytes = 512 * 1024
-    reduces_uneven = True
-    buckets_casts = False
+    routing = Routing(direct_min_nbytes=512 * 1024)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -266,9 +266,7 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
 class LocalComm(AxisComm):
     """A shard axis of one rank: gathers and reductions are local copies."""
 
-    direct_min_nbytes = 0
-    reduces_uneven = True
-    buckets_casts = False
+    routing = Routing(direct_min_nbytes=0)
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         return _copies(outputs, inputs)

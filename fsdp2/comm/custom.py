@@ -19,6 +19,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm, Launch, ReduceComm
 from fsdp2.comm.streams import Waitable, streams_for
 from fsdp2.plan.mesh import Axis, ParallelMesh
+from fsdp2.plan.plan import Routing
 from fsdp2.types import AllGather, Comm, ReduceScatter
 
 
@@ -69,9 +70,8 @@ def _place(buffer: torch.Tensor) -> int:
 class CustomGather:
     """An ``AllGather`` as the comm of ``axis``."""
 
-    def __init__(self, comm: AllGather, axis: Axis, device: torch.device, direct_min_nbytes: int) -> None:
-        self._comm, self._axis, self._device = comm, axis, device
-        self.direct_min_nbytes = direct_min_nbytes
+    def __init__(self, comm: AllGather, axis: Axis, device: torch.device, routing: Routing) -> None:
+        self._comm, self._axis, self._device, self.routing = comm, axis, device, routing
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         if not outputs:
@@ -104,9 +104,7 @@ class CustomGather:
 class CustomReduce:
     """A ``ReduceScatter`` as the comm of ``axis``."""
 
-    direct_min_nbytes = 0  # every gradient is copied into the buffer anyway: a bucket would add one more copy
-    reduces_uneven = True
-    buckets_casts = False
+    routing = Routing(direct_min_nbytes=0)  # a bucket would be one more copy: all gradients go through one buffer
 
     def __init__(self, comm: ReduceScatter, axis: Axis, device: torch.device) -> None:
         self._comm, self._axis, self._device = comm, axis, device
@@ -169,7 +167,7 @@ def gather_comm(default: GatherComm, mesh: ParallelMesh, all_gather: AllGather |
     if all_gather is None or mesh.shard.size == 1:
         return default
     # Plans stay as compiled for the default comm: they define where the shards lie in their buffers.
-    return CustomGather(all_gather, mesh.shard, mesh.device, default.direct_min_nbytes)
+    return CustomGather(all_gather, mesh.shard, mesh.device, default.routing)
 
 
 def reduce_comm(

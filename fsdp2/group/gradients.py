@@ -309,7 +309,7 @@ class GroupGradients:
     def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:
         """The plans and the comm that would reduce the parameters ``trainable`` (indices)."""
         inputs = [part.param.reduce_input for part in self._parts_of(trainable)]
-        return compile_reduces(inputs, self._comm, self._mesh.data_parallel_size), self._comm
+        return compile_reduces(inputs, self._comm.routing, self._mesh.data_parallel_size), self._comm
 
     @property
     def _averages(self) -> bool:
@@ -329,7 +329,7 @@ class GroupGradients:
         parts = self._parts_of(trainable)
         plans = compile_reduces(
             [part.param.reduce_input for part in parts],
-            self._comm,
+            self._comm.routing,
             self._mesh.data_parallel_size,
             options.gradient_divide_factor,
             behind_hook=options.divides_behind_hook,

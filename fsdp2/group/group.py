@@ -70,7 +70,7 @@ class ParamGroup:
         self.on_parameters: Callable[[ParamGroup], None] | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
         self.comm = comm = comm_for(mesh.shard, mesh.device)
-        self.shards = GroupShards(records, self.params, mesh, home, comm)
+        self.shards = GroupShards(records, self.params, mesh, home, comm.routing)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
         self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial

@@ -42,7 +42,7 @@ class PostForwardShards:
         self._mesh = mesh
         self._comm = comm_for(mesh.shard, mesh.device, is_async=streams.gathers_are_async)
         inputs = {step.index: cut_after_forward(step, mesh.shard.size) for step in full.plan.steps}
-        plan = compile_gather(inputs, self._comm, back_into=full.plan)
+        plan = compile_gather(inputs, self._comm.routing, back_into=full.plan)
         self._flats = flat_shards(plan, mesh.device)
         rank = mesh.shard.rank
         carrier = gather_comm(self._comm, mesh, all_gather)

@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import GatherComm
 from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import FlatShards, flat_shards
@@ -31,7 +30,7 @@ from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import local_part
-from fsdp2.plan.plan import GatherInput, compile_gather
+from fsdp2.plan.plan import GatherInput, Routing, compile_gather
 from fsdp2.types import ScheduleError
 
 _alive: weakref.WeakSet[GroupShards] = weakref.WeakSet()
@@ -111,9 +110,9 @@ class GroupShards:
         params: list[ShardedParam],
         mesh: ParallelMesh,
         home: Home,
-        comm: GatherComm,
+        routing: Routing,
     ) -> None:
-        self._params, self._mesh, self._home, self._comm = params, mesh, home, comm
+        self._params, self._mesh, self._home, self._routing = params, mesh, home, routing
         self._num_steps = [0]
         _alive.add(self)
         pairs = zip(records, params, strict=True)
@@ -208,7 +207,7 @@ class GroupShards:
     def _place(self, shards: list[torch.Tensor]) -> None:
         """Copy plain ``shards`` into new flat buffers; leave shards of tensor subclasses as they are."""
         self.plain = [index for index, shard in enumerate(shards) if is_plain(shard)]
-        plan = compile_gather(self.plain_inputs(), self._comm)
+        plan = compile_gather(self.plain_inputs(), self._routing)
         all_meta = all(shard.is_meta for shard in shards)
         device, pin_memory = self._home.device, self._home.pin_memory and not all_meta
         if not self._mesh.shard.has_this_rank:  # empty shards need no memory, nor padding: nothing is gathered here

@@ -117,7 +117,9 @@ class UnshardedParams:
 
     def plan(self) -> GatherPlan:
         """The plan that a gather runs. It contains what hooks send from the first gather on."""
-        return compile_gather(self._shards.plain_inputs(), self.comm) if self.gather is None else self.gather.plan
+        if self.gather is not None:
+            return self.gather.plan
+        return compile_gather(self._shards.plain_inputs(), self.comm.routing)
 
     # At first use
 
@@ -139,7 +141,7 @@ class UnshardedParams:
                 # What hooks consume is freed on arrival, unless the post-forward mesh needs a part of it.
                 consumed = Lifetime.ARRIVAL if self.post_forward_mesh is None else Lifetime.UNSHARDED
                 inputs |= self.hooked.inputs(first_key, consumed)
-            gather = self._bound(compile_gather(inputs, self.comm))
+            gather = self._bound(compile_gather(inputs, self.comm.routing))
             if self.hooked is not None:
                 self.hooked.bind_outputs(gather.outputs, first_key)
         self.gather = gather

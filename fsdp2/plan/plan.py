@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 
@@ -31,24 +30,20 @@ _ROUTES = list(Route)
 _MAX_SHARED_PLANS = 256  # groups that are alike, as a model's blocks are, share their plans
 
 
-class CarriesGathers(Protocol):
-    """What a plan needs to know of the comm that carries it. ``direct_min_nbytes``: shards of at least this many bytes
-    travel without a staging copy; smaller ones share a bucket."""
-
-    direct_min_nbytes: int
-
-
-class CarriesReductions(CarriesGathers, Protocol):
-    """The same for a reduction.
+@dataclass(frozen=True)
+class Routing:
+    """Which tensors take which route, as suits the comm that carries them.
 
     Attributes:
-        reduces_uneven: whether the comm takes inputs whose last shards are short.
+        direct_min_nbytes: shards of at least this many bytes travel without a staging copy; others share a bucket.
+        reduces_uneven: whether reductions take inputs whose last shards are short.
         buckets_casts: whether gradients that must be cast share a bucket whatever their size: one launch casts all.
             Else each gradient is freed after its cast.
     """
 
-    reduces_uneven: bool
-    buckets_casts: bool
+    direct_min_nbytes: int
+    reduces_uneven: bool = True
+    buckets_casts: bool = False
 
 
 class Origin(Enum):
@@ -190,22 +185,22 @@ class ReducePlan:
 
 
 def compile_gather(
-    inputs: Mapping[int, GatherInput], comm: CarriesGathers, *, back_into: GatherPlan | None = None
+    inputs: Mapping[int, GatherInput], routing: Routing, *, back_into: GatherPlan | None = None
 ) -> GatherPlan:
     """Place every shard in a flat buffer per dtype, and what is gathered in one storage.
 
     ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: for shards on the post-forward mesh, the
     plan whose gathered tensors were cut into these shards. The shards are gathered back to their old places.
     """
-    return _compile_gather(tuple(inputs.items()), comm.direct_min_nbytes, back_into)
+    return _compile_gather(tuple(inputs.items()), routing, back_into)
 
 
 @lru_cache(maxsize=_MAX_SHARED_PLANS)
 def _compile_gather(
-    items: tuple[tuple[int, GatherInput], ...], direct_min_nbytes: int, back_into: GatherPlan | None
+    items: tuple[tuple[int, GatherInput], ...], routing: Routing, back_into: GatherPlan | None
 ) -> GatherPlan:
     inputs = dict(items)
-    routes = {index: _gather_route(item, direct_min_nbytes) for index, item in items}
+    routes = {index: _gather_route(item, routing) for index, item in items}
     dtypes = list(dict.fromkeys(_gathered_dtype(item) for item in inputs.values()))
 
     def place(index: int) -> tuple[bool, int, int, int]:
@@ -228,7 +223,7 @@ def _compile_gather(
 
 def compile_reduces(
     inputs: Sequence[PlanInput],
-    comm: CarriesReductions,
+    routing: Routing,
     world_size: int,
     factor: float | None = None,
     *,
@@ -245,7 +240,7 @@ def compile_reduces(
     if averages and world_size > 1 and set(factors) == {DivideFactors(1.0, float(world_size))}:
         factors = [DivideFactors(1.0, 1.0, averages=True)] * len(factors)
     return tuple(
-        _compile_reduce(tuple(alike), divisions, comm.direct_min_nbytes, comm.reduces_uneven, comm.buckets_casts)
+        _compile_reduce(tuple(alike), divisions, routing)
         for alike, divisions in zip(by_dtypes.values(), factors, strict=True)
     )
 
@@ -259,15 +254,9 @@ def cut_after_forward(step: GatherStep, num_shards: int) -> PlanInput:
 
 
 @lru_cache(maxsize=_MAX_SHARED_PLANS)
-def _compile_reduce(
-    inputs: tuple[tuple[int, PlanInput], ...],
-    factors: DivideFactors,
-    direct_min_nbytes: int,
-    reduces_uneven: bool,
-    buckets_casts: bool,
-) -> ReducePlan:
+def _compile_reduce(inputs: tuple[tuple[int, PlanInput], ...], factors: DivideFactors, routing: Routing) -> ReducePlan:
     """Place the reduced gradients of ``inputs``, which have the same dtypes, in one flat buffer."""
-    routes = [_reduce_route(item, direct_min_nbytes, reduces_uneven, buckets_casts) for _, item in inputs]
+    routes = [_reduce_route(item, routing) for _, item in inputs]
     calls = [[i for i, found in enumerate(routes) if found is route] for route in (Route.ROWS, Route.STRIDED)]
     calls = [call for call in calls if call] + [[i] for i, found in enumerate(routes) if found is Route.DIRECT]
     dtypes = inputs[0][1].dtypes
@@ -283,10 +272,10 @@ def _compile_reduce(
     return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
 
 
-def _gather_route(item: GatherInput, direct_min_nbytes: int) -> Route:
+def _gather_route(item: GatherInput, routing: Routing) -> Route:
     if not item.layout.is_contiguous:
         return Route.STRIDED
-    return Route.DIRECT if _is_large(item.layout, _gathered_dtype(item), direct_min_nbytes) else Route.ROWS
+    return Route.DIRECT if _is_large(item.layout, _gathered_dtype(item), routing) else Route.ROWS
 
 
 def _gathered_dtype(item: GatherInput) -> torch.dtype:
@@ -300,17 +289,17 @@ def _unplaced_step(index: int, item: GatherInput, route: Route) -> GatherStep:
     return GatherStep(index, item.name, route, item.layout, item.dtypes.orig, dtype, 0, 0)
 
 
-def _reduce_route(item: PlanInput, direct_min_nbytes: int, reduces_uneven: bool, buckets_casts: bool) -> Route:
+def _reduce_route(item: PlanInput, routing: Routing) -> Route:
     if item.layout.dim != 0:
         return Route.STRIDED
-    if buckets_casts and item.dtypes.param is not item.dtypes.reduce:
+    if routing.buckets_casts and item.dtypes.param is not item.dtypes.reduce:
         return Route.ROWS
-    is_even = item.layout.is_even or reduces_uneven
-    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, direct_min_nbytes) else Route.ROWS
+    is_even = item.layout.is_even or routing.reduces_uneven
+    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, routing) else Route.ROWS
 
 
-def _is_large(layout: Layout, dtype: torch.dtype, direct_min_nbytes: int) -> bool:
-    return layout.chunk_numel * dtype.itemsize >= max(direct_min_nbytes, 1)
+def _is_large(layout: Layout, dtype: torch.dtype, routing: Routing) -> bool:
+    return layout.chunk_numel * dtype.itemsize >= max(routing.direct_min_nbytes, 1)
 
 
 def _place_shards(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], tuple[tuple[torch.dtype, int], ...]]:

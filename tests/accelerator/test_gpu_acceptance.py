@@ -158,7 +158,7 @@ def test_outcomes_of_pytest_are_counted() -> None:
 
 
 def test_thresholds_have_that_of_the_package() -> None:
-    assert gpu_direct.THRESHOLDS[gpu_direct.OURS] == CollectiveComm.direct_min_nbytes
+    assert gpu_direct.THRESHOLDS[gpu_direct.OURS] == CollectiveComm.routing.direct_min_nbytes
 
 
 def test_parts_fit_into_the_time_by_their_guesses_with_steps_of_both_stacks_before_pytest() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ SHAPE = Shape(64, 2, 1, 128)
 def test_planned_copies_are_those_on_the_compute_stream(ctx: RankContext, index: int) -> None:
     case = CASES[index]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CollectiveComm, "direct_min_nbytes", 1024)  # a gain has 64 bytes per shard, k and v have 2 KiB
+        # A gain has 64 bytes per shard, k and v have 2 KiB.
+        patch.setattr(CollectiveComm, "routing", replace(CollectiveComm.routing, direct_min_nbytes=1024))
         model = nn.Sequential(*(Block(SHAPE, has_gains=case.has_gains) for _ in range(2))).to(case.shard_dtype)
         model = model.to(device.DEVICE)
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=case.reduce_dtype)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +25,8 @@ TOY = Shape(64, 2, 1, 128)
 
 
 def num_direct(num_ranks: int, nbytes: int) -> int:
-    comm: Any = SimpleNamespace(direct_min_nbytes=nbytes)
-    return len(compile_gather(dict(enumerate(inputs_of(Shape(), num_ranks))), comm).on_route(Route.DIRECT))
+    routing = replace(CollectiveComm.routing, direct_min_nbytes=nbytes)
+    return len(compile_gather(dict(enumerate(inputs_of(Shape(), num_ranks))), routing).on_route(Route.DIRECT))
 
 
 def test_thresholds_differ_in_what_travels_direct() -> None:

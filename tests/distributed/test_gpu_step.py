@@ -48,7 +48,7 @@ def test_all_matrices_travel_direct_where_the_gpu_expects_that(shape: Shape) -> 
     with torch.device("meta"):
         block = Block(shape, has_gains=CASES[0].has_gains)
     sizes = [parameter.numel() * BF16.itemsize // CASES[0].world_size for parameter in block.parameters()]
-    assert min(sizes) >= CollectiveComm.direct_min_nbytes
+    assert min(sizes) >= CollectiveComm.routing.direct_min_nbytes
 
 
 # By hand, of two blocks of seven matrices. With gains, or with a cast, a block has a bucket; its kernel reads addresses
@@ -68,7 +68,8 @@ def test_all_matrices_travel_direct_where_the_gpu_expects_that(shape: Shape) -> 
 def test_planned_copies_are_those_of_buckets_casts_and_flags(
     toy: Run, monkeypatch: pytest.MonkeyPatch, case: Case, planned: Planned
 ) -> None:
-    monkeypatch.setattr(CollectiveComm, "direct_min_nbytes", 128)  # a gain has 16 bytes per shard, k and v have 512
+    # A gain has 16 bytes per shard, k and v have 512.
+    monkeypatch.setattr(CollectiveComm, "routing", replace(CollectiveComm.routing, direct_min_nbytes=128))
     with process_group(case, "cpu"):
         step = Stepper("fsdp2", case, toy)
         step()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def direct_from(nbytes: int) -> Iterator[None]:
     """In models that are sharded meanwhile, shards of at least ``nbytes`` travel on their own."""
     patch = pytest.MonkeyPatch()
     for comm in (PeerComm, CollectiveComm):
-        patch.setattr(comm, "direct_min_nbytes", nbytes)
+        patch.setattr(comm, "routing", replace(comm.routing, direct_min_nbytes=nbytes))
     try:
         yield
     finally:

@@ -107,7 +107,7 @@ MUTATIONS = [
         "alignment = 1",
         (*_PLAN,),
     ),
-    Mutation("plan/plan.py", "is_even = item.layout.is_even or reduces_uneven", "is_even = True", (*_PLAN,)),
+    Mutation("plan/plan.py", "is_even = item.layout.is_even or routing.reduces_uneven", "is_even = True", (*_PLAN,)),
     Mutation(
         "plan/plan.py",
         "if item.layout.dim != 0:",

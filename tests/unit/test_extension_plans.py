@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,17 @@ from fsdp2.comm.streams import streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, piece_pairs
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import JoinedLayout, ShardLayout, join
-from fsdp2.plan.plan import GatherInput, GatherPlan, HookInput, Lifetime, Origin, PlanInput, Route, compile_gather
+from fsdp2.plan.plan import (
+    GatherInput,
+    GatherPlan,
+    HookInput,
+    Lifetime,
+    Origin,
+    PlanInput,
+    Route,
+    Routing,
+    compile_gather,
+)
 from fsdp2.types import MixedPrecisionPolicy
 from tests.unit.plan_text import text_of_gather
 
@@ -115,13 +125,7 @@ def test_pieces_that_differ_elsewhere_are_not_joined(shapes: list[tuple[int, ...
 # Plans
 
 
-@dataclass
-class Preferences:
-    """What plans ask of a comm."""
-
-    direct_min_nbytes: int = 1024
-    reduces_uneven: bool = False
-    buckets_casts: bool = False
+ROUTING = Routing(direct_min_nbytes=1024, reduces_uneven=False)
 
 
 def _hook(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, lifetime: Lifetime, dim: int = 0) -> HookInput:
@@ -135,7 +139,7 @@ def _param(
 
 
 def _gather(inputs: list[GatherInput]) -> GatherPlan:
-    return compile_gather(dict(enumerate(inputs)), Preferences())  # type: ignore[arg-type]  # collectives are not asked for
+    return compile_gather(dict(enumerate(inputs)), ROUTING)
 
 
 def test_what_hooks_send_takes_the_routes_of_parameters() -> None:
@@ -209,9 +213,7 @@ def test_plan_of_hooks_that_send_nothing_is_empty() -> None:
 class OneRank:
     """A comm of one rank that counts its launches."""
 
-    direct_min_nbytes: int = 64
-    reduces_uneven: bool = True
-    buckets_casts: bool = False
+    routing: ClassVar[Routing] = Routing(64)
     launches: list[list[tuple[int, torch.dtype]]] = field(default_factory=list)
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
@@ -245,7 +247,7 @@ def _bound(hooks: FixedHooks, comm: OneRank, lifetimes: list[Lifetime]) -> tuple
     for k, (tensor, lifetime) in enumerate(zip(hooks.tensors, lifetimes, strict=True)):
         inputs[2 + k] = _hook(f"hooked[{k}]", [tuple(tensor.shape)], tensor.dtype, lifetime)
     device = torch.device("cpu")
-    plan = compile_gather(inputs, comm)
+    plan = compile_gather(inputs, comm.routing)
     flats = flat_shards(plan, device)
     for flat in flats.values():
         flat.copy_(torch.arange(flat.numel()))

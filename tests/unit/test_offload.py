@@ -86,7 +86,7 @@ def _staged_gather() -> tuple[Gather, FlatShards, NotedStreams]:
         for index, (shape, dtype, policy) in enumerate([((3, 4), F32, cast), ((5,), F32, kept), ((2, 2), BF16, kept)])
     }
     comm, streams = LocalComm(), NotedStreams()
-    plan = compile_gather(inputs, comm)
+    plan = compile_gather(inputs, comm.routing)
     flats = flat_shards(plan, HOST)
     for flat in flats.values():
         flat.copy_(torch.arange(flat.numel()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress, pairwise
 from typing import Any
 
@@ -19,7 +19,16 @@ from expecttest import assert_expected_inline
 from fsdp2._torch import GradDtype
 from fsdp2.plan.dtypes import DivideFactors, param_dtypes
 from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout
-from fsdp2.plan.plan import GatherPlan, PlanInput, ReducePlan, Route, compile_gather, compile_reduces, cut_after_forward
+from fsdp2.plan.plan import (
+    GatherPlan,
+    PlanInput,
+    ReducePlan,
+    Route,
+    Routing,
+    compile_gather,
+    compile_reduces,
+    cut_after_forward,
+)
 from fsdp2.types import MixedPrecisionPolicy
 from tests.unit.plan_text import text_of_gather, text_of_reduce
 
@@ -27,13 +36,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 WORLD_SIZE = 4
 
 
-@dataclass
-class Preferences:
-    """What plans ask of a comm."""
-
-    direct_min_nbytes: int = 1024
-    reduces_uneven: bool = False
-    buckets_casts: bool = False
+ROUTING = Routing(direct_min_nbytes=1024, reduces_uneven=False)
 
 
 def _input(
@@ -50,12 +53,12 @@ def _input(
     return PlanInput(name, layout, param_dtypes(orig, MixedPrecisionPolicy(**policy), grad))
 
 
-def _gather(inputs: Sequence[PlanInput], **preferences: Any) -> GatherPlan:
-    return compile_gather(dict(enumerate(inputs)), Preferences(**preferences))  # type: ignore[arg-type]  # collectives are not asked for
+def _gather(inputs: Sequence[PlanInput], **changes: Any) -> GatherPlan:
+    return compile_gather(dict(enumerate(inputs)), replace(ROUTING, **changes))
 
 
-def _reduce(inputs: Sequence[PlanInput], *, factor: float | None = None, **preferences: Any) -> ReducePlan:
-    (plan,) = compile_reduces(inputs, Preferences(**preferences), WORLD_SIZE, factor)  # type: ignore[arg-type]
+def _reduce(inputs: Sequence[PlanInput], *, factor: float | None = None, **changes: Any) -> ReducePlan:
+    (plan,) = compile_reduces(inputs, replace(ROUTING, **changes), WORLD_SIZE, factor)
     return plan
 
 
@@ -121,7 +124,7 @@ def test_gather_back_from_a_smaller_mesh_lands_where_the_parameters_came_from() 
     inputs = [_input("weight", (33, 32), param_dtype=BF16), _input("bias", (33,), param_dtype=BF16)]
     whole = _gather(inputs)
     resting = {step.index: cut_after_forward(step, 2) for step in whole.steps}
-    plan = compile_gather(resting, Preferences(), back_into=whole)
+    plan = compile_gather(resting, ROUTING, back_into=whole)
     assert plan.unsharded_nbytes == whole.unsharded_nbytes
     assert_expected_inline(
         text_of_gather(plan),
@@ -200,7 +203,7 @@ def test_reduce_has_a_plan_per_combination_of_dtypes() -> None:
         _input("down", (32, 64), orig=BF16, grad=GradDtype(F32)),
         _input("gate", (64, 8), orig=F16),
     ]
-    plans = compile_reduces(inputs, Preferences(), WORLD_SIZE)  # type: ignore[arg-type]
+    plans = compile_reduces(inputs, ROUTING, WORLD_SIZE)
     assert_expected_inline(
         "\n\n".join(map(text_of_reduce, plans)),
         """\
@@ -312,7 +315,7 @@ def test_plan_is_the_same_for_every_rank_and_call() -> None:
 
 def _factors(*policies: dict[str, Any], factor: float | None = None, **options: bool) -> set[DivideFactors]:
     inputs = [_input("weight", (4, 2), **policy) for policy in policies]
-    plans = compile_reduces(inputs, Preferences(), WORLD_SIZE, factor, **options)
+    plans = compile_reduces(inputs, ROUTING, WORLD_SIZE, factor, **options)
     return {plan.factors for plan in plans}
 
 

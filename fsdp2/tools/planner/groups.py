@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -147,8 +146,8 @@ def _compiled(
     wire: Wire,
     dtypes_of: DtypesOf,
 ) -> _Plans:
-    """As ``fsdp2.group.unsharded`` and ``fsdp2.group.gradients`` compile them; of a comm, its preferences matter."""
-    comm: Any = LocalComm if num_shards == 1 else CollectiveComm
+    """As ``fsdp2.group.unsharded`` and ``fsdp2.group.gradients`` compile them; of a comm, its routing matters."""
+    routing = (LocalComm if num_shards == 1 else CollectiveComm).routing
     plain = [
         PlanInput(
             param.name, ShardLayout(param.shape, shard_dim(param.shape, num_shards), num_shards), dtypes_of(param.dtype)
@@ -160,13 +159,13 @@ def _compiled(
         for index, param in enumerate(plain):
             if len(param.layout.shape) > 1:
                 inputs[index] = _in_float8(param, num_shards)
-    whole = compile_gather(inputs, comm)
+    whole = compile_gather(inputs, routing)
     rest = None
     if resting is not None:
         cut: dict[int, GatherInput] = {step.index: cut_after_forward(step, resting) for step in whole.steps}
-        rest = compile_gather(cut, comm, back_into=whole)
+        rest = compile_gather(cut, routing, back_into=whole)
     trained = [item for item, param in zip(plain, params, strict=True) if param.trainable]
-    reduces = compile_reduces(trained, comm, num_shards * num_replicas)
+    reduces = compile_reduces(trained, routing, num_shards * num_replicas)
     return _Plans(whole, rest, reduces, _shards_nbytes(plain), _shards_nbytes(trained))
 
 

@@ -284,7 +284,7 @@ def _unit_infos(root: Root) -> list[UnitInfo]:
 def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
     sizes, shard, gather, reduce, is_small = unit_bytes(unit), 0, [0, 0], [0, 0], bool(unit.groups)
     by_module: dict[nn.Module, int] = {}
-    bucket = min((group.comm.direct_min_nbytes * group.mesh.shard.size for group in unit.groups), default=0)
+    bucket = min((group.comm.routing.direct_min_nbytes * group.mesh.shard.size for group in unit.groups), default=0)
     for group in unit.groups:
         ranks = group.mesh.shard.size
         gathers, reductions = group.unsharded.plan().steps, group.gradients.plans(_trainable(group.requires_grad()))[0]
@@ -298,7 +298,7 @@ def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
             nbytes = param.layout.numel * param.dtypes.param.itemsize
             by_module[param.slots[0].module] = by_module.get(param.slots[0].module, 0) + nbytes
         travelling = sum(step.chunk_nbytes for step in gathers)
-        is_small = is_small and ranks > 1 and travelling < group.comm.direct_min_nbytes
+        is_small = is_small and ranks > 1 and travelling < group.comm.routing.direct_min_nbytes
     return UnitInfo(
         name=unit.name,
         shard_nbytes=shard,
