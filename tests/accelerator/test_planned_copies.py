@@ -13,6 +13,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2.comm.backends import CollectiveComm
+from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from tests.accelerator import device
 from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
@@ -27,6 +28,10 @@ SHAPE = Shape(64, 2, 1, 128)
 
 
 @pytest.mark.parametrize("index", [3, *long(0, 1, 2)])
+@pytest.mark.skipif(
+    GRADIENTS_FOLLOW_SHARDS,
+    reason="torch 2.15 keeps gradients as wide as kernels return them, and the CPU's, which run here, return wider ones",
+)
 @on_device(2)
 def test_planned_copies_are_those_on_the_compute_stream(ctx: RankContext, index: int) -> None:
     case = CASES[index]
