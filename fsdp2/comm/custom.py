@@ -217,14 +217,18 @@ class SymmetricMemory:
         _torch.exchange_addresses(tensor, group)
 
 
-class BackendAllGather(AllGather):
-    """The backend's all-gather in chosen ``memory``."""
+class _InMemory(Comm):
+    """Its buffers come from the chosen ``memory``."""
 
     def __init__(self, memory: CommMemory) -> None:
         self.memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.memory.allocate(size, dtype, device)
+
+
+class BackendAllGather(_InMemory, AllGather):
+    """The backend's all-gather in chosen ``memory``."""
 
     def __call__(
         self,
@@ -237,14 +241,8 @@ class BackendAllGather(AllGather):
         return _torch.all_gather(group, [output_tensor], [input_tensor], on_stream=not async_op)()
 
 
-class BackendReduceScatter(ReduceScatter):
+class BackendReduceScatter(_InMemory, ReduceScatter):
     """The backend's reduce-scatter in chosen ``memory``."""
-
-    def __init__(self, memory: CommMemory) -> None:
-        self.memory = memory
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.memory.allocate(size, dtype, device)
 
     def __call__(
         self,
