@@ -528,7 +528,21 @@ def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
     that the wrapper itself has, such as ``module``."""
     inner = wrapper._fsdp_wrapped_module
     names = [*_torch.parameters_dict(inner), *_torch.buffers_dict(inner), *dict(inner.named_children())]
-    return {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
+    return _WrappedNames({"": WRAPPED, **dict.fromkeys(names, WRAPPED)})
+
+
+class _WrappedNames(dict[str, str]):
+    """Torch's functions cannot leave out the wrapper's own name, which they meet in names of parameters, and would
+    save it. If fsdp2 is installed, they know the class, and do not ask."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name == WRAPPED:
+            raise RuntimeError(
+                "torch.distributed.checkpoint.state_dict does not know fsdp2's FullyShardedDataParallel. Call "
+                "fsdp2.install() first, or use FullyShardedDataParallel.optim_state_dict and "
+                "optim_state_dict_to_load."
+            )
+        return super().get(name, default)
 
 
 def install(wrapper: Wrapper) -> None:

@@ -429,9 +429,10 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters with their names. With ``use_orig_params``, and inside ``summon_full_params``, the original ones
-        under their original names. Otherwise one ``_flat_param`` per wrapper stands for all parameters of its unit.
-        Outside of ``summon_full_params``, always the sharded ones, which optimizers step."""
+        """Parameters with their names. With ``use_orig_params``, the original ones; otherwise one ``_flat_param`` per
+        wrapper stands for all parameters of its unit. Names contain those of wrappers, as names of modules do. Inside
+        ``summon_full_params``, the original ones under their original names. Outside of it, always the sharded ones,
+        which optimizers step."""
         seen: set[nn.Parameter] = set()
         for name, param in self._parameters_in(prefix, recurse):
             if not remove_duplicate or param not in seen:
@@ -439,7 +440,7 @@ class FullyShardedDataParallel(nn.Module):
                 yield name, param
 
     def _parameters_in(self, prefix: str, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        cleans = self._settings.use_orig_params or self._unit.lent is not Lent.NOTHING
+        cleans = self._unit.lent is not Lent.NOTHING
         hidden: set[Slot] = set()
         shards = {  # in the place of what units that stay unsharded have bound
             slot: param.sharded

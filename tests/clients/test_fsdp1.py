@@ -115,6 +115,7 @@ def trainer(folder: Path, **options: Any) -> Any:
     allow_fsdp_on_cpu()
     defaults = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 10.0}
     defaults |= {"per_device_train_batch_size": 2, "seed": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    defaults |= {"weight_decay": 0.5}
     arguments = TrainingArguments(output_dir=str(folder / "out"), **{**defaults, **options})
     made = Trainer(tiny(), arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     on_the_cpu(made.accelerator)

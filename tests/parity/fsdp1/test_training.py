@@ -84,10 +84,16 @@ def test_zero_grad_of_the_model_drops_what_no_sync_has_left(ctx: RankContext, us
     same(ctx, scenario)
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(2)
-def test_flat_parameters_have_torchs_names(ctx: RankContext) -> None:
+def test_parameters_have_torchs_names(ctx: RankContext, use_orig_params: bool) -> None:
+    """Clients join names of modules, and look for the result among those of parameters."""
+
     def scenario(front: Front):
-        return [name for name, _ in wrapped_mlp(front).named_parameters()]
+        model = wrapped_mlp(front, use_orig_params=use_orig_params)
+        with front.cls.summon_full_params(model):
+            inside = [name for name, _ in model.named_parameters()]
+        return [name for name, _ in model.named_parameters()], inside
 
     same(ctx, scenario)
 
