@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.comm.memory import alias
+from fsdp2.fsdp1.names import saved_name
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import contiguous_stride
@@ -85,7 +86,7 @@ class FlatParameter(nn.Parameter):
 
     @property
     def _fqns(self) -> tuple[str, ...]:
-        return tuple(param.name for param in self._group.params)
+        return tuple(saved_name(param.name) for param in self._group.params)
 
     def follow_shards(self) -> None:
         """Take over the memory of the shards, if the shards have moved or were cast."""

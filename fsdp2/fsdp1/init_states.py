@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp2 import _torch
 from fsdp2.fsdp1.auto_wrap import modules_outside_units
-from fsdp2.fsdp1.names import clean_name
+from fsdp2.fsdp1.names import saved_name
 from fsdp2.fsdp1.settings import Ignored, Settings
 
 
@@ -136,6 +136,6 @@ def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dic
     for each in modules_outside_units(module, ignored.modules):
         for name, buffer in each.named_buffers(recurse=False):
             if buffer.is_floating_point():
-                before[clean_name(f"{names[each]}{name}")] = buffer.dtype
+                before[saved_name(f"{names[each]}{name}")] = buffer.dtype
                 each._buffers[name] = buffer.to(dtype)
     return before

@@ -12,6 +12,7 @@ from fsdp2.fsdp1.settings import Settings
 WRAPPED = "_fsdp_wrapped_module"  # torch's name: it is part of the names of parameters
 FLAT = "_flat_param"  # and of the one that stands for all parameters of a unit
 _PREFIX = f"{WRAPPED}."
+_CHECKPOINT = "_checkpoint_wrapped_module"  # in names of modules in a checkpoint_wrapper, which state dicts leave out
 
 Wrapper: TypeAlias = Any  # a FullyShardedDataParallel; to import the class would be a circle
 
@@ -19,6 +20,11 @@ Wrapper: TypeAlias = Any  # a FullyShardedDataParallel; to import the class woul
 def clean_name(name: str) -> str:
     """``name`` of a parameter, buffer or module as it was before anything was wrapped."""
     return name.replace(_PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)
+
+
+def saved_name(name: str) -> str:
+    """``clean_name`` as state dicts have it: also without the names of ``checkpoint_wrapper``."""
+    return clean_name(name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}"))
 
 
 def flat_name(path: str) -> str:

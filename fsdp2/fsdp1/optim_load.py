@@ -17,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.together import together
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
-from fsdp2.fsdp1.names import clean_name
+from fsdp2.fsdp1.names import saved_name
 from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied, whole_of_pieces
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
@@ -384,7 +384,7 @@ def rekeyed(
     params = [param for group in groups_in(model, optim, optim_input) for param in group]
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(clean_name(name))
+        names.setdefault(id(param), []).append(saved_name(name))
     strange = [i for i, param in enumerate(params) if id(param) not in names]
     if strange:
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.contexts import all_ranks
 from fsdp2.fsdp1.flat_param import FlatParameter
-from fsdp2.fsdp1.names import clean_name, wrappers_in
+from fsdp2.fsdp1.names import saved_name, wrappers_in
 from fsdp2.fsdp1.state_dict import Entry, entries_of
 from fsdp2.plan.mesh import Axis
 
@@ -71,7 +71,7 @@ class Owners:
                 if not names:
                     unknown.append(f"parameter {j} of group {i} with shape {tuple(param.shape)}")
                 self.groups[-1].append(Owner(param, tuple(found), tuple(names)))
-        self.known = {name for each in entries for name in each.names} | {clean_name(name) for name in order}
+        self.known = {name for each in entries for name in each.names} | {saved_name(name) for name in order}
         self.problem = None
         if unknown:
             self.problem = (
@@ -92,7 +92,7 @@ class Owners:
 def _names_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters that are bound in ``model``, under all of their clean names."""
     return {
-        clean_name(f"{path}.{short}" if path else short): param
+        saved_name(f"{path}.{short}" if path else short): param
         for path, child in model.named_modules(remove_duplicate=False)
         for short, param in _torch.parameters_dict(child).items()
         if param is not None

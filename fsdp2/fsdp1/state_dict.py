@@ -36,7 +36,7 @@ from fsdp2.api.state import collects_shards
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.together import together
 from fsdp2.fsdp1 import extensions
-from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, wrappers_in
+from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
 from fsdp2.fsdp1.state_values import (
     CPU,
     flat_problem,
@@ -196,7 +196,7 @@ def entries_of(module: nn.Module) -> list[Entry]:
     names: dict[Slot, list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         for short in _torch.parameters_dict(child):
-            names.setdefault(Slot(child, short), []).append(clean_name(f"{path}.{short}" if path else short))
+            names.setdefault(Slot(child, short), []).append(saved_name(f"{path}.{short}" if path else short))
     return [
         Entry(wrapper, group, param, tuple(name for slot in param.slots for name in names.get(slot, ())))
         for wrapper in wrappers_in(module)
@@ -335,7 +335,7 @@ def _add_clean_metadata(state_dict: Any, prefix: str) -> None:
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         for name in [name for name in metadata if WRAPPED in name and name.startswith(prefix[:-1])]:
-            metadata[clean_name(name)] = metadata[name]
+            metadata[saved_name(name)] = metadata[name]
 
 
 # Loading
@@ -374,8 +374,8 @@ def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) 
     if metadata is not None:
         made._metadata = OrderedDict((name, dict(value)) for name, value in metadata.items())
         for path, _ in wrapper.named_modules(remove_duplicate=False):
-            if path not in metadata and clean_name(path) in metadata:
-                made._metadata[path] = dict(metadata[clean_name(path)])
+            if path not in metadata and saved_name(path) in metadata:
+                made._metadata[path] = dict(metadata[saved_name(path)])
     return made
 
 
@@ -383,7 +383,7 @@ def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if a local state dict does not fit. Its units communicate, so all ranks must know before."""
     for path, module in wrapper.named_modules():
         if is_wrapper(module) and _effective(module)[0] is LOCAL:
-            name = clean_name(f"{path}.{FLAT}" if path else FLAT)
+            name = saved_name(f"{path}.{FLAT}" if path else FLAT)
             for group in module._unit.groups:
                 problem = flat_problem(module, group, name, state_dict.get(name))
                 if problem is not None:
@@ -412,14 +412,14 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
         if is_wrapper(module) and _effective(module)[0] is LOCAL and module._unit.groups:
             groups = module._unit.groups
             local |= {slot for group in groups for param in group.params for slot in param.slots}
-            expected[clean_name(f"{path}.{FLAT}" if path else FLAT)] = None
+            expected[saved_name(f"{path}.{FLAT}" if path else FLAT)] = None
     for path, module in modules:
         tensors = {**_torch.parameters_dict(module), **_torch.persistent_buffers(module)}
         for short, tensor in tensors.items():
             if tensor is not None and Slot(module, short) not in local:
-                expected[clean_name(f"{path}.{short}" if path else short)] = tensor.shape
+                expected[saved_name(f"{path}.{short}" if path else short)] = tensor.shape
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            expected[clean_name(f"{path}._extra_state" if path else "_extra_state")] = None
+            expected[saved_name(f"{path}._extra_state" if path else "_extra_state")] = None
     return expected
 
 
@@ -472,7 +472,7 @@ def load_into_wrapper(
             group.take_replaced()
         if kind is LOCAL:
             value = state_dict.pop(f"{prefix}{FLAT}", None)
-            problem = flat_problem(wrapper, group, clean_name(f"{prefix}{FLAT}"), value)
+            problem = flat_problem(wrapper, group, saved_name(f"{prefix}{FLAT}"), value)
             if problem is not None:
                 raise RuntimeError(problem)
             from_flat |= locals_of_flat(wrapper, group, value)

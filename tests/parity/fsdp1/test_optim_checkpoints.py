@@ -10,20 +10,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, OptimStateKeyType
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, MixedPrecision, OptimStateKeyType
 
 import fsdp2
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import shared_pool
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, assert_same
+from tests.parity.fsdp1.fronts import Front, assert_same, batch, same
 from tests.parity.fsdp1.test_optim_state_dicts import OPTIMIZERS, Net, normal, ours, quiet, saved, steps, wrapped_net
-from tests.parity.fsdp1.test_state_dicts import FULL, SHARDED, of_kind
+from tests.parity.fsdp1.test_state_dicts import FULL, LOCAL, SHARDED, described, of_kind
 
 RANK0_ONLY = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
 
@@ -197,6 +201,54 @@ def test_tools_of_torch_say_that_they_need_install(ctx: RankContext) -> None:
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
+
+
+class Buffered(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("order", ["inside", "outside", "after"])
+@distributed(2)
+def test_checkpoint_wrappers_leave_no_names_in_state_dicts(ctx: RankContext, order: str, use_orig_params: bool) -> None:
+    """Neither in state dicts of optimizers and of the model, nor where buffers and flat parameters are looked up."""
+
+    def made(front: Front, order: str = order) -> Any:
+        precision = MixedPrecision(buffer_dtype=torch.float64)
+        options = {"use_orig_params": use_orig_params, "mixed_precision": precision}
+        layer = Buffered()
+        if order == "inside":
+            layer = front.wrap(checkpoint_wrapper(layer), **options)
+        elif order == "outside":
+            layer = checkpoint_wrapper(front.wrap(layer, **options))
+        else:
+            layer = front.wrap(layer, **options)
+        model = front.wrap(nn.Sequential(layer, nn.Linear(4, 2)), **options)
+        if order == "after":
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Buffered))
+        return model
+
+    def scenario(front: Front) -> Any:
+        model = made(front)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(batch(ctx, 3, 4)).square().mean().backward()
+        optim.step()
+        states = saved(front, model, optim)
+        kinds = (FULL,) if use_orig_params else (FULL, LOCAL)  # torch's does not load local ones of original parameters
+        for kind in kinds:
+            other = made(front)
+            with of_kind(front, model, kind), of_kind(front, other, kind):
+                other.load_state_dict(model.state_dict())
+                assert_same(described(other.state_dict()), described(model.state_dict()))
+        plain = made(front, "without")
+        adamw = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        loaded(front, plain, adamw, states)
+        assert_same(normal(states), normal(saved(front, plain, adamw)))
+        return normal(states), dict(sorted(described(model.state_dict()).items()))
+
+    same(ctx, scenario)
 
 
 # Other numbers of ranks
