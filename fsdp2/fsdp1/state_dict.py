@@ -528,12 +528,14 @@ def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
     that the wrapper itself has, such as ``module``."""
     inner = wrapper._fsdp_wrapped_module
     names = [*_torch.parameters_dict(inner), *_torch.buffers_dict(inner), *dict(inner.named_children())]
-    return _WrappedNames({"": WRAPPED, **dict.fromkeys(names, WRAPPED)})
+    found = {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
+    is_known = isinstance(wrapper, torch.distributed.fsdp.FullyShardedDataParallel)  # fsdp2 is installed
+    return found if is_known else _WrappedNames(found)
 
 
 class _WrappedNames(dict[str, str]):
     """Torch's functions cannot leave out the wrapper's own name, which they meet in names of parameters, and would
-    save it. If fsdp2 is installed, they know the class, and do not ask."""
+    save it, unless they know the class."""
 
     def get(self, name: str, default: Any = None) -> Any:
         if name == WRAPPED:

@@ -199,6 +199,21 @@ def test_tools_of_torch_say_that_they_need_install(ctx: RankContext) -> None:
         get_optimizer_state_dict(model, optim)
 
 
+@distributed(2)
+def test_tools_of_torch_take_wrappers_in_checkpoint_wrappers(ctx: RankContext) -> None:
+    front = ours(ctx)
+    with fsdp2.installed():
+        layer = checkpoint_wrapper(front.wrap(nn.Linear(4, 4), use_orig_params=True))
+        model = front.wrap(nn.Sequential(layer, nn.Linear(4, 2)), use_orig_params=True)
+        optim = torch.optim.AdamW(model.parameters())
+        model(batch(ctx, 3, 4)).square().mean().backward()
+        optim.step()
+        options = StateDictOptions(full_state_dict=True)
+        found = quiet(get_optimizer_state_dict, model, optim, options=options)
+        quiet(set_optimizer_state_dict, model, optim, found, options=options)
+    assert sorted(found["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
 
