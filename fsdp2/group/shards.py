@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from operator import is_
 
 import torch
 from torch import nn
@@ -141,6 +142,7 @@ class GroupShards:
         self.plain.clear()
         self.flats.clear()
         self.locals.clear()
+        self._sharing.clear()
         self._note()
 
     def are_written(self) -> bool:
@@ -161,6 +163,7 @@ class GroupShards:
         """
         current = [param.current() for param in self._params]
         if all(map(self._is_in_place, range(len(current)), current)):
+            self._follow_locals()
             return False
         for param, bound in zip(self._params, current, strict=True):
             check_device(param.full_name, _torch.local_of(bound).device, self._home)
@@ -183,6 +186,7 @@ class GroupShards:
         """``tensor`` has the memory of a flat buffer, too: writes to it, and optimizer steps of it, are writes to the
         shards. Call it again when the shards have moved."""
         count_steps([tensor], self._num_steps)
+        self._sharing.append(tensor)
         self._versioned.append(tensor)
         self._placed_versions += _torch.versions_of([tensor])
 
@@ -212,6 +216,7 @@ class GroupShards:
         device, pin_memory = self._home.device, self._home.pin_memory and not all_meta
         if not self._mesh.shard.has_this_rank:  # empty shards need no memory, nor padding: nothing is gathered here
             plan = replace(plan, shard_numels=tuple((dtype, 0) for dtype, _ in plan.shard_numels))
+        self._sharing: list[torch.Tensor] = []  # other tensors with the memory of a flat buffer
         self.flats: FlatShards = flat_shards(plan, torch.device("meta") if all_meta else device, pin_memory=pin_memory)
         self.locals = shards.copy()
         with torch.inference_mode(False), torch.no_grad():
@@ -237,8 +242,18 @@ class GroupShards:
         count_steps(self.sharded, self._num_steps)
         for param in self._params:
             param.num_steps = self._num_steps
-        self._versioned = [tensor for param in self._params for tensor in param.versioned()]
+        self._versioned = [tensor for param in self._params for tensor in param.versioned()] + self._sharing
         self._placed_versions = _torch.versions_of(self._versioned)
+
+    def _follow_locals(self) -> None:
+        """Know the local tensors that are bound now. Conversions that change nothing, such as ``model.to`` the device
+        of the model, make other objects with the same memory, and take away what was noted on the parameters."""
+        found = [_torch.local_of(param.sharded) for param in self._params]
+        if not all(map(is_, found, self.locals)):
+            self.locals = found
+            for param in self._params:
+                param.adopt(param.sharded, param.dtypes)
+            self._note()
 
     def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """``local``, ready to be placed anew. If it got hooks while it lay in the flat buffer, the object stays, but

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2 import fully_shard
 from fsdp2.tools import trace
 from tests.distributed.changes import GATHERS, evaluate
-from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
+from tests.distributed.support import DIM, Stack, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -83,6 +84,36 @@ def test_forward_after_an_optimizer_step_uses_what_it_wrote(
         evaluate(each)  # gathers again what backward has resharded
         optimizer.step()
     assert torch.allclose(model(batch()), reference(batch()), atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["to_empty", "to", "swap"])
+@distributed(2)
+def test_tensors_that_took_the_place_of_shards_are_known_from_the_next_forward_on(ctx: RankContext, how: str) -> None:
+    """They have the memory of the shards, or none: rank 1 has nothing of the last layer. Else only that rank would
+    gather this layer in every forward. Later writes are noticed all the same, of an optimizer with ``foreach``, too."""
+    model, reference = (seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 1))) for _ in range(2))
+    for layer in model:
+        fully_shard(layer, mesh=ctx.mesh_1d(), reshard_after_forward=False)
+    fully_shard(model, mesh=ctx.mesh_1d())
+    if how == "to_empty":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.to_empty(device=ctx.device_type)
+        model.load_state_dict(state)
+    elif how == "to":
+        model.to(ctx.device_type)
+    else:
+        for param in model.parameters():
+            torch.utils.swap_tensors(param, nn.Parameter(param.detach()))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
+    evaluate(model)
+    with CommDebugMode() as counted:
+        evaluate(model)
+    assert counted.get_total_counts() == 0
+    for each, optimizer in zip((model, reference), optimizers, strict=True):
+        step(each)
+        evaluate(each)  # gathers again what backward has resharded
+        optimizer.step()
+    assert torch.allclose(model(batch()), reference(batch()), atol=1e-5)
 
 
 @distributed(2)
