@@ -618,6 +618,11 @@ FSDP1_STATE = ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state_i
 LISTED_STATE = ("torch.distributed.checkpoint.state_dict", "_iterate_valid_model_state")
 
 
+def takes_for_fsdp1(module: nn.Module) -> bool:
+    """Whether torch takes ``module`` for its ``FullyShardedDataParallel``; ours, once ``install`` was called."""
+    return isinstance(module, vars(sys.modules[FULLY_SHARD_HOMES[0]])["FullyShardedDataParallel"])
+
+
 def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> None:
     """Take what torch's ``contract`` noted for a refused call of ``function`` off ``module``."""
     applied = getattr(function, "__wrapped__", function)

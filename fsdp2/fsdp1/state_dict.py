@@ -529,8 +529,7 @@ def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
     inner = wrapper._fsdp_wrapped_module
     names = [*_torch.parameters_dict(inner), *_torch.buffers_dict(inner), *dict(inner.named_children())]
     found = {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
-    is_known = isinstance(wrapper, torch.distributed.fsdp.FullyShardedDataParallel)  # fsdp2 is installed
-    return found if is_known else _WrappedNames(found)
+    return found if _torch.takes_for_fsdp1(wrapper) else _WrappedNames(found)
 
 
 class _WrappedNames(dict[str, str]):

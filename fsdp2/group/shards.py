@@ -254,6 +254,7 @@ class GroupShards:
             for param in self._params:
                 param.adopt(param.sharded, param.dtypes)
             self._note()
+            self._placed_versions = []  # nobody knows whether they were written before
 
     def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """``local``, ready to be placed anew. If it got hooks while it lay in the flat buffer, the object stays, but

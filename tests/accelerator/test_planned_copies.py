@@ -30,7 +30,7 @@ SHAPE = Shape(64, 2, 1, 128)
 @pytest.mark.parametrize("index", [3, *long(0, 1, 2)])
 @pytest.mark.skipif(
     GRADIENTS_FOLLOW_SHARDS,
-    reason="torch 2.15 keeps gradients as wide as kernels return them, and the CPU's, which run here, return wider ones",
+    reason="torch 2.15 keeps gradients as wide as kernels return them; the CPU's, which run here, return wider ones",
 )
 @on_device(2)
 def test_planned_copies_are_those_on_the_compute_stream(ctx: RankContext, index: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,15 @@ from tests.parity.fsdp1.test_optim_state_dicts import OPTIMIZERS, Net, normal, o
 from tests.parity.fsdp1.test_state_dicts import FULL, LOCAL, SHARDED, described, of_kind
 
 RANK0_ONLY = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+
+
+@contextmanager
+def quietly_installed() -> Iterator[None]:
+    """Modules of the tests hold torch's names, which a warning says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with fsdp2.installed():
+            yield
 
 
 def fronts(ctx: RankContext) -> dict[str, Front]:
@@ -171,7 +183,7 @@ def test_plain_optimizers_take_our_states_and_give_theirs(ctx: RankContext) -> N
 @distributed(2)
 def test_tools_of_torch_read_and_write_optimizers_over_original_parameters(ctx: RankContext) -> None:
     front = ours(ctx)
-    with fsdp2.installed():
+    with quietly_installed():
         model, optim = trained(ctx, front, use_orig_params=True)
         expected = saved(front, model, optim)
         for options in (StateDictOptions(full_state_dict=True), StateDictOptions()):
@@ -202,7 +214,7 @@ def test_tools_of_torch_say_that_they_need_install(ctx: RankContext) -> None:
 @distributed(2)
 def test_tools_of_torch_take_wrappers_in_checkpoint_wrappers(ctx: RankContext) -> None:
     front = ours(ctx)
-    with fsdp2.installed():
+    with quietly_installed():
         layer = checkpoint_wrapper(front.wrap(nn.Linear(4, 4), use_orig_params=True))
         model = front.wrap(nn.Sequential(layer, nn.Linear(4, 2)), use_orig_params=True)
         optim = torch.optim.AdamW(model.parameters())
