@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
@@ -151,6 +152,7 @@ def test_allocator_stays_under_the_limit_in_mixed_precision(ctx: RankContext) ->
     _check_against_the_allocator(ctx, mp_policy=policy)
 
 
+@pytest.mark.long
 @distributed(4)
 def test_allocator_stays_under_the_limit_with_resting_shards(ctx: RankContext) -> None:
     _check_against_the_allocator(ctx, reshard_after_forward=2)

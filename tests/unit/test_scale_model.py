@@ -537,6 +537,7 @@ def _predictions() -> dict[str, tuple[published.Row, Result]]:
     return {row.name: (row, found) for row, found in published.predictions()}
 
 
+@pytest.mark.long
 def test_presets_are_calibrated_on_one_published_row() -> None:
     """Products and the allocator, and nothing else: of the rows, only this one is reproduced exactly."""
     assert published.calibrated().machine.utilisation == pytest.approx(H100.utilisation, rel=0.002)
@@ -545,6 +546,7 @@ def test_presets_are_calibrated_on_one_published_row() -> None:
     assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=1e-3)
 
 
+@pytest.mark.long
 def test_times_are_within_a_tenth_of_the_published_ones() -> None:
     rows = [*_predictions().values(), *published.predictions(published.LATER)]
     assert len(rows) == 14
@@ -552,6 +554,7 @@ def test_times_are_within_a_tenth_of_the_published_ones() -> None:
         assert found.tokens_per_second == pytest.approx(row.page, rel=0.1), row.name
 
 
+@pytest.mark.long
 def test_what_async_tp_gains_is_calibrated_on_the_later_page() -> None:
     """On the mean of its two gains, neither of which is reproduced exactly."""
     found = [result.tokens_per_second for _, result in published.predictions(published.LATER)]
@@ -561,6 +564,7 @@ def test_what_async_tp_gains_is_calibrated_on_the_later_page() -> None:
     assert bf16 != pytest.approx(bf16_there, rel=1e-2)
 
 
+@pytest.mark.long
 def test_memory_is_within_a_tenth_of_the_published_one() -> None:
     rows = _predictions()
     assert len(rows) == 10

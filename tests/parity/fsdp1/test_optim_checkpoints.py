@@ -71,7 +71,7 @@ def resumed(ctx: RankContext, front: Front, weights: Any, given: Any, kind: Any,
     return losses, normal(saved(front, model, optim))
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", *long("SGD")])
+@pytest.mark.parametrize("optimizer", long("AdamW", "SGD"))
 @distributed(2)
 def test_training_resumes_bit_for_bit_in_each_mode_from_each_mode_and_class(ctx: RankContext, optimizer: str) -> None:
     for name, front in fronts(ctx).items():
