@@ -974,4 +974,22 @@ MUTATIONS = [
         "return running == unit.index and not unit.missing_modules",
         ("distributed/test_recovery.py",),
     ),
+    Mutation(
+        "group/shards.py",
+        "            self._follow_locals()\n            return False\n",
+        "            return False\n",
+        ("distributed/test_staleness.py",),
+    ),
+    Mutation(
+        "fsdp1/names.py",
+        'return clean_name(name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}"))',
+        "return clean_name(name)",
+        ("parity/fsdp1/test_optim_checkpoints.py",),
+    ),
+    Mutation(
+        "fsdp1/wrapper.py",
+        "cleans = self._unit.lent is not Lent.NOTHING",
+        "cleans = True",
+        ("parity/fsdp1/test_training.py",),
+    ),
 ]
