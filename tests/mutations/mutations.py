@@ -986,10 +986,4 @@ MUTATIONS = [
         "return clean_name(name)",
         ("parity/fsdp1/test_optim_checkpoints.py",),
     ),
-    Mutation(
-        "fsdp1/wrapper.py",
-        "cleans = self._unit.lent is not Lent.NOTHING",
-        "cleans = True",
-        ("parity/fsdp1/test_training.py",),
-    ),
 ]
