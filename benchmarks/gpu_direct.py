@@ -1,4 +1,4 @@
-"""From which size on tensors should travel direct: what one GPU can say about ``CollectiveComm.routing``.
+"""From which size on tensors should travel direct: what one GPU can say about ``CollectiveComm``.
 
 A block of Llama 3 8B in bf16 is gathered and reduced as on 8 and on 64 ranks, with a plan for each threshold. Buckets
 are filled and emptied whole. NCCL, with one rank, is given this rank's chunk of each message, all in one launch. So
@@ -31,7 +31,7 @@ from fsdp2.plan.mesh import NO_AXIS, Axis, AxisRole, ParallelMesh
 from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
 
 THRESHOLDS = {"16 KiB": 16 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "infinite": 1 << 62}
-OURS, BUCKET = "1 MiB", "infinite"  # OURS: CollectiveComm.routing; a test holds the two together
+OURS, BUCKET = "1 MiB", "infinite"  # OURS: that of CollectiveComm.routing; a test holds the two together
 RANKS = (8, 64)
 
 # By numbers of ranks and names of thresholds, of a block: how many of its tensors travel direct; ms of the device for
@@ -166,7 +166,7 @@ def table(costs: Costs) -> Table:
         cells.append(row)
     names = ("direct", "gather ms", "reduction ms", "host ms")
     columns = ["direct from", *(f"{num_ranks} ranks: {name}" for num_ranks in costs for name in names)]
-    title = "CollectiveComm.routing: a block of Llama 3 8B in bf16, gathered and reduced"
+    title = "CollectiveComm.routing.direct_min_nbytes: a block of Llama 3 8B in bf16, gathered and reduced"
     note = (
         "direct: how many of nine tensors. Launches of NCCL, which with one rank copies the chunk that it would send, "
         "and copies of whole buckets. Nothing of the wire, where small messages cost most: that takes several GPUs."

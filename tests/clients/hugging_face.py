@@ -49,6 +49,14 @@ def model_class(name: str) -> Any:
     return getattr(importlib.import_module("transformers"), CONFIGS[name][0])
 
 
+def training_options(folder: Path, **more: Any) -> dict[str, Any]:
+    """Arguments for a ``Trainer``, trl's included, that trains on the CPU and logs each step."""
+    allow_fsdp_on_cpu()
+    defaults = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 0.5}
+    defaults |= {"per_device_train_batch_size": 2, "seed": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return {"output_dir": str(folder / "out"), **defaults, **more}
+
+
 def batch(name: str, rank: int, step: int) -> dict[str, Tensor]:
     """Inputs with labels; different on each rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)

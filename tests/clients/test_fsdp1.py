@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.clients.compare import files_in
-from tests.clients.hugging_face import allow_fsdp_on_cpu, batch, hf_client, tiny
+from tests.clients.hugging_face import allow_fsdp_on_cpu, batch, hf_client, tiny, training_options
 from tests.clients.test_trainer import Tokens, history
 from tests.harness.training import Tolerance
 
@@ -112,11 +112,8 @@ def test_accelerate_saves_and_loads_whole_values(rank: int, folder: Path, use_or
 def trainer(folder: Path, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    allow_fsdp_on_cpu()
-    defaults = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 10.0}
-    defaults |= {"per_device_train_batch_size": 2, "seed": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    defaults |= {"weight_decay": 0.5}
-    arguments = TrainingArguments(output_dir=str(folder / "out"), **{**defaults, **options})
+    own = {"max_grad_norm": 10.0, "weight_decay": 0.5}
+    arguments = TrainingArguments(**training_options(folder, **{**own, **options}))
     made = Trainer(tiny(), arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     on_the_cpu(made.accelerator)
     return made

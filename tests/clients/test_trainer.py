@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.clients.compare import files_in
-from tests.clients.hugging_face import VOCAB, allow_fsdp_on_cpu, hf_client, state, tiny
+from tests.clients.hugging_face import VOCAB, hf_client, state, tiny, training_options
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -29,15 +29,8 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 def trainer(folder: Path, model: Any, fsdp: dict[str, Any], **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    allow_fsdp_on_cpu()
-    defaults = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 0.5}
-    defaults |= {"per_device_train_batch_size": 2, "seed": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    arguments = TrainingArguments(
-        output_dir=str(folder / "out"),
-        fsdp=True,
-        fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **fsdp},
-        **{**defaults, **options},
-    )
+    config = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **fsdp}
+    arguments = TrainingArguments(**training_options(folder, fsdp=True, fsdp_config=config, **options))
     return Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.clients.compare import files_in
-from tests.clients.hugging_face import CONFIGS, VOCAB, allow_fsdp_on_cpu, hf_client, saved, state, tiny
+from tests.clients.hugging_face import CONFIGS, VOCAB, hf_client, saved, state, tiny, training_options
 
 NUM_ROWS = 32
 _VARYING = ("runtime", "per_second", "time")
@@ -40,11 +40,10 @@ def texts(**lengths: int) -> Any:
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
-    allow_fsdp_on_cpu()
-    defaults = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 0.5, "save_strategy": "no"}
-    defaults |= {"per_device_train_batch_size": 2, "seed": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    defaults |= {"bf16": False, "gradient_checkpointing": False, "output_dir": str(folder / "out"), "fsdp": True}
-    return {**defaults, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, **more}
+    """trl's own defaults are bf16 and checkpointing."""
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    own = {"max_steps": 3, "save_strategy": "no", "bf16": False, "gradient_checkpointing": False}
+    return training_options(folder, **{**fsdp, **own, **more})
 
 
 def trained(engine: Any) -> Any:
