@@ -27,11 +27,6 @@ def saved_name(name: str) -> str:
     return clean_name(name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}"))
 
 
-def flat_name(path: str) -> str:
-    """The name of the flat parameter of the wrapper at ``path``."""
-    return f"{path}.{WRAPPED}.{FLAT}".removeprefix(".")
-
-
 def wrappers_in(module: nn.Module) -> list[Wrapper]:
     """The wrappers in ``module``, ``module`` included, outer ones first."""
     return [each for each in module.modules() if is_wrapper(each)]
@@ -48,4 +43,4 @@ def flat_params_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if is_wrapper(each):
             flat = each._listed_flat_param
             if flat is not None:
-                yield flat_name(name), flat
+                yield f"{name}.{WRAPPED}.{FLAT}".removeprefix("."), flat

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from fsdp2 import _torch
 from fsdp2.api.contexts import no_sync
 from fsdp2.api.copying import copied_module
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
@@ -54,7 +55,7 @@ from fsdp2.fsdp1.init_states import (
     keep_low_precision,
     materialise,
 )
-from fsdp2.fsdp1.names import WRAPPED, clean_name, flat_name
+from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
 from fsdp2.fsdp1.undo import undone_on_error
@@ -198,6 +199,8 @@ class FullyShardedDataParallel(nn.Module):
                     full_params.keep_attributes(vars(record.param), param.sharded)
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
+        if not settings.use_orig_params and unit.groups:
+            _torch.parameters_dict(self._flat_owner)[FLAT] = None  # the name, for clients that look for it
         state_dicts.install(self)
         extensions.install(self, extension)
 
@@ -441,7 +444,12 @@ class FullyShardedDataParallel(nn.Module):
 
     def _parameters_in(self, prefix: str, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
         cleans = self._unit.lent is not Lent.NOTHING
-        hidden: set[Slot] = set()
+        flats = {
+            Slot(each._flat_owner, FLAT): flat
+            for each in wrappers_in(self)
+            if each._unit.lent is Lent.NOTHING and (flat := each._listed_flat_param) is not None
+        }
+        hidden = {slot for flat in flats.values() for param in flat._group.params for slot in param.slots}
         shards = {  # in the place of what units that stay unsharded have bound
             slot: param.sharded
             for _, unit in units_under(self)
@@ -450,18 +458,15 @@ class FullyShardedDataParallel(nn.Module):
             for param in group.params
             for slot in param.slots
         }
+        shown: dict[Slot, nn.Parameter] = shards | flats
         modules = list(self.named_modules(prefix=prefix, remove_duplicate=False)) if recurse else [(prefix, self)]
         for path, module in modules:
             name = path and f"{path}."
-            if isinstance(module, FullyShardedDataParallel) and recurse:  # it is a parameter of the wrapped module
-                flat = module._listed_flat_param
-                if flat is not None and module._unit.lent is Lent.NOTHING:
-                    yield flat_name(path), flat
-                    hidden |= {slot for param in flat._group.params for slot in param.slots}
-            for short, param in module._parameters.items():
+            for short, own in module._parameters.items():
                 slot = Slot(module, short)
+                param = shown.get(slot, own)
                 if param is not None and slot not in hidden:
-                    yield clean_name(f"{name}{short}") if cleans else f"{name}{short}", shards.get(slot, param)
+                    yield clean_name(f"{name}{short}") if cleans else f"{name}{short}", param
 
     @property
     def _flat_param(self) -> FlatParameter | None:
@@ -478,6 +483,11 @@ class FullyShardedDataParallel(nn.Module):
     def _listed_flat_param(self) -> FlatParameter | None:
         """The flat parameter, if it stands for the original ones."""
         return None if self._settings.use_orig_params else self._flat_param
+
+    @property
+    def _flat_owner(self) -> nn.Module:
+        """The module whose parameter the flat one is. It has the name only: the shards are bound."""
+        return inside_checkpoint(self._unit.modules[0])
 
     @property
     def _has_params(self) -> bool:

@@ -119,8 +119,9 @@ def trainer(folder: Path, **options: Any) -> Any:
     return made
 
 
-def resumed(folder: Path, kind: str) -> Any:
-    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1, "state_dict_type": kind, **NO_LOADING}}
+def resumed(folder: Path, kind: str, **of_fsdp: Any) -> Any:
+    config = {"version": 1, "state_dict_type": kind, **NO_LOADING, **of_fsdp}
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
     first = trainer(folder, **options)
     first.train()
     expected = full_parameters(first.model_wrapped)
@@ -130,9 +131,10 @@ def resumed(folder: Path, kind: str) -> Any:
     return {"losses": losses, "parameters": expected, "resumed": full_parameters(second.model_wrapped)}
 
 
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": False, "activation_checkpointing": True}], ids=str)
 @fsdp1_client()
-def test_the_trainer_trains_saves_and_resumes_shards_the_same(rank: int, folder: Path) -> Any:
-    return resumed(folder, "SHARDED_STATE_DICT")
+def test_the_trainer_trains_saves_and_resumes_shards_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
+    return resumed(folder, "SHARDED_STATE_DICT", **options)
 
 
 @fsdp1_client(fails=("", "no error"))

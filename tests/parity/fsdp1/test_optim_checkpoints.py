@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -224,6 +225,17 @@ def test_tools_of_torch_take_wrappers_in_checkpoint_wrappers(ctx: RankContext) -
         found = quiet(get_optimizer_state_dict, model, optim, options=options)
         quiet(set_optimizer_state_dict, model, optim, found, options=options)
     assert sorted(found["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+@distributed(2)
+def test_tools_of_torch_read_models_with_flat_wrappers_in_checkpoint_wrappers(ctx: RankContext) -> None:
+    """They go through the wrapped module by the name of its flat parameter, and cannot load what they have read."""
+    front = ours(ctx)
+    with quietly_installed():
+        layer = checkpoint_wrapper(front.wrap(nn.Linear(4, 4)))
+        model = front.wrap(nn.Sequential(layer, nn.Linear(4, 2)))
+        found = quiet(get_model_state_dict, model, options=StateDictOptions(full_state_dict=True))
+        assert_same(dict(model.state_dict()), dict(found))
 
 
 def _whole(value: Any) -> Any:

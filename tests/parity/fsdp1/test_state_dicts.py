@@ -105,6 +105,7 @@ def values_of(module: nn.Module) -> dict[str, Any]:
         f"{path}.{name}": (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
         for path, child in module.named_modules()
         for name, each in [*child._parameters.items(), *child._buffers.items()]
+        if each is not None
     }
 
 
@@ -113,7 +114,8 @@ def refill(module: nn.Module) -> None:
     with torch.no_grad():
         for child in module.modules():
             for param in child._parameters.values():
-                param.fill_(7)
+                if param is not None:
+                    param.fill_(7)
             for name, buffer in child._buffers.items():
                 if name not in child._non_persistent_buffers_set:
                     setattr(child, name, torch.full_like(buffer, 7))

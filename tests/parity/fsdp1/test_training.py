@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsdp2.fsdp1
@@ -94,6 +100,40 @@ def test_parameters_have_torchs_names(ctx: RankContext, use_orig_params: bool) -
         with front.cls.summon_full_params(model):
             inside = [name for name, _ in model.named_parameters()]
         return [name for name, _ in model.named_parameters()], inside
+
+    same(ctx, scenario)
+
+
+def names_to_decay(module: nn.Module) -> list[str]:
+    """As transformers' ``Trainer`` finds them: it walks modules, leaves out norms and biases, and then looks for the
+    names among those of ``named_parameters``."""
+    children = [(name, child) for name, child in module.named_children() if not isinstance(child, nn.LayerNorm)]
+    inside = [f"{name}.{each}" for name, child in children for each in names_to_decay(child)]
+    return [name for name in [*inside, *module._parameters] if "bias" not in name]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("checkpoints", ["none", "inside", "around", "later"])
+@distributed(2)
+def test_clients_that_walk_modules_find_what_to_decay(ctx: RankContext, checkpoints: str, use_orig_params) -> None:
+    def scenario(front: Front):
+        wrap = functools.partial(front.wrap, use_orig_params=use_orig_params)
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 7)), nn.Linear(7, 4))
+        model[1] = wrap(model[1])
+        model[0] = wrap(checkpoint_wrapper(model[0]) if checkpoints == "inside" else model[0])
+        model[0] = checkpoint_wrapper(model[0]) if checkpoints == "around" else model[0]
+        model[3].requires_grad_(False)
+        model[3] = wrap(model[3])
+        model = wrap(model)
+        if checkpoints == "later":
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+        params, decayed = dict(model.named_parameters()), names_to_decay(model)
+        groups = [[name for name in params if (name in decayed) == decays] for decays in (True, False)]
+        given = [
+            {"params": [params[name] for name in names], "weight_decay": decay}
+            for names, decay in zip(groups, (0.5, 0.0), strict=True)
+        ]
+        return [*groups, *train(ctx, model, lambda _, lr: torch.optim.AdamW(given, lr))]
 
     same(ctx, scenario)
 
