@@ -37,6 +37,15 @@ def hf_client(*more: str, num_ranks: int = 2, **options: Any) -> Any:
     return client("transformers", "accelerate", "peft", *more, num_ranks=num_ranks, preload=_PRELOAD, **options)
 
 
+def told_when_pinning() -> str:
+    """What torch says here when it pins memory: without an accelerator, each of its builds has another error."""
+    try:
+        torch.empty(1).pin_memory()
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    return "no error"
+
+
 def tiny(name: str = "llama", **changes: Any) -> Any:
     """A model of ``CONFIGS`` with random weights, equal on all ranks."""
     transformers = importlib.import_module("transformers")
