@@ -186,10 +186,12 @@ def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order:
     for group in dict.fromkeys(group for each in classes for group in each.groups):
         cut = [i for i, each in enumerate(classes) if group in each.groups]
         joint = torch.stack([powers[i] for i in cut])
+        sent = torch.cat([joint, joint.isnan()])  # the maximum of a backend may be a number although a rank has NaN
         try:
-            launched(dist.all_reduce, joint, op, group=group)
+            launched(dist.all_reduce, sent, op, group=group)
         except CommunicationError as error:
             raise lost("clip_grad_norm_", error, "sum the norms of gradients", [group]) from error.__cause__
-        for i, power in zip(cut, joint.unbind(), strict=True):
+        found, are_nan = sent.chunk(2)
+        for i, power in zip(cut, found.masked_fill(are_nan > 0, math.nan).unbind(), strict=True):
             powers[i] = power
     return powers

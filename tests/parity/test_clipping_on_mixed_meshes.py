@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -162,6 +163,18 @@ def test_nonfinite_norm_is_refused_on_all_ranks() -> None:
 RuntimeError: clip_grad_norm_: the norm of order 2.0 of all gradients is inf. Find the loss that is
 not finite, or pass error_if_nonfinite=False to scale the gradients anyway.""",
     )
+
+
+@distributed(2)
+def test_nan_on_one_rank_is_the_norm_of_any_order_on_all(ctx: RankContext) -> None:
+    """The maximum of gloo and NCCL may be a number although a rank has NaN."""
+    for order, rank in itertools.product(ORDERS, range(ctx.world_size)):
+        model = MLP()
+        _plain(model, ctx)
+        _gradients(model)
+        if ctx.rank == rank:
+            model.exit.bias.grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
+        assert clip_grad_norm_(model.parameters(), 1.0, order).isnan(), (order, rank)
 
 
 def _pending(ctx: RankContext) -> str:
