@@ -28,6 +28,7 @@ Memo = dict[Any, Any]
 _PENDING = "fsdp2 prefetch lists"
 
 
+@torch.inference_mode(False)  # as the commit of fully_shard
 def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
     """Copy ``module``, which ``fully_shard`` was called on, and all modules of its unit.
 

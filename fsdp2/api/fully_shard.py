@@ -259,6 +259,7 @@ class PreparedUnit:
     after_forward: AfterForward | None
     post_forward_size: int | None
 
+    @torch.inference_mode(False)  # tensors made in inference mode could not be trained, and do not count their writes
     def commit(self) -> Unit:
         """Shard the parameters in place."""
         take_over(self.found, self.roots)

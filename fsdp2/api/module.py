@@ -81,7 +81,8 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and similar methods to the shards."""
         self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        with torch.inference_mode(False):  # as the commit of fully_shard
+            result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         unit = self._unit()
         for group in unit.groups:
             group.take_materialised()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -325,3 +326,21 @@ def test_functional_call_computes_with_parameters_that_are_sharded_alike(ctx: Ra
         assert torch.allclose(functional_call(model, other, (batch(),)), expected, atol=1e-6)
         assert torch.allclose(functional_call(model, dict(model.named_parameters()), (batch(),)), reference(batch()))
     assert_step_is_that_of(model, reference)
+
+
+@distributed(2)
+def test_model_is_sharded_moved_and_copied_in_inference_mode_and_trained_outside(ctx: RankContext) -> None:
+    expected = sharded(ctx).double()
+    with torch.inference_mode():
+        model = sharded(ctx)  # its own parameters are tensors of inference mode, too
+        model(batch())
+        model.double()
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            outputs = [each(batch().double()) for each in (model, copied, expected)]
+    assert all(torch.equal(each, outputs[2]) for each in outputs)
+    for each in (model, copied, expected):
+        each.reshard()
+        each(batch().double()).sum().backward()
+    gradients = [[p.grad.to_local() for p in each.parameters()] for each in (model, copied, expected)]
+    assert all(map(torch.equal, gradients[0] + gradients[1], gradients[2] * 2))
