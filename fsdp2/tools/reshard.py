@@ -62,6 +62,9 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
     Units move one after another, and each rank is sent only entries that it lacks. Besides the shards and states that
     a rank has before or after, it holds at most those of one unit twice.
 
+    Errors are raised on all ranks, before anything has moved. Not noticed is a graph that was not differentiated yet:
+    its backward raises.
+
     Args:
         model: the root of the sharded model.
         optimizer: one, or several, or an empty sequence.
@@ -78,9 +81,6 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
             meshes differ between ranks.
         TypeError: an argument is of the wrong type.
         RuntimeError: a parameter is on the meta device, on a rank of the old mesh.
-
-        All of these are raised on all ranks, before anything has moved. Not noticed is a graph that was not
-        differentiated yet: its backward raises.
     """
     axis = axis_of(None)
     with together(axis):
