@@ -35,7 +35,18 @@ from fsdp2.comm.together import axis_of, together
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of
-from fsdp2.tools.weights import DTYPES, INDEX, ONE_FILE, Rename, Weight, cast_dtype, check_ready, renamed, weights_of
+from fsdp2.tools.weights import (
+    DTYPES,
+    INDEX,
+    ONE_FILE,
+    Rename,
+    Weight,
+    cast_dtype,
+    check_dtype,
+    check_ready,
+    renamed,
+    weights_of,
+)
 
 _CALLER = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -97,7 +108,7 @@ def save_safetensors(
     Raises:
         ValueError: ``max_shard_size`` is no size; two tensors get one key, or one gets a reserved key; a dtype has no
             name in safetensors; ranks have different tensors; a tensor is on a mesh without this rank.
-        TypeError: ``folder`` is no path.
+        TypeError: ``folder`` is no path; ``dtype`` is not a floating-point dtype; ``rename`` gives no names.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a tensor is on the meta device.
         OSError: a rank cannot write, or does not see the folder. The old checkpoint is there.
@@ -106,6 +117,7 @@ def save_safetensors(
     (tag, *_) = exchange(axis, uuid.uuid4().hex[:8])
     with together(axis):
         path = _path(folder)
+        check_dtype(dtype, _CALLER)
         weights = weights_of(model, _CALLER)
         check_ready(weights, _CALLER)
         _warn_of_others(model, axis)

@@ -222,15 +222,35 @@ def _index(entries: Sequence[int]) -> slice | torch.Tensor:
 
 
 def renamed(key: str, rename: Rename | None) -> str | None:
-    """``key`` under its new name; None to leave it out."""
-    if rename is None:
-        return key
-    if not callable(rename):
-        return rename.get(key, key)
-    try:
-        return rename(key)
-    except Exception as error:
-        raise RuntimeError(f"rename('{key}') raised {type(error).__name__}: {error}") from error
+    """``key`` under its new name; None to leave it out.
+
+    Raises:
+        TypeError: ``rename`` is no mapping and no function, or gives something else.
+        RuntimeError: it raised.
+    """
+    new: str | None = key
+    if isinstance(rename, Mapping):
+        new = rename.get(key, key)
+    elif callable(rename):
+        try:
+            new = rename(key)
+        except Exception as error:
+            raise RuntimeError(f"rename('{key}') raised {type(error).__name__}: {error}") from error
+    elif rename is not None:
+        raise TypeError(f"rename is a {type(rename).__name__}, expected a mapping or a function of a name.")
+    if new is not None and not isinstance(new, str):
+        raise TypeError(f"rename gives {new!r} for '{key}', expected a name, or None to leave the tensor out.")
+    return new
+
+
+def check_dtype(dtype: object, caller: str) -> None:
+    """Refuse what floating-point tensors must not be cast to.
+
+    Raises:
+        TypeError: ``dtype`` is no dtype, or not of floating-point numbers.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{caller}: dtype is {dtype!r}, expected a floating-point dtype, such as torch.bfloat16.")
 
 
 def extra(name: str, caller: str) -> Any:
@@ -290,6 +310,7 @@ def load_safetensors(
             is on the meta device, elements of a buffer share memory. One error lists all problems, on all ranks. The
             model is unchanged.
         FileNotFoundError: ``path_or_index`` does not exist, or the folder has no checkpoint.
+        TypeError: ``rename`` is of the wrong type, or gives something else than names.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a file could not be read after the checks. The model is loaded half.
         ImportError: safetensors is not installed.
@@ -517,10 +538,12 @@ def stream_full_params(
         device: of the tensors. Default: the device of the mesh.
 
     Raises:
+        TypeError: ``dtype`` is not a floating-point dtype.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a parameter is on the meta device.
         ValueError: a parameter is on a mesh without this rank.
     """
+    check_dtype(dtype, "stream_full_params")
     weights = [each for each in weights_of(model, "stream_full_params") if isinstance(each.tensor, nn.Parameter)]
     check_ready(weights, "stream_full_params")
     return _stream(weights, dtype, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import multiprocessing
@@ -268,7 +269,7 @@ def test_a_kill_at_any_moment_leaves_one_complete_checkpoint(old: int | str, new
 
 
 def _message(call: Callable[[], Any], folder: Path) -> str:
-    with pytest.raises((ValueError, OSError, RuntimeError, ImportError)) as raised:
+    with pytest.raises((ValueError, TypeError, OSError, RuntimeError, ImportError)) as raised:
         call()
     return f"{raised.type.__name__}: {raised.value}".replace(str(folder), "FOLDER")
 
@@ -367,6 +368,32 @@ def test_names_that_meet_are_refused(tmp_path: Path) -> None:
     rename = {"exit.bias": "entry.bias"}
     message = _message(lambda: fsdp2.load_safetensors(model, tmp_path, rename=rename), tmp_path)
     assert "' are both renamed to 'entry.bias'." in message
+
+
+@pytest.mark.parametrize(
+    ("rename", "problem"),
+    [
+        (3, "rename is a int, expected a mapping or a function of a name."),
+        ({"entry.bias": 3}, "rename gives 3 for 'entry.bias', expected a name, or None to leave the tensor out."),
+        (lambda name: [name], "rename gives ['entry.weight'] for 'entry.weight', expected a name"),
+    ],
+)
+def test_new_names_that_are_none_are_refused(rename: Any, problem: str, tmp_path: Path) -> None:
+    model = MLP(num_blocks=0)
+    for run in (fsdp2.save_safetensors, fsdp2.load_safetensors):
+        message = _message(functools.partial(run, model, tmp_path, rename=rename), tmp_path)
+        assert message.startswith(f"TypeError: {problem}")
+        fsdp2.save_safetensors(model, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, "bf16"])
+def test_a_dtype_that_would_lose_the_values_is_refused(dtype: Any, tmp_path: Path) -> None:
+    model = MLP(num_blocks=0)
+    expected = f"dtype is {dtype!r}, expected a floating-point dtype, such as torch.bfloat16."
+    save = _message(lambda: fsdp2.save_safetensors(model, tmp_path, dtype=dtype), tmp_path)
+    assert (save, list(tmp_path.iterdir())) == (f"TypeError: save_safetensors: {expected}", [])
+    stream = _message(lambda: fsdp2.stream_full_params(model, dtype), tmp_path)
+    assert stream == f"TypeError: stream_full_params: {expected}"
 
 
 def test_a_dtype_that_safetensors_does_not_have_is_refused(tmp_path: Path) -> None:
