@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast, overload
@@ -186,7 +187,19 @@ class FSDPModule:
         self._set_rules(recurse, ranks_may_skip=ranks_may_skip)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of ranks."""
+        """Divide summed gradients by ``factor`` instead of the number of ranks.
+
+        Raises:
+            TypeError: ``factor`` is not a number.
+            ValueError: ``factor`` is not positive, or not finite.
+        """
+        if not isinstance(factor, (int, float)):
+            raise TypeError(f"set_gradient_divide_factor: factor is a {type(factor).__name__}, expected a number.")
+        if not 0 < factor < math.inf:
+            raise ValueError(
+                f"set_gradient_divide_factor: factor is {factor}, expected a positive number. Pass 1 for the sum over "
+                "all ranks."
+            )
         self._configure(False, gradient_divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -472,7 +485,7 @@ class FSDPModule:
     def _check_comm(self, caller: str, comm: object, expected: str) -> None:
         """Accept any object with the two methods: a comm may be a subclass of torch's interface."""
         self._cut_groups(caller)
-        if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        if isinstance(comm, type) or not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise TypeError(f"{caller}: expected an fsdp2.{expected}, with allocate() and __call__(), got {comm!r}.")
 
     def _check_no_other_comm(self, caller: str, memory: type) -> None:

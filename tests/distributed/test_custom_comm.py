@@ -293,6 +293,12 @@ TypeError: set_custom_all_gather: expected an fsdp2.AllGather, with allocate() a
 TypeError: set_custom_reduce_scatter: expected an fsdp2.ReduceScatter, with allocate() and
 __call__(), got None.""",
     )
+    assert_expected_inline(
+        _error("set_custom_all_gather", fsdp2.AllGather),
+        """\
+TypeError: set_custom_all_gather: expected an fsdp2.AllGather, with allocate() and __call__(), got
+<class 'fsdp2.types.AllGather'>.""",
+    )
 
 
 def test_hook_that_cannot_be_called() -> None:

@@ -86,6 +86,23 @@ ValueError: set_reduce_scatter_max_input_buffers: expected at least 1, got 0."""
     )
 
 
+def _errors_of_divide_factor(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    return "\n".join(error_of(partial(model.set_gradient_divide_factor, value)) for value in ("2", 0, float("nan")))
+
+
+def test_divisor_of_gradients_that_is_none() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_errors_of_divide_factor),
+        """\
+TypeError: set_gradient_divide_factor: factor is a str, expected a number.
+ValueError: set_gradient_divide_factor: factor is 0, expected a positive number. Pass 1 for the sum
+over all ranks.
+ValueError: set_gradient_divide_factor: factor is nan, expected a positive number. Pass 1 for the
+sum over all ranks.""",
+    )
+
+
 def _not_last(ctx: RankContext) -> str:
     model = sharded(ctx, num_blocks=1)
     model.set_is_last_backward(False)
