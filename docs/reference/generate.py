@@ -225,9 +225,10 @@ def _class(name: str, cls: type) -> Iterator[str]:
 
 
 def _function(name: str, function: Any) -> Iterator[str]:
-    plain = inspect.unwrap(getattr(function, "__func__", function))
+    function = getattr(function, "__func__", function)
+    plain = inspect.unwrap(function)
     signature = inspect.signature(plain)
-    is_context = inspect.isgeneratorfunction(plain)
+    is_context = inspect.isgeneratorfunction(plain) and function is not plain
     returns = None if is_context else signature.return_annotation
     yield from _fenced(_signature(("with " if is_context else "") + name, list(signature.parameters.values()), returns))
     yield from _prose(_doc(plain))
