@@ -102,8 +102,8 @@ class UnshardedParams:
 
     @property
     def is_local(self) -> bool:
-        """Whether the unsharded parameters are the shards."""
-        return isinstance(self.gather, LocalGather)
+        """Whether the unsharded parameters are the shards, also before the first gather."""
+        return self._moves_nothing(self.plan())
 
     @property
     def made_by_hooks_nbytes(self) -> int:
@@ -149,13 +149,17 @@ class UnshardedParams:
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, streams = self._shards.flats, self._mesh, self.streams
-        is_copied = self._home.is_staged or any(step.is_copied_in for step in plan.steps)
-        if mesh.shard.size == 1 and self.hooked is None and not is_copied:  # gathering would move nothing
+        if self._moves_nothing(plan):
             self._memory_for(plan, flats)
             return LocalGather(plan, flats)
         memory = self._memory_for(plan, {})
         stage = FlatStage(flats, mesh.device, streams) if self._home.is_staged else None
         return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, streams, self.hooked, stage=stage)
+
+    def _moves_nothing(self, plan: GatherPlan) -> bool:
+        is_hooked = len(self._shards.plain) < len(self._params)
+        is_copied = self._home.is_staged or any(step.is_copied_in for step in plan.steps)
+        return self._mesh.shard.size == 1 and not is_hooked and not is_copied
 
     def _memory_for(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
         """The memory to gather into. ``flats``: the buffers that compute reads directly, if any. If all places in

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 
@@ -190,6 +190,26 @@ MemoryLimitError: set_temporary_memory_limit(40127): unit 'blocks.2' needs 6336 
 33792 bytes cannot be freed: '(root)' 21120, 'blocks.0' 4224, 'blocks.1' 4224, 'blocks.2' 4224. Set
 a limit of at least 40128 bytes, or reshard units after forward.""",
     )
+
+
+class _Scaled(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@distributed(2)
+def test_what_is_not_gathered_counts_neither_before_nor_after_the_first_step(ctx: RankContext, shards: int) -> None:
+    """Scalars, and all parameters if the shard axis has one rank."""
+    model = shard(ctx, seeded(_Scaled), mesh=ctx.mesh_2d(2 // shards, shards))
+    before = fsdp2.memory_plan(model)
+    step(model)
+    assert fsdp2.memory_plan(model) == before
+    assert [unit.bytes.unsharded > 0 for unit in before.units] == [shards > 1] * 4
 
 
 def _plan(ctx: RankContext) -> str:
