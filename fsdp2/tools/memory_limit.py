@@ -13,7 +13,7 @@ import torch
 
 from fsdp2.runtime.executor import Programs
 from fsdp2.runtime.root import Root, register_memory_limit
-from fsdp2.schedule.schedule import Action
+from fsdp2.schedule.schedule import Action, AfterForward
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.memory_plan import Ledger, UnitBytes, group_bytes, unit_bytes
 from fsdp2.types import MemoryLimitError
@@ -96,9 +96,16 @@ class MemoryLimit:
     def _check(self, index: int) -> None:
         """Refuse a unit that does not fit next to its root, in this forward or in a backward that may follow."""
         sizes, root = self._ledger.sizes[index], self._ledger.sizes[0]
-        trains = torch.is_grad_enabled()
-        own = sizes.alone if trains else sizes.gather
-        beside = 0 if index == 0 else root.unsharded + (root.backward(reshards=True) if trains else 0)
+        needs = [(sizes.gather, root.unsharded)]  # with what the root has beside it
+        if torch.is_grad_enabled():
+            rules = self._units[index].rules
+            in_backward = sizes.backward(reshards=True)
+            if rules.after_forward is AfterForward.KEEP:  # it is there already
+                in_backward += sizes.unsharded
+            elif rules.unshard_in_backward:
+                in_backward = sizes.alone
+            needs.append((in_backward, root.unsharded + root.backward(reshards=True)))
+        own, beside = max(needs, key=sum) if index else (max(own for own, _ in needs), 0)
         if own + beside > self.limit:
             root_needs = f", and the root needs {beside} bytes beside it" if beside else ""
             raise MemoryLimitError(

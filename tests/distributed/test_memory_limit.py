@@ -192,6 +192,17 @@ a limit of at least 40128 bytes, or reshard units after forward.""",
     )
 
 
+@distributed(2)
+def test_smallest_limit_counts_the_staging_of_a_kept_unit_in_forward_only(ctx: RankContext) -> None:
+    """Backward does not gather it, so its staging never lies beside the gradients of the root."""
+    model = seeded(lambda: Stack(num_blocks=1))
+    model.blocks[0].linear.weight.requires_grad_(False)
+    shard(ctx, model, reshard_after_forward=False)
+    model.set_temporary_memory_limit(fsdp2.memory_plan(model).at_least)
+    step(model)
+    step(model)
+
+
 class _Scaled(Stack):
     def __init__(self) -> None:
         super().__init__()
