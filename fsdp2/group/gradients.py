@@ -241,7 +241,7 @@ class GroupGradients:
         for param in self._params:
             if param.compute_dtypes.param is param.compute_dtypes.reduce:
                 continue  # autograd itself accumulates in reduce dtype
-            grad = param.take_unsharded_grad()
+            grad = param.take_unsharded_grad(pending_in=param.compute_dtypes.reduce)
             if grad is not None:
                 is_first = param.accumulated is None
                 param.accumulate(grad.to(param.compute_dtypes.reduce) if is_first else grad)  # else rounded twice

@@ -244,7 +244,7 @@ class ShardedParam:
 
     def forget_unsharded(self) -> None:
         """Forget the unsharded parameter: its memory or dtype has changed. The next use makes it anew."""
-        grad = self.take_unsharded_grad()
+        grad = self.take_unsharded_grad(pending_in=self.compute_dtypes.reduce)
         if grad is not None:
             self.accumulate(grad.to(self.compute_dtypes.reduce))
         self.unsharded = None
@@ -257,14 +257,15 @@ class ShardedParam:
         """The gradient that autograd has left on the unsharded parameter."""
         return None if self.unsharded is None else self.unsharded.grad
 
-    def take_unsharded_grad(self) -> torch.Tensor | None:
-        """Take ``unsharded_grad`` off the unsharded parameter. Returns this rank's part of it."""
+    def take_unsharded_grad(self, *, pending_in: torch.dtype | None = None) -> torch.Tensor | None:
+        """Take ``unsharded_grad`` off the unsharded parameter. Returns this rank's part of it. ``pending_in``: the
+        dtype of pending sums over model axes, if it is wider than that of the gradient."""
         grad = self.unsharded_grad
         if grad is not None:
             assert self.unsharded is not None
             self.unsharded.grad = None
             if self.spec.unsharded is not None:
-                grad = self.spec.local_gradient(grad)
+                grad = self.spec.local_gradient(grad, pending_in)
         return grad
 
     def accumulate(self, grad: torch.Tensor) -> None:
@@ -276,7 +277,7 @@ class ShardedParam:
 
     def take_grad(self) -> torch.Tensor | None:
         """Take all gradients that were not communicated yet. Returns their sum."""
-        grad = self.take_unsharded_grad()
+        grad = self.take_unsharded_grad(pending_in=None if self.accumulated is None else self.accumulated.dtype)
         if self.accumulated is None:
             return grad
         if grad is not None:

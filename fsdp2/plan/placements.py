@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,16 +49,19 @@ class ParamSpec:
         """What has been gathered, as compute reads it."""
         return local if self.unsharded is None else self.unsharded.dtensor(local)
 
-    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the gradient of the unsharded parameter, placed like it on the model axes. On
-        data-parallel axes, a sum that is still pending stays so."""
+    def local_gradient(self, grad: torch.Tensor, pending_in: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's part of the gradient of the unsharded parameter, placed like it on the model axes: sums that are
+        pending there are taken, in ``pending_in`` if that dtype is wider. On data-parallel axes, they stay pending."""
         if self.unsharded is None or not isinstance(grad, DTensor):
             return grad
         wanted = [
             found if axis in self.data_parallel_axes and found.is_partial() else placement
             for axis, (found, placement) in enumerate(zip(grad.placements, self.unsharded.placements, strict=True))
         ]
-        return _torch.arrived_local(grad if tuple(wanted) == grad.placements else grad.redistribute(placements=wanted))
+        if tuple(wanted) == grad.placements:
+            return _torch.arrived_local(grad)
+        dtype = grad.dtype if pending_in is None else torch.promote_types(grad.dtype, pending_in)
+        return _torch.arrived_local(cast(DTensor, grad.to(dtype)).redistribute(placements=wanted))
 
 
 def plain_spec(shape: Sequence[int], dim: int, parallel: ParallelMesh) -> ParamSpec:

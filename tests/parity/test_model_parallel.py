@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fsdp2.tensors import wrap_parameters
 from tests.harness.compare import compare
@@ -130,6 +130,26 @@ def test_tensor_parallel_accumulates_without_communication(ctx: RankContext, dty
     mesh = ctx.mesh(dp=2, tp=2)
     unsharded = Tolerance(1e-4, 1e-5) if dtype is None else None
     compare(case(mesh, shard=mixed, step=accumulate, unsharded=unsharded), mesh)
+
+
+class Normed(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(self.exit.in_features)
+        self.exit = nn.Sequential(self.norm, self.exit)  # type: ignore[assignment]
+
+
+@distributed(2)
+def test_sums_that_are_pending_on_the_model_axis_accumulate_in_reduce_dtype(ctx: RankContext) -> None:
+    """The gradients of a norm, whose input is cut along the sequence. Each rank has its own part of that."""
+
+    def mixed(runtime: Runtime, model: Normed, mesh: DeviceMesh) -> None:
+        parallelize_module(model, mesh["tp"], {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)})
+        policy = runtime.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        runtime.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+
+    mesh = ctx.mesh(dp=1, tp=2)
+    compare(Case(Normed, shard=mixed, step=accumulate, unsharded=None), mesh)
 
 
 class Odd(MLP):
