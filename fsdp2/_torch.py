@@ -630,14 +630,14 @@ def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> No
     module.__dict__.get(STATE_KEY, {}).pop(applied, None)
 
 
-# torch's pipelining calls this of each stage, since 2.15, if reductions of stages may overlap. It refuses stages that
-# share the object in ``_comm_ctx``.
-STATE_FOR_PIPELINES = "_get_fsdp_state"
+# Clients call this of a sharded module. torch's pipelining does, since 2.15, if reductions of stages may overlap; it
+# refuses stages that share the object in ``_comm_ctx``. Others look for the dtypes of a module.
+STATE_FOR_CLIENTS = "_get_fsdp_state"
 
 
-def state_for_pipelines(module: nn.Module) -> SimpleNamespace:
+def state_for_clients(module: nn.Module, mp_policy: object) -> SimpleNamespace:
     """A state that ``module`` shares with no other: a handle of ours waits for the reductions of its own root only."""
-    return SimpleNamespace(_comm_ctx=module)
+    return SimpleNamespace(_comm_ctx=module, _mp_policy=mp_policy)
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:

@@ -44,7 +44,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     tied_weights: TiedWeights = ...,
@@ -56,7 +56,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     tied_weights: TiedWeights = TiedWeights.MOVE,
@@ -79,6 +79,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
             :class:`ParamPlacement` to shard over other ranks (experts), or None.
         mp_policy: dtypes of compute, reduction and output.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer states on the host.
+            None, which some clients pass, is the default.
         ignored_params: parameters that are not sharded, moved or reduced.
         dp_mesh_dims: the data-parallel axes of ``mesh``, if ``mesh`` has all axes of the model and every parameter is a
             DTensor on ``mesh``. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
@@ -97,6 +98,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
     roots = _root_modules(module)
+    offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     _check_policies(mp_policy, offload_policy, tied_weights)
     _check_of_parameters(shard_placement_fn, ignored_params)
     prepared = prepare_unit(

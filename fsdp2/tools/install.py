@@ -94,7 +94,7 @@ class _Installation:
                 self._change_class(module)
             self._show_our_wrappers()
             self._list_our_flat_parameters()
-            self._tell_stages_apart()
+            self._give_states()
             self._exchange(self.theirs, _NAMES_OF_SOURCES)
         except BaseException:
             self.restore()
@@ -138,10 +138,15 @@ class _Installation:
 
         self._replace(_torch.LISTED_STATE, with_ours)
 
-    def _tell_stages_apart(self) -> None:
-        """Let torch's pipelining defer the waits for reductions, for which it reads a private state of each stage."""
-        setattr(FSDPModule, _torch.STATE_FOR_PIPELINES, _torch.state_for_pipelines)
-        self._undo.append(lambda: delattr(FSDPModule, _torch.STATE_FOR_PIPELINES))
+    def _give_states(self) -> None:
+        """Clients read a private state of a sharded module: torch's pipelining, to defer the waits for reductions; and
+        those that cast what they pass to a module, its policy."""
+        setattr(
+            FSDPModule,
+            _torch.STATE_FOR_CLIENTS,
+            lambda module: _torch.state_for_clients(module, module._unit().policy),
+        )
+        self._undo.append(lambda: delattr(FSDPModule, _torch.STATE_FOR_CLIENTS))
 
     def _replace(self, place: tuple[str, str], make: Callable[[Any], object]) -> None:
         """Put ``make(function)`` where torch's function at ``place`` is, (module, name), if there is one."""

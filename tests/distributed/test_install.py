@@ -52,6 +52,15 @@ def test_a_client_trains_with_our_runtime(ctx: RankContext) -> None:
 
 
 @distributed(2)
+def test_what_nemo_automodel_passes_and_reads_is_there(ctx: RankContext) -> None:
+    """No offload policy, and the dtypes of a module in its private state."""
+    with quietly_installed():
+        policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model: Any = theirs.fully_shard(_model(), mesh=ctx.mesh_1d(), mp_policy=policy, offload_policy=None)  # type: ignore[arg-type]
+        assert model._get_fsdp_state()._mp_policy.param_dtype is torch.bfloat16
+
+
+@distributed(2)
 def test_torchs_fully_shard_refuses_our_module_and_leaves_no_trace(ctx: RankContext) -> None:
     model = _model()
     fsdp2.fully_shard(model[1], mesh=ctx.mesh_1d())
