@@ -31,6 +31,7 @@ class FlatParameter(nn.Parameter):
     """
 
     _is_flat_param = True  # isinstance checks against torch's FlatParameter ask for it
+    _fsdp_flattened = True  # torch's mark; trainers look whether the parameters of an optimizer have it
     _group: ParamGroup
     _flat: torch.Tensor
     _seen: list[torch.Tensor | None]

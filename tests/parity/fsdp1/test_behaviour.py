@@ -77,6 +77,15 @@ def test_unused_units(ctx: RankContext, use_orig_params) -> None:
     same(ctx, scenario)
 
 
+@distributed(2)
+def test_flat_parameters_in_an_optimizer_have_torchs_mark(ctx: RankContext) -> None:
+    def scenario(front: Front):
+        optimizer = torch.optim.SGD(wrapped_mlp(front, use_orig_params=False).parameters())
+        return [param._fsdp_flattened for group in optimizer.param_groups for param in group["params"]]
+
+    same(ctx, scenario)
+
+
 @both_modes
 @distributed(2)
 def test_modules_around_wrappers_need_no_wrapper(ctx: RankContext, use_orig_params) -> None:
