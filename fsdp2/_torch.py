@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -630,14 +629,8 @@ def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> No
     module.__dict__.get(STATE_KEY, {}).pop(applied, None)
 
 
-# Clients call this of a sharded module. torch's pipelining does, since 2.15, if reductions of stages may overlap; it
-# refuses stages that share the object in ``_comm_ctx``. Others look for the dtypes of a module.
-STATE_FOR_CLIENTS = "_get_fsdp_state"
-
-
-def state_for_clients(module: nn.Module, mp_policy: object) -> SimpleNamespace:
-    """A state that ``module`` shares with no other: a handle of ours waits for the reductions of its own root only."""
-    return SimpleNamespace(_comm_ctx=module, _mp_policy=mp_policy)
+# The method by which torch's pipelining, since 2.15, and clients ask a sharded module for its state.
+STATE_OF_MODULE = "_get_fsdp_state"
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:

@@ -1,5 +1,5 @@
-"""``fully_shard.state(module)``: what ``torch.distributed.pipelining`` calls on a sharded stage, by torch's names. And
-the state dict that tools read."""
+"""``fully_shard.state(module)``: what ``torch.distributed.pipelining`` and clients read of a sharded module, by torch's
+names. And the state dict that tools read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.types import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, eq=True)
@@ -20,6 +21,17 @@ class FSDPState:
 
     _unit: Unit
     _fsdp_param_groups: Sequence[object] = ()  # none to reduce one by one: the callback below reduces all
+    _fsdp_param_group: None = None
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.policy
+
+    @property
+    def _comm_ctx(self) -> Unit:
+        """torch's pipelining lets reductions of stages overlap if no two share this object. A handle of ours waits for
+        the reductions of its own root only."""
+        return self._unit
 
     @property
     def _state_ctx(self) -> FSDPState:

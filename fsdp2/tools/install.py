@@ -27,6 +27,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.api.state import state_of
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.unit import unit_of
 from fsdp2.types import (
@@ -94,7 +95,7 @@ class _Installation:
                 self._change_class(module)
             self._show_our_wrappers()
             self._list_our_flat_parameters()
-            self._give_states()
+            self._show_states()
             self._exchange(self.theirs, _NAMES_OF_SOURCES)
         except BaseException:
             self.restore()
@@ -138,15 +139,11 @@ class _Installation:
 
         self._replace(_torch.LISTED_STATE, with_ours)
 
-    def _give_states(self) -> None:
-        """Clients read a private state of a sharded module: torch's pipelining, to defer the waits for reductions; and
-        those that cast what they pass to a module, its policy."""
-        setattr(
-            FSDPModule,
-            _torch.STATE_FOR_CLIENTS,
-            lambda module: _torch.state_for_clients(module, module._unit().policy),
-        )
-        self._undo.append(lambda: delattr(FSDPModule, _torch.STATE_FOR_CLIENTS))
+    def _show_states(self) -> None:
+        """Let torch's pipelining defer the waits for reductions, and clients read the mixed precision of a module, for
+        which they ask the module for its private state."""
+        setattr(FSDPModule, _torch.STATE_OF_MODULE, state_of)
+        self._undo.append(lambda: delattr(FSDPModule, _torch.STATE_OF_MODULE))
 
     def _replace(self, place: tuple[str, str], make: Callable[[Any], object]) -> None:
         """Put ``make(function)`` where torch's function at ``place`` is, (module, name), if there is one."""

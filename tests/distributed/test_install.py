@@ -52,12 +52,17 @@ def test_a_client_trains_with_our_runtime(ctx: RankContext) -> None:
 
 
 @distributed(2)
-def test_what_nemo_automodel_passes_and_reads_is_there(ctx: RankContext) -> None:
-    """No offload policy, and the dtypes of a module in its private state."""
+def test_a_client_reads_the_precision_of_a_module_by_torchs_private_names(ctx: RankContext) -> None:
+    def dtypes(fully_shard: Callable[..., Any], policy: Any) -> Any:
+        head = fully_shard(nn.Linear(4, 4), mesh=ctx.mesh_1d(), mp_policy=policy(param_dtype=torch.bfloat16))
+        head(torch.ones(2, 4))
+        state = head._get_fsdp_state()
+        assert fully_shard.state(head) == state  # type: ignore[attr-defined]
+        return state._mp_policy.param_dtype, [inner._mp_policy.reduce_dtype for inner in state._state_ctx.all_states]
+
+    expected = dtypes(theirs.fully_shard, theirs.MixedPrecisionPolicy)
     with quietly_installed():
-        policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        model: Any = theirs.fully_shard(_model(), mesh=ctx.mesh_1d(), mp_policy=policy, offload_policy=None)  # type: ignore[arg-type]
-        assert model._get_fsdp_state()._mp_policy.param_dtype is torch.bfloat16
+        assert dtypes(theirs.fully_shard, theirs.MixedPrecisionPolicy) == expected
 
 
 @distributed(2)

@@ -62,6 +62,11 @@ _WAYS = (shard_offloaded, shard_units_and_root)
 
 
 @distributed(2)
+def test_none_as_policy_offloads_nothing(ctx: RankContext) -> None:
+    compare(Case(MLP, functools.partial(shard_units_and_root, offload_policy=None)), ctx.mesh_1d())
+
+
+@distributed(2)
 def test_one_rank_on_its_own(ctx: RankContext) -> None:
     compare(Case(Transformer, shard=shard_offloaded), ctx.mesh_of_one())
 
