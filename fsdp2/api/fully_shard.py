@@ -79,7 +79,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
             :class:`ParamPlacement` to shard over other ranks (experts), or None.
         mp_policy: dtypes of compute, reduction and output.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer states on the host.
-            None, which some clients pass, is the default.
+            None, which some clients pass, offloads nothing.
         ignored_params: parameters that are not sharded, moved or reduced.
         dp_mesh_dims: the data-parallel axes of ``mesh``, if ``mesh`` has all axes of the model and every parameter is a
             DTensor on ``mesh``. Without a shard axis, parameters stay whole and gradients are averaged (DDP).

@@ -21,7 +21,6 @@ class FSDPState:
 
     _unit: Unit
     _fsdp_param_groups: Sequence[object] = ()  # none to reduce one by one: the callback below reduces all
-    _fsdp_param_group: None = None
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:

@@ -239,12 +239,8 @@ class GroupGradients:
     def keep_unreduced(self) -> None:
         """Keep this backward's gradients on this rank, in reduce dtype."""
         for param in self._params:
-            if param.compute_dtypes.param is param.compute_dtypes.reduce:
-                continue  # autograd itself accumulates in reduce dtype
-            grad = param.take_unsharded_grad(pending_in=param.compute_dtypes.reduce)
-            if grad is not None:
-                is_first = param.accumulated is None
-                param.accumulate(grad.to(param.compute_dtypes.reduce) if is_first else grad)  # else rounded twice
+            if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself adds up in it
+                param.keep_grad()
 
     def reduce(self, *, jointly: bool) -> Reduction | None:
         """Start reducing the gradients that this and earlier backwards left; None if there are none. ``jointly``: other

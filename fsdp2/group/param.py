@@ -244,9 +244,7 @@ class ShardedParam:
 
     def forget_unsharded(self) -> None:
         """Forget the unsharded parameter: its memory or dtype has changed. The next use makes it anew."""
-        grad = self.take_unsharded_grad(pending_in=self.compute_dtypes.reduce)
-        if grad is not None:
-            self.accumulate(grad.to(self.compute_dtypes.reduce))
+        self.keep_grad()
         self.unsharded = None
         self.inner = []
 
@@ -257,9 +255,9 @@ class ShardedParam:
         """The gradient that autograd has left on the unsharded parameter."""
         return None if self.unsharded is None else self.unsharded.grad
 
-    def take_unsharded_grad(self, *, pending_in: torch.dtype | None = None) -> torch.Tensor | None:
-        """Take ``unsharded_grad`` off the unsharded parameter. Returns this rank's part of it. ``pending_in``: the
-        dtype of pending sums over model axes, if it is wider than that of the gradient."""
+    def _take_unsharded_grad(self, pending_in: torch.dtype | None = None) -> torch.Tensor | None:
+        """Take ``unsharded_grad`` off the unsharded parameter. Returns this rank's part of it; ``pending_in`` as for
+        ``ParamSpec.local_gradient``."""
         grad = self.unsharded_grad
         if grad is not None:
             assert self.unsharded is not None
@@ -268,20 +266,23 @@ class ShardedParam:
                 grad = self.spec.local_gradient(grad, pending_in)
         return grad
 
-    def accumulate(self, grad: torch.Tensor) -> None:
-        """Add ``grad`` to the gradients that were not communicated yet."""
+    def keep_grad(self) -> None:
+        """Add the gradient of the unsharded parameter, if any, to those that were not communicated yet, in reduce
+        dtype."""
+        dtype = self.compute_dtypes.reduce
+        grad = self._take_unsharded_grad(dtype)
+        if grad is None:
+            return
         if self.accumulated is None:
-            self.accumulated = grad
+            self.accumulated = grad.to(dtype)
         else:
-            self.accumulated += grad
+            self.accumulated += grad  # without a cast: it would round twice
 
     def take_grad(self) -> torch.Tensor | None:
         """Take all gradients that were not communicated yet. Returns their sum."""
-        grad = self.take_unsharded_grad(pending_in=None if self.accumulated is None else self.accumulated.dtype)
         if self.accumulated is None:
-            return grad
-        if grad is not None:
-            self.accumulate(grad)
+            return self._take_unsharded_grad()
+        self.keep_grad()
         grad, self.accumulated = self.accumulated, None
         return grad
 

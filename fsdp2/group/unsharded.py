@@ -157,9 +157,9 @@ class UnshardedParams:
         return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, streams, self.hooked, stage=stage)
 
     def _moves_nothing(self, plan: GatherPlan) -> bool:
-        is_hooked = len(self._shards.plain) < len(self._params)
-        is_copied = self._home.is_staged or any(step.is_copied_in for step in plan.steps)
-        return self._mesh.shard.size == 1 and not is_hooked and not is_copied
+        if self._mesh.shard.size > 1 or self._home.is_staged or len(self._shards.plain) < len(self._params):
+            return False
+        return not any(step.is_copied_in for step in plan.steps)
 
     def _memory_for(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
         """The memory to gather into. ``flats``: the buffers that compute reads directly, if any. If all places in

@@ -182,16 +182,20 @@ def _power_here(of: _Class, order: float, foreach: bool | None) -> torch.Tensor:
 
 def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     """The powers of all classes, summed over their ranks: one all-reduce per process group, for all its classes."""
-    op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
+    takes_maximum = math.isinf(order)
+    op = dist.ReduceOp.MAX if takes_maximum else dist.ReduceOp.SUM
     for group in dict.fromkeys(group for each in classes for group in each.groups):
         cut = [i for i, each in enumerate(classes) if group in each.groups]
         joint = torch.stack([powers[i] for i in cut])
-        sent = torch.cat([joint, joint.isnan()])  # the maximum of a backend may be a number although a rank has NaN
+        if takes_maximum:  # that of a backend may be a number although a rank has NaN
+            joint = torch.cat([joint, joint.isnan()])
         try:
-            launched(dist.all_reduce, sent, op, group=group)
+            launched(dist.all_reduce, joint, op, group=group)
         except CommunicationError as error:
             raise lost("clip_grad_norm_", error, "sum the norms of gradients", [group]) from error.__cause__
-        found, are_nan = sent.chunk(2)
-        for i, power in zip(cut, found.masked_fill(are_nan > 0, math.nan).unbind(), strict=True):
+        if takes_maximum:
+            norms, are_nan = joint.chunk(2)
+            joint = norms.masked_fill(are_nan > 0, math.nan)
+        for i, power in zip(cut, joint.unbind(), strict=True):
             powers[i] = power
     return powers

@@ -96,16 +96,11 @@ class MemoryLimit:
     def _check(self, index: int) -> None:
         """Refuse a unit that does not fit next to its root, in this forward or in a backward that may follow."""
         sizes, root = self._ledger.sizes[index], self._ledger.sizes[0]
-        needs = [(sizes.gather, root.unsharded)]  # with what the root has beside it
+        kept = root.unsharded if index else 0
+        own, beside = sizes.gather, kept
         if torch.is_grad_enabled():
-            rules = self._units[index].rules
-            in_backward = sizes.backward(reshards=True)
-            if rules.after_forward is AfterForward.KEEP:  # it is there already
-                in_backward += sizes.unsharded
-            elif rules.unshard_in_backward:
-                in_backward = sizes.alone
-            needs.append((in_backward, root.unsharded + root.backward(reshards=True)))
-        own, beside = max(needs, key=sum) if index else (max(own for own, _ in needs), 0)
+            of_root = kept + (root.backward(reshards=True) if index else 0)
+            own, beside = max((own, beside), (self._in_backward(index), of_root), key=sum)
         if own + beside > self.limit:
             root_needs = f", and the root needs {beside} bytes beside it" if beside else ""
             raise MemoryLimitError(
@@ -113,6 +108,14 @@ class MemoryLimit:
                 f"peak{root_needs}. The parts of the unit, not all held at the same time: {_described(sizes)}. "
                 f"Set a limit of at least {own + beside} bytes, or call fully_shard on smaller modules."
             )
+
+    def _in_backward(self, index: int) -> int:
+        """What a unit takes at most from the start of its backward to the start of its reduction."""
+        sizes, rules = self._ledger.sizes[index], self._units[index].rules
+        computes = sizes.backward(reshards=True)
+        if rules.after_forward is AfterForward.KEEP:  # it is there already
+            return sizes.unsharded + computes
+        return sizes.alone if rules.unshard_in_backward else computes
 
     def _refused(self, index: int, nbytes: int) -> MemoryLimitError:
         stays = self._ledger.stays(index)

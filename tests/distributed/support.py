@@ -48,6 +48,17 @@ class Stack(nn.Module):
         return self.exit(x)
 
 
+class Scaled(Stack):
+    """With a scalar parameter in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 def seeded(model: Callable[[], Any], seed: int = 0) -> Any:
     """``model()`` with the same values on every rank."""
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.runtime.unit import unit_of
-from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import Scaled, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -225,20 +225,11 @@ SINGLE = {
 }
 
 
-class _Scaled(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 @distributed(2)
 def test_unit_with_scalars_takes_comms_and_a_hook(ctx: RankContext, replicas: int) -> None:
     def scaled() -> Any:
-        model = seeded(_Scaled)
+        model = seeded(Scaled)
         for unit in (*model.blocks, model):
             fsdp2.fully_shard(unit, mesh=ctx.mesh_2d(replicas, ctx.world_size // replicas))
         return model

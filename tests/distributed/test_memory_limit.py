@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import Scaled, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 
@@ -203,20 +203,11 @@ def test_smallest_limit_counts_the_staging_of_a_kept_unit_in_forward_only(ctx: R
     step(model)
 
 
-class _Scaled(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
 @pytest.mark.parametrize("shards", [1, 2])
 @distributed(2)
 def test_what_is_not_gathered_counts_neither_before_nor_after_the_first_step(ctx: RankContext, shards: int) -> None:
     """Scalars, and all parameters if the shard axis has one rank."""
-    model = shard(ctx, seeded(_Scaled), mesh=ctx.mesh_2d(2 // shards, shards))
+    model = shard(ctx, seeded(Scaled), mesh=ctx.mesh_2d(2 // shards, shards))
     before = fsdp2.memory_plan(model)
     step(model)
     assert fsdp2.memory_plan(model) == before

@@ -992,4 +992,10 @@ MUTATIONS = [
         "return self._unit.modules[0]",
         ("parity/fsdp1/test_training.py",),
     ),
+    Mutation(
+        "group/param.py",
+        "grad = self._take_unsharded_grad(dtype)",
+        "grad = self._take_unsharded_grad()",
+        ("parity/test_model_parallel.py",),
+    ),
 ]
