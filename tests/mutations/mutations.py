@@ -458,9 +458,9 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "group/gradients.py",
-        "param.accumulate(grad.to(param.compute_dtypes.reduce) if is_first else grad)",
-        "param.accumulate(grad)",
+        "group/param.py",
+        "self.accumulated = grad.to(dtype)",
+        "self.accumulated = grad",
         (
             *_RANDOM,
             "parity/test_accumulation.py",
