@@ -136,7 +136,13 @@ def _lost_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lost_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardedParam, "accumulate", lambda self, grad: setattr(self, "accumulated", grad))
+    keep_grad = ShardedParam.keep_grad
+
+    def keep_only_the_last(param: ShardedParam) -> None:
+        param.accumulated = None if param.unsharded_grad is not None else param.accumulated
+        keep_grad(param)
+
+    monkeypatch.setattr(ShardedParam, "keep_grad", keep_only_the_last)
 
 
 DEFECTS = [_no_division, _lost_partial_sums, _lost_micro_batches]
