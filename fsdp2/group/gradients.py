@@ -195,6 +195,7 @@ class GroupGradients:
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
+        self._keeps = False  # whether the last backward left its gradients on this rank
         self.used = b""
         self.withheld: list[tuple[int, Reduction]] = []
 
@@ -235,6 +236,13 @@ class GroupGradients:
     def _forget_frozen(self) -> None:
         """The gradients of parameters that were frozen late are taken, or given up: nothing more comes."""
         self._unsharded.follow_requires_grad(self._unsharded.requires_grad)
+
+    def begin_backward(self, *, keeps: bool) -> None:
+        """A backward has come to the unsharded parameters. ``keeps``: its gradients stay on this rank."""
+        if keeps or self._keeps:
+            self._keeps = keeps
+            for param in self._params:
+                param.choose_grad_dtype(is_kept=keeps)
 
     def keep_unreduced(self) -> None:
         """Keep this backward's gradients on this rank, in reduce dtype."""

@@ -171,18 +171,32 @@ class ShardedParam:
             _torch.set_grad_dtype(param, self.grad_dtype.dtype)
 
     def follow_compute_dtype(self) -> None:
-        """Make gradients follow the dtype of the unsharded parameter, which hooks choose. If the user set a
-        ``grad_dtype``, and with torch 2.15 always, autograd must not round gradients before a wider reduction: some
-        operations return wider gradients than their parameters. So autograd then leaves gradients in the dtype in
-        which they come."""
+        """Make gradients follow the dtype of the unsharded parameter, which hooks choose."""
         assert self.unsharded is not None
         if self.unsharded.dtype.is_floating_point:
             policy = replace(self.policy, param_dtype=self.unsharded.dtype)
             self.compute_dtypes = param_dtypes(self.dtypes.orig, policy, self.grad_dtype)
+        self.choose_grad_dtype(is_kept=False)
+
+    def choose_grad_dtype(self, *, is_kept: bool) -> None:
+        """Choose the dtype in which autograd adds up the gradients of the next backward. ``is_kept``: the sum stays on
+        this rank.
+
+        If the user set a ``grad_dtype``, and with torch 2.15 always, autograd must not round gradients before a wider
+        reduction: some operations return wider gradients than their parameters. So autograd then leaves gradients in
+        the dtype in which they come. Torch 2.15 adds up in reduce dtype what is the first to be kept, and what may be
+        pending on a model axis; and so do we.
+        """
         dtypes = self.compute_dtypes
-        if dtypes.param is not dtypes.reduce and (GRADIENTS_FOLLOW_SHARDS or self.grad_dtype is not None):
-            is_rounded = GRADIENTS_FOLLOW_SHARDS and dtypes.reduce.itemsize < dtypes.param.itemsize
-            _torch.set_grad_dtype(self.unsharded, dtypes.reduce if is_rounded else None)
+        if self.unsharded is None or dtypes.param is dtypes.reduce:
+            return
+        if GRADIENTS_FOLLOW_SHARDS:
+            is_wider = dtypes.reduce.itemsize > dtypes.param.itemsize
+            is_first = is_kept and self.accumulated is None and self.unsharded_grad is None
+            as_reduced = not is_wider or is_first or self.spec.may_be_pending
+            _torch.set_grad_dtype(self.unsharded, dtypes.reduce if as_reduced else None)
+        elif self.grad_dtype is not None:
+            _torch.set_grad_dtype(self.unsharded, None)
 
     def bound(self) -> object:
         """What is bound now. Users may have replaced the sharded parameter, in one slot or in all."""

@@ -45,6 +45,12 @@ class ParamSpec:
     unsharded: TensorSpec | None = None
     data_parallel_axes: tuple[int, ...] = ()
 
+    @property
+    def may_be_pending(self) -> bool:
+        """Whether a gradient may be a sum that is pending on a model axis: where the parameter is replicated."""
+        placements = () if self.unsharded is None else self.unsharded.placements
+        return any(p.is_replicate() for axis, p in enumerate(placements) if axis not in self.data_parallel_axes)
+
     def unsharded_tensor(self, local: torch.Tensor) -> torch.Tensor:
         """What has been gathered, as compute reads it."""
         return local if self.unsharded is None else self.unsharded.dtensor(local)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm.streams import lost
 from fsdp2.group.param import Slot
+from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.executor import ActionFilter, Executor
 from fsdp2.runtime.rank_checks import UsedParams, by_mesh, check_agreement, compare, watch_for_stalls
 from fsdp2.runtime.split_backward import SplitBackwards
@@ -373,6 +374,9 @@ class Root:
         if self.executor.filter is not None:
             self.executor.filter.begin_backward(unit.index)
         self.executor.do(self.schedule.pre_backward(unit.index))
+        if GRADIENTS_FOLLOW_SHARDS:
+            for group in unit.groups:
+                group.gradients.begin_backward(keeps=not unit.rules.reduces)
 
     def _join_backward(self, events: Sequence[Event]) -> None:
         """Gather and reduce units that this rank skips and other ranks may use."""

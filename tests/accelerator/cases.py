@@ -50,7 +50,9 @@ FEW = ["late gathers and reductions", "side streams first", "seed 1"]
 WIDE = partial(MLP, num_blocks=2, dim=128)  # shards of its weights travel direct
 
 
-def bf16(runtime: Runtime, reduce_dtype: torch.dtype | None = None) -> dict[str, Any]:
+def bf16(runtime: Runtime, reduce_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Sums in ``reduce_dtype``, whatever the version's default is: in bf16, gradients are cast back, one more kernel
+    behind the reduction."""
     return {"mp_policy": runtime.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)}
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tests.harness.compare import compare
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.models import MLP, ParityModel, Transformer, Uneven
-from tests.harness.training import Case, Step, Tolerance, one_backward, sgd
+from tests.harness.models import MLP, ParityModel, SharedModules, Transformer, Uneven
+from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BFLOAT16_ARITHMETIC = Tolerance(rtol=5e-2, atol=5e-2)
@@ -150,3 +150,10 @@ def test_units_may_have_different_policies(ctx: RankContext) -> None:
         runtime.fully_shard(model, mesh=mesh, mp_policy=policy(param_dtype=BF16))
 
     compare(Case(MLP, shard, step_with_dtypes, sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC), ctx.mesh_1d())
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16_reduced_in_fp32"])
+@distributed(2)
+def test_gradients_of_what_is_used_twice_accumulate_without_communication(ctx: RankContext, name: str) -> None:
+    """Autograd adds up two gradients of one backward, in a dtype that depends on torch's version."""
+    compare(_case(SharedModules, POLICIES[name], step=accumulate), ctx.mesh_1d())

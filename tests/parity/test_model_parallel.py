@@ -139,8 +139,17 @@ class Normed(MLP):
         self.exit = nn.Sequential(self.norm, self.exit)  # type: ignore[assignment]
 
 
+def two_forwards(step: Step, model: ParityModel) -> list[Tensor]:
+    loss = step.loss(model, 0) + step.loss(model, 1)
+    loss.backward()
+    return [loss]
+
+
+@pytest.mark.parametrize("step", [accumulate, two_forwards])
 @distributed(2)
-def test_sums_that_are_pending_on_the_model_axis_accumulate_in_reduce_dtype(ctx: RankContext) -> None:
+def test_sums_that_are_pending_on_the_model_axis_accumulate_in_reduce_dtype(
+    ctx: RankContext, step: Callable[[Step, Any], list[Tensor]]
+) -> None:
     """The gradients of a norm, whose input is cut along the sequence. Each rank has its own part of that."""
 
     def mixed(runtime: Runtime, model: Normed, mesh: DeviceMesh) -> None:
@@ -149,7 +158,7 @@ def test_sums_that_are_pending_on_the_model_axis_accumulate_in_reduce_dtype(ctx:
         runtime.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
 
     mesh = ctx.mesh(dp=1, tp=2)
-    compare(Case(Normed, shard=mixed, step=accumulate, unsharded=None), mesh)
+    compare(Case(Normed, shard=mixed, step=step, unsharded=None), mesh)
 
 
 class Odd(MLP):
