@@ -15,7 +15,7 @@ from fsdp2.runtime.executor import Programs
 from fsdp2.runtime.root import Root, register_memory_limit
 from fsdp2.schedule.schedule import Action, AfterForward
 from fsdp2.schedule.states import GroupState
-from fsdp2.tools.memory_plan import Ledger, UnitBytes, group_bytes, unit_bytes
+from fsdp2.tools.memory_plan import Ledger, UnitBytes, unit_bytes
 from fsdp2.types import MemoryLimitError
 
 
@@ -46,7 +46,7 @@ class MemoryLimit:
             elif GroupState.UNSHARDED in states:
                 ledger.wait(index)
             else:
-                ledger.reshard(index, self._left(index, post_forward=GroupState.SHARDED_POST_FORWARD in states))
+                ledger.reshard(index, post_forward=GroupState.SHARDED_POST_FORWARD in states)
 
     def begin_backward(self, unit: int) -> None:
         """The backward of ``unit`` begins: from here on, count the memory of its gradients.
@@ -74,10 +74,7 @@ class MemoryLimit:
         self._executor.programs[action, index]()
         if action is Action.UNSHARD:
             self._measure(index)
-        if action in (Action.RESHARD, Action.RESHARD_POST_FORWARD):
-            self._ledger.reshard(index, self._left(index, post_forward=action is Action.RESHARD_POST_FORWARD))
-        else:
-            self._ledger.count(action, index, self._executor.max_in_flight)
+        self._ledger.count(action, index, self._executor.max_in_flight)
 
     def _make_room(self, index: int, nbytes: int) -> None:
         ledger = self._ledger
@@ -96,17 +93,18 @@ class MemoryLimit:
     def _check(self, index: int) -> None:
         """Refuse a unit that does not fit next to its root, in this forward or in a backward that may follow."""
         sizes, root = self._ledger.sizes[index], self._ledger.sizes[0]
-        kept = root.unsharded if index else 0
-        own, beside = sizes.gather, kept
+        own, of_root = sizes.gather, root.unsharded if index else 0
         if torch.is_grad_enabled():
-            of_root = kept + (root.backward(reshards=True) if index else 0)
-            own, beside = max((own, beside), (self._in_backward(index), of_root), key=sum)
-        if own + beside > self.limit:
-            root_needs = f", and the root needs {beside} bytes beside it" if beside else ""
+            in_backward = of_root + (root.backward(reshards=True) if index else 0)
+            own, of_root = max((own, of_root), (self._in_backward(index), in_backward), key=sum)
+        kept = sum(each.kept for other, each in enumerate(self._ledger.sizes) if other not in (0, index))
+        if own + of_root + kept > self.limit:
+            beside = f", and the root needs {of_root} bytes beside it" if of_root else ""
+            beside += f", and other units keep {kept} bytes" if kept else ""
             raise MemoryLimitError(
                 f"set_temporary_memory_limit({self.limit}): unit '{self._units[index].name}' needs {own} bytes at its "
-                f"peak{root_needs}. The parts of the unit, not all held at the same time: {_described(sizes)}. "
-                f"Set a limit of at least {own + beside} bytes, or call fully_shard on smaller modules."
+                f"peak{beside}. The parts of the unit, not all held at the same time: {_described(sizes)}. "
+                f"Set a limit of at least {own + of_root + kept} bytes, or call fully_shard on smaller modules."
             )
 
     def _in_backward(self, index: int) -> int:
@@ -131,12 +129,6 @@ class MemoryLimit:
         before, self._ledger.sizes[index] = self._ledger.sizes[index], unit_bytes(self._units[index])
         if self._ledger.sizes[index] != before:
             self._check(index)
-
-    def _left(self, index: int, *, post_forward: bool) -> int:
-        """The bytes of a unit's parameters that stay after a reshard."""
-        groups = self._units[index].groups
-        kept = sum(group_bytes(group).unsharded for group in groups if group.keeps_storage)
-        return kept + (sum(group_bytes(group).post_forward for group in groups) if post_forward else 0)
 
 
 def _described(sizes: UnitBytes) -> str:

@@ -105,6 +105,7 @@ class UnitBytes:
         gradients: gradients that autograd makes in the unit's backward.
         copies: memory that the reduction of these gradients makes: buckets, casts, and room to receive.
         sent: the part of gradients and copies that is held while the reduction is in flight.
+        kept: the part of ``unsharded`` that stays allocated when the parameters are resharded.
     """
 
     unsharded: int = 0
@@ -113,6 +114,7 @@ class UnitBytes:
     gradients: int = 0
     copies: int = 0
     sent: int = 0
+    kept: int = 0
 
     def __add__(self, other: UnitBytes) -> UnitBytes:
         return UnitBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -125,7 +127,7 @@ class UnitBytes:
     def backward(self, *, reshards: bool) -> int:
         """What backward adds to the unsharded parameters, up to the start of the reduction. ``reshards``: parameters
         are freed before the reduction makes its copies."""
-        return self.gradients + max(self.copies - (self.unsharded if reshards else 0), 0)
+        return self.gradients + max(self.copies - (self.unsharded - self.kept if reshards else 0), 0)
 
     @property
     def alone(self) -> int:
@@ -154,10 +156,12 @@ def _gather_bytes(group: ParamGroup) -> UnitBytes:
     passing = sum(step.padded_nbytes for step in plan.steps if step.lifetime is Lifetime.ARRIVAL)
     travelling = sum(step.padded_nbytes for step in plan.steps)
     staged = sum(flat.nbytes for flat in group.shards.flats.values()) if group.home.is_staged else 0
+    nbytes = plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes
     return UnitBytes(
-        unsharded=plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes,
+        unsharded=nbytes,
         arriving=plan.staging_nbytes + passing + staged + unsharded.carrier.gather_buffer_nbytes(travelling),
         post_forward=0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps),
+        kept=nbytes if group.keeps_storage else 0,
     )
 
 
@@ -204,9 +208,8 @@ class Ledger:
     def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
         self.sizes = list(sizes)
         self.limit = limit
-        self.held = 0
-        self.peak = 0
-        self._params = [0] * len(self.sizes)
+        self._params = [each.kept for each in self.sizes]
+        self.held = self.peak = sum(self._params)
         self._unsharded: set[int] = set()  # or on the way there
         self._arriving: dict[int, None] = {}  # oldest first
         self._backwards = [0] * len(self.sizes)
@@ -221,7 +224,9 @@ class Ledger:
 
     def to_unshard(self, unit: int) -> int:
         """What gathering ``unit`` adds."""
-        return 0 if unit in self._unsharded else self.sizes[unit].gather
+        if unit in self._unsharded:
+            return 0
+        return self.sizes[unit].gather - min(self.sizes[unit].kept, self._params[unit])
 
     def to_run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> int:
         """What the backward of ``unit`` adds: its parameters, if backward ``gathers`` them, and its gradients."""
@@ -235,7 +240,8 @@ class Ledger:
 
     def stays(self, unit: int) -> dict[int, int]:
         """The bytes by unit that cannot be freed to make room for ``unit``."""
-        params = [0 if i in self._arriving and i != unit else n for i, n in enumerate(self._params)]
+        dropped = [i in self._arriving and i != unit for i in range(len(self.sizes))]
+        params = [s.kept if d else n for s, d, n in zip(self.sizes, dropped, self._params, strict=True)]
         held = [a + b for a, b in zip(params, self._backwards, strict=True)]
         return {i: n for i, n in enumerate(held) if n}
 
@@ -249,7 +255,7 @@ class Ledger:
         dropped = []
         for other in reversed(self._arriving):  # latest first: its unit is expected to be needed last
             if missing > 0 and other != unit:
-                missing -= self._params[other]
+                missing -= self._params[other] - self.sizes[other].kept
                 dropped.append(other)
         return None if missing > 0 else Room(landings, tuple(dropped))
 
@@ -266,11 +272,11 @@ class Ledger:
         self._unsharded.add(unit)
         self._set_params(unit, self.sizes[unit].unsharded)
 
-    def reshard(self, unit: int, leaves: int = 0) -> None:
-        """``unit`` is resharded. ``leaves``: bytes that stay."""
+    def reshard(self, unit: int, *, post_forward: bool = False) -> None:
+        """``unit`` is resharded. ``post_forward``: to its smaller mesh."""
         self._arriving.pop(unit, None)
         self._unsharded.discard(unit)
-        self._set_params(unit, leaves)
+        self._set_params(unit, self.sizes[unit].kept + self.sizes[unit].post_forward * post_forward)
 
     def run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> None:
         if gathers or unit in self._unsharded:
@@ -302,7 +308,7 @@ class Ledger:
         elif action is Action.WAIT:
             self.wait(unit)
         elif action in (Action.RESHARD, Action.RESHARD_POST_FORWARD):
-            self.reshard(unit, self.sizes[unit].post_forward if action is Action.RESHARD_POST_FORWARD else 0)
+            self.reshard(unit, post_forward=action is Action.RESHARD_POST_FORWARD)
         elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
             self.reduce(unit, max_in_flight)
         elif action is Action.KEEP:

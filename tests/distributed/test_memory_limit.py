@@ -158,8 +158,9 @@ def test_allocator_stays_under_the_limit_with_resting_shards(ctx: RankContext) -
     _check_against_the_allocator(ctx, reshard_after_forward=2)
 
 
-def _smallest_limit(ctx: RankContext, **options: Any) -> list[str]:
+def _smallest_limit(ctx: RankContext, *, keeps_storage: bool = False, **options: Any) -> list[str]:
     model = sharded(ctx, **options)
+    model.set_keep_unsharded_storage(keeps_storage)
     at_least = fsdp2.memory_plan(model).at_least
     model.set_temporary_memory_limit(at_least)
     step(model)
@@ -189,6 +190,17 @@ def test_kept_units_that_do_not_fit_together_are_refused() -> None:
 MemoryLimitError: set_temporary_memory_limit(40127): unit 'blocks.2' needs 6336 bytes more, but
 33792 bytes cannot be freed: '(root)' 21120, 'blocks.0' 4224, 'blocks.1' 4224, 'blocks.2' 4224. Set
 a limit of at least 40128 bytes, or reshard units after forward.""",
+    )
+
+
+def test_memory_that_is_kept_counts_once() -> None:
+    assert_expected_inline(
+        "\n".join(same_on_all_ranks(_smallest_limit, keeps_storage=True)),
+        """\
+MemoryLimitError: set_temporary_memory_limit(52799): unit 'blocks.0' needs 14784 bytes at its peak,
+and the root needs 29568 bytes beside it, and other units keep 8448 bytes. The parts of the unit,
+not all held at the same time: unsharded parameters 4224, staging 4224, gradients 4224, copies to
+reduce 6336. Set a limit of at least 52800 bytes, or call fully_shard on smaller modules.""",
     )
 
 

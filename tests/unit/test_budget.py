@@ -33,12 +33,31 @@ def test_staging_is_held_until_the_parameters_have_arrived() -> None:
 def test_resting_shards_are_held_beside_the_gather_that_replaces_them() -> None:
     ledger = _ledger(1000)
     ledger.wait(1)
-    ledger.reshard(1, leaves=20)
+    ledger.reshard(1, post_forward=True)
     assert ledger.held == 20
     ledger.unshard(1)
     assert ledger.held == 125
     ledger.wait(1)
     assert ledger.held == 100
+
+
+def test_kept_storage_is_held_before_between_and_in_gathers() -> None:
+    ledger = Ledger([ROOT, replace(UNIT, kept=100)], 1000)
+    assert (ledger.held, ledger.to_unshard(1)) == (100, 5)
+    ledger.unshard(1)
+    assert ledger.held == 105
+    assert ledger.stays(0) == {1: 100}
+    ledger.limit = 105
+    assert ledger.room_for(5, 0) == Room(dropped=(1,))
+    assert ledger.room_for(6, 0) is None
+    ledger.wait(1)
+    ledger.reshard(1, post_forward=True)
+    assert ledger.held == 120
+    ledger.run_backward(1, gathers=True, reshards=True)
+    assert ledger.held == 100 + 100 + 7  # the copies find no freed memory
+    ledger.reshard(1)
+    ledger.reduce(1, 1)
+    assert (ledger.held, ledger.peak) == (207, 207)
 
 
 @pytest.mark.parametrize(("reshards", "copies", "expected"), [(True, 7, 100), (True, 130, 130), (False, 7, 107)])
