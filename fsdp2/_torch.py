@@ -160,9 +160,9 @@ def groups_made_from_nothing() -> Iterator[None]:
 
 def num_groups() -> int:
     """By what this rank tells its process groups apart, which is part of the name of a group that only some ranks make:
-    each group that this rank makes adds one."""
-    world = dist.distributed_c10d._world
-    return world.group_count if torch.__version__ >= "2.15" else len(world.pg_names)
+    each group that this rank makes adds one. The name was made of another number in torch 2.13 and before."""
+    world, names_read = dist.distributed_c10d._world, dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
+    return world.group_count if "group_count" in names_read else len(world.pg_names)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

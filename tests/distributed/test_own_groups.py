@@ -106,7 +106,7 @@ def test_ranks_of_a_part_make_their_groups_alone_though_the_world_has_a_device(c
 
 @distributed(4)
 def test_ranks_that_were_in_different_meshes_before_find_each_other(ctx: RankContext) -> None:
-    """torch counts the groups of a rank in the name of a group that only some ranks make; since 2.15, in all names."""
+    """torch counts the groups of a rank in the name of a group that only some ranks make; since 2.14, in all names."""
     mesh = parallel_mesh(init_device_mesh("cpu", (2, 2)))
     if ctx.rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True, group_desc="earlier")
