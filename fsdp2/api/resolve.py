@@ -24,6 +24,7 @@ from fsdp2.comm.offload import Home
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import has_hooks, is_plain
 from fsdp2.group.param import SHARDED_AS, ParamRecord, ShardedParam, Slot, pinned, subclass_shard
+from fsdp2.group.shards import is_shard
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
@@ -73,7 +74,7 @@ def divide_ties(
     managed: list[Found] = []
     left_out: list[Slot] = []
     for item in items.values():
-        is_elsewhere = hasattr(item.param, SHARDED_AS) and not isinstance(item.param, DTensor)
+        is_elsewhere = hasattr(item.param, SHARDED_AS) and not is_shard(item.param)
         if is_elsewhere and ties is TiedWeights.MOVE:
             if id(item.param) not in owners:
                 left_out += item.slots
@@ -120,19 +121,25 @@ def resolve_groups(
 ) -> list[ResolvedGroup]:
     """One group per set of ranks, in the order of the first parameter of each group. ``post_forward_size``: over how
     many ranks the user wants shards between forward and backward."""
-    meshes: dict[Any, ParallelMesh] = {}
 
-    def known(mesh: ParallelMesh) -> ParallelMesh:
-        return meshes.setdefault((mesh.shard.group, mesh.replicate.group, mesh.roles), mesh)
+    def ranks(mesh: ParallelMesh) -> tuple[object, ...]:
+        return mesh.shard.group, mesh.replicate.group, mesh.roles
 
-    known(parallel)
+    meshes: dict[tuple[object, ...], ParallelMesh] = {ranks(parallel): parallel}
+
+    def known(mesh: ParallelMesh, param: torch.Tensor) -> ParallelMesh:
+        """One object for all meshes of the same ranks, but a DTensor's mesh can be joined only with the given one."""
+        is_joined = isinstance(param, DTensor) and mesh.mesh != parallel.mesh
+        return meshes.setdefault((*ranks(mesh), mesh.mesh) if is_joined else ranks(mesh), mesh)
+
     members: dict[ParallelMesh, list[ParamRecord]] = {}
     for item in found:
         _check_param(item, parallel.device)
         placement, mesh = _asked_placement(item, parallel, placement_fn)
         if item.param.dim() == 0:  # a scalar cannot be cut: all ranks hold it, and its gradient is all-reduced
-            mesh = replicated(known(mesh))
-        members.setdefault(known(mesh), []).append(_resolve(item, known(mesh), placement, policy, home))
+            mesh = replicated(known(mesh, item.param))
+        mesh = known(mesh, item.param)
+        members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy, home))
     return [
         ResolvedGroup(mesh, tuple(records), _post_forward_mesh(post_forward_size, mesh))
         for mesh, records in members.items()
@@ -215,7 +222,7 @@ def _check_param(item: Found, device: torch.device) -> None:
             "subclass with all-gather hooks, or list the parameter in ignored_params."
         )
     sharded_as = getattr(param, SHARDED_AS, None)
-    if isinstance(param, DTensor) and sharded_as is not None:
+    if is_shard(param):
         raise ValueError(
             f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this one, or on one "
             "that shares it. Call fully_shard on inner modules first. To add modules later, pass only the new modules, "

@@ -52,6 +52,11 @@ def count_steps(params: Sequence[torch.Tensor], count: list[int]) -> None:
         setattr(param, _NUM_STEPS, count)
 
 
+def is_shard(param: torch.Tensor) -> bool:
+    """Whether ``param`` is a sharded parameter, not an original that one has replaced. Both may be DTensors."""
+    return hasattr(param, _NUM_STEPS)
+
+
 @cache
 def _note_optimizer_steps() -> None:
     """Count optimizer steps from now on, in the whole process; refuse those that would change nothing, or warn."""

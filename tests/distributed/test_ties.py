@@ -9,7 +9,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, ScheduleError, fully_shard
 from fsdp2.tools import trace
@@ -36,6 +37,39 @@ PLACES = {
     "two blocks": ("blocks.0.linear", "blocks.2.linear"),
     "all": ("entry", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "exit"),
 }
+
+
+class _Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, DIM)
+        self.head = nn.Linear(DIM, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))  # type: ignore[no-any-return]
+
+
+@distributed(2)
+def test_dtensors_of_tensor_parallelism_move_as_well(ctx: RankContext) -> None:
+    mesh = ctx.mesh(dp=1, tp=2)
+    model, reference = seeded(_Tokens), seeded(_Tokens)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    model.head.weight = model.embedding.weight
+    for unit in (model.embedding, model):
+        fully_shard(unit, mesh=mesh["dp"])
+    for each in (model, reference):
+        each(torch.arange(8)).square().mean().backward()
+    assert model.head.weight is model.embedding.weight
+    found = model.head.weight.grad
+    assert isinstance(found, DTensor)
+    torch.testing.assert_close(found.full_tensor(), reference.head.weight.grad)
+    with pytest.raises(ValueError, match="already sharded"):
+        fully_shard(model.head, mesh=mesh["dp"])
 
 
 @pytest.mark.parametrize("case", PLACES)

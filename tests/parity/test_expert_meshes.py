@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as names_of_torch
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import ParamPlacement
+from fsdp2 import ParamPlacement, fully_shard
 from fsdp2.runtime.unit import unit_of
 from tests.harness.compare import compare, compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -119,3 +119,20 @@ def test_experts_may_lie_on_a_full_mesh_of_their_own(ctx: RankContext) -> None:
         return {name: snapshot(param, with_full=True) for name, param in model.named_parameters()}
 
     compare_values("on full meshes", sharded(subject()), sharded(oracle()))
+
+
+@distributed(2)
+def test_a_dtensor_keeps_the_mesh_that_was_given_for_it(ctx: RankContext) -> None:
+    """Another mesh has the same ranks, as with one rank per expert, and cannot be joined with that of the DTensor."""
+    mesh = ctx.mesh(expert=1, dp=2)
+    for everybody in (None, mesh["expert", "dp"]._flatten("everybody")):
+        linear = nn.Linear(4, 4)
+        original = linear.weight.detach()
+        linear.weight = nn.Parameter(distribute_tensor(original, mesh["expert"], [Shard(0)]))
+        placed = {linear.weight: ParamPlacement(Shard(0), mesh["dp"])}
+        fully_shard(linear, mesh=everybody, shard_placement_fn=placed.get)
+        weight = linear.weight
+        assert isinstance(weight, DTensor)
+        assert weight.device_mesh.mesh_dim_names == ("dp", "expert")
+        assert weight.to_local().shape == (2, 4)
+        assert torch.equal(weight.full_tensor(), original)
