@@ -307,6 +307,32 @@ def test_forward_that_takes_gradients(ctx: RankContext) -> None:
 
 
 @distributed(2)
+def test_backward_of_gradients_that_were_taken_behind_the_forward(ctx: RankContext) -> None:
+    """A penalty on the gradient of the input. The second backward reads parameters, so the first must not free them."""
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3)))
+
+    sharded, reference = seeded(model), seeded(model)
+    for unit in (*sharded, sharded):
+        fsdp2.fully_shard(unit, mesh=ctx.mesh_1d())
+    sharded.set_reshard_after_backward(False)
+    shards, originals = list(sharded.parameters()), list(reference.parameters())
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (shards, originals)]
+    for seed in range(3):
+        for each in (sharded, reference):
+            x = batch(seed).requires_grad_()
+            output = each(x)
+            (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            (gradient.square().sum() + output.mean() + each(x).square().mean()).backward()
+        for shard, original in zip(shards, originals, strict=True):
+            assert torch.allclose(shard.grad.full_tensor(), original.grad, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@distributed(2)
 def test_compiled_block(ctx: RankContext) -> None:
     """All that a graph returns comes out of one node."""
     start_compiling()
