@@ -89,6 +89,10 @@ def parameters_of_example(name: str, folder: Path) -> Any:
 def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     example = (EXAMPLES / "with_distributed_config.py").read_text()
+    # torch may abort where gloo still lets go of the last collective: see "A process that aborts" in docs/debugging.md
+    end = "torch.distributed.destroy_process_group()"
+    assert end in example
+    example = example.replace(end, f"import time\n\ntime.sleep(0.5)\n{end}")
     script = tmp_path / "train.py"
     script.write_text(f'{example}print("made by", {{type(m).__mro__[1].__module__ for m in [model]}})\n')
     command = [
