@@ -266,7 +266,6 @@ class ModuleHooks:
         (only,) = tensors
         view = only.view_as(only)
         self._post_backward.add_to(view)
-        view = view.view_as(view)  # for modules that return their input: hooks of outputs, on this node, run first
         if args and args[0] is only:
             return (view, *args[1:]), kwargs
         return map_tensors(lambda tensor: view if tensor is only else tensor, (args, kwargs))
