@@ -519,6 +519,8 @@ def watch_calls(
                 if tensor.requires_grad:
                     hook.add_to(tensor)
         elif output.requires_grad and (running_backward() == -1 or not is_late()):
+            if args and output is args[0]:  # it may be the unit's input, whose own hook must be the last one
+                output = output.view_as(output)
             node = output.grad_fn
             if node is None or output.output_nr:
                 hook.add_to(output)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class ModuleHooks:
         self._runs_method = False  # a registered method of the unit is running
         self._is_resumed = False  # that method has called the unit again, as generate() calls forward()
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
+        self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
         for module in unit.modules:
@@ -218,7 +220,11 @@ class ModuleHooks:
     def _handed_out(self, output: Any) -> Any:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward."""
         if torch.is_grad_enabled():
-            for tensor in (output,) if type(output) is torch.Tensor else find_tensors(output, []):
+            found = (output,) if type(output) is torch.Tensor else find_tensors(output, [])
+            if self._marked is not None and id(self._marked()) in map(id, found):
+                output = _viewed(output, self._marked())
+                found = find_tensors(output, [])
+            for tensor in found:
                 if tensor.requires_grad:
                     self._pre_backward.add_to(tensor)
                     self._leads_to = Outcome.BACKWARD
@@ -266,9 +272,16 @@ class ModuleHooks:
         (only,) = tensors
         view = only.view_as(only)
         self._post_backward.add_to(view)
+        self._marked = weakref.ref(view)
         if args and args[0] is only:
             return (view, *args[1:]), kwargs
         return map_tensors(lambda tensor: view if tensor is only else tensor, (args, kwargs))
+
+
+def _viewed(output: Any, tensor: torch.Tensor | None) -> Any:
+    """``output`` with a view in place of ``tensor``, a unit's input that is returned as it is. On one tensor, the hook
+    that ends the unit's backward would run before the one that begins it."""
+    return map_tensors(lambda each: each.view_as(each) if each is tensor else each, output)
 
 
 FORWARD_METHOD = "_fsdp2_forward_method"  # attribute of the wrapper of a registered method: the method itself

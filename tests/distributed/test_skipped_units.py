@@ -211,6 +211,52 @@ def test_gradients_that_reach_other_units(ctx: RankContext) -> None:
     _assert_steps(ctx, _sharded(ctx), ways, _step)
 
 
+class _Gated(Block):
+    """Returns its input unchanged, unless ``runs``; then, a module with parameters returns that input inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = _Gate(DIM, DIM)
+
+    def forward(self, x: Tensor | list[Tensor], runs: bool = True) -> Tensor:
+        x = x[0] if isinstance(x, list) else x
+        return super().forward(self.gate(x)) if runs else x
+
+
+class _Gate(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Gated(nn.Module):
+    """All blocks are called, and those that ``way`` does not name return their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(_Gated() for _ in range(3))
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = self.blocks[0](self.entry(x), 0 in way)
+        x = self.blocks[1](x=x, runs=1 in way)
+        return self.blocks[2]([x], runs=2 in way)  # type: ignore[no-any-return]
+
+
+@distributed(2)
+def test_units_that_return_their_input_on_one_rank(ctx: RankContext) -> None:
+    """As where layers are dropped. The gradient of the output is that of the input, and comes first all the same."""
+    model = shard(ctx, seeded(Gated))
+    ways = [[[0, 1, 2], [0, 1, 2]], [[1, 2], [0, 1, 2]], [[0], [1]], [[0, 1], [2]], [[], []]]
+    for number, by_rank in enumerate(ways):
+        steps = [functools.partial(_step, way=way, seed=2 * number + rank) for rank, way in enumerate(by_rank)]
+        with trace.record(model) as recorded:
+            steps[ctx.rank](model)
+        _assert_gradients(model, _expected(steps, Gated))
+        model.zero_grad()
+        gathered = [entry.unit for entry in recorded.entries if entry.name in ("unshard", "prefetch")]
+        assert [gathered.count(f"blocks.{index}") for index in range(3)] == [2, 2, 2]
+
+
 @distributed(2)
 def test_order_that_is_not_that_of_registration(ctx: RankContext) -> None:
     ways = [[[4, 2, 1, 0], [4, 2, 1, 0]], [[4, 0], [2, 1]], [[1], [4, 2]], [[3, 0], [1]]]
