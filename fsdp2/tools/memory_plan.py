@@ -8,7 +8,7 @@ gradients that the user keeps unreduced.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -42,6 +42,7 @@ class MemoryPlan:
         units: the units in the order of the model's modules, the root first.
         peak: the most that a step holds besides shards and their gradients, if gathers and reductions overlap with
             compute. The units run in the order of the last forward; before a first forward, in the order of modules.
+            A unit that a forward uses several times counts as such after the second step.
         at_least: the smallest limit for :meth:`FSDPModule.set_temporary_memory_limit`; nothing overlaps then.
     """
 
@@ -340,13 +341,15 @@ def simulate(
             ledger.count(action, unit)
 
     events = nested(order, parents)
+    uses = Counter(unit for unit, is_start in events if is_start)  # whose backward is to come
     for unit, is_start in events:
         before = schedule.pre_forward(unit, in_backward=False, grad_enabled=True) if is_start else ()
         replay(before if is_start else schedule.post_forward(unit))
     for unit, is_start in reversed(events):
         if is_start:
+            uses[unit] -= 1
             if unit != order[0]:  # the root's backward ends with the whole backward
-                replay(schedule.post_backward(unit))
+                replay(schedule.post_backward(unit, is_last_use=uses[unit] == 0))
             continue
         rules = schedule.rules[unit]
         actions = schedule.pre_backward(unit)

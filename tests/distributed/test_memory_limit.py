@@ -193,6 +193,29 @@ a limit of at least 40128 bytes, or reshard units after forward.""",
     )
 
 
+class _Recurrent(Stack):
+    """Runs its first block again behind the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.exit(x)
+
+
+@distributed(2)
+def test_smallest_limit_counts_gradients_that_wait_for_another_use_of_their_unit(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(_Recurrent))
+    step(model)
+    step(model)  # the order that the ranks compare in the first step has each unit once
+    at_least = fsdp2.memory_plan(model).at_least
+    model.set_temporary_memory_limit(at_least)
+    step(model)
+    model.set_temporary_memory_limit(at_least - 1)
+    with pytest.raises(fsdp2.MemoryLimitError, match=f"at least {at_least} bytes"):
+        step(model)
+
+
 def test_memory_that_is_kept_counts_once() -> None:
     assert_expected_inline(
         "\n".join(same_on_all_ranks(_smallest_limit, keeps_storage=True)),
