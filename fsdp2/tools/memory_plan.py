@@ -42,7 +42,8 @@ class MemoryPlan:
         units: the units in the order of the model's modules, the root first.
         peak: the most that a step holds besides shards and their gradients, if gathers and reductions overlap with
             compute. The units run in the order of the last forward; before a first forward, in the order of modules.
-            A unit that a forward uses several times counts as such after the second step.
+            A unit that a forward uses several times counts as such after the second step. Units that one activation
+            checkpoint recomputes together are all unsharded in backward at once; that is not counted.
         at_least: the smallest limit for :meth:`FSDPModule.set_temporary_memory_limit`; nothing overlaps then.
     """
 

@@ -36,6 +36,11 @@ def script(out: Path, *arguments: str, timeout_s: float = 280) -> tuple[int, lis
     return done.returncode, verdicts
 
 
+def failed(verdicts: Sequence[dict[str, Any]]) -> str:
+    others = [each for each in verdicts if each["status"] != PASS]
+    return "\n".join(f"{each['status']} {each['part']}: {each['detail']}" for each in others)
+
+
 def of(verdicts: Sequence[dict[str, Any]], name: str) -> list[str]:
     return [each["status"] for each in verdicts if each["name"] == name]
 
@@ -46,7 +51,7 @@ def of(verdicts: Sequence[dict[str, Any]], name: str) -> list[str]:
 @pytest.mark.long
 def test_contract_and_training_through_it_hold_on_the_simulated_accelerator(tmp_path: Path) -> None:
     status, verdicts = script(tmp_path, "--device", "sim", "--only", "1")
-    assert status == 0, verdicts
+    assert status == 0, failed(verdicts)
     assert of(verdicts, "contract") == [PASS] * 8
     assert of(verdicts, "forced") == [PASS] * 3
 
@@ -54,7 +59,7 @@ def test_contract_and_training_through_it_hold_on_the_simulated_accelerator(tmp_
 @pytest.mark.long
 def test_late_collectives_and_shared_devices_hold_on_the_simulated_accelerator(tmp_path: Path) -> None:
     status, verdicts = script(tmp_path, "--device", "sim", "--only", "2", "4")
-    assert status == 0, verdicts
+    assert status == 0, failed(verdicts)
     assert of(verdicts, "late") == [PASS] * 9
     assert of(verdicts, "ranks 2") == of(verdicts, "ranks 4") == [PASS] * 5
 
