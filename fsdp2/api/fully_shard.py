@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, overload
@@ -45,7 +45,7 @@ def fully_shard(
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
+    ignored_params: Collection[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     tied_weights: TiedWeights = ...,
 ) -> FSDPModule: ...
@@ -57,7 +57,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (frozen)
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     tied_weights: TiedWeights = TiedWeights.MOVE,
 ) -> Any:
@@ -80,7 +80,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
         mp_policy: dtypes of compute, reduction and output.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer states on the host.
             None, which some clients pass, offloads nothing.
-        ignored_params: parameters that are not sharded, moved or reduced.
+        ignored_params: parameters that are not sharded, moved or reduced; a set, list or tuple.
         dp_mesh_dims: the data-parallel axes of ``mesh``, if ``mesh`` has all axes of the model and every parameter is a
             DTensor on ``mesh``. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
         tied_weights: what to do with a parameter that an inner unit holds and that is also used outside that unit: move
@@ -108,7 +108,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        ignored_params=ignored_params or set(),
+        ignored_params=set(ignored_params or ()),
         tied_weights=tied_weights,
     )
     _change_classes(roots)
@@ -176,8 +176,14 @@ def _check_of_parameters(shard_placement_fn: object, ignored_params: object) -> 
             "fully_shard: shard_placement_fn must be a function from a parameter to Shard(dim), a ParamPlacement or "
             f"None, not {shard_placement_fn!r}, a {described(shard_placement_fn)}. For example: lambda param: Shard(0)."
         )
-    if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
+    if not isinstance(ignored_params, (set, frozenset, list, tuple, type(None))):
         raise TypeError(f"fully_shard: ignored_params must be a set of parameters, not {described(ignored_params)}.")
+    for each in ignored_params or ():
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(
+                f"fully_shard: ignored_params must be a set of parameters, but {each!r} in it is a {described(each)}. "
+                "For example: set(model.head.parameters())."
+            )
 
 
 def _checked_dims(dims: object) -> DataParallelMeshDims | None:

@@ -188,7 +188,7 @@ def test_ignored_and_frozen_plain_parameters_are_not_warned_of(ctx: RankContext)
     """Warnings are errors here. On the meta device, too, where materialising makes new parameters."""
     for device in (ctx.device_type, "meta"):
         model = seeded(Stack).to(device)
-        ignored = set(model.exit.parameters())
+        ignored = list(model.exit.parameters())
         for block in model.blocks:
             fully_shard(block, mesh=ctx.mesh_1d(), ignored_params={block.linear.bias})
         fully_shard(model, mesh=ctx.mesh_1d(), ignored_params=ignored)

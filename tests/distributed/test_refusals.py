@@ -165,7 +165,8 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "policy of torch": _call(mp_policy=theirs.MixedPrecisionPolicy()),
     "dtype as policy": _call(mp_policy=torch.bfloat16),
     "offload policy type": _call(offload_policy=True),
-    "ignored list": _call(ignored_params=[]),
+    "ignored dict": _call(ignored_params={}),
+    "ignored names": _call(ignored_params=["exit.weight"]),
     "name of a dtype": _call(mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype="bf16")),  # type: ignore[arg-type]
     "Python type": _call(mp_policy=fsdp2.MixedPrecisionPolicy(output_dtype=float)),  # type: ignore[arg-type]
     "placement is no function": _call(shard_placement_fn="dim1"),
@@ -276,8 +277,17 @@ def test_offload_policy_of_the_wrong_type() -> None:
 
 def test_ignored_params_of_the_wrong_type() -> None:
     assert_expected_inline(
-        refusal("ignored list"),
-        """TypeError: fully_shard: ignored_params must be a set of parameters, not builtins.list.""",
+        refusal("ignored dict"),
+        """TypeError: fully_shard: ignored_params must be a set of parameters, not builtins.dict.""",
+    )
+
+
+def test_ignored_params_that_are_names() -> None:
+    assert_expected_inline(
+        refusal("ignored names"),
+        """\
+TypeError: fully_shard: ignored_params must be a set of parameters, but 'exit.weight' in it is a
+builtins.str. For example: set(model.head.parameters()).""",
     )
 
 

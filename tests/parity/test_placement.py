@@ -122,6 +122,12 @@ def test_ignored_parameters_stay_plain_and_local(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard, unsharded=None), ctx.mesh_1d())
 
 
+@distributed(2)
+def test_nothing_is_ignored_by_an_empty_list(ctx: RankContext) -> None:
+    """As axolotl passes it."""
+    compare(Case(MLP, shard=functools.partial(shard_units_and_root, ignored_params=[])), ctx.mesh_1d())
+
+
 @distributed(2, 4)
 def test_class_is_both_the_original_and_fsdp_module(ctx: RankContext) -> None:
     def step(step: Step, model: ParityModel) -> list[Tensor]:
