@@ -196,6 +196,8 @@ class GroupGradients:
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
         self._keeps = False  # whether the last backward left its gradients on this rank
+        self._has_kept = False  # backwards have left gradients here since the last reduction; the same on all ranks
+        self._owed: set[int] = set()  # parameters that were frozen meanwhile: the next reduction has them, too
         self.used = b""
         self.withheld: list[tuple[int, Reduction]] = []
 
@@ -230,12 +232,20 @@ class GroupGradients:
             param.accumulated = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        if self._unsharded.is_frozen_late:
-            self._forget_frozen()
+        self._has_kept = False
+        self._owed.clear()
 
-    def _forget_frozen(self) -> None:
-        """The gradients of parameters that were frozen late are taken, or given up: nothing more comes."""
-        self._unsharded.follow_requires_grad(self._unsharded.requires_grad)
+    @property
+    def trainable(self) -> tuple[int, ...]:
+        """The positions of the parameters that the next reduction has."""
+        now = self._unsharded.trainable
+        return tuple(sorted(self._owed.union(now))) if self._owed else now
+
+    def owe(self, frozen: Iterable[int]) -> None:
+        """The parameters at the positions ``frozen`` were trainable up to now. If backwards have left gradients here,
+        the next reduction has those of these parameters, too."""
+        if self._has_kept or self.state is GradientState.UNREDUCED:
+            self._owed.update(frozen)
 
     def begin_backward(self, *, keeps: bool) -> None:
         """A backward has come to the unsharded parameters. ``keeps``: its gradients stay on this rank."""
@@ -246,6 +256,7 @@ class GroupGradients:
 
     def keep_unreduced(self) -> None:
         """Keep this backward's gradients on this rank, in reduce dtype."""
+        self._has_kept = True
         for param in self._params:
             if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself adds up in it
                 param.keep_grad()
@@ -253,13 +264,13 @@ class GroupGradients:
     def reduce(self, *, jointly: bool) -> Reduction | None:
         """Start reducing the gradients that this and earlier backwards left; None if there are none. ``jointly``: other
         ranks may have some, so this rank reduces zeros then."""
-        trainable = self._unsharded.trainable
+        trainable = self.trainable
         if not trainable:
             return None
         bound = self._bound.get(trainable) or self._bind(trainable)
         grads = self._take_all(bound)
-        if self._unsharded.is_frozen_late:
-            self._forget_frozen()
+        self._has_kept = False
+        self._owed.clear()
         present = list(map(_is_there, grads))
         if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
             present = [True] * len(present)

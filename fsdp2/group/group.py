@@ -21,7 +21,7 @@ from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.offload import Home
 from fsdp2.comm.streams import lost, streams_for
 from fsdp2.group.all_gather import Gather, LocalGather
-from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions
+from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions, Reduction
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
@@ -73,7 +73,7 @@ class ParamGroup:
         self.shards = GroupShards(records, self.params, mesh, home, comm.routing)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
-        self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial
+        self.reduce_partial = self.gradients.reduce_partial
         self._story: Callable[[], str] = lambda: "none"
         self._running: Callable[[], Pass] = lambda: Pass.IDLE
         self.stamp: list[int] | None = None
@@ -237,6 +237,7 @@ class ParamGroup:
         """Start gathering the unsharded parameters, unless they are there or in flight."""
         before = self._transition(GroupEvent.UNSHARD)
         if self.state is before:
+            self.take_flags()
             return
         unsharded = self.unsharded
         is_replaceable = before is GroupState.SHARDED and _torch.running_backward() == -1  # backward needs the old ones
@@ -245,12 +246,9 @@ class ParamGroup:
                 self._refresh()
             if unsharded.hooked is not None and unsharded.hooked.have_failed:
                 self._unbind()
-            requires_grad = self.requires_grad()
+            self.take_flags()
             if not unsharded.parameters:  # the first gather, or hooks failed before
-                unsharded.bind(requires_grad)
-            elif unsharded.requires_grad != requires_grad:
-                unsharded.follow_requires_grad(requires_grad)
-                self._tell_parameters()
+                unsharded.bind()
             self._in_flight = unsharded.gather
             if before is GroupState.SHARDED:
                 self.stamp = None
@@ -282,7 +280,6 @@ class ParamGroup:
                 self._in_flight.wait()
             if is_first:
                 unsharded.adopt()
-                unsharded.follow_requires_grad(self.requires_grad())
         except BaseException as error:
             self.state = before
             if isinstance(error, CommunicationError):
@@ -313,8 +310,7 @@ class ParamGroup:
         if before is GroupState.SHARDED:
             return
         unsharded = self.unsharded
-        if before is GroupState.UNSHARDED:
-            self._take_frozen()
+        self.take_flags()
         try:
             if before is GroupState.UNSHARDING:
                 gather, self._in_flight = self._in_flight, None
@@ -347,7 +343,7 @@ class ParamGroup:
             return
         before = self._transition(GroupEvent.RESHARD_POST_FORWARD)
         if before is GroupState.UNSHARDED:
-            self._take_frozen()
+            self.take_flags()
             self.is_stale |= self._bindings.rebind(self.unsharded.cut())
             self._release()
 
@@ -368,32 +364,39 @@ class ParamGroup:
             self.stamp = self.shards.write_stamp()
 
     def reshard_if_outdated(self) -> None:
-        """Reshard if shards were written (by an optimizer), frozen or replaced since ``note_writes``: so the next use
-        gathers the parameters again."""
+        """Reshard if shards were written (by an optimizer) or replaced since ``note_writes``: so the next use gathers
+        the parameters again."""
         if self.state is GroupState.SHARDED or self.stamp is None:
             return
-        self._take_frozen()
-        has_changed = self.stamp != self.shards.write_stamp() or not self._is_intact()
-        if has_changed or self.unsharded.requires_grad != self.requires_grad():
+        if self.stamp != self.shards.write_stamp() or not self._is_intact():
             self.reshard()
 
-    def _take_frozen(self) -> None:
-        """What the user has frozen, or not, may be the unsharded parameters. The shards take that over, and the next
-        gather takes it from the shards."""
-        unsharded = self.unsharded
-        bound, noted = list(map(_get_requires_grad, unsharded.parameters)), unsharded.requires_grad
-        if bound and bound != noted:  # there are none before the first gather has arrived
-            for param, sharded, is_trainable, before in zip(
-                unsharded.parameters, self.shards.sharded, bound, noted, strict=True
-            ):
-                if is_trainable is not before:
-                    sharded.requires_grad_(is_trainable)
-                    param.requires_grad_(before)
+    def take_flags(self) -> None:
+        """Give all forms of each parameter the ``requires_grad`` that the user has set, on the form that is bound or on
+        the sharded one. Users may do so at any time, so each event that depends on flags calls this first (I18)."""
+        unsharded, sharded_params = self.unsharded, self.shards.sharded
+        bound_params = sharded_params if self.shows is not None else self._bindings.forms
+        with _torch.plain_access():
+            sharded = list(map(_get_requires_grad, sharded_params))
+            bound = sharded if bound_params is sharded_params else list(map(_get_requires_grad, bound_params))
+        noted = unsharded.requires_grad
+        if sharded == noted and bound == noted:
+            return
+        if noted:
+            changed = [of_bound is not before for of_bound, before in zip(bound, noted, strict=True)]
+            flags = [b if is_changed else s for b, is_changed, s in zip(bound, changed, sharded, strict=True)]
+            self.gradients.owe(index for index, flag in enumerate(flags) if noted[index] and not flag)
+            for param, is_trainable in zip(sharded_params, flags, strict=True):
+                param.requires_grad_(is_trainable)
+        else:
+            flags = sharded
+        unsharded.follow_requires_grad(flags)
+        self._tell_parameters()
 
     def requires_grad(self) -> list[bool]:
-        """``requires_grad`` of each sharded parameter, as the user has set it."""
-        with _torch.plain_access():
-            return list(map(_get_requires_grad, self.shards.sharded))
+        """``requires_grad`` of each parameter, as the user has set it."""
+        self.take_flags()
+        return self.unsharded.requires_grad
 
     def _tell_parameters(self) -> None:
         if self.on_parameters is not None:
@@ -417,6 +420,11 @@ class ParamGroup:
 
     # Gradients
 
+    def reduce(self, *, jointly: bool) -> Reduction | None:
+        """Start reducing: see ``GroupGradients.reduce``."""
+        self.take_flags()
+        return self.gradients.reduce(jointly=jointly)
+
     def keep_gradients(self) -> None:
         """Keep this backward's gradients on this rank."""
         if self.unsharded.parameters:
@@ -425,7 +433,11 @@ class ParamGroup:
 
 class Bindings:
     """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible.
-    It remembers the bound forms, and does not overwrite what the user has put into a slot since."""
+    It does not overwrite what the user has put into a slot since.
+
+    Attributes:
+        forms: what was bound last, per parameter of the group.
+    """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._plain: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
@@ -436,7 +448,7 @@ class Bindings:
                     self._plain.append((_torch.parameters_dict(module), name, index))
                 else:
                     self._custom.append((module, name, index))
-        self._forms: Sequence[nn.Parameter] = ()
+        self.forms: Sequence[nn.Parameter] = ()
 
     def bind(self, forms: Sequence[nn.Parameter]) -> None:
         """Bind ``forms[i]`` in the slots of parameter i, whatever is bound there."""
@@ -444,12 +456,12 @@ class Bindings:
             parameters[name] = forms[index]
         for module, name, index in self._custom:
             setattr(module, name, forms[index])
-        self._forms = forms
+        self.forms = forms
 
     def rebind(self, forms: Sequence[nn.Parameter]) -> bool:
         """Bind ``forms[i]`` in each slot that still holds the form bound before. Returns whether the user has replaced
         parameters: the next gather takes these over."""
-        before, self._forms, are_replaced = self._forms, forms, False
+        before, self.forms, are_replaced = self.forms, forms, False
         for parameters, name, index in self._plain:
             if parameters.get(name) is before[index]:
                 parameters[name] = forms[index]
@@ -464,7 +476,7 @@ class Bindings:
 
     def are_intact(self) -> bool:
         """Whether every slot still holds the form that was bound last."""
-        forms = self._forms
+        forms = self.forms
         for parameters, name, index in self._plain:
             if parameters.get(name) is not forms[index]:
                 return False

@@ -7,7 +7,7 @@ autograd has saved stay the same objects as long as their place in memory stays 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import or_
+from itertools import compress, count
 
 import torch
 from torch import nn
@@ -37,9 +37,8 @@ class UnshardedParams:
         post_forward: the shards on ``post_forward_mesh``, once that was used.
         parameters: what compute reads; empty before the first gather has arrived.
         versioned, saved_versions: the tensors whose versions autograd compares, and the versions that it has saved.
-        requires_grad: per parameter, the flag last seen on the sharded parameter.
+        requires_grad: per parameter, the flag that all its forms have had since ``follow_requires_grad``.
         trainable: the positions of the parameters that require gradients, once there are ``parameters``.
-        is_frozen_late: some of those do not, but have gradients from before.
         hooked: the parameters with all-gather hooks, if there are any.
         post_forward_mesh: the smaller mesh for shards between forward and backward, if there is one.
     """
@@ -51,8 +50,6 @@ class UnshardedParams:
         self.comm, self.streams = comm, streams_for(mesh.device)
         self.carrier: GatherComm = comm
         self.post_forward_mesh: ParallelMesh | None = None
-        self.requires_grad: list[bool] = []
-        self.is_frozen_late = False
         self._all_gather: AllGather | None = None
         self._memory: GatheredMemory | None = None
         self._places: object = None  # where each tensor lies in ``_memory``
@@ -64,6 +61,7 @@ class UnshardedParams:
         self.gather: Gather | LocalGather | None = None
         self.post_forward: PostForwardShards | None = None
         self.parameters: list[nn.Parameter] = []
+        self.requires_grad: list[bool] = []
         self.trainable: tuple[int, ...] = ()
         self.versioned: tuple[torch.Tensor, ...] = ()
         self.saved_versions: tuple[int, ...] = ()
@@ -123,8 +121,8 @@ class UnshardedParams:
 
     # At first use
 
-    def bind(self, requires_grad: list[bool]) -> None:
-        """Compile and bind the gather. ``requires_grad``: of the sharded parameters.
+    def bind(self) -> None:
+        """Compile and bind the gather.
 
         Raises:
             ExtensionError: hooks are missing, or returned something that cannot be gathered; all ranks raise.
@@ -145,7 +143,6 @@ class UnshardedParams:
             if self.hooked is not None:
                 self.hooked.bind_outputs(gather.outputs, first_key)
         self.gather = gather
-        self.requires_grad = requires_grad
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, streams = self._shards.flats, self._mesh, self.streams
@@ -188,16 +185,15 @@ class UnshardedParams:
             self.saved_versions = tuple(_torch.versions_of(self.versioned))
         for param in self._params:
             param.follow_compute_dtype()
+        self.follow_requires_grad(self.requires_grad)
 
     def follow_requires_grad(self, requires_grad: list[bool]) -> None:
-        """Copy ``requires_grad`` of the sharded parameters, which the user sets, to the unsharded ones. Parameters that
-        were frozen before their gradients were reduced count as trainable until these are."""
+        """Give the unsharded parameters, and those on the post-forward mesh, the flags of the sharded ones."""
         self.requires_grad = requires_grad
-        for unsharded, is_trainable in zip(self.parameters, requires_grad, strict=True):
-            unsharded.requires_grad_(is_trainable)
-        owing = [param.accumulated is not None or param.unsharded_grad is not None for param in self._params]
-        self.trainable = tuple(i for i, needs in enumerate(map(or_, requires_grad, owing)) if needs)
-        self.is_frozen_late = len(self.trainable) > sum(requires_grad)
+        for forms in (self.parameters, [] if self.post_forward is None else self.post_forward.parameters):
+            for form, is_trainable in zip(forms, requires_grad, strict=False):  # before the first gather: no forms
+                form.requires_grad_(is_trainable)
+        self.trainable = tuple(compress(count(), requires_grad)) if self.parameters else ()
 
     # In every step
 

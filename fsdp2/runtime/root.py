@@ -304,7 +304,7 @@ class Root:
         """A root's forward is over. If it was the first of its kind with these trainable units, find out what the other
         ranks have used."""
         units = enumerate(self.units)
-        trainable = {i for i, unit in units for group in unit.groups if group.unsharded.trainable}
+        trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
         used = self.skipping.end_forward(trainable)
         if used is not None:
             used_by_all = self._agree("the agreement on the order of units", partial(compare, self.units, used))
@@ -374,6 +374,9 @@ class Root:
         if self.executor.filter is not None:
             self.executor.filter.begin_backward(unit.index)
         self.executor.do(self.schedule.pre_backward(unit.index))
+        if not unit.rules.unshard_in_backward:  # else unsharding has done so
+            for group in unit.groups:
+                group.take_flags()
         if GRADIENTS_FOLLOW_SHARDS:
             for group in unit.groups:
                 group.gradients.begin_backward(keeps=not unit.rules.reduces)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,21 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import fsdp2
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.runtimes import quietly_installed
 
 torchs_fully_shard: Callable[..., Any] = theirs.fully_shard
 TorchsModule = theirs.FSDPModule
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def quietly_installed() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fsdp2.install: these modules imported")
-        fsdp2.install()
-    try:
-        yield
-    finally:
-        fsdp2.uninstall()
 
 
 def _model() -> nn.Sequential:

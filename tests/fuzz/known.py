@@ -10,6 +10,8 @@ def known_difference(program: Program) -> str | None:
     uses_twice = any(block.uses == 2 for block in program.blocks)
     if program.reduces_unused and any(block.skipped for block in program.blocks):
         return "with set_reduce_scatter_unused_params, a unit that all ranks skip gets gradients of zero, in torch None"
+    if any({"reference", "freeze", "thaw"} & set(micro.between) for step in program.steps for micro in step.micros):
+        return "torch does not follow requires_grad that changes between a forward and its backward"
     for step in program.steps:
         two_forwards = any(micro.forwards == 2 for micro in step.micros)
         if any(block.checkpoint == "reentrant" and (two_forwards or block.uses == 2) for block in program.blocks):

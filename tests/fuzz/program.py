@@ -69,6 +69,7 @@ class Micro:
         backwards: so many, of one graph.
         marks_last: ``set_is_last_backward`` says whether more micro-batches follow.
         uses_side: blocks of kind "side" use all their parameters.
+        between: what happens between the forwards and the backwards, of ``BETWEEN``.
     """
 
     sync: str = "all"
@@ -80,6 +81,7 @@ class Micro:
     backwards: int = 1
     marks_last: bool = False
     uses_side: bool = True
+    between: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ BEFORE = (
     *("load state dict", "load full state dict", "load optimizer state", "copy the model", "freeze", "thaw"),
     *("reshard after forward", "keep after forward", "reset"),
 )
+BETWEEN = ("reference", "freeze", "thaw", "evaluate")  # tests/fuzz/passes.py has more of this kind, and other ways
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,7 @@ def draw(seed: int, world_size: int) -> Program:
                     backwards=2 if rarely(0.05) and not one_raises else 1,
                     marks_last=rarely(0.1),
                     uses_side=uses_side,
+                    between=tuple(pick.sample(BETWEEN, pick.choice([1, 2]))) if rarely(0.02) and not compiles else (),
                 )
             )
         before = tuple(pick.sample(BEFORE, pick.choice([1, 1, 2]))) if index and rarely(0.35) else ()

@@ -105,7 +105,8 @@ def _simpler_steps(step: Step) -> Iterator[Step]:
     for index in range(len(step.before)):
         yield replace(step, before=_without(step.before, index))
     for index, micro in enumerate(step.micros):
-        for name, value in _to_defaults(micro, Micro()):
+        fewer = [("between", _without(micro.between, i)) for i in range(len(micro.between))]
+        for name, value in (*fewer, *_to_defaults(micro, Micro())):
             changed = replace(micro, **{name: value})
             yield replace(step, micros=(*step.micros[:index], changed, *step.micros[index + 1 :]))
 
@@ -117,7 +118,7 @@ def _without(items: tuple[Any, ...], index: int) -> tuple[Any, ...]:
 def _to_defaults(value: Any, default: Any) -> Iterator[tuple[str, Any]]:
     """The fields that differ from ``default``, but for lists of parts."""
     for each in fields(value):
-        if each.name not in ("blocks", "steps", "micros", "before"):
+        if each.name not in ("blocks", "steps", "micros", "before", "between"):
             simplest = getattr(default, each.name)
             if getattr(value, each.name) != simplest:
                 yield each.name, simplest

@@ -83,6 +83,24 @@ _WIRES = {
     "halved": "extensions.wrap(model.block{index}, extensions.Halved)",
     "scaled": "extensions.wrap(model.block{index}, extensions.Scaled)",
 }
+_REFERENCE = """\
+def reference(step, model, block, *given, **more):
+    flags = {name: param.requires_grad for name, param in block.named_parameters()}
+    block.requires_grad_(False)
+    with torch.no_grad():
+        loss = step.loss(model, *given, **more)
+    for name, param in block.named_parameters():
+        param.requires_grad_(flags[name])
+    return loss
+
+
+"""
+_BETWEEN = {
+    "reference": "losses.insert(0, reference(step, model, model.block0, 7{given}))",
+    "freeze": "model.entry.weight.requires_grad_(False)",
+    "thaw": "model.entry.weight.requires_grad_(True)",
+    "evaluate": "with torch.no_grad():\n    losses.insert(0, step.loss(model, 8{given}))",
+}
 _CHECKPOINTED = """\
 def checkpointed(block, x, uses_side, use_reentrant):
     if not torch.is_grad_enabled():  # torch would warn
@@ -178,6 +196,8 @@ def _model(program: Program) -> str:
     lines += ["        return x", "", ""]
     if any(block.checkpoint for block in program.blocks):
         lines += _CHECKPOINTED.splitlines()
+    if any("reference" in micro.between for step in program.steps for micro in step.micros):
+        lines += _REFERENCE.splitlines()
     lines += ["def build():", "    return Model()", "", "", "optimizers = []", "", ""]
     lines += ["def optimizer(parameters):", f"    optimizers[:] = [{_OPTIMIZERS[program.optimizer]}]"]
     return "\n".join([*lines, "    return optimizers[0]"])
@@ -314,6 +334,8 @@ def _step(number: int, step: Step, all_blocks: tuple[Block, ...]) -> Iterator[st
                 yield "handle.wait()"
         more = f" + step.loss(model, 2{given})" if micro.forwards == 2 else ""
         yield f"losses.append(step.loss(model, {given}){more})"
+        for each in micro.between:
+            yield _BETWEEN[each].replace("{given}", given)
         if micro.backwards == 2:
             yield "losses[-1].backward(retain_graph=True)"
         yield "losses[-1].backward()"

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,3 +58,19 @@ def oracle() -> Runtime:
 def subject() -> Runtime:
     """The package under test; an import that fails makes the test fail."""
     return oracle() if SUBJECT_IS_TORCH else _runtime("fsdp2")
+
+
+@contextmanager
+def quietly_installed() -> Iterator[None]:
+    """Torch's names are fsdp2's meanwhile, without what ``install`` says about it."""
+    import fsdp2
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fsdp2.install: these modules imported")
+        logging.disable(logging.WARNING)
+        fsdp2.install()
+        logging.disable(logging.NOTSET)
+    try:
+        yield
+    finally:
+        fsdp2.uninstall()

@@ -1,0 +1,389 @@
+"""Programs of passes, with changes between a forward and its backward: the sharded model beside the plain one.
+
+    python -m tests.fuzz.passes --seeds 1000     # on 2 ranks
+
+A program is a list of operations. After each one, losses and ``requires_grad`` of all parameters are compared; at each
+step, gradients are, too. ``tests.fuzz.program`` draws programs of other features, which torch's runtime runs as well;
+torch does not follow most of these changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import fsdp2
+from tests.harness.distributed import RankContext
+from tests.harness.pool import WorkerPool
+from tests.harness.runtimes import quietly_installed
+
+DIM = 6
+UNITS = "fully_shard"
+INSTALLED = "install"
+WAYS = (UNITS, UNITS, UNITS, INSTALLED, "FSDP1 SHARD_GRAD_OP", "FSDP1 FULL_SHARD", "FSDP1 FULL_SHARD, one wrapper")
+
+
+class Block(nn.Module):
+    """A layer with two adapters, one of which is active; ``train()`` adds a third one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(DIM, DIM)
+        self.adapters = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+        self.in_training = nn.Linear(DIM, DIM, bias=False)
+        self.gain = nn.Parameter(torch.full((DIM,), 1.1))
+        self.active: int | None = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        if self.active is not None:
+            y = y + self.adapters[self.active](x)
+        if self.training:
+            y = y + self.in_training(x)
+        return x + torch.tanh(y * self.gain)
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.exit = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.exit(x)
+
+
+# What a change is about: the parameters whose names contain one of these.
+PARTS = {
+    "everything": ("",),
+    "all but the exit": ("entry", "blocks"),
+    "the root's": ("entry", "exit"),
+    "a unit": ("blocks.0.",),
+    "adapters": ("adapters",),
+    "one adapter": ("adapters.1",),
+    "base": ("base", "gain", "entry", "exit"),
+    "a parameter": ("blocks.0.gain",),
+}
+
+
+class Operation(NamedTuple):
+    """``name`` is a method of ``Side``; ``given`` are its arguments."""
+
+    name: str
+    given: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A program.
+
+    Attributes:
+        reshards: ``reshard_after_forward`` of each block; "no unit" if the block belongs to the root.
+        root: ``reshard_after_forward`` of the root.
+        by_hand: flags are set on the parameters that were listed before the first pass, not on those that are bound.
+    """
+
+    way: str
+    reshards: tuple[bool | str | None, ...]
+    root: bool | None
+    by_hand: bool
+    operations: tuple[Operation, ...]
+
+
+def draw(seed: int) -> Passes:
+    pick = random.Random(seed)
+    operations: list[Operation] = []
+
+    def change() -> Operation:
+        part = pick.choice(list(PARTS))
+        return pick.choice(
+            [
+                *[Operation("freeze", (part,)), Operation("thaw", (part,))] * 2,
+                *[Operation("reference", (part,))] * 3,
+                *[Operation("evaluate", (mode,)) for mode in ("no_grad", "inference_mode")],
+                Operation("there_and_back", (part,)),
+                Operation("use_adapter", (pick.choice([0, 1, None]), pick.random() < 0.5)),
+                Operation("train", (pick.random() < 0.5,)),
+                Operation("forward_in_vain"),
+                Operation("control", (pick.choice(["reshard", "unshard"]),)),
+            ]
+        )
+
+    def changes(most: int) -> None:
+        operations.extend(change() for _ in range(pick.randint(0, most)))
+
+    for _ in range(pick.randint(1, 3)):
+        for _ in range(pick.randint(1, 3)):
+            num_forwards = pick.choice([1, 1, 1, 2])
+            for _ in range(num_forwards):
+                changes(2)
+                operations.append(Operation("forward"))
+            for _ in range(num_forwards):
+                changes(4)
+                operations.append(Operation("backward", (pick.random() < 0.75,)))
+        changes(1)
+        # A step needs a backward that communicates.
+        operations += [Operation("thaw", ("everything",)), Operation("forward"), Operation("backward", (True,))]
+        operations.append(Operation("step"))
+    return Passes(
+        way=pick.choice(WAYS),
+        reshards=tuple(pick.choice([None, True, False, False, "no unit"]) for _ in range(pick.randint(1, 3))),
+        root=pick.choice([None, None, True, False]),
+        by_hand=pick.random() < 0.3,
+        operations=tuple(operations),
+    )
+
+
+class Side:
+    """The plain model and what a program does with it."""
+
+    def __init__(self, program: Passes, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model: Any = self.sharded(Model(len(program.reshards)), program)
+        self.blocks = [module for module in self.model.modules() if isinstance(module, Block)]
+        self.listed = dict(_named(self.model))
+        self._by_hand, self._rank = program.by_hand, rank
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._losses: list[Tensor] = []
+        self._num_batches = 0
+
+    def sharded(self, model: Model, program: Passes) -> nn.Module:
+        return model
+
+    @contextmanager
+    def accumulating(self, communicates: bool) -> Iterator[None]:
+        yield
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Averaged over the ranks."""
+        for param in self.listed.values():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        return {name: None if param.grad is None else param.grad.clone() for name, param in self.listed.items()}
+
+    def control(self, method: str) -> None:
+        """Only a sharded model has it."""
+
+    # Operations. What they return is compared.
+
+    def forward(self) -> Tensor:
+        self._losses.append(self._output().square().mean())
+        return self._losses[-1].detach().clone()
+
+    def forward_in_vain(self) -> Tensor:
+        return self._output().detach().clone()
+
+    def evaluate(self, mode: str) -> list[float]:
+        with getattr(torch, mode)():
+            return self._output().flatten().tolist()
+
+    def backward(self, communicates: bool) -> bool:
+        loss = self._losses.pop()
+        if loss.requires_grad:
+            with self.accumulating(communicates):
+                loss.backward()
+        return loss.requires_grad
+
+    def step(self) -> dict[str, Tensor | None]:
+        gradients = self.gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return gradients
+
+    def freeze(self, part: str) -> None:
+        for param in self._of(part).values():
+            param.requires_grad_(False)
+
+    def thaw(self, part: str) -> None:
+        for param in self._of(part).values():
+            param.requires_grad_(True)
+
+    def reference(self, part: str) -> list[float]:
+        """What peft's ``disable_adapter()`` does around a reference forward."""
+        with self._restored(part):
+            self.freeze(part)
+            return self.evaluate("no_grad")
+
+    def there_and_back(self, part: str) -> None:
+        with self._restored(part):
+            self.freeze(part)
+            self.thaw(part)
+
+    def use_adapter(self, index: int | None, trains_only_it: bool) -> None:
+        for block in self.blocks:
+            block.active = index
+        if trains_only_it and index is not None:
+            self.freeze("adapters")
+            for name, param in self._of("adapters").items():
+                param.requires_grad_(f"adapters.{index}" in name)
+
+    def train(self, mode: bool) -> None:
+        self.model.train(mode)
+
+    def flags(self) -> dict[str, bool]:
+        return {name: param.requires_grad for name, param in _named(self.model)}
+
+    def _output(self) -> Tensor:
+        self._num_batches += 1
+        generator = torch.Generator().manual_seed(1000 * self._num_batches + self._rank)
+        return self.model(torch.randn(5, DIM, generator=generator))
+
+    def _of(self, part: str) -> dict[str, nn.Parameter]:
+        named = self.listed if self._by_hand else dict(_named(self.model))
+        return {name: param for name, param in named.items() if any(each in name for each in PARTS[part])}
+
+    @contextmanager
+    def _restored(self, part: str) -> Iterator[None]:
+        before = {name: param.requires_grad for name, param in self._of(part).items()}
+        yield
+        for name, param in self._of(part).items():
+            param.requires_grad_(before[name])
+
+
+class ShardedSide(Side):
+    """The sharded model."""
+
+    def sharded(self, model: Model, program: Passes) -> nn.Module:
+        self._is_fsdp1 = program.way.startswith("FSDP1")
+        if self._is_fsdp1:
+            return _wrapped(model, program.way)
+        with _fully_shard(program.way) as fully_shard:
+            for block, reshard in zip(model.blocks, program.reshards, strict=True):
+                if reshard != "no unit":
+                    fully_shard(block, reshard_after_forward=reshard)
+            return fully_shard(model, reshard_after_forward=program.root)
+
+    @contextmanager
+    def accumulating(self, communicates: bool) -> Iterator[None]:
+        if communicates:
+            yield
+        elif self._is_fsdp1:
+            with self.model.no_sync():
+                yield
+        else:
+            self.model.set_requires_gradient_sync(False)
+            yield
+            self.model.set_requires_gradient_sync(True)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        whole = {n: None if p.grad is None else p.grad.full_tensor() for n, p in self.listed.items()}
+        if self._is_fsdp1:  # a wrapper has gradients for all of its parameters, or for none
+            return {n: None if value is None or not value.any() else value for n, value in whole.items()}
+        return whole
+
+    def control(self, method: str) -> None:
+        if not self._is_fsdp1:
+            getattr(self.model, method)()
+
+
+def _wrapped(model: Model, way: str) -> nn.Module:
+    strategy = ShardingStrategy.SHARD_GRAD_OP if "SHARD_GRAD_OP" in way else ShardingStrategy.FULL_SHARD
+    policy = None if "one wrapper" in way else ModuleWrapPolicy({Block})
+    return fsdp2.FullyShardedDataParallel(
+        model, sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+
+
+@contextmanager
+def _fully_shard(way: str) -> Iterator[Callable[..., Any]]:
+    """The function by the name that a program uses: ours, or torch's where ours was installed."""
+    if way == UNITS:
+        yield fsdp2.fully_shard
+        return
+    with quietly_installed():
+        yield torch.distributed.fsdp.fully_shard
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, param in model.named_parameters():
+        yield name.replace("_fsdp_wrapped_module.", ""), param
+
+
+def difference(program: Passes, rank: int) -> str | None:
+    """The first difference between the sharded and the plain model; None if there is none. Collective."""
+    plain, sharded = Side(program, rank), ShardedSide(program, rank)
+    for index, (name, given) in enumerate(program.operations):
+        expected, found = getattr(plain, name)(*given), getattr(sharded, name)(*given)
+        what = _unequal(found, expected)
+        # Parameters that were listed before, and those that are bound, agree when a forward comes.
+        if what is None and (not program.by_hand or name in ("forward", "evaluate")):
+            what = _unequal(sharded.flags(), plain.flags())
+        if what is not None:
+            return f"after operation {index}, {name}{given}: {what}"
+    return None
+
+
+def _unequal(found: Any, expected: Any) -> str | None:
+    if isinstance(expected, dict):
+        said = {name: _unequal(found[name], expected[name]) for name in expected}
+        return next((f"{name}: {what}" for name, what in said.items() if what is not None), None)
+    if isinstance(expected, (Tensor, list)) and found is not None:
+        far = (torch.as_tensor(found) - torch.as_tensor(expected)).abs().max().item()
+        return None if far < 1e-5 else f"{far} apart"
+    return None if found is expected else f"{_brief(found)}, expected {_brief(expected)}"
+
+
+def _brief(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
+def check(ctx: RankContext, seeds: range) -> dict[int, str]:
+    """What a pool of ranks runs: the seeds whose programs differ, how, and the shortest such program."""
+    found = {}
+    for seed in seeds:
+        if difference(draw(seed), ctx.rank) is not None:
+            program = shortened(draw(seed), ctx.rank)
+            found[seed] = f"{difference(program, ctx.rank)}\n    {program}"
+    return found
+
+
+def shortened(program: Passes, rank: int) -> Passes:
+    """The program without the operations that it does not need to differ. Collective."""
+    for index in reversed(range(len(program.operations))):
+        operations = program.operations[:index] + program.operations[index + 1 :]
+        shorter = replace(program, operations=operations)
+        try:
+            differs = difference(shorter, rank) is not None
+        except (IndexError, RuntimeError):  # a backward without its forward
+            differs = False
+        if differs:
+            program = shorter
+    return program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=100, help="how many programs")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    options = parser.parse_args()
+    pool = WorkerPool(2)
+    failed: dict[int, str] = {}
+    seeds = range(options.first, options.first + options.seeds)
+    for first in range(seeds.start, seeds.stop, 50):
+        for found in pool.run(check, 120.0, seeds=range(first, min(first + 50, seeds.stop))):
+            failed |= found
+    pool.close()
+    for seed, what in sorted(failed.items()):
+        print(f"seed {seed}: {what}")
+    print(f"{len(seeds)} programs from seed {seeds.start}: {len(failed)} differ")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
