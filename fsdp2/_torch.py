@@ -165,6 +165,11 @@ def num_groups() -> int:
     return world.group_count if "group_count" in names_read else len(world.pg_names)
 
 
+def default_store() -> dist.Store:
+    """The store that the ranks of the world share; ``init_process_group`` may have made it."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """How long an operation of ``group`` may take on ``device``, if its backend has a limit."""
     try:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import Waitable, launched, streams_for
+from fsdp2.comm.streams import Waitable, launched, streams_for, waiting
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import Routing
 
@@ -316,7 +316,8 @@ def exchange(axis: Axis, value: object) -> list[Any]:
         return [value]
     values: list[Any] = [None] * axis.size
     gather = partial(dist.all_gather_object, values, value, group=axis.group)
-    launched(_torch.counted_as, None, gather)
+    with waiting():
+        launched(_torch.counted_as, None, gather)
     return values
 
 

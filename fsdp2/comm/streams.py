@@ -60,6 +60,22 @@ def activity_observer() -> OnActivity | None:
     return _Observer.on_activity
 
 
+class _Waiting:
+    """Whether this process waits for collectives that it has launched."""
+
+    now = False
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """In the block, this thread waits for collectives in another way than by ``wait_for``."""
+    _Waiting.now = True
+    try:
+        yield
+    finally:
+        _Waiting.now = False
+
+
 def wait_for(works: Sequence[Waitable]) -> None:
     """Wait for collectives.
 
@@ -69,6 +85,7 @@ def wait_for(works: Sequence[Waitable]) -> None:
     if not works:
         return
     tell = _Observer.on_activity
+    _Waiting.now = True
     try:  # as launched(), without another call
         if tell is not None:
             tell(Activity.WAIT, True)
@@ -80,6 +97,8 @@ def wait_for(works: Sequence[Waitable]) -> None:
         if is_of_backend(error):
             raise CommunicationError(str(error)) from error
         raise
+    finally:
+        _Waiting.now = False
 
 
 def launched(launch: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -159,8 +178,9 @@ class Streams:
         """The CPU waits for ``event``: it is to read what was copied to the host, or write what was copied from it."""
 
     def is_idle(self) -> bool:
-        """Whether all collectives that were enqueued are done. Other threads may ask."""
-        return True
+        """Whether nobody waits for collectives: all that were enqueued are done, or, on the CPU, nobody has come to
+        wait for them. Other threads may ask."""
+        return not _Waiting.now
 
     def gather_after_compute(self) -> None:
         """Gather stream waits for compute: compute has written the shards, or other data that hooks read, or has read

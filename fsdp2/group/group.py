@@ -21,7 +21,7 @@ from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.offload import Home
 from fsdp2.comm.streams import lost, streams_for
 from fsdp2.group.all_gather import Gather, LocalGather
-from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions, Reduction
+from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
@@ -73,9 +73,10 @@ class ParamGroup:
         self.shards = GroupShards(records, self.params, mesh, home, comm.routing)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
-        self.reduce_partial = self.gradients.reduce_partial
+        self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial
         self._story: Callable[[], str] = lambda: "none"
         self._running: Callable[[], Pass] = lambda: Pass.IDLE
+        self._on_flags: Callable[[], object] = lambda: None
         self.stamp: list[int] | None = None
         self._in_flight: Gather | LocalGather | None = None
         self._bindings = Bindings(self.params)
@@ -84,10 +85,12 @@ class ParamGroup:
 
     # What the user configures
 
-    def attach(self, name: str, story: Callable[[], str], running: Callable[[], Pass]) -> None:
+    def attach(
+        self, name: str, story: Callable[[], str], running: Callable[[], Pass], on_flags: Callable[[], object]
+    ) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` returns the
-        recent events of that root, ``running`` its pass."""
-        self.name, self._story, self._running = name or "(root)", story, running
+        recent events of that root, ``running`` its pass. ``on_flags`` is called when ``take_flags`` has found any."""
+        self.name, self._story, self._running, self._on_flags = name or "(root)", story, running, on_flags
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
 
@@ -236,17 +239,20 @@ class ParamGroup:
     def unshard(self) -> None:
         """Start gathering the unsharded parameters, unless they are there or in flight."""
         before = self._transition(GroupEvent.UNSHARD)
+        in_backward = _torch.running_backward() != -1
         if self.state is before:
-            self.take_flags()
+            if not in_backward:
+                self.take_flags()
             return
         unsharded = self.unsharded
-        is_replaceable = before is GroupState.SHARDED and _torch.running_backward() == -1  # backward needs the old ones
+        is_replaceable = before is GroupState.SHARDED and not in_backward  # backward needs the old ones
         try:
             if self.is_stale or (is_replaceable and not self._is_intact()):
                 self._refresh()
             if unsharded.hooked is not None and unsharded.hooked.have_failed:
                 self._unbind()
-            self.take_flags()
+            if not in_backward:
+                self.take_flags()
             if not unsharded.parameters:  # the first gather, or hooks failed before
                 unsharded.bind()
             self._in_flight = unsharded.gather
@@ -373,7 +379,7 @@ class ParamGroup:
 
     def take_flags(self) -> None:
         """Give all forms of each parameter the ``requires_grad`` that the user has set, on the form that is bound or on
-        the sharded one. Users may do so at any time, so each event that depends on flags calls this first (I18)."""
+        the sharded one. Users may do so at any time, so each event that depends on flags comes behind this (I18)."""
         unsharded, sharded_params = self.unsharded, self.shards.sharded
         bound_params = sharded_params if self.shows is not None else self._bindings.forms
         with _torch.plain_access():
@@ -392,6 +398,7 @@ class ParamGroup:
             flags = sharded
         unsharded.follow_requires_grad(flags)
         self._tell_parameters()
+        self._on_flags()
 
     def requires_grad(self) -> list[bool]:
         """``requires_grad`` of each parameter, as the user has set it."""
@@ -419,11 +426,6 @@ class ParamGroup:
         return before
 
     # Gradients
-
-    def reduce(self, *, jointly: bool) -> Reduction | None:
-        """Start reducing: see ``GroupGradients.reduce``."""
-        self.take_flags()
-        return self.gradients.reduce(jointly=jointly)
 
     def keep_gradients(self) -> None:
         """Keep this backward's gradients on this rank."""

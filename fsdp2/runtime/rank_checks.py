@@ -1,45 +1,33 @@
-"""What ranks must know of each other: whether their models are alike, which parameters were used, and who stalls.
+"""What ranks must know of each other: whether their models are alike, and which parameters were used.
 
 ``check_agreement`` compares the units of all ranks once, before the first collective that would hang if units differed.
 It sends a hash per mesh in one small all-reduce, and the descriptions only if hashes differ (I4). ``UsedParams`` finds
-out at the end of a step which parameters had a gradient on some rank (I15). ``watch_for_stalls`` reports the last
-events of this rank when nothing happens any more.
+out at the end of a step which parameters had a gradient on some rank (I15).
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
-import threading
-import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce, exchange, match_channels
-from fsdp2.comm.streams import Streams, launched, wait_for
+from fsdp2.comm.streams import launched, wait_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.runtime.stalls import named_ranks
 from fsdp2.runtime.unit import Unit
 from fsdp2.types import ScheduleError
 
-if TYPE_CHECKING:  # it imports this module
-    from fsdp2.runtime.root import Root
-
 _T = TypeVar("_T")
-
-_LOOKS_PER_TIMEOUT = 40
-_PATIENCE = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
-
-_log = logging.getLogger("fsdp2")
 
 
 def check_agreement(root_class: str, units: Sequence[Unit]) -> None:
@@ -130,11 +118,7 @@ def first_difference(found: Sequence[tuple[int, Sequence[str]]]) -> tuple[int, l
     by_line = zip_longest(*(theirs for _, theirs in found), fillvalue="nothing more")
     number, differing = next(((i, each) for i, each in enumerate(by_line) if len(set(each)) > 1), (-1, ()))
     ranks = {line: [rank for (rank, _), its in zip(found, differing, strict=True) if its == line] for line in differing}
-    return number, [f"  {_named(ranks[line])}: {line}" for line, _ in Counter(differing).most_common()]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+    return number, [f"  {named_ranks(ranks[line])}: {line}" for line, _ in Counter(differing).most_common()]
 
 
 def by_mesh(groups: Iterable[ParamGroup]) -> list[tuple[ParallelMesh, list[ParamGroup]]]:
@@ -186,84 +170,3 @@ class UsedParams:
         _reduce(self._mesh, flags, dist.ReduceOp.MAX)
         asking = [gradients for gradients in self._groups if gradients.withheld]
         return bytes(flags.tolist()) if asking else b""
-
-
-class StallWatch:
-    """Watches all roots on one device, since their collectives queue behind each other.
-
-    On the CPU, a collective that times out raises where the runtime waits for it. On an accelerator, the runtime raises
-    nothing: the CPU waits for the device elsewhere, until the watchdog of the backend (NCCL) ends the process. So a
-    thread regularly looks at the last event that the roots have noted.
-
-    Args:
-        rank: this process, for the message.
-        is_idle: whether the device has done all collectives that were enqueued.
-        timeout_s: after how many seconds the backend gives up.
-    """
-
-    def __init__(self, rank: int, is_idle: Callable[[], bool], timeout_s: float) -> None:
-        self._rank, self._is_idle, self._timeout_s = rank, is_idle, timeout_s
-        self._lock = threading.Lock()
-        self._roots: weakref.WeakSet[Root] = weakref.WeakSet()
-        self._has_ended = False
-        self._seen: list[object] = []
-        self._since = 0.0
-        self._has_told = False
-
-    def add(self, root: Root) -> bool:
-        """Watch ``root``, too. False if ``run`` has ended, or is about to: then nobody would look."""
-        with self._lock:
-            if not self._has_ended:
-                self._roots.add(root)
-            return not self._has_ended
-
-    def look(self, now: float) -> str | None:
-        """The message to log at time ``now`` (in seconds), once per stall; else None."""
-        with self._lock:
-            roots = list(self._roots)
-        seen = [root.last_event for root in roots]
-        if len(seen) != len(self._seen) or any(a is not b for a, b in zip(seen, self._seen, strict=True)):
-            self._seen, self._since, self._has_told = seen, now, False
-        waited_s = now - self._since
-        if self._has_told or waited_s < _PATIENCE * self._timeout_s or self._is_idle():
-            return None
-        self._has_told = True
-        rank = self._rank
-        told = [root.story() for root in roots if root.last_event is not None]
-        stories = "".join(f"Last events on rank {rank}: {story}.\n" for story in told)
-        return (
-            f"rank {rank}: no progress for {waited_s:.0f} s. A collective waits for other ranks. The timeout of the "
-            f"backend is {self._timeout_s:.0f} s.\n{stories}"
-            "Compare the last events of all ranks: the ranks diverged at the first difference."
-        )
-
-    def run(self) -> None:
-        """Look until there are no more roots."""
-        while self._goes_on():
-            time.sleep(self._timeout_s / _LOOKS_PER_TIMEOUT)
-            message = self.look(time.monotonic())
-            if message is not None:
-                _log.error(message)
-
-    def _goes_on(self) -> bool:
-        with self._lock:
-            self._has_ended = not self._roots
-            return not self._has_ended
-
-
-_watches: dict[object, StallWatch] = {}
-
-
-def watch_for_stalls(root: Root, streams: Streams, mesh: ParallelMesh) -> None:
-    """Let a thread of this process watch ``root`` from now on, if the CPU does not wait for collectives on ``mesh``.
-    The thread ends with the process, or with its roots."""
-    groups = mesh.process_groups
-    timeout = _torch.timeout_of(groups[0], mesh.device) if groups and streams.runs_ahead else None
-    if timeout is None:
-        return
-    timeout_s = timeout.total_seconds()
-    stalls = _watches.get((streams, timeout_s))
-    if stalls is None or not stalls.add(root):
-        stalls = _watches[streams, timeout_s] = StallWatch(dist.get_rank(), streams.is_idle, timeout_s)
-        stalls.add(root)
-        threading.Thread(target=stalls.run, name="fsdp2-stalls", daemon=True).start()

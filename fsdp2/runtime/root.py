@@ -9,6 +9,7 @@ The first unit whose forward runs becomes the root. If a unit around it runs lat
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -26,18 +27,20 @@ from fsdp2.comm.streams import lost
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.executor import ActionFilter, Executor
-from fsdp2.runtime.rank_checks import UsedParams, by_mesh, check_agreement, compare, watch_for_stalls
+from fsdp2.runtime.rank_checks import UsedParams, by_mesh, check_agreement, compare
 from fsdp2.runtime.split_backward import SplitBackwards
+from fsdp2.runtime.stalls import await_flags, watch_for_stalls
 from fsdp2.runtime.ties import movable_ties
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
 from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits
 from fsdp2.schedule.schedule import Action, AfterForward, Phase, Schedule, UnitRules
-from fsdp2.schedule.states import GroupState
+from fsdp2.schedule.states import GroupState, Pass
 from fsdp2.types import CommunicationError, ScheduleError
 
 _STORY_LENGTH = 12
 _MAX_NAMES = 4
 
+_numbers = itertools.count()
 _T = TypeVar("_T")
 
 
@@ -65,6 +68,7 @@ class Root:
         unit: the root itself.
         units: all units; the units inside a unit follow that unit.
         is_reducing: ``finalize_backward`` has started to reduce, and nobody has waited for it yet.
+        number: tells the roots of a process apart. All ranks run the same roots, so they number them alike.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -75,12 +79,15 @@ class Root:
         self.skipping = SkippedUnits(())
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
+        self.number = next(_numbers)
         self.num_resets = 0
         self._used: list[UsedParams] = []
         self._parents: Sequence[int | None] = ()
         self._split = SplitBackwards()
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._is_agreed = False  # the ranks have compared their units
+        self._has_new_flags = False  # some group has found flags that the user has changed
+        self._agreed_flags: dict[str, bool] = {}  # ``trainable()`` when the ranks have compared it
         self._memory_limit: int | None = None
         self._seen_version = 0
         watch_for_stalls(self, self.executor.streams, unit.mesh)
@@ -175,6 +182,40 @@ class Root:
     def story(self) -> str:
         """The last events, oldest first."""
         return ", ".join(f"{event} {unit}" for event, unit in self._story.copy()) or "none"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or backward runs."""
+        return self.schedule.running is not Pass.IDLE
+
+    def ranks(self) -> list[int]:
+        """All ranks that hold a part of the model."""
+        return sorted(
+            {rank for unit in self.units for group in unit.groups for row in group.mesh.ranks for rank in row}
+        )
+
+    def trainable(self) -> dict[str, bool]:
+        """Of each parameter that was used, whether it required a gradient then. Other threads may ask."""
+        groups = [group for unit in self.units for group in unit.groups]
+        flags = [(group.params, group.unsharded.requires_grad) for group in groups]
+        return {param.full_name: flag for params, its in flags for param, flag in zip(params, its, strict=False)}
+
+    def note_changed_flags(self) -> None:
+        """A group has found flags that the user has changed."""
+        self._has_new_flags = True
+
+    def _agree_on_flags(self) -> None:
+        """What is communicated next follows from flags. If these are not those that the ranks have agreed on, wait
+        until all ranks have set them alike. A forward without gradients between two changes needs no agreement.
+
+        Raises:
+            ScheduleError: another rank has not.
+        """
+        if self._has_new_flags:
+            flags = self.trainable()
+            if flags != self._agreed_flags:
+                await_flags(self.number, self.unit.mesh, self.ranks(), flags, self.story)
+            self._has_new_flags, self._agreed_flags = False, flags
 
     def _agree(self, what: str, agree: Callable[[], _T]) -> _T:
         """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
@@ -288,6 +329,8 @@ class Root:
         if not self._is_agreed:  # before ranks wait for each other
             self._agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))
             self._is_agreed = True
+            self._take_flags()
+            self._has_new_flags, self._agreed_flags = False, self.trainable()
             if _Registered.on_first_forward is not None:
                 _Registered.on_first_forward(self)
         self.order_gathers()
@@ -303,8 +346,11 @@ class Root:
     def _agree_on_order(self) -> None:
         """A root's forward is over. If it was the first of its kind with these trainable units, find out what the other
         ranks have used."""
-        units = enumerate(self.units)
-        trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
+        trainable: set[int] = set()
+        if self.skipping.forward.has_gradients:  # else no backward follows, which would depend on them
+            self._agree_on_flags()
+            units = enumerate(self.units)
+            trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
         used = self.skipping.end_forward(trainable)
         if used is not None:
             used_by_all = self._agree("the agreement on the order of units", partial(compare, self.units, used))
@@ -360,6 +406,8 @@ class Root:
 
     def _begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
+        self._take_flags()
+        self._agree_on_flags()
         _torch.at_end_of_backward(self.end_backward)
         self.skipping.begin_backward()
         if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
@@ -374,9 +422,6 @@ class Root:
         if self.executor.filter is not None:
             self.executor.filter.begin_backward(unit.index)
         self.executor.do(self.schedule.pre_backward(unit.index))
-        if not unit.rules.unshard_in_backward:  # else unsharding has done so
-            for group in unit.groups:
-                group.take_flags()
         if GRADIENTS_FOLLOW_SHARDS:
             for group in unit.groups:
                 group.gradients.begin_backward(keeps=not unit.rules.reduces)
@@ -413,6 +458,8 @@ class Root:
             ScheduleError: the gradients of parameters were to be computed later, and are lost.
         """
         self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
+        self._take_flags()
+        self._agree_on_flags()
         self._note("finalize_backward()", self.unit)
         self.skipping.reset()
         self.executor.do(self.schedule.finalize())
@@ -436,6 +483,11 @@ class Root:
         if any(unit.rules.reduces for unit in self.units):
             for used in self._used:
                 self._agree("the agreement on which parameters had gradients", used.settle)
+
+    def _take_flags(self) -> None:
+        for unit in self.units:
+            for group in unit.groups:
+                group.take_flags()
 
     def _watch_for_lost_gradients(self) -> None:
         """A backward begins that ends no step. Gradients that are reduced at once are not lost."""

@@ -72,6 +72,11 @@ class Forward:
         self._position = 0
         self._skipped: set[int] = set()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward may pass through it."""
+        return self.key[1]
+
     def begin(self, unit: int) -> Sequence[Event]:
         """``unit``'s forward begins. Returns the events before it, of units that this rank skips."""
         self._by_hand.discard(unit)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import threading
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest import mock
 
 import pytest
@@ -17,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.comm.backends import PeerComm
-from fsdp2.runtime.rank_checks import StallWatch
-from fsdp2.runtime.root import form_root
 from tests.distributed.support import Stack, batch, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import Heard
 from tests.harness.pool import WorkerPool
 from tests.harness.selection import long
 
@@ -37,25 +34,6 @@ class Parting(Stack):
         return self.exit(self.blocks[2](x))
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def _watched(ctx: RankContext, model: Any) -> list[str]:
-    """What is said of stalls, as if the device had the collectives and this thread waited for the device. Unlike there,
-    the wait ends."""
-    stalls, heard = StallWatch(ctx.rank, lambda: False, TIMEOUT_S), _Heard()
-    stalls.add(form_root(model._unit()))
-    logging.getLogger("fsdp2").addHandler(heard)
-    threading.Thread(target=stalls.run, daemon=True).start()
-    return heard.messages
-
-
 def _part(ctx: RankContext) -> tuple[str, list[str]]:
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -63,11 +41,10 @@ def _part(ctx: RankContext) -> tuple[str, list[str]]:
     for block in model.blocks:
         fsdp2.fully_shard(block, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh).set_ranks_may_skip(False)
-    told = _watched(ctx, model)
-    with pytest.raises(fsdp2.CommunicationError) as raised:
+    with Heard() as heard, pytest.raises(fsdp2.CommunicationError) as raised:
         model(batch())
     assert raised.value.__cause__ is not None
-    return str(raised.value), told
+    return str(raised.value), heard.messages
 
 
 class _Lost:
@@ -138,10 +115,12 @@ def test_every_rank_names_the_unit_and_its_last_events() -> None:
         pool.close(kill=True)
     for rank, ((message, told), missing) in enumerate(zip(answers, ("blocks.1", "blocks.2"), strict=True)):
         assert re.match(rf"all-gather of unit '{missing}' failed on rank {rank}: \S", message), message
-        *_, story, advice = message.splitlines()
+        *_, story, _ = message.splitlines()
         events = f"pre_forward (root), pre_forward blocks.0, post_forward blocks.0, pre_forward {missing}."
         assert story == f"Last events on rank {rank}: {events}", message
         assert len(told) == 1
-        first, *stories = told[0].splitlines()
-        assert re.match(rf"rank {rank}: no progress for [23] s", first), first
-        assert stories == [story, advice]
+        first, *both, advice = told[0].splitlines()
+        assert re.match(rf"rank {rank}: no progress for [12] s. All ranks wait for each other\.", first), first
+        assert len(both) == 2
+        assert both[rank] == story
+        assert advice == "The ranks diverged at the first difference."

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 import time
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.runtime import rank_checks
 from fsdp2.types import Observer
-from tests.distributed.support import same_on_all_ranks, sharded, step
+from tests.distributed.support import batch, same_on_all_ranks, sharded, step
+from tests.faults.ranks import World
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.messages import error_of
+from tests.harness.messages import Heard, error_of
+from tests.harness.selection import long
 
 _A_DAY_S = 86400.0
 
@@ -85,3 +90,29 @@ def test_software_names_torch_and_the_source_of_the_package() -> None:
         rank_checks.software.cache_clear()
         assert rank_checks.software() != found
     rank_checks.software.cache_clear()
+
+
+def _freezes_on_one_rank(ctx: RankContext, mesh: DeviceMesh, after_forward: bool) -> tuple[list[str], str]:
+    model = sharded(ctx, mesh=mesh)
+    step(model)
+    goes_on: Callable[[], object] = model(batch()).sum().backward if after_forward else lambda: step(model)
+    model.blocks[1].linear.weight.requires_grad_(ctx.rank == 0)
+    with Heard() as heard:
+        raised = error_of(goes_on)
+    return heard.messages, raised
+
+
+@pytest.mark.parametrize("after_forward", [False, *long(True)])
+def test_flag_that_differs_is_named_on_all_ranks_before_the_timeout(after_forward: bool) -> None:
+    for rank, ended in enumerate(World(_freezes_on_one_rank, after_forward=after_forward).join()):
+        assert ended.value, ended.trace
+        (said,), raised = ended.value
+        assert re.match(rf"rank {rank}: no progress for [1-3] s. All ranks wait for each other, because", said), said
+        assert "  parameter 'blocks.1.linear.weight' requires a gradient on rank 0, not on rank 1\n" in said
+        assert said.count("Last events on rank") == 2
+        if rank == 1:  # it has not communicated, and rank 0 waits for it
+            assert raised == (
+                "ScheduleError: requires_grad differs between ranks:\n"
+                "  parameter 'blocks.1.linear.weight' requires a gradient on rank 0, not on rank 1\n"
+                "Call requires_grad_() alike on all ranks, before the same forward or backward."
+            )

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import torch
 
-from fsdp2.runtime.rank_checks import StallWatch
 from fsdp2.runtime.root import form_root
+from fsdp2.runtime.stalls import StallWatch
 from tests.gpu.support import batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
+from tests.harness.messages import Heard
 
 TIMEOUT_S = 4
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @on_gpus
 def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankContext) -> None:
-    model, heard = sharded(ctx, num_blocks=2), _Heard()
+    model = sharded(ctx, num_blocks=2)
     model(batch())
     root = form_root(model._unit())  # type: ignore[attr-defined]
-    logging.getLogger("fsdp2").addHandler(heard)
-    try:
+    with Heard() as heard:
         watch = StallWatch(ctx.rank, root.executor.streams.is_idle, TIMEOUT_S)
         watch.add(root)
         threading.Thread(target=watch.run, daemon=True).start()
         with root.executor.streams.on_gather():
             torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits
         torch.cuda.synchronize()
-    finally:
-        logging.getLogger("fsdp2").removeHandler(heard)
     assert len(heard.messages) == 1
     assert f"The timeout of the backend is {TIMEOUT_S} s." in heard.messages[0]
     assert f"Last events on rank {ctx.rank}: {root.story()}." in heard.messages[0]

@@ -1,7 +1,8 @@
-"""Error messages as golden texts."""
+"""Error messages as golden texts, and what is logged."""
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -20,3 +21,21 @@ def error_of(call: Callable[[], Any]) -> str:
     except Exception as error:
         return wrapped(f"{type(error).__name__}: {error}")
     raise AssertionError("nothing was refused")
+
+
+class Heard(logging.Handler):
+    """In the block, collects what fsdp2 logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> Heard:
+        logging.getLogger("fsdp2").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("fsdp2").removeHandler(self)

@@ -5,17 +5,29 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from fsdp2.runtime.rank_checks import StallWatch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+
+from fsdp2.runtime.stalls import Board, StallWatch
 
 
 class _Root:
-    """The face of a performer that is looked at."""
+    """The face of a root that is looked at."""
 
-    def __init__(self, story: str) -> None:
+    is_running = True
+
+    def __init__(self, story: str, number: int = 0, **trainable: bool) -> None:
         self.told, self.last_event = story, object()
+        self.number, self.flags = number, trainable
 
     def story(self) -> str:
         return self.told
+
+    def ranks(self) -> list[int]:
+        return [0, 1]
+
+    def trainable(self) -> dict[str, bool]:
+        return self.flags
 
     def goes_on(self) -> None:
         self.last_event = object()
@@ -30,7 +42,7 @@ def _watched(*roots: Any, is_idle: bool = False, timeout_s: float = 100) -> Stal
 
 
 def test_message_has_the_last_events_of_all_roots() -> None:
-    roots = _Root("pre_forward (root)"), _Root("pre_backward blocks.1")
+    roots = _Root("pre_forward (root)"), _Root("pre_backward blocks.1", number=1)
     message = _watched(*roots).look(now=50)
     assert message is not None
     first, *stories, last = message.splitlines()
@@ -52,7 +64,7 @@ def test_nothing_is_said_of_a_device_that_has_done_everything() -> None:
 
 
 def test_every_event_of_any_root_starts_anew() -> None:
-    roots = _Root(""), _Root("")
+    roots = _Root(""), _Root("", number=1)
     stalls = _watched(*roots)
     roots[1].goes_on()
     assert stalls.look(now=60) is None
@@ -66,6 +78,59 @@ def test_a_stall_is_told_once_and_the_next_one_again() -> None:
     assert [stalls.look(now) is not None for now in (50, 60, 90)] == [True, False, False]
     root.goes_on()
     assert [stalls.look(now) is not None for now in (100, 149, 150)] == [False, False, True]
+
+
+def _beside(mine: _Root, other: _Root, *, runs_ahead: bool = False) -> tuple[StallWatch, StallWatch]:
+    """Watches of rank 0 and rank 1, which share a store. They compare at 5 s, and believe what they see twice."""
+    store = dist.HashStore()
+    watches = []
+    for rank, root in enumerate((mine, other)):
+        watches.append(StallWatch(rank, lambda: False, 1000, Board(store, rank), runs_ahead=runs_ahead))
+        watches[-1].add(root)  # type: ignore[arg-type]
+        watches[-1].look(now=0)
+    return watches[0], watches[1]
+
+
+def test_flags_that_differ_are_named_when_all_ranks_wait() -> None:
+    roots = _Root("pre_forward a", entry=True, gain=True), _Root("post_forward b", entry=True, gain=False)
+    mine, other = _beside(*roots)
+    assert [watch.look(now) for now in (4, 5) for watch in (mine, other)] == [None] * 4
+    assert mine.look(now=6) is None  # the other rank has just shown where it stands
+    assert_expected_inline(
+        str(mine.look(now=7)),
+        """\
+rank 0: no progress for 7 s. All ranks wait for each other, because requires_grad differs:
+  parameter 'gain' requires a gradient on rank 0, not on rank 1
+Call requires_grad_() alike on all ranks, before the same forward or backward.
+Last events on rank 0: pre_forward a.
+Last events on rank 1: post_forward b.""",
+    )
+    assert mine.look(now=8) is None
+
+
+def test_ranks_that_diverged_for_another_reason_are_told_on_the_cpu_only() -> None:
+    for runs_ahead in (False, True):
+        roots = _Root("pre_forward a", x=True), _Root("pre_forward b", x=True)
+        mine, other = _beside(*roots, runs_ahead=runs_ahead)
+        found = [watch.look(now) for now in (5, 6, 7) for watch in (mine, other)]
+        said = "rank 0: no progress for 7 s. All ranks wait for each other.\nLast events on rank 0: pre_forward a."
+        assert any(found) is not runs_ahead
+        assert runs_ahead or str(found[4]).startswith(said)
+
+
+def test_nothing_is_compared_with_a_rank_that_goes_on() -> None:
+    roots = _Root("", x=True), _Root("", x=False)
+    mine, other = _beside(*roots)
+    assert other.look(now=5) is None
+    for now in range(6, 20):  # the other rank shows where it stands, and goes on, again and again
+        roots[1].goes_on()
+        assert other.look(now) is None
+        assert mine.look(now) is None
+
+
+def test_nothing_is_compared_with_another_root() -> None:
+    mine, other = _beside(_Root("", x=True), _Root("", number=1, x=False))
+    assert [watch.look(now) for now in (5, 6, 7, 8) for watch in (mine, other)] == [None] * 8
 
 
 def test_thread_ends_with_the_roots() -> None:
