@@ -6,6 +6,7 @@ touches a private name.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import _symmetric_memory
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -29,6 +31,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 T = TypeVar("T")
+_Called = TypeVar("_Called", bound=Callable[..., Any])
 
 # Autograd: gradients, versions and hooks
 
@@ -65,6 +68,31 @@ running_backward: Callable[[], int] = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """Whether the autograd engine is executing a graph on this thread."""
     return running_backward() != -1
+
+
+# Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def outside_transforms(function: _Called) -> _Called:
+    """``function``, which runs as if no transform of ``torch.func`` were active: what it makes and writes is no part of
+    what is transformed. The transforms take it for one more operation of the function that they transform."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not in_transform():
+            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return cast(_Called, run)
+
+
+def transform_of(tensor: torch.Tensor) -> str | None:
+    """The transform of ``torch.func`` that has wrapped ``tensor``, if one has."""
+    if torch._C._functorch.is_batchedtensor(tensor):
+        return "torch.func.vmap"
+    return "torch.func.grad, vjp or jvp" if torch._C._functorch.is_gradtrackingtensor(tensor) else None
 
 
 def copies_written_tensors() -> bool:
@@ -544,9 +572,6 @@ def _keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False
     skip = frames._FrameAction.SKIP
     of_calls = skip if recursive else frames._FrameAction.DEFAULT
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, of_calls))
-
-
-_Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 def runs_between_graphs(function: _Called) -> _Called:

@@ -30,17 +30,51 @@ class _PostBackward(torch.autograd.Function):
     """Identity on a unit's inputs. Its backward runs when the gradients of all inputs are known. The unit has then
     computed the gradients of its parameters. It is a separate node, since the inputs may have other consumers."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)
+    def forward(unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.unit = inputs[0]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         unit = ctx.unit
         (unit.root or form_root(unit)).post_backward(unit)
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+
+class _PreBackward(torch.autograd.Function):
+    """Identity on an output of a unit. Its backward begins that of the unit. Only for transforms of ``torch.func``:
+    there, a hook on a tensor does not see the gradients of all levels."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.unit = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        unit = ctx.unit
+        (unit.root or form_root(unit)).pre_backward(unit)
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
 
 
 class ModuleHooks:
@@ -219,7 +253,10 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def _handed_out(self, output: Any) -> Any:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward."""
-        if torch.is_grad_enabled():
+        if _torch.in_transform():
+            unit, self._leads_to = self._unit, Outcome.BACKWARD
+            output = map_tensors(lambda each: _PreBackward.apply(unit, each) if _has_gradient(each) else each, output)
+        elif torch.is_grad_enabled():
             found = (output,) if type(output) is torch.Tensor else find_tensors(output, [])
             if self._marked is not None and id(self._marked()) in map(id, found):
                 output = _viewed(output, self._marked())
@@ -263,12 +300,13 @@ class ModuleHooks:
         if found is None:
             is_one = len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
             found = args if is_one else find_tensors(kwargs, find_tensors(args, []))
-        tensors = [tensor for tensor in found if tensor.requires_grad]
+        in_transform = _torch.in_transform()
+        tensors = [tensor for tensor in found if tensor.requires_grad or (in_transform and _has_gradient(tensor))]
         if not tensors:
             return args, kwargs
-        if len(tensors) > 1:
-            marked = iter(_PostBackward.apply(self._unit, *tensors))
-            return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs))
+        if len(tensors) > 1 or in_transform:
+            marked = dict(zip(map(id, tensors), _PostBackward.apply(self._unit, *tensors), strict=True))
+            return map_tensors(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
         (only,) = tensors
         view = only.view_as(only)
         self._post_backward.add_to(view)
@@ -276,6 +314,11 @@ class ModuleHooks:
         if args and args[0] is only:
             return (view, *args[1:]), kwargs
         return map_tensors(lambda tensor: view if tensor is only else tensor, (args, kwargs))
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` may have a gradient at some level of a transform."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _viewed(output: Any, tensor: torch.Tensor | None) -> Any:

@@ -259,6 +259,7 @@ class Root:
             inner = self._parents[inner]
         return inner == unit.index and not unit.missing_modules
 
+    @_torch.outside_transforms
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
         schedule, index = self.schedule, unit.index
@@ -278,6 +279,7 @@ class Root:
         self.executor.do(actions)
         return schedule.phases[index]
 
+    @_torch.outside_transforms
     def pre_recompute(self, unit: Unit) -> Phase:
         """``unit`` is about to compute again, in a backward. Returns the phase it is in now."""
         schedule, index = self.schedule, unit.index
@@ -288,6 +290,7 @@ class Root:
         self.executor.do(schedule.pre_forward(index, in_backward=True, grad_enabled=torch.is_grad_enabled()))
         return schedule.phases[index]
 
+    @_torch.outside_transforms
     def resume_forward(self, unit: Unit) -> Phase:
         """``unit``'s forward goes on in another of its modules or methods; the user may have resharded before."""
         self.executor.do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
@@ -299,6 +302,7 @@ class Root:
         if self.schedule.phases[unit.index] is not Phase.BACKWARD:
             self.schedule.phases[unit.index] = Phase.IDLE
 
+    @_torch.outside_transforms
     def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
         """``unit`` has computed, in a forward or a recomputation. ``leads_to``: what its output leads to."""
         schedule, index = self.schedule, unit.index
@@ -374,6 +378,7 @@ class Root:
 
     # Backward
 
+    @_torch.outside_transforms
     def pre_backward(self, unit: Unit) -> None:
         """A gradient has reached ``unit``: the gradient of its output, or of an output of something inside it."""
         schedule, index = self.schedule, unit.index
@@ -385,6 +390,7 @@ class Root:
             self._join_backward(skipped)
         self._start_backward("pre_backward", unit)
 
+    @_torch.outside_transforms
     def post_backward(self, unit: Unit) -> None:
         """The gradients of ``unit``'s parameters are there."""
         schedule, index = self.schedule, unit.index
@@ -434,6 +440,7 @@ class Root:
             else:
                 self._start_backward("join_backward", self.units[event.unit])
 
+    @_torch.outside_transforms
     def end_backward(self) -> None:
         """Autograd has executed the last node of a backward."""
         self._note("end_backward", self.unit)
@@ -581,6 +588,7 @@ class Root:
             self.executor.finish_copies()
 
 
+@_torch.outside_transforms
 def form_root(unit: Unit) -> Root:
     """The root of ``unit``. A unit without one becomes a root itself.
 

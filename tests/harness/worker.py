@@ -29,6 +29,8 @@ EXPECTED_WARNINGS = (
     # torch.distributed.checkpoint and DTensor still use names that torch itself deprecates.
     r".*TypedStorage is deprecated.*",
     r".*`torch\.distributed\..*` is deprecated.*",
+    # Forward-mode AD
+    r"`torch\.jit\.script` is deprecated.*",
     # Random initialisation of DTensors on CPU: each rank draws for its own shard, which is all that the tests need.
     r".*DTensor random operators may not have complete support on cpu.*",
     # set_model_state_dict, when it fills a model on the meta device

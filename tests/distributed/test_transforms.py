@@ -1,0 +1,127 @@
+"""Transforms of ``torch.func``, and forward-mode AD, around a sharded model: values are those of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from fsdp2 import fully_shard
+from tests.distributed.support import seeded
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+
+DIM = 4
+
+
+class _Pair(nn.Module):
+    """A unit with two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(self.left(x)) + self.right(y)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.block, self.pair = nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), _Pair()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(torch.tanh(self.entry(x)))
+        return self.pair(x, 2 * x)
+
+
+def _batch(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+X, TANGENT = _batch(3, DIM), _batch(3, DIM, seed=1)
+
+
+def _energy(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).square().sum()
+
+
+def _forward_mode(model: nn.Module) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(X, TANGENT))).tangent
+        assert tangent is not None
+        return tangent
+
+
+def _backward_through_vmap(model: nn.Module) -> Tensor:
+    """It leaves gradients on the parameters, to which the step behind it adds."""
+    loss = vmap(model)(X).square().mean()
+    loss.backward()
+    return loss
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "jvp": lambda model: jvp(model, (X,), (TANGENT,))[1],
+    "forward mode": _forward_mode,
+    "grad": lambda model: grad(_energy(model))(X),
+    "vjp": lambda model: vjp(model, X)[1](TANGENT)[0],
+    "vmap": lambda model: vmap(model)(X),
+    "vmap of grad": lambda model: vmap(grad(_energy(model)))(X),
+    "grad of vmap": lambda model: grad(lambda x: vmap(model)(x).square().sum())(X),
+    "jacrev": lambda model: jacrev(model)(X[0]),
+    "jacfwd": lambda model: jacfwd(model)(X[0]),
+    "hessian": lambda model: hessian(_energy(model))(X[0]),
+    "backward through vmap": _backward_through_vmap,
+    "autograd.functional": lambda model: torch.autograd.functional.jacobian(model, X[0]),
+}
+
+
+def _sharded(ctx: RankContext, reshard: bool) -> Any:
+    model = seeded(_Model)
+    for unit in (model.block, model.pair, model):
+        fully_shard(unit, mesh=ctx.mesh_1d(), reshard_after_forward=reshard)
+    return model
+
+
+def _assert_step_is_that_of(model: Any, plain: nn.Module) -> None:
+    for each in (model, plain):
+        each(_batch(2, DIM, seed=2)).square().sum().backward()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("name", list(TRANSFORMS))
+@distributed(2)
+def test_a_transform_sees_the_plain_model_and_leaves_nothing_behind(
+    ctx: RankContext, name: str, reshard: bool, has_run: bool
+) -> None:
+    model, plain = _sharded(ctx, reshard), seeded(_Model)
+    if has_run:
+        _assert_step_is_that_of(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    torch.testing.assert_close(TRANSFORMS[name](model), TRANSFORMS[name](plain))
+    _assert_step_is_that_of(model, plain)
+
+
+@distributed(2)
+def test_a_transform_of_parameters_is_named_and_leaves_the_model_as_it_was(ctx: RankContext) -> None:
+    model, plain = _sharded(ctx, True), seeded(_Model)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, params, (X,)).sum()
+
+    found = error_of(lambda: grad(loss)(dict(model.named_parameters())))
+    assert found.replace("\n", " ") == (
+        "TypeError: parameter 'entry.weight': torch.func.grad, vjp or jvp was given this parameter, but a transform "
+        "sees a shard only, and fsdp2 does not reduce its gradients. Transform with respect to inputs, or compute "
+        "gradients of parameters with loss.backward()."
+    )
+    _assert_step_is_that_of(model, plain)
