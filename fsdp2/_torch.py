@@ -163,6 +163,13 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.
     return tuple(hooks.values()) if hooks else ()
 
 
+def way_of_hooks(param: torch.Tensor) -> str | None:
+    """The method by which hooks for the gradient of ``param`` were registered, if there are any."""
+    if param._backward_hooks:
+        return "register_hook"
+    return "register_post_accumulate_grad_hook" if post_accumulate_grad_hooks(param) else None
+
+
 # Process groups and their memory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from fsdp2.api.resolve import (
 from fsdp2.api.state import state_of
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import SHARDED_AS, Slot
+from fsdp2.group.param import SHARDED_AS, ParamRecord, Slot
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
 from fsdp2.runtime.unit import Unit, unit_of
@@ -278,6 +279,7 @@ class PreparedUnit:
             _torch.mark_as_managed(module)
         for item in self.resolved:
             for record in item.records:
+                _warn_of_hooks(record)
                 setattr(record.param, SHARDED_AS, record.name)
         groups = tuple(ParamGroup(item.records, item.mesh, self.home) for item in self.resolved)
         for item, group in zip(self.resolved, groups, strict=True):
@@ -290,6 +292,17 @@ class PreparedUnit:
         unit.post_forward_size = self.post_forward_size
         unit.hooks = ModuleHooks(unit)
         return unit
+
+
+def _warn_of_hooks(record: ParamRecord) -> None:
+    way = _torch.way_of_hooks(record.param)
+    if way is not None:
+        warnings.warn(
+            f"fully_shard: parameter '{record.name}' has hooks of {way}, which are lost: a shard takes its "
+            "place. Call register_post_accumulate_grad_hook on the sharded parameter, after fully_shard; its hooks get "
+            "the shard, with the reduced gradient.",
+            stacklevel=4,
+        )
 
 
 def prepare_unit(
