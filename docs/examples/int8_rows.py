@@ -2,9 +2,9 @@
 
     python docs/examples/int8_rows.py
 
-Three parts make such a class. A wrapper subclass holds the plain tensor in ``_data``. ``__torch_dispatch__`` gives the
+Four parts make such a class. A wrapper subclass holds the plain tensor in ``_data``. ``__torch_dispatch__`` gives the
 class back after the operations of sharding, optimizers and checkpoints. The two hooks convert what travels.
-``fsdp2.tensors`` has more formats.
+``add_safe_globals`` allows checkpoints to read the class. ``fsdp2.tensors`` has more formats.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ class Int8Rows(torch.Tensor):
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return True  # the unsharded tensor does not alias the outputs
+
+
+torch.serialization.add_safe_globals([Int8Rows])  # checkpoints are read with torch.load(weights_only=True)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ most ranks also repeats what optimizers and checkpoints do to shards. The first 
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +53,8 @@ def check_all_gather_extension(
     """Check that a tensor subclass with all-gather hooks works with ``fully_shard``; no process group is needed.
 
     It checks the hooks and their results; that the unsharded parameter is the same on all ranks, for any number of
-    ranks; that it can be released and filled again; its gradient; and that shards can be copied, cast, loaded,
-    initialised on the meta device and stepped by optimizers::
+    ranks; that it can be released and filled again; its gradient; and that shards can be copied, cast, loaded, saved in
+    checkpoints, initialised on the meta device and stepped by optimizers::
 
         def test_my_tensor_can_be_sharded():
             check_all_gather_extension(MyTensor, value=lambda full: full.bfloat16().float())
@@ -253,6 +255,7 @@ def _handling(case: Case, expected: Values, rank: Rank) -> dict[str, Callable[[]
         "deepcopy": partial(_check_deepcopy, case, expected),
         "meta": partial(_check_meta, case, expected),
         "load": partial(_check_load, case, expected),
+        "save": partial(_check_save, case, expected),
     }
     if _torch.inner_names(rank.shard):
         name = "__tensor_unflatten__ of __tensor_flatten__"
@@ -361,6 +364,36 @@ def _check_load(case: Case, expected: Values) -> None:
         raise ExtensionError("tensors of other values give the same unsharded parameter. Send the shard's values.")
     problem = "a gather after copy_ does not give the copied values"
     check_equal(found, loaded, problem, "Let copy_ copy all that the hooks read. Keep no state in the hooks.")
+
+
+def _check_save(case: Case, expected: Values) -> None:
+    """A checkpoint saves shards, and copies what it reads into other shards. It reads with ``weights_only=True``."""
+    targets = case.params(case.shards(seed=1))
+    with torch.no_grad():
+        for target, shard in zip(targets, case.shards(), strict=True):
+            target.copy_(StandInDTensor(_saved_and_read(shard)))
+    problem = "a gather of shards that were saved, read and copied in gives other values than a gather of the originals"
+    remedy = "Let torch.save write all that the hooks read."
+    check_equal(_gathered(case, [local_of(target) for target in targets]), expected, problem, remedy)
+
+
+def _saved_and_read(shard: torch.Tensor) -> torch.Tensor:
+    name, file = type(shard).__name__, io.BytesIO()
+    try:
+        torch.save(shard, file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises for what it cannot write
+        raise ExtensionError(
+            f"torch.save cannot write a {name}: {type(error).__name__}: {error}. Define the class, and those of its "
+            "attributes, at the top of a module."
+        ) from error
+    file.seek(0)
+    try:
+        return cast(torch.Tensor, torch.load(file, weights_only=True))
+    except pickle.UnpicklingError as error:
+        raise ExtensionError(
+            f"torch.load(weights_only=True), with which checkpoints are read, refuses a {name}. Below the class, write "
+            f"torch.serialization.add_safe_globals([{name}]), with the classes of its attributes in the list, too."
+        ) from error
 
 
 def _check_optimizer(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fsdp2
@@ -20,6 +23,7 @@ def _rows_class() -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    sys.modules["int8_rows"] = module  # where pickle looks for the class
     return module.Int8Rows
 
 
@@ -46,6 +50,22 @@ def test_the_example_can_be_sharded() -> None:
 
 def test_the_hooks_of_the_page_are_enough_with_the_rest_of_the_example() -> None:
     check_all_gather_extension(_class_with_hooks_of_the_page(), shapes=[(8, 6), (5, 3), (2, 4)], value=_rounded)
+
+
+@distributed(2)
+def test_a_checkpoint_of_the_example_is_loaded(ctx: RankContext, tmp_path: Path) -> None:
+    make = _rows_class()
+
+    def layer(value: float) -> nn.Linear:
+        made = nn.Linear(6, 5, bias=False)
+        made.weight = nn.Parameter(make(torch.arange(30.0).view(5, 6) + value))
+        return fsdp2.fully_shard(made, mesh=ctx.mesh_1d())
+
+    dcp.save(layer(0.0).state_dict(), checkpoint_id=tmp_path / "checkpoint")
+    loaded = layer(7.0)
+    dcp.load(loaded.state_dict(), checkpoint_id=tmp_path / "checkpoint")
+    shard = loaded.weight.to_local()._data  # type: ignore[operator]
+    torch.testing.assert_close(shard, torch.arange(30.0).view(5, 6).chunk(2)[ctx.rank])
 
 
 @distributed(2)

@@ -34,6 +34,9 @@ class Wrapper(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def __init_subclass__(cls) -> None:
+        torch.serialization.add_safe_globals([cls])
+
     def __new__(cls, plain: Tensor, factor: int = 2) -> Wrapper:
         made: Wrapper = torch.Tensor._make_wrapper_subclass(
             cls, plain.shape, strides=plain.stride(), dtype=plain.dtype, device=plain.device
@@ -73,6 +76,9 @@ class Wrapper(torch.Tensor):
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return True
+
+
+torch.serialization.add_safe_globals([Wrapper])
 
 
 def _inner(tensor: Tensor) -> Tensor:

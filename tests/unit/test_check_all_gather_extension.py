@@ -156,10 +156,11 @@ Return the tensor in the second value. (First seen with shape (5, 3) on 1 rank, 
     )
 
 
-def test_failures_of_several_kinds_are_a_line_each() -> None:
-    class Twice(LosesItsClassOnClone, LooksAtItsValues):
-        pass
+class Twice(LosesItsClassOnClone, LooksAtItsValues):
+    pass
 
+
+def test_failures_of_several_kinds_are_a_line_each() -> None:
     assert_expected_inline(
         errors_of_check(Twice),
         """\
