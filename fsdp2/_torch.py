@@ -363,6 +363,12 @@ def set_placement(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[P
     like._spec = dtensor_spec(mesh, placements, like.shape, like.stride(), like.dtype)
 
 
+def replicates_plain_tensors() -> bool:
+    """Whether ``torch.distributed.tensor.experimental.implicit_replication`` is active: operations then take a plain
+    tensor beside a DTensor for one that is the same on all ranks."""
+    return DTensor._op_dispatcher._allow_implicit_replication
+
+
 def arrived_local(tensor: DTensor) -> torch.Tensor:
     """A DTensor's local tensor, after the collective that makes it: DTensor leaves some pending."""
     local = tensor._local_tensor
@@ -531,6 +537,12 @@ def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]
         hooks = getattr(module, f"_{name}")
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in functions]:
             del hooks[key]
+
+
+def changes_what_it_loads(module: nn.Module, is_known: Callable[[object], bool]) -> bool:
+    """Whether the module's class, or a hook that is not ``is_known``, may change a state dict before it is loaded."""
+    hooks = (getattr(each, "hook", each) for each in module._load_state_dict_pre_hooks.values())
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or not all(map(is_known, hooks))
 
 
 def watch_calls(

@@ -18,8 +18,9 @@ from fsdp2 import _torch
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime.inner_gradients import watch_submodules
+from fsdp2.runtime.loading import check_loaded
 from fsdp2.runtime.root import Root, form_root
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit import Unit, unit_of, units_under
 from fsdp2.schedule.rank_skipping import Outcome
 from fsdp2.schedule.schedule import Phase
 from fsdp2.schedule.states import GroupState, Lent, Pass
@@ -101,14 +102,14 @@ class ModuleHooks:
             module.register_forward_hook(self.post_forward)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
         self.modules, self.functions = list(unit.modules), [self.pre_forward, self.post_forward]
-        self.hold([slot.module for slot in slots])
+        self.hold([*unit.modules, *(slot.module for slot in slots)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
         """``copy.deepcopy`` of a module copies its hooks. They stay those of this unit, so that they can be found."""
         return self
 
     def hold(self, modules: Iterable[nn.Module]) -> None:
-        """Install what modules need that hold parameters of the unit directly."""
+        """Install what the unit's modules need, and those that hold parameters of the unit directly."""
         holders = list(dict.fromkeys(modules))
         watch_submodules(self._unit, holders)
         self.modules += holders
@@ -368,14 +369,24 @@ def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> list[
     """State dicts see shards, or what ``unsharded`` has bound. Loaded parameters are checked before their next use."""
 
     def reshard(*_: Any, **__: Any) -> None:
-        if any(group.state not in (GroupState.SHARDED, GroupState.LENT) for group in unit.groups):
-            unit.reshard()
+        _reshard_if_needed(unit)
+
+    def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        for _name, inner in units_under(module):
+            _reshard_if_needed(inner)
+        reshard()
+        check_loaded(module, state, prefix, is_assigned=metadata.get("assign_to_params_buffers", False))
 
     def mark_stale(*_: Any) -> None:
         unit.mark_stale()
 
     for module in modules:
         module.register_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(before_load)
         module.register_load_state_dict_post_hook(mark_stale)
-    return [reshard, mark_stale]
+    return [reshard, before_load, mark_stale]
+
+
+def _reshard_if_needed(unit: Unit) -> None:
+    if any(group.state not in (GroupState.SHARDED, GroupState.LENT) for group in unit.groups):
+        unit.reshard()

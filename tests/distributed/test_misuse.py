@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from fsdp2 import fully_shard
 from fsdp2.tools import trace
@@ -105,41 +106,72 @@ with that mesh. A state dict for load_state_dict(assign=True) must hold such DTe
     )
 
 
-def _state_dict(ctx: RankContext, change: str) -> str:
+def _plain_values(ctx: RankContext, names: list[str] | None, **options: Any) -> str:
+    """Load plain tensors into ``names``, or into all parameters."""
     model = sharded(ctx)
-    state = dict(model.state_dict())
-    if change == "plain":
-        state["blocks.1.linear.weight"] = torch.zeros(DIM, DIM)
-        model.load_state_dict(state, assign=True)
-        error = error_of(lambda: model(batch()))
-        model.reset_iter_state()
-        state["blocks.1.linear.weight"] = distribute_tensor(
-            seeded(Stack).blocks[1].linear.weight.detach(), ctx.mesh_1d(), model.entry.weight.placements
-        )
-        model.load_state_dict(state, assign=True)
-    else:
-        state["blocks.1.linear.weight"] = distribute_tensor(
-            torch.zeros(4, DIM), ctx.mesh_1d(), model.entry.weight.placements
-        )
-        error = error_of(lambda: model.load_state_dict(state))
+    model(batch())  # the root stays unsharded
+    whole = seeded(Stack, 1).state_dict()
+    state = whole if names is None else {**model.state_dict(), **{name: whole[name] for name in names}}
+    error = error_of(lambda: model.load_state_dict(state, **options))
     _assert_trains_like_new(model)
     return error
 
 
-def test_plain_tensor_of_a_state_dict_assigned_to_a_parameter() -> None:
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"assign": True}], ids=str)
+def test_state_dict_of_plain_tensors(options: dict[str, bool]) -> None:
     assert_expected_inline(
-        same_on_all_ranks(_state_dict, change="plain"),
+        same_on_all_ranks(_plain_values, names=None, **options),
         """\
-TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DTensor of shape (32,
-32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
-Parameter of shape (32, 32). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
-with that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
+RuntimeError: load_state_dict: found plain tensors for 'entry.weight', 'entry.bias',
+'blocks.0.linear.weight', 'blocks.0.linear.bias' and 6 more, expected DTensors that are sharded like
+these parameters. Nothing was loaded into this FSDPStack. For a state dict of whole tensors, use
+torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict,
+options=StateDictOptions(full_state_dict=True)); for safetensors files,
+fsdp2.load_safetensors(model, path). Or load before fully_shard, or give each value as
+distribute_tensor(value, parameter.device_mesh, parameter.placements).""",
     )
+
+
+def test_state_dict_with_one_plain_tensor() -> None:
+    error = same_on_all_ranks(_plain_values, names=["blocks.1.linear.weight"])
+    assert error.startswith("RuntimeError: load_state_dict: found plain tensors for 'blocks.1.linear.weight', expected")
+
+
+def _plain_values_that_hooks_cut(ctx: RankContext) -> None:
+    """A hook of the user makes shards of plain values; torch takes plain values in a context of its own."""
+    model = sharded(ctx)
+    whole = seeded(Stack).state_dict()
+
+    def cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            state[prefix + name] = distribute_tensor(whole[prefix + name], ctx.mesh_1d(), parameter.placements)
+
+    with implicit_replication():
+        model.load_state_dict(seeded(Stack, 1).state_dict())
+    handle = model.register_load_state_dict_pre_hook(cut)
+    model.load_state_dict(seeded(Stack, 1).state_dict())
+    handle.remove()
+    _assert_trains_like_new(model)
+
+
+def test_plain_tensors_that_somebody_cuts_on_the_way_are_loaded() -> None:
+    same_on_all_ranks(_plain_values_that_hooks_cut)
+
+
+def _state_dict_of_another_shape(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    state = dict(model.state_dict())
+    state["blocks.1.linear.weight"] = distribute_tensor(
+        torch.zeros(4, DIM), ctx.mesh_1d(), model.entry.weight.placements
+    )
+    error = error_of(lambda: model.load_state_dict(state))
+    _assert_trains_like_new(model)
+    return error
 
 
 def test_state_dict_of_another_shape() -> None:
     assert_expected_inline(
-        same_on_all_ranks(_state_dict, change="shape"),
+        same_on_all_ranks(_state_dict_of_another_shape),
         """\
 RuntimeError: Error(s) in loading state_dict for FSDPStack:
         size mismatch for blocks.1.linear.weight: copying a param with shape torch.Size([4, 32])

@@ -1,0 +1,67 @@
+"""What ``load_state_dict`` must not copy into shards: plain tensors, since nobody knows of which rank they are.
+
+torch refuses them too, parameter by parameter. Here, one error names all, before anything is loaded. Rule: where
+somebody else may change loaded values on their way, as a hook that cuts them does, torch alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+
+_MAX_NAMES = 4
+
+
+def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *, is_assigned: bool) -> None:
+    """Check what ``state`` has for the shards under ``module``, whose keys begin with ``prefix``.
+
+    Raises:
+        RuntimeError: values are plain tensors. It is the type that ``load_state_dict`` raises.
+    """
+    if not is_assigned and _torch.replicates_plain_tensors():
+        return
+    plain = [
+        key
+        for key, param in _loaded_parameters(module, prefix)
+        if isinstance(param, DTensor) and _is_plain(state.get(key), is_assigned=is_assigned)
+    ]
+    if not plain:
+        return
+    names = ", ".join(f"'{key}'" for key in plain[:_MAX_NAMES])
+    more = f" and {len(plain) - _MAX_NAMES} more" if len(plain) > _MAX_NAMES else ""
+    raise RuntimeError(
+        f"load_state_dict: found plain tensors for {names}{more}, expected DTensors that are sharded like these "
+        f"parameters. Nothing was loaded into this {type(module).__name__}. For a state dict of whole tensors, use "
+        "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+        "options=StateDictOptions(full_state_dict=True)); for safetensors files, fsdp2.load_safetensors(model, path). "
+        "Or load before fully_shard, or give each value as distribute_tensor(value, parameter.device_mesh, "
+        "parameter.placements)."
+    )
+
+
+def _loaded_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters under ``module`` with their keys, but for those whose values somebody else may change."""
+    if _torch.changes_what_it_loads(module, _is_own_hook):
+        return
+    for name, param in _torch.parameters_dict(module).items():
+        if param is not None:
+            yield prefix + name, param
+    for name, child in module.named_children():
+        yield from _loaded_parameters(child, f"{prefix}{name}.")
+
+
+def _is_own_hook(hook: object) -> bool:
+    return getattr(hook, "__module__", None) == "fsdp2.runtime.hooks"
+
+
+def _is_plain(value: object, *, is_assigned: bool) -> bool:
+    """Whether ``value`` is a tensor that a shard does not take. torch copies a single element into any DTensor."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or _torch.is_sharded_tensor(value):
+        return False
+    return is_assigned or value.numel() != 1
