@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
+from fsdp2.api.ddp import refuse_ddp
 from fsdp2.api.module import FSDPModule
 from fsdp2.api.resolve import (
     Found,
@@ -28,6 +29,7 @@ from fsdp2.api.state import state_of
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import SHARDED_AS, ParamRecord, Slot
+from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
 from fsdp2.runtime.unit import Unit, unit_of
@@ -163,6 +165,7 @@ def _check_policies(mp_policy: object, offload_policy: object, tied_weights: obj
                 f"fully_shard: mp_policy.{field} must be a torch.dtype or None, not {dtype!r}, a {described(dtype)}. "
                 f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
             )
+        check_computes(f"fully_shard: mp_policy.{field}", dtype, is_reduced=field == "reduce_dtype")
     override = mp_policy.param_dtype_override_fn  # type: ignore[attr-defined]
     if override is not None and not callable(override):
         raise TypeError(
@@ -271,6 +274,7 @@ class PreparedUnit:
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained, and do not count their writes
     def commit(self) -> Unit:
         """Shard the parameters in place."""
+        refuse_ddp()
         take_over(self.found, self.roots)
         for module in self.managed:
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):

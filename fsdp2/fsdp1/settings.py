@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp2.fsdp1.torch_names import HYBRID, KEEPS_PARAMETERS
+from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh, replicated
 from fsdp2.runtime.unit import unit_of
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -107,6 +108,9 @@ def checked_settings(
             f"FullyShardedDataParallel: this {type(module).__name__} is sharded already, expected a module that is "
             "neither a wrapper nor in one of its own. Wrap each module once."
         )
+    for name in ("param_dtype", "reduce_dtype") if mixed_precision is not None else ():
+        dtype = getattr(mixed_precision, name)
+        check_computes(f"FullyShardedDataParallel: mixed_precision.{name}", dtype, is_reduced=name == "reduce_dtype")
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     mesh = device_mesh
     if process_group is not None and device_mesh is not None:

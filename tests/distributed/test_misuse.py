@@ -10,8 +10,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import fully_shard
 from fsdp2.tools import trace
@@ -156,6 +157,55 @@ def _plain_values_that_hooks_cut(ctx: RankContext) -> None:
 
 def test_plain_tensors_that_somebody_cuts_on_the_way_are_loaded() -> None:
     same_on_all_ranks(_plain_values_that_hooks_cut)
+
+
+def _data_parallel(ctx: RankContext, *, with_root: bool) -> str:
+    model = sharded(ctx) if with_root else seeded(Stack)
+    for block in () if with_root else model.blocks:
+        fully_shard(block, mesh=ctx.mesh_1d())
+    error = error_of(lambda: DistributedDataParallel(model))
+    if not with_root:
+        fully_shard(model, mesh=ctx.mesh_1d())
+    _assert_trains_like_new(model)
+    return error
+
+
+def test_data_parallel_around_shards() -> None:
+    errors = [same_on_all_ranks(_data_parallel, with_root=with_root) for with_root in (True, False)]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+ValueError: DistributedDataParallel: found 10 parameters that fully_shard manages, such as
+'entry.weight', in this FSDPStack, expected parameters that are the same on all ranks. fsdp2
+averages the gradients of its parameters itself, so leave out DistributedDataParallel. For copies of
+the shards, give fully_shard a 2D mesh (HSDP). If fully_shard has not taken all parameters, call it
+on the outermost module, too.
+ValueError: DistributedDataParallel: found 6 parameters that fully_shard manages, such as
+'blocks.0.linear.weight', in this Stack, expected parameters that are the same on all ranks. fsdp2
+averages the gradients of its parameters itself, so leave out DistributedDataParallel. For copies of
+the shards, give fully_shard a 2D mesh (HSDP). If fully_shard has not taken all parameters, call it
+on the outermost module, too.""",
+    )
+
+
+def _data_parallel_beside_shards(ctx: RankContext) -> None:
+    """It reduces what no unit has, and is told to ignore the rest."""
+    model, reference = seeded(Stack), seeded(Stack)
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh_1d())
+    ignored = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    wrapped = DistributedDataParallel(model)
+    x = batch(ctx.rank)
+    wrapped(x).sum().backward()
+    (sum(reference(batch(rank)).sum() for rank in range(ctx.world_size)) / ctx.world_size).backward()
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        grad = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
+        torch.testing.assert_close(grad, expected.grad)
+
+
+def test_data_parallel_that_ignores_shards_reduces_the_others() -> None:
+    same_on_all_ranks(_data_parallel_beside_shards)
 
 
 def _state_dict_of_another_shape(ctx: RankContext) -> str:

@@ -168,6 +168,9 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "ignored dict": _call(ignored_params={}),
     "ignored names": _call(ignored_params=["exit.weight"]),
     "name of a dtype": _call(mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype="bf16")),  # type: ignore[arg-type]
+    "integers": _call(mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8)),
+    "truth values": _call(mp_policy=fsdp2.MixedPrecisionPolicy(output_dtype=torch.bool)),
+    "sums of bytes": _call(mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float8_e5m2)),
     "Python type": _call(mp_policy=fsdp2.MixedPrecisionPolicy(output_dtype=float)),  # type: ignore[arg-type]
     "placement is no function": _call(shard_placement_fn="dim1"),
     "reshard type": _call(reshard_after_forward="always"),
@@ -424,6 +427,19 @@ def test_grad_dtype_that_leaves_the_reduction_open() -> None:
 ValueError: parameter 'blocks.1.linear.weight' has grad_dtype=None, so its gradient may have any
 dtype, and the dtype of the reduction is unknown. Set reduce_dtype in the MixedPrecisionPolicy, or
 set grad_dtype to a dtype.""",
+    )
+
+
+def test_dtypes_that_nothing_is_computed_in() -> None:
+    assert_expected_inline(
+        "\n".join(map(refusal, ("integers", "truth values", "sums of bytes"))),
+        """\
+ValueError: fully_shard: mp_policy.param_dtype is torch.int8, expected a floating-point dtype. For
+example: torch.bfloat16. To gather parameters as int8, see fsdp2.tensors.wrap_parameters.
+ValueError: fully_shard: mp_policy.output_dtype is torch.bool, expected a floating-point dtype. For
+example: torch.bfloat16.
+ValueError: fully_shard: mp_policy.reduce_dtype is torch.float8_e5m2, expected a floating-point
+dtype of at least 16 bits, since torch cannot add smaller ones. For example: torch.bfloat16.""",
     )
 
 

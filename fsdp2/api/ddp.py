@@ -1,0 +1,43 @@
+"""Refuses ``DistributedDataParallel`` around sharded parameters, where it is built.
+
+Its own error names an operation of a process group. Rule: it may be around a sharded model if it ignores the sharded
+parameters, since it then reduces only the others.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp2 import _torch
+from fsdp2.group.group import groups_by_slot
+from fsdp2.group.param import Slot
+
+
+@cache
+def refuse_ddp() -> None:
+    """Look at every module that gets another one from now on, in the whole process. A step sets no modules."""
+    register_module_module_registration_hook(_check_wrapped)
+
+
+def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
+    if not isinstance(around, DistributedDataParallel) or not isinstance(module, nn.Module):
+        return
+    managed, ignored = groups_by_slot(), around.parameters_to_ignore
+    found = [
+        key
+        for prefix, owner in module.named_modules()
+        for name in _torch.parameters_dict(owner)
+        if Slot(owner, name) in managed and (key := f"{prefix}.{name}" if prefix else name) not in ignored
+    ]
+    if found:
+        raise ValueError(
+            f"DistributedDataParallel: found {len(found)} parameters that fully_shard manages, such as '{found[0]}', "
+            f"in this {type(module).__name__}, expected parameters that are the same on all ranks. fsdp2 averages the "
+            "gradients of its parameters itself, so leave out DistributedDataParallel. For copies of the shards, give "
+            "fully_shard a 2D mesh (HSDP). If fully_shard has not taken all parameters, call it on the outermost "
+            "module, too."
+        )
