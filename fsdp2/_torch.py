@@ -545,14 +545,19 @@ def changes_what_it_loads(module: nn.Module, is_known: Callable[[object], bool])
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or not all(map(is_known, hooks))
 
 
+_MIXED = "mixed torch.Tensor and DTensor"  # what torch says if an operation gets a plain tensor and a DTensor
+
+
 def watch_calls(
     module: nn.Module,
     hook: GradientHook,
     find_tensors: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]],
     is_late: Callable[[], bool],
+    on_shards: Callable[[RuntimeError], None],
 ) -> None:
     """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it.
-    ``is_late``: whether the hook would change nothing, for a call inside a backward, which recomputes.
+    ``is_late``: whether the hook would change nothing, for a call inside a backward, which recomputes. ``on_shards``
+    is called if a call raised because it got shards; it may raise a better error.
 
     With a forward hook, a call takes 11 thousand instructions more. This is the attribute that ``Module.compile`` sets.
     Copies and pickles of the module leave it behind. The compiler looks at it in modules with hooks, such as those of
@@ -563,9 +568,14 @@ def watch_calls(
     owner = hook.owner
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        output = call(*args, **kwargs)
         if is_traced():
-            return output
+            return call(*args, **kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except RuntimeError as error:
+            if type(error) is RuntimeError and _MIXED in str(error):
+                on_shards(error)
+            raise
         if type(output) is not torch.Tensor:
             for tensor in find_tensors(output, []):
                 if tensor.requires_grad:

@@ -210,6 +210,7 @@ def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[li
     left_alone: list[Slot] = []
     for i, root in enumerate(roots):
         for prefix, module in _modules_outside_units(root, "" if len(roots) == 1 else f"[{i}].", set()):
+            _check_attention(prefix, module)
             if "replicate" in _torch.composable_apis(module):  # torch's DDP reduces the gradients of this whole subtree
                 left_alone += _slots_under(module)
                 continue
@@ -246,6 +247,22 @@ def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module])
     for name, child in module.named_children():
         if child not in seen and unit_of(child) is None:
             yield from _modules_outside_units(child, f"{prefix}{name}.", seen)
+
+
+def _check_attention(prefix: str, module: nn.Module) -> None:
+    """torch's attention computes with the weight of ``out_proj``, and never calls it.
+
+    Raises:
+        ValueError: ``out_proj`` is a unit of its own, which nothing would unshard.
+    """
+    if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
+        return
+    if unit_of(module.out_proj) is not None:
+        raise ValueError(
+            f"fully_shard: '{prefix}out_proj' of a MultiheadAttention was given to fully_shard, but the attention "
+            "reads its weight and never calls it, so nothing would unshard it. Call fully_shard on the "
+            "MultiheadAttention or a module around it, and not on out_proj."
+        )
 
 
 def _slots_under(module: nn.Module) -> list[Slot]:

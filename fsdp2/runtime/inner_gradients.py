@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,14 +23,16 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.trees import find_tensors
+from fsdp2.runtime.outside_calls import explain_shards
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import Phase
 
 
 def watch_submodules(unit: Unit, holders: Iterable[nn.Module]) -> None:
-    """Let gradients of what the submodules ``holders`` return start the backward of ``unit``. ``holders``: modules that
-    hold parameters of the unit directly."""
+    """Let gradients of what the submodules ``holders`` return start the backward of ``unit``; and let their calls, if
+    its parameters are shards, raise an error that says so. ``holders``: modules that hold parameters of the unit
+    directly."""
 
     @_torch.runs_between_graphs
     def on_gradient(_: torch.Tensor) -> None:
@@ -46,7 +49,7 @@ def watch_submodules(unit: Unit, holders: Iterable[nn.Module]) -> None:
     around = {child: module for each in unit.modules for module in each.modules() for child in module.children()}
     hook = _torch.GradientHook(on_gradient)
     for module in _called(unit.modules, holders, around):
-        _torch.watch_calls(module, hook, find_tensors, has_begun)
+        _torch.watch_calls(module, hook, find_tensors, has_begun, partial(explain_shards, unit, module))
     for group in unit.groups:
         if any(slot.module in unit.modules for param in group.params for slot in param.slots):
             group.on_parameters = _OwnGradients(unit.modules, on_gradient)

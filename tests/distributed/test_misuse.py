@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
+import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.tools import trace
 from tests.distributed.changes import assert_step_is_that_of
@@ -206,6 +208,72 @@ def _data_parallel_beside_shards(ctx: RankContext) -> None:
 
 def test_data_parallel_that_ignores_shards_reduces_the_others() -> None:
     same_on_all_ranks(_data_parallel_beside_shards)
+
+
+class _Encodes(Stack):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.entry(x)
+
+
+def _outside_of_its_unit(ctx: RankContext, *, has_run: bool) -> str:
+    model = shard(ctx, seeded(_Encodes))
+    if has_run:
+        step(model)
+    calls = [lambda: model.encode(batch()), lambda: model.blocks[1].linear(batch())]
+    errors = [error_of(call) for call in calls]
+    fsdp2.register_fsdp_forward_method(model, "encode")
+    torch.testing.assert_close(model.encode(batch()), seeded(_Encodes).encode(batch()))
+    model.reshard()
+    _assert_trains_like_new(model)
+    return "\n".join(errors)
+
+
+def test_submodule_and_method_outside_of_the_forward_of_their_unit() -> None:
+    assert_expected_inline(same_on_all_ranks(_outside_of_its_unit, has_run=True), """\
+ScheduleError: Linear 'entry' was called outside the forward of its unit '(root)', so its parameters
+are shards. Call the model or that unit instead. If a method other than forward calls it, register
+the method: fsdp2.register_fsdp_forward_method(unit, 'method'). Or call unit.unshard() before, and
+unit.reshard() after.
+ScheduleError: Linear 'blocks.1.linear' was called outside the forward of its unit 'blocks.1', so
+its parameters are shards. Call the model or that unit instead. If a method other than forward calls
+it, register the method: fsdp2.register_fsdp_forward_method(unit, 'method'). Or call unit.unshard()
+before, and unit.reshard() after.""")
+    error = same_on_all_ranks(_outside_of_its_unit, has_run=False)  # there is no root yet, and so no names from there
+    assert "Linear 'entry' was called outside the forward of its unit 'FSDP_Encodes'" in error
+
+
+class _ReadsWeight(nn.Module):
+    """Computes as its linear layer would, times a gain of its own, without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(DIM, DIM), nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.inner.weight, self.inner.bias) * self.gain
+
+
+class _HoldsReader(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.exit = _ReadsWeight()  # type: ignore[assignment]
+
+
+def _weight_of_an_inner_unit(ctx: RankContext) -> str:
+    model = seeded(_HoldsReader)
+    fully_shard(model.exit.inner, mesh=ctx.mesh_1d())
+    shard(ctx, model)
+    return error_of(lambda: model(batch()))
+
+
+def test_weight_of_an_inner_unit_that_is_not_called() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_weight_of_an_inner_unit),
+        """\
+ScheduleError: _ReadsWeight 'exit' read a parameter of unit 'exit.inner' without calling that unit,
+so the parameter is a shard. Do not call fully_shard on 'exit.inner', so that the unit around it has
+the parameter. Or call the module in place of the operation on its parameter.""",
+    )
 
 
 def _state_dict_of_another_shape(ctx: RankContext) -> str:

@@ -82,6 +82,10 @@ def test_types_are_checked(ctx: RankContext) -> None:
         wrap("model")
     with pytest.raises(TypeError, match="policy is a set"):
         wrap(mlp(), auto_wrap_policy={nn.Linear})
+    with pytest.raises(
+        ValueError, match=r"mixed_precision\.param_dtype is torch\.int8, expected a floating-point dtype"
+    ):
+        wrap(mlp(), mixed_precision=MixedPrecision(param_dtype=torch.int8))
     with pytest.raises(ValueError, match="device_id=0, but torch finds no accelerator"):
         wrap(mlp(), device_id=0)
     with pytest.raises(ValueError, match=r"is sharded already\. Wrap by the policy alone"):

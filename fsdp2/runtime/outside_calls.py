@@ -1,0 +1,56 @@
+"""Says why torch found shards in a computation, where a call of a submodule has raised.
+
+torch names an operation: "mixed torch.Tensor and DTensor". A module ran outside the forward of its unit, or it reads
+the parameters of an inner unit without a call of that unit. Rule: in any other state, torch's error stands.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp2.runtime.unit import Unit, units_under
+from fsdp2.schedule.schedule import Phase
+from fsdp2.schedule.states import GroupState
+from fsdp2.types import ScheduleError
+
+
+def explain_shards(unit: Unit, module: nn.Module, error: RuntimeError) -> None:
+    """A call of ``module``, which is inside ``unit``, has raised ``error``: an operation got shards.
+
+    Raises:
+        ScheduleError: the reason.
+    """
+    kind, name = type(module).__name__, _name_of(module, unit)
+    if _is_sharded(unit):
+        raise ScheduleError(
+            f"{kind} '{name}' was called outside the forward of its unit '{unit.name}', so its parameters are shards. "
+            "Call the model or that unit instead. If a method other than forward calls it, register the method: "
+            "fsdp2.register_fsdp_forward_method(unit, 'method'). Or call unit.unshard() before, and unit.reshard() "
+            "after."
+        ) from error
+    inner = [each for _, each in units_under(module)]
+    sharded = next(filter(_is_sharded, inner), None)
+    if sharded is not None and not any(map(_runs, inner)):
+        inside = _name_of(sharded.modules[0], unit)
+        raise ScheduleError(
+            f"{kind} '{name}' read a parameter of unit '{inside}' without calling that unit, so the parameter is a "
+            f"shard. Do not call fully_shard on '{inside}', so that the unit around it has the parameter. Or call the "
+            "module in place of the operation on its parameter."
+        ) from error
+
+
+def _is_sharded(unit: Unit) -> bool:
+    return any(group.state in (GroupState.SHARDED, GroupState.SHARDED_POST_FORWARD) for group in unit.groups)
+
+
+def _runs(unit: Unit) -> bool:
+    """Whether a forward of ``unit`` has begun and not ended, so that the error may come from there."""
+    phase = Phase.IDLE if unit.root is None else unit.root.schedule.phases[unit.index]
+    return phase in (Phase.FORWARD, Phase.RECOMPUTE)
+
+
+def _name_of(module: nn.Module, unit: Unit) -> str:
+    """The name of ``module`` from the root, or from ``unit`` if it has none yet."""
+    around = unit if unit.root is None else unit.root.unit
+    found = (name for top in around.modules for name, each in top.named_modules() if each is module)
+    return next(found, type(module).__name__)
