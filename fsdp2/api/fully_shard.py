@@ -29,6 +29,7 @@ from fsdp2.api.state import state_of
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import SHARDED_AS, ParamRecord, Slot
+from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
@@ -279,6 +280,7 @@ class PreparedUnit:
     roots: tuple[nn.Module, ...]
     found: list[Found]
     managed: list[nn.Module]
+    ignored: Set[nn.Parameter]
     left_alone: list[Slot]
     left_out: list[Slot]
     resolved: list[ResolvedGroup]
@@ -292,6 +294,8 @@ class PreparedUnit:
     def commit(self) -> Unit:
         """Shard the parameters in place."""
         refuse_ddp()
+        leave_alone(self.ignored)
+        leave_alone(getattr(slot.module, slot.name) for slot in self.left_alone)
         take_over(self.found, self.roots)
         for module in self.managed:
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
@@ -351,7 +355,18 @@ def prepare_unit(
     if size is not None and all(group.mesh.shard.size <= size for group in resolved):
         after_forward = AfterForward.RESHARD
     return PreparedUnit(
-        roots, found, managed, left_alone, left_out, resolved, parallel, mp_policy, home, after_forward, size
+        roots,
+        found,
+        managed,
+        ignored_params,
+        left_alone,
+        left_out,
+        resolved,
+        parallel,
+        mp_policy,
+        home,
+        after_forward,
+        size,
     )
 
 

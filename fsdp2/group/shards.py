@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import is_
@@ -27,6 +27,7 @@ from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import FlatShards, flat_shards
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ParamRecord, ShardedParam, check_device, pinned
+from fsdp2.group.plain_params import warn_of_plain
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -79,12 +80,18 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    counts = {id(count): count for param in params if (count := vars(param).get(_NUM_STEPS))}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [vars(param).get(_NUM_STEPS) for param in params]
+    counts = {id(count): count for count in found if count}
     for count in counts.values():
         count[0] += 1
-    if not counts and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if not counts:
         _warn_of_replaced(optimizer)
+    elif not all(found):
+        plain = [param for param, count in zip(params, found, strict=True) if not count]
+        warn_of_plain(optimizer, plain, has_ranks=any(shards.reduces_for(counts) for shards in _alive))
 
 
 def _warn_of_replaced(optimizer: torch.optim.Optimizer) -> None:
@@ -149,6 +156,11 @@ class GroupShards:
         self.locals.clear()
         self._sharing.clear()
         self._note()
+
+    def reduces_for(self, counts: Collection[int]) -> bool:
+        """Whether gradients are reduced over several ranks. ``counts``: ids of the lists that count steps of the
+        optimizers in question."""
+        return id(self._num_steps) in counts and self._mesh.data_parallel_size > 1
 
     def are_written(self) -> bool:
         """Whether somebody has written to the shards since they were placed."""

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm.streams import lost
 from fsdp2.group.param import Slot
+from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.executor import ActionFilter, Executor
 from fsdp2.runtime.rank_checks import UsedParams, by_mesh, check_agreement, compare
@@ -122,7 +123,9 @@ class Root:
             self._take_units()
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
-        self.unit.left_alone.update(_warn_of_unsharded(self.unit.modules, known))
+        warned = _warn_of_unsharded(self.unit.modules, known)
+        self.unit.left_alone.update(warned)
+        leave_alone(getattr(slot.module, slot.name) for slot in warned)
 
     def _take_units(self) -> None:
         earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])

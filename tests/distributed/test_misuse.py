@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,7 @@ from fsdp2.tools import trace
 from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.messages import error_of
+from tests.harness.messages import error_of, wrapped
 
 
 def _assert_trains_like_new(model: Any) -> None:
@@ -197,9 +198,10 @@ def _data_parallel_beside_shards(ctx: RankContext) -> None:
         fully_shard(block, mesh=ctx.mesh_1d())
     ignored = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    wrapped = DistributedDataParallel(model)
-    x = batch(ctx.rank)
-    wrapped(x).sum().backward()
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    parallel(batch(ctx.rank)).sum().backward()
+    optimizer.step()  # warns of nothing
     (sum(reference(batch(rank)).sum() for rank in range(ctx.world_size)) / ctx.world_size).backward()
     for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
         grad = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
@@ -229,7 +231,9 @@ def _outside_of_its_unit(ctx: RankContext, *, has_run: bool) -> str:
 
 
 def test_submodule_and_method_outside_of_the_forward_of_their_unit() -> None:
-    assert_expected_inline(same_on_all_ranks(_outside_of_its_unit, has_run=True), """\
+    assert_expected_inline(
+        same_on_all_ranks(_outside_of_its_unit, has_run=True),
+        """\
 ScheduleError: Linear 'entry' was called outside the forward of its unit '(root)', so its parameters
 are shards. Call the model or that unit instead. If a method other than forward calls it, register
 the method: fsdp2.register_fsdp_forward_method(unit, 'method'). Or call unit.unshard() before, and
@@ -237,7 +241,8 @@ unit.reshard() after.
 ScheduleError: Linear 'blocks.1.linear' was called outside the forward of its unit 'blocks.1', so
 its parameters are shards. Call the model or that unit instead. If a method other than forward calls
 it, register the method: fsdp2.register_fsdp_forward_method(unit, 'method'). Or call unit.unshard()
-before, and unit.reshard() after.""")
+before, and unit.reshard() after.""",
+    )
     error = same_on_all_ranks(_outside_of_its_unit, has_run=False)  # there is no root yet, and so no names from there
     assert "Linear 'entry' was called outside the forward of its unit 'FSDP_Encodes'" in error
 
@@ -487,3 +492,69 @@ def test_an_original_that_somebody_else_trains_is_not_warned_of(ctx: RankContext
         optimizer.zero_grad()
         optimizer.step(loss)
         torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # nobody has sharded these
+
+
+def _step_of(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor) -> list[str]:
+    """What two steps warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+    return [wrapped(str(each.message)) for each in caught if issubclass(each.category, UserWarning)]
+
+
+def _blocks_without_root(ctx: RankContext, ignored: bool = False) -> list[str]:
+    model = seeded(Stack)
+    plain = {*model.entry.parameters(), *model.exit.parameters()} if ignored else None
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh_1d(), ignored_params=plain)
+    return _step_of(torch.optim.AdamW(model.parameters()), model, batch(ctx.rank))
+
+
+def test_plain_parameters_beside_shards_are_warned_of_once() -> None:
+    (warning,) = same_on_all_ranks(_blocks_without_root)
+    assert_expected_inline(warning, """\
+AdamW.step(): the optimizer has shards, but 'entry.weight' and 3 more are no shards. Nothing reduces
+their gradients, so the ranks will differ. Call fully_shard on the outermost module, too, before the
+optimizer is built. If you reduce these gradients yourself, list the parameters in ignored_params of
+a fully_shard call.""")
+
+
+def test_plain_parameters_that_are_ignored_are_not_warned_of() -> None:
+    assert same_on_all_ranks(_blocks_without_root, ignored=True) == []
+
+
+def _blocks_of_one_rank(ctx: RankContext) -> list[str]:
+    model, mesh = seeded(Stack), init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    return _step_of(torch.optim.SGD(model.parameters()), model, batch())
+
+
+def test_plain_parameters_are_not_warned_of_where_nothing_is_reduced() -> None:
+    assert same_on_all_ranks(_blocks_of_one_rank) == []
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(DIM, DIM), nn.Linear(DIM, DIM, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+def _half_of_a_tie(ctx: RankContext) -> list[str]:
+    model = seeded(_Tied)
+    fully_shard(model.embedding, mesh=ctx.mesh_1d())
+    return _step_of(torch.optim.AdamW(model.parameters()), model, torch.arange(4))
+
+
+def test_one_of_two_tied_modules_sharded_is_warned_of_once() -> None:
+    (warning,) = same_on_all_ranks(_half_of_a_tie)
+    assert_expected_inline(warning, """\
+AdamW.step(): 'head.weight' is the original of a parameter that fully_shard has sharded in another
+module, and the optimizer has both. The modules are no longer tied, and each trains its own copy.
+Call fully_shard on a module around both, or as fully_shard([a, b]), before the optimizer is built.""")
