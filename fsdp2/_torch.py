@@ -714,6 +714,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
+def non_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers that state dicts leave out."""
+    return {name: each for name, each in module._buffers.items() if name in module._non_persistent_buffers_set}
+
+
 # Wrapper subclasses
 
 # Wrappers that describe more than this rank's memory: a tensor of all ranks, or one that has not arrived.

@@ -11,6 +11,7 @@ import importlib
 import itertools
 import json
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2.api.contexts import check_idle, gathered, gathered_together, joined, packed
+from fsdp2.api.empty_buffers import buffers_without_values
 from fsdp2.api.state import bound_state
 from fsdp2.comm.together import axis_of, together
 from fsdp2.group.group import ParamGroup, groups_by_slot
@@ -290,7 +292,8 @@ def load_safetensors(
 
     All ranks must call it. Each rank reads only the slices that it holds, from files that all ranks see. Floating-point
     values are cast to the dtype of the model. All files are checked on all ranks before anything is written. A model on
-    the meta device needs ``to_empty`` first. Of tied weights, the files need one name. A tensor subclass takes values
+    the meta device needs ``to_empty`` first. A warning names non-persistent buffers, which no file has, that nobody has
+    filled since. Of tied weights, the files need one name. A tensor subclass takes values
     as its ``copy_`` does: a quantised one quantises them.
 
     Args:
@@ -336,7 +339,24 @@ def load_safetensors(
         with progress("load", total, "B", is_first=axis.rank == 0) as advance:
             for file, reads in plan.items():
                 _load_file(library, file, reads, advance)
+    _warn_of_empty_buffers(model)
     return LoadedKeys(checked.missing, checked.unexpected)
+
+
+def _warn_of_empty_buffers(model: nn.Module) -> None:
+    names = buffers_without_values(model)
+    if not names:
+        return
+    listed = ", ".join(f"'{name}'" for name in names[:_MAX_LISTED])
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    owner, _, name = names[0].rpartition(".")
+    buffer = f"model.get_submodule('{owner}').{name}" if owner else f"model.{name}"
+    warnings.warn(
+        f"load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled {listed}{more} since they "
+        f"were on the meta device. Fill them before the first forward: {buffer} = value, with the value that the "
+        "constructor of the module computes.",
+        stacklevel=4,  # the caller of load_safetensors, behind torch.no_grad
+    )
 
 
 def _load_file(library: Any, file: Path, reads: Sequence[tuple[str, Weight]], advance: Callable[[int], object]) -> None:

@@ -514,11 +514,14 @@ def _blocks_without_root(ctx: RankContext, ignored: bool = False) -> list[str]:
 
 def test_plain_parameters_beside_shards_are_warned_of_once() -> None:
     (warning,) = same_on_all_ranks(_blocks_without_root)
-    assert_expected_inline(warning, """\
+    assert_expected_inline(
+        warning,
+        """\
 AdamW.step(): the optimizer has shards, but 'entry.weight' and 3 more are no shards. Nothing reduces
 their gradients, so the ranks will differ. Call fully_shard on the outermost module, too, before the
 optimizer is built. If you reduce these gradients yourself, list the parameters in ignored_params of
-a fully_shard call.""")
+a fully_shard call.""",
+    )
 
 
 def test_plain_parameters_that_are_ignored_are_not_warned_of() -> None:
@@ -554,7 +557,10 @@ def _half_of_a_tie(ctx: RankContext) -> list[str]:
 
 def test_one_of_two_tied_modules_sharded_is_warned_of_once() -> None:
     (warning,) = same_on_all_ranks(_half_of_a_tie)
-    assert_expected_inline(warning, """\
+    assert_expected_inline(
+        warning,
+        """\
 AdamW.step(): 'head.weight' is the original of a parameter that fully_shard has sharded in another
 module, and the optimizer has both. The modules are no longer tied, and each trains its own copy.
-Call fully_shard on a module around both, or as fully_shard([a, b]), before the optimizer is built.""")
+Call fully_shard on a module around both, or as fully_shard([a, b]), before the optimizer is built.""",
+    )

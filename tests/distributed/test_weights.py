@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -30,10 +32,10 @@ from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, ParamPlacement, fu
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import BFloat16AllGatherTensor, NF4Tensor, wrap_parameters
 from fsdp2.tools import save_weights
-from tests.distributed.support import seeded
+from tests.distributed.support import same_on_all_ranks, seeded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import KeptHalved
-from tests.harness.messages import error_of
+from tests.harness.messages import error_of, wrapped
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.pool import WorkerError, WorkerPool
 from tests.harness.selection import long
@@ -197,6 +199,50 @@ def _read(folder: Path) -> dict[str, Tensor]:
         for file in sorted(set(names.values()))
         for key, value in safetensors.load_file(folder / file).items()
     }
+
+
+class _Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("inv_freq", 1 / torch.arange(1.0, 5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.inv_freq
+
+
+def _loads_beside_empty_buffers(ctx: RankContext, path: Path) -> list[list[str]]:
+    """What loading warns of: after to_empty, with one buffer written and one replaced, and without the meta device."""
+    file = path / f"model{ctx.rank}.safetensors"
+    safetensors.save_file(seeded(lambda: nn.Sequential(_Rotary(), _Rotary())).state_dict(), file)
+    model = nn.Sequential(_Rotary(), _Rotary()).to("meta")
+    for each in (*model, model):
+        fully_shard(each, mesh=ctx.mesh_1d())
+    model.to_empty(device=ctx.device_type)
+
+    def warned(loaded: nn.Module) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fsdp2.load_safetensors(loaded, file)
+        assert all(Path(each.filename) == Path(__file__) for each in caught)
+        return [wrapped(str(each.message)) for each in caught]
+
+    first = warned(model)
+    model[0].inv_freq.copy_(1 / torch.arange(1.0, 5))  # type: ignore[operator, union-attr]
+    model[1].inv_freq = 1 / torch.arange(1.0, 5)
+    again, plain = warned(model), warned(nn.Sequential(_Rotary(), _Rotary()))
+    assert torch.equal(model(torch.ones(4)), seeded(lambda: nn.Sequential(_Rotary(), _Rotary()))(torch.ones(4)))
+    return [first, again, plain]
+
+
+def test_buffers_that_no_file_has_are_warned_of_until_they_are_filled(tmp_path: Path) -> None:
+    (warning,), again, plain = same_on_all_ranks(_loads_beside_empty_buffers, path=tmp_path)
+    assert_expected_inline(warning, """\
+load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled '0.inv_freq',
+'1.inv_freq' since they were on the meta device. Fill them before the first forward:
+model.get_submodule('0').inv_freq = value, with the value that the constructor of the module
+computes.""")
+    assert (again, plain) == ([], [])
 
 
 def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> None:
