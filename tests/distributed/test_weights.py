@@ -237,11 +237,14 @@ def _loads_beside_empty_buffers(ctx: RankContext, path: Path) -> list[list[str]]
 
 def test_buffers_that_no_file_has_are_warned_of_until_they_are_filled(tmp_path: Path) -> None:
     (warning,), again, plain = same_on_all_ranks(_loads_beside_empty_buffers, path=tmp_path)
-    assert_expected_inline(warning, """\
+    assert_expected_inline(
+        warning,
+        """\
 load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled '0.inv_freq',
 '1.inv_freq' since they were on the meta device. Fill them before the first forward:
 model.get_submodule('0').inv_freq = value, with the value that the constructor of the module
-computes.""")
+computes.""",
+    )
     assert (again, plain) == ([], [])
 
 
