@@ -27,9 +27,10 @@ from fsdp2.schedule.states import GroupState, Lent, Pass
 from fsdp2.types import ScheduleError
 
 
-class _PostBackward(torch.autograd.Function):
+class InputOfShardedModule(torch.autograd.Function):
     """Identity on a unit's inputs. Its backward runs when the gradients of all inputs are known. The unit has then
-    computed the gradients of its parameters. It is a separate node, since the inputs may have other consumers."""
+    computed the gradients of its parameters. It is a separate node, since the inputs may have other consumers. Users
+    read its name: torch's error says it, if they change one of several inputs in place."""
 
     generate_vmap_rule = True
 
@@ -306,7 +307,7 @@ class ModuleHooks:
         if not tensors:
             return args, kwargs
         if len(tensors) > 1 or in_transform:
-            marked = dict(zip(map(id, tensors), _PostBackward.apply(self._unit, *tensors), strict=True))
+            marked = dict(zip(map(id, tensors), InputOfShardedModule.apply(self._unit, *tensors), strict=True))
             return map_tensors(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
         (only,) = tensors
         view = only.view_as(only)

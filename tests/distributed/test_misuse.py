@@ -504,6 +504,38 @@ def _step_of(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor) -> l
     return [wrapped(str(each.message)) for each in caught if issubclass(each.category, UserWarning)]
 
 
+class _WritesInputs(nn.Module):
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.linear, self._copies = nn.Linear(DIM, DIM), copies
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (x.clone(), y.clone()) if self._copies else (x, y)
+        return self.linear(x.mul_(2) + y.mul_(3))
+
+
+def _inputs_in_place(ctx: RankContext) -> str:
+    x = batch().requires_grad_()
+    error = ""
+    for copies in (False, True):
+        module = seeded(lambda copies=copies: _WritesInputs(copies=copies))
+        (expected,) = torch.autograd.grad(module(x * 1, x * 1).sum(), x)
+        fully_shard(module, mesh=ctx.mesh_1d())
+        if copies:
+            (found,) = torch.autograd.grad(module(x * 1, x * 1).sum(), x)
+            torch.testing.assert_close(found, expected)
+        else:
+            error = error_of(lambda module=module: module(x * 1, x * 1))
+            module.reset_iter_state()
+    return error
+
+
+def test_two_inputs_changed_in_place() -> None:
+    """torch has the rest of the text: to change a copy."""
+    error = same_on_all_ranks(_inputs_in_place)
+    assert error.startswith("RuntimeError: Output 0 of InputOfShardedModule is a view and is being modified inplace.")
+
+
 def _blocks_without_root(ctx: RankContext, ignored: bool = False) -> list[str]:
     model = seeded(Stack)
     plain = {*model.entry.parameters(), *model.exit.parameters()} if ignored else None
