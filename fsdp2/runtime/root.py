@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import deque
+import zlib
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -41,7 +42,7 @@ from fsdp2.types import CommunicationError, ScheduleError
 _STORY_LENGTH = 12
 _MAX_NAMES = 4
 
-_numbers = itertools.count()
+_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)  # of roots, by their ranks
 _T = TypeVar("_T")
 
 
@@ -69,7 +70,7 @@ class Root:
         unit: the root itself.
         units: all units; the units inside a unit follow that unit.
         is_reducing: ``finalize_backward`` has started to reduce, and nobody has waited for it yet.
-        number: tells the roots of a process apart. All ranks run the same roots, so they number them alike.
+        identity: tells roots apart, and is the same on all ranks of a model: these form their roots in the same order.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -80,7 +81,7 @@ class Root:
         self.skipping = SkippedUnits(())
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
-        self.number = next(_numbers)
+        self.identity = ""
         self.num_resets = 0
         self._used: list[UsedParams] = []
         self._parents: Sequence[int | None] = ()
@@ -91,9 +92,11 @@ class Root:
         self._agreed_flags: dict[str, bool] = {}  # ``trainable()`` when the ranks have compared it
         self._memory_limit: int | None = None
         self._seen_version = 0
-        watch_for_stalls(self, self.executor.streams, unit.mesh)
         note_tree_change()  # for roots around this one, which have not seen its units yet
         self._collect()
+        ranks = zlib.crc32(repr(self.ranks()).encode())
+        self.identity = f"{ranks:x}/{next(_numbers[ranks])}"
+        watch_for_stalls(self, self.executor.streams, unit.mesh)
 
     # The tree
 
@@ -217,7 +220,7 @@ class Root:
         if self._has_new_flags:
             flags = self.trainable()
             if flags != self._agreed_flags:
-                await_flags(self.number, self.unit.mesh, self.ranks(), flags, self.story)
+                await_flags(self.identity, self.unit.mesh, self.ranks(), flags, self.story)
             self._has_new_flags, self._agreed_flags = False, flags
 
     def _agree(self, what: str, agree: Callable[[], _T]) -> _T:

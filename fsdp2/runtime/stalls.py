@@ -42,12 +42,12 @@ _log = logging.getLogger("fsdp2")
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands that waits. ``stall``: the number of the stall on that rank. ``root``: the root's number,
-    which is the same on all ranks. ``story``: the last events. ``trainable``: per parameter that was used, whether it
+    """Where a rank stands that waits. ``stall``: the number of the stall on that rank. ``root``: the identity of
+    the root. ``story``: the last events. ``trainable``: per parameter that was used, whether it
     requires a gradient."""
 
     stall: int
-    root: int
+    root: str
     story: str
     trainable: Mapping[str, bool]
 
@@ -99,8 +99,8 @@ class StallWatch:
         self._roots: weakref.WeakSet[Root] = weakref.WeakSet()
         self._has_ended = False
         self._ends = threading.Event()
-        self._seen: dict[int, object] = {}  # the last event of each root, by the root's number
-        self._latest = -1  # the number of the root that had an event last
+        self._seen: dict[str, object] = {}  # the last event of each root, by the root's identity
+        self._latest = ""  # the identity of the root that had an event last
         self._since = 0.0
         self._num_stalls = 0
         self._shown: Standing | None = None
@@ -119,10 +119,10 @@ class StallWatch:
         """The message to log at time ``now`` (in seconds), once per stall; else None."""
         with self._lock:
             roots = list(self._roots)
-        changed = [root for root in roots if self._seen.get(root.number, root) is not root.last_event]
+        changed = [root for root in roots if self._seen.get(root.identity, root) is not root.last_event]
         if changed or len(roots) != len(self._seen):
-            self._seen = {root.number: root.last_event for root in roots}
-            self._latest = max(changed, key=lambda root: root.is_running).number if changed else -1
+            self._seen = {root.identity: root.last_event for root in roots}
+            self._latest = max(changed, key=lambda root: root.is_running).identity if changed else ""
             self._since, self._has_told, self._others, self.differing = now, False, [], []
             if self._shown is not None and self._board is not None:
                 self._shown = None
@@ -131,7 +131,7 @@ class StallWatch:
         if self._has_told or waited_s < self._until_compared_s or self._is_idle():
             return None
         told = [root for root in roots if root.last_event is not None]
-        latest = next((root for root in told if root.number == self._latest), None)
+        latest = next((root for root in told if root.identity == self._latest), None)
         message = None if latest is None or self._board is None else self._compared(latest, waited_s)
         if message is None and waited_s >= _UNTIL_TOLD * self._timeout_s:
             message = self._alone(told, waited_s)
@@ -143,12 +143,12 @@ class StallWatch:
         assert self._board is not None
         if self._shown is None:
             self._num_stalls += 1
-            self._shown = Standing(self._num_stalls, root.number, root.story(), root.trainable())
+            self._shown = Standing(self._num_stalls, root.identity, root.story(), root.trainable())
             self._board.show(self._shown)
         ranks = root.ranks()
         others = [self._shown if rank == self._rank else self._board.of(rank) for rank in ranks]
         before, self._others = self._others, others
-        if others != before or any(each is None or each.root != root.number for each in others):
+        if others != before or any(each is None or each.root != root.identity for each in others):
             return None
         standings = {rank: each for rank, each in zip(ranks, others, strict=True) if each is not None}
         flags = differing_flags({rank: each.trainable for rank, each in standings.items()})
@@ -212,9 +212,9 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def await_flags(
-    root: int, mesh: ParallelMesh, ranks: Sequence[int], trainable: Mapping[str, bool], story: Callable[[], str]
+    root: str, mesh: ParallelMesh, ranks: Sequence[int], trainable: Mapping[str, bool], story: Callable[[], str]
 ) -> None:
-    """Wait until all ``ranks`` have called this with the same ``trainable``, for the root with the number ``root``. If
+    """Wait until all ``ranks`` have called this with the same ``trainable``, for the root of identity ``root``. If
     one of them goes on with other flags, this rank must not communicate: the sizes of messages would differ.
 
     Raises:
@@ -246,7 +246,7 @@ def await_flags(
 
 
 # By root: the number of the next ``await_flags``, and the keys of the last one.
-_awaited: dict[int, tuple[int, Sequence[str]]] = {}
+_awaited: dict[str, tuple[int, Sequence[str]]] = {}
 
 _watches: dict[object, tuple[StallWatch, threading.Thread]] = {}
 

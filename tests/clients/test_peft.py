@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.clients.compare import files_in
-from tests.clients.hugging_face import accelerator, adamw, hf_client, tiny, train
+from tests.clients.compare import files_in, whole
+from tests.clients.hugging_face import accelerator, adamw, batch, hf_client, tiny, train
 
 
 def adapter_config(kind: str) -> Any:
@@ -69,3 +72,36 @@ def test_a_checkpoint_of_adapters_goes_on_the_same(rank: int, folder: Path, kind
     train(engine, model, optimizer, rank, range(2, 3))
     engine.load_state(str(folder / "state"))
     return train(engine, model, optimizer, rank, range(2, 4))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@hf_client()
+def test_reference_forward_without_adapters_keeps_the_policys_gradients(rank: int, folder: Path, reshard: bool) -> Any:
+    """As trl's trainers of preferences do it, without a second model. Gradients are those of the plain model."""
+    from peft import get_peft_model
+
+    engine = accelerator(transformer_cls_names_to_wrap=["LlamaDecoderLayer"], reshard_after_forward=reshard)
+    plain = get_peft_model(tiny(), adapter_config("lora"))
+    plain.add_adapter("second", adapter_config("lora"))
+    model = copy.deepcopy(plain)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, _ = engine.prepare(model, adamw(trained))
+    far = []
+    for step, adapter in enumerate(("default", "default", "second", "default")):
+        for each in (model, plain):
+            each.set_adapter(adapter)
+            policy = each(**batch("llama", rank, step)).logits
+            with torch.no_grad(), each.disable_adapter():
+                reference = each(**batch("llama", rank, step)).logits
+            ((policy - reference).square().mean() + policy.mean()).backward()
+        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            gradients = [None if param.grad is None else whole(param.grad) for param in (mine, expected)]
+            if gradients[1] is not None:
+                dist.all_reduce(gradients[1])
+                gradients[1] /= dist.get_world_size()
+            is_equal = gradients[0] is gradients[1] or torch.allclose(*gradients, rtol=1e-4, atol=1e-6)
+            far += [] if is_equal else [f"step {step}: {gradients}"]
+        model.zero_grad()
+        plain.zero_grad()
+    assert far == []
+    return far

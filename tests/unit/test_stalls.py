@@ -16,9 +16,9 @@ class _Root:
 
     is_running = True
 
-    def __init__(self, story: str, number: int = 0, **trainable: bool) -> None:
+    def __init__(self, story: str, identity: str = "0", **trainable: bool) -> None:
         self.told, self.last_event = story, object()
-        self.number, self.flags = number, trainable
+        self.identity, self.flags = identity, trainable
 
     def story(self) -> str:
         return self.told
@@ -42,7 +42,7 @@ def _watched(*roots: Any, is_idle: bool = False, timeout_s: float = 100) -> Stal
 
 
 def test_message_has_the_last_events_of_all_roots() -> None:
-    roots = _Root("pre_forward (root)"), _Root("pre_backward blocks.1", number=1)
+    roots = _Root("pre_forward (root)"), _Root("pre_backward blocks.1", identity="1")
     message = _watched(*roots).look(now=50)
     assert message is not None
     first, *stories, last = message.splitlines()
@@ -64,7 +64,7 @@ def test_nothing_is_said_of_a_device_that_has_done_everything() -> None:
 
 
 def test_every_event_of_any_root_starts_anew() -> None:
-    roots = _Root(""), _Root("", number=1)
+    roots = _Root(""), _Root("", identity="1")
     stalls = _watched(*roots)
     roots[1].goes_on()
     assert stalls.look(now=60) is None
@@ -129,7 +129,7 @@ def test_nothing_is_compared_with_a_rank_that_goes_on() -> None:
 
 
 def test_nothing_is_compared_with_another_root() -> None:
-    mine, other = _beside(_Root("", x=True), _Root("", number=1, x=False))
+    mine, other = _beside(_Root("", x=True), _Root("", identity="1", x=False))
     assert [watch.look(now) for now in (5, 6, 7, 8) for watch in (mine, other)] == [None] * 8
 
 
