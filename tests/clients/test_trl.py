@@ -94,6 +94,30 @@ def test_preferences_are_learned_the_same(rank: int, folder: Path, more: dict[st
 
 
 @hf_client("trl")
+def test_preferences_without_a_second_model_are_learned_whether_units_reshard_or_not(rank: int, folder: Path) -> Any:
+    """The reference forward runs without the adapter, between the policy's forward and its backward."""
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    def losses(reshard: bool) -> list[float]:
+        wrap = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": reshard}
+        arguments = DPOConfig(**options(folder, fsdp_config=wrap, max_steps=4))
+        adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        torch.manual_seed(1)  # the adapter's values
+        rows = texts(prompt=3, chosen=5, rejected=4)
+        engine = DPOTrainer(
+            tiny(), None, arguments, train_dataset=rows, processing_class=tokenizer(), peft_config=adapter
+        )
+        engine.train()
+        return [entry["loss"] for entry in engine.state.log_history if "loss" in entry]
+
+    found = [losses(reshard) for reshard in (True, False)]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4  # it learns
+    return found
+
+
+@hf_client("trl")
 def test_rewards_are_learned_the_same(rank: int, folder: Path) -> Any:
     from transformers import LlamaConfig, LlamaForSequenceClassification
     from trl import RewardConfig, RewardTrainer

@@ -104,10 +104,10 @@ def _freezes_on_one_rank(ctx: RankContext, mesh: DeviceMesh, after_forward: bool
 
 @pytest.mark.parametrize("after_forward", [False, *long(True)])
 def test_flag_that_differs_is_named_on_all_ranks_before_the_timeout(after_forward: bool) -> None:
-    for rank, ended in enumerate(World(_freezes_on_one_rank, after_forward=after_forward).join()):
+    for rank, ended in enumerate(World(_freezes_on_one_rank, timeout_s=20, after_forward=after_forward).join()):
         assert ended.value, ended.trace
         (said,), raised = ended.value
-        assert re.match(rf"rank {rank}: no progress for [1-3] s. All ranks wait for each other, because", said), said
+        assert re.match(rf"rank {rank}: no progress for \d+ s. All ranks wait for each other, because", said), said
         assert "  parameter 'blocks.1.linear.weight' requires a gradient on rank 0, not on rank 1\n" in said
         assert said.count("Last events on rank") == 2
         if rank == 1:  # it has not communicated, and rank 0 waits for it
