@@ -281,6 +281,48 @@ the parameter. Or call the module in place of the operation on its parameter."""
     )
 
 
+def _dtypes(ctx: RankContext) -> str:
+    model, errors = seeded(Stack), []
+    for dtypes in ({"param_dtype": torch.int8}, {"output_dtype": torch.bool}, {"reduce_dtype": torch.float8_e5m2}):
+        policy = fsdp2.MixedPrecisionPolicy(**dtypes)
+        errors.append(error_of(partial(fully_shard, model, mesh=ctx.mesh_1d(), mp_policy=policy)))
+    assert type(model) is Stack
+    fully_shard(model, mesh=ctx.mesh_1d())
+    _assert_trains_like_new(model)
+    return "\n".join(errors)
+
+
+def test_dtypes_that_nothing_is_computed_in() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_dtypes),
+        """\
+ValueError: fully_shard: mp_policy.param_dtype is torch.int8, expected a floating-point dtype. For
+example: torch.bfloat16. To gather parameters as int8, see fsdp2.tensors.wrap_parameters.
+ValueError: fully_shard: mp_policy.output_dtype is torch.bool, expected a floating-point dtype. For
+example: torch.bfloat16.
+ValueError: fully_shard: mp_policy.reduce_dtype is torch.float8_e5m2, expected a floating-point
+dtype of at least 16 bits, since torch cannot add smaller ones. For example: torch.bfloat16.""",
+    )
+
+
+def _output_of_attention(ctx: RankContext) -> str:
+    model = nn.Sequential(nn.MultiheadAttention(DIM, 2))
+    fully_shard(model[0].out_proj, mesh=ctx.mesh_1d())
+    error = error_of(lambda: fully_shard(model, mesh=ctx.mesh_1d()))
+    assert type(model) is nn.Sequential
+    return error
+
+
+def test_output_of_attention_as_a_unit() -> None:
+    assert_expected_inline(
+        same_on_all_ranks(_output_of_attention),
+        """\
+ValueError: fully_shard: '0.out_proj' of a MultiheadAttention was given to fully_shard, but the
+attention reads its weight and never calls it, so nothing would unshard it. Call fully_shard on the
+MultiheadAttention or a module around it, and not on out_proj.""",
+    )
+
+
 def _state_dict_of_another_shape(ctx: RankContext) -> str:
     model = sharded(ctx)
     state = dict(model.state_dict())

@@ -153,13 +153,6 @@ def _meta_among_real(ctx: RankContext) -> Case:
     return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
 
 
-def _out_proj(ctx: RankContext) -> Case:
-    model = seeded(Stack)
-    model.exit = nn.MultiheadAttention(DIM, 2)
-    fully_shard(model.exit.out_proj, mesh=ctx.mesh_1d())
-    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
-
-
 CASES: dict[str, Callable[[RankContext], Case]] = {
     "no module": lambda ctx: Case(seeded(Stack), lambda: fully_shard("blocks", mesh=ctx.mesh_1d())),  # type: ignore[call-overload]
     "no module in the list": lambda ctx: Case(
@@ -175,10 +168,6 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "ignored dict": _call(ignored_params={}),
     "ignored names": _call(ignored_params=["exit.weight"]),
     "name of a dtype": _call(mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype="bf16")),  # type: ignore[arg-type]
-    "out_proj": _out_proj,
-    "integers": _call(mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8)),
-    "truth values": _call(mp_policy=fsdp2.MixedPrecisionPolicy(output_dtype=torch.bool)),
-    "sums of bytes": _call(mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float8_e5m2)),
     "Python type": _call(mp_policy=fsdp2.MixedPrecisionPolicy(output_dtype=float)),  # type: ignore[arg-type]
     "placement is no function": _call(shard_placement_fn="dim1"),
     "reshard type": _call(reshard_after_forward="always"),
@@ -438,19 +427,6 @@ set grad_dtype to a dtype.""",
     )
 
 
-def test_dtypes_that_nothing_is_computed_in() -> None:
-    assert_expected_inline(
-        "\n".join(map(refusal, ("integers", "truth values", "sums of bytes"))),
-        """\
-ValueError: fully_shard: mp_policy.param_dtype is torch.int8, expected a floating-point dtype. For
-example: torch.bfloat16. To gather parameters as int8, see fsdp2.tensors.wrap_parameters.
-ValueError: fully_shard: mp_policy.output_dtype is torch.bool, expected a floating-point dtype. For
-example: torch.bfloat16.
-ValueError: fully_shard: mp_policy.reduce_dtype is torch.float8_e5m2, expected a floating-point
-dtype of at least 16 bits, since torch cannot add smaller ones. For example: torch.bfloat16.""",
-    )
-
-
 def test_same_module_twice() -> None:
     assert_expected_inline(
         refusal("again"),
@@ -469,16 +445,6 @@ already sharded. This call would break the tie. The parameter moves to the new u
 tied_weights=MOVE, and only if the old unit has not run and none of its parameters was written or
 replaced. Otherwise, call fully_shard([a, b]) on the modules that share the parameter, to make one
 unit.""",
-    )
-
-
-def test_output_of_attention_as_a_unit() -> None:
-    assert_expected_inline(
-        refusal("out_proj"),
-        """\
-ValueError: fully_shard: 'exit.out_proj' of a MultiheadAttention was given to fully_shard, but the
-attention reads its weight and never calls it, so nothing would unshard it. Call fully_shard on the
-MultiheadAttention or a module around it, and not on out_proj.""",
     )
 
 

@@ -101,51 +101,6 @@ ExtensionError: check_all_gather_extension: LooksAtItsValues fails 1 check.
     )
 
 
-class IsNotSafeToRead(Wrapper):
-    def __init_subclass__(cls) -> None:
-        pass
-
-
-class CannotBeRead(IsNotSafeToRead):
-    pass
-
-
-def test_class_that_checkpoints_cannot_read_is_reported() -> None:
-    assert_expected_inline(
-        errors_of_check(CannotBeRead),
-        """\
-ExtensionError: check_all_gather_extension: CannotBeRead fails 1 check.
-- save: torch.load(weights_only=True), with which checkpoints are read, refuses a CannotBeRead.
-Below the class, write torch.serialization.add_safe_globals([CannotBeRead]), with the classes of its
-attributes in the list, too. (First seen with shape (5, 3) on 2 ranks.)""",
-    )
-
-
-def test_class_that_checkpoints_cannot_write_is_reported() -> None:
-    class OfAFunction(Wrapper):
-        pass
-
-    report = errors_of_check(OfAFunction).replace("\n", " ")
-    assert "- save: torch.save cannot write a OfAFunction: AttributeError: " in report  # then the text of this Python
-    assert "Define the class, and those of its attributes, at the top of a module." in report
-
-
-class LosesItsFactor(Wrapper):
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self), (self.inner.clone() * 2,)
-
-
-def test_class_that_a_checkpoint_changes_is_reported() -> None:
-    assert_expected_inline(
-        errors_of_check(LosesItsFactor),
-        """\
-ExtensionError: check_all_gather_extension: LosesItsFactor fails 1 check.
-- save: a gather of shards that were saved, read and copied in gives other values than a gather of
-the originals: 15 of 15 values differ, the first one at (0, 0): found 3.08199, expected 1.541. Let
-torch.save write all that the hooks read. (First seen with shape (5, 3) on 2 ranks.)""",
-    )
-
-
 class SendsWhatItSentFirst(Wrapper):
     sent: Any = None
 
