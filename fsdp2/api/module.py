@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api.copying import copied_module
-from fsdp2.api.empty_buffers import buffers_without_memory, note_memory
+from fsdp2.api.empty_buffers import empty_buffers, note_replaced
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter, SymmetricMemory
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
@@ -83,10 +83,10 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and similar methods to the shards."""
         self.reshard()
-        on_meta = buffers_without_memory(cast(nn.Module, self))
+        are_empty = empty_buffers(cast(nn.Module, self))
         with torch.inference_mode(False):  # as the commit of fully_shard
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        note_memory(on_meta)
+        note_replaced(are_empty)
         unit = self._unit()
         for group in unit.groups:
             group.take_materialised()

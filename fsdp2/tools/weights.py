@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2.api.contexts import check_idle, gathered, gathered_together, joined, packed
-from fsdp2.api.empty_buffers import buffers_without_values
+from fsdp2.api.empty_buffers import empty_buffers
 from fsdp2.api.state import bound_state
 from fsdp2.comm.together import axis_of, together
 from fsdp2.group.group import ParamGroup, groups_by_slot
@@ -344,7 +344,7 @@ def load_safetensors(
 
 
 def _warn_of_empty_buffers(model: nn.Module) -> None:
-    names = buffers_without_values(model)
+    names = [each.full_name for each in empty_buffers(model)]
     if not names:
         return
     listed = ", ".join(f"'{name}'" for name in names[:_MAX_LISTED])

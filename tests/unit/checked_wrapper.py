@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ class Wrapper(torch.Tensor):
 
     def __init_subclass__(cls) -> None:
         torch.serialization.add_safe_globals([cls])
+        if "<locals>" not in cls.__qualname__:  # pickle looks there, also for what type() has made
+            setattr(sys.modules[cls.__module__], cls.__qualname__, cls)
 
     def __new__(cls, plain: Tensor, factor: int = 2) -> Wrapper:
         made: Wrapper = torch.Tensor._make_wrapper_subclass(
