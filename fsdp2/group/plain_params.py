@@ -53,16 +53,16 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: Sequence[torch.Tensor
     kind = type(optimizer).__name__
     if ties:
         warnings.warn(
-            f"{kind}.step(): '{_name_of(ties[0], modules)}' is the original of a parameter that fully_shard has "
+            f"{kind}.step(): {_name_of(ties[0], modules)} is the original of a parameter that fully_shard has "
             "sharded in another module, and the optimizer has both. The modules are no longer tied, and each trains "
             "its own copy. Call fully_shard on a module around both, or as fully_shard([a, b]), before the optimizer "
             "is built.",
             stacklevel=4,
         )
     elif found:
-        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        names = _name_of(found[0], modules) + (f" and {len(found) - 1} more" if len(found) > 1 else "")
         warnings.warn(
-            f"{kind}.step(): the optimizer has shards, but '{_name_of(found[0], modules)}'{others} are no shards. "
+            f"{kind}.step(): the optimizer has shards, but also plain parameters: {names}. "
             "Nothing reduces their gradients, so the ranks will differ. Call fully_shard on the outermost module, too, "
             "before the optimizer is built. If you reduce these gradients yourself, list the parameters in "
             "ignored_params of a fully_shard call.",
@@ -75,6 +75,6 @@ def _reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def _name_of(param: torch.Tensor, modules: Iterable[nn.Module]) -> str:
-    """The name of ``param`` in the outermost of ``modules`` that has it."""
+    """The name of ``param`` in the outermost of ``modules`` that has it, quoted."""
     names = [name for module in modules for name, each in module.named_parameters() if each is param]
-    return max(names, key=len, default=f"a parameter of shape {tuple(param.shape)}")
+    return f"'{max(names, key=len)}'" if names else f"one of shape {tuple(param.shape)} that no module has"

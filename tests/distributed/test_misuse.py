@@ -591,11 +591,25 @@ def test_plain_parameters_beside_shards_are_warned_of_once() -> None:
     assert_expected_inline(
         warning,
         """\
-AdamW.step(): the optimizer has shards, but 'entry.weight' and 3 more are no shards. Nothing reduces
-their gradients, so the ranks will differ. Call fully_shard on the outermost module, too, before the
-optimizer is built. If you reduce these gradients yourself, list the parameters in ignored_params of
-a fully_shard call.""",
+AdamW.step(): the optimizer has shards, but also plain parameters: 'entry.weight' and 3 more.
+Nothing reduces their gradients, so the ranks will differ. Call fully_shard on the outermost module,
+too, before the optimizer is built. If you reduce these gradients yourself, list the parameters in
+ignored_params of a fully_shard call.""",
     )
+
+
+def _parameter_of_the_loss(ctx: RankContext) -> str:
+    model, scale = sharded(ctx), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), scale])
+    (model(batch()) * scale).sum().backward()
+    with pytest.warns(UserWarning, match="also plain parameters") as warned:
+        optimizer.step()
+    return str(warned[0].message)
+
+
+def test_plain_parameter_that_no_module_has_is_warned_of_by_its_shape() -> None:
+    text = same_on_all_ranks(_parameter_of_the_loss)
+    assert "also plain parameters: one of shape () that no module has. Nothing reduces" in text
 
 
 def test_plain_parameters_that_are_ignored_are_not_warned_of() -> None:
