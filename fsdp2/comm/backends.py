@@ -6,7 +6,11 @@ on its own, and whether the backend averages. All ranks issue all calls in the s
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import pickle
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import Waitable, launched, streams_for, waiting
+from fsdp2.comm.streams import Waitable, launched, streams_for, wait_for, waiting
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import Routing
 
@@ -314,6 +318,8 @@ def exchange(axis: Axis, value: object) -> list[Any]:
     """The ``value`` of every rank on ``axis``, in rank order. Slow, and the CPU waits: only for one-time agreements."""
     if axis.group is None or axis.size == 1:
         return [value]
+    if _torch.backend_name(axis.group, torch.device("cpu")) == "gloo":
+        return launched(_torch.counted_as, None, partial(_exchange_by_sums, axis, value))
     values: list[Any] = [None] * axis.size
     gather = partial(dist.all_gather_object, values, value, group=axis.group)
     with waiting():
@@ -321,7 +327,39 @@ def exchange(axis: Axis, value: object) -> list[Any]:
     return values
 
 
+def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
+    """As ``dist.all_gather_object``, with tensors that are known here: see ``_lent``."""
+    assert axis.group is not None
+    mine, rank = pickle.dumps(value), axis.group.rank()
+    sizes = torch.zeros(axis.size, dtype=torch.int64)
+    sizes[rank] = len(mine)
+    wait_for(all_reduce(axis, sizes))
+    parts = [torch.zeros(size, dtype=torch.uint8) for size in sizes.tolist()]
+    parts[rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    whole = torch.cat(parts)
+    wait_for(all_reduce(axis, whole))
+    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes.tolist())]
+
+
+# Tensors that gloo's threads may still hold. Such a thread drops a collective after it has told us that it is done, and
+# needs Python's lock to drop the tensor. If Python were ending, the thread would end there, and with it the process:
+# "terminate called without an active exception".
+_lent: set[weakref.ref[torch.Tensor]] = set()
+_MAX_WAIT_S = 5.0  # at the end of a program whose collectives have failed
+
+
 def all_reduce(axis: Axis, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Sequence[Waitable]:
     """Reduce ``tensor`` over ``axis`` in place."""
-    work = dist.all_reduce(tensor, op, group=axis.group, async_op=True)
+    lent = tensor.detach()  # the backend alone holds it, so it goes away with the last of the backend's references
+    if tensor.device.type == "cpu":
+        _lent.add(weakref.ref(lent, _lent.discard))
+    work = dist.all_reduce(lent, op, group=axis.group, async_op=True)
     return () if work is None else (work,)
+
+
+@atexit.register
+def _wait_for_lent() -> None:
+    """Let gloo's threads drop what they hold, while they can still take Python's lock."""
+    until = time.monotonic() + _MAX_WAIT_S
+    while _lent and time.monotonic() < until:
+        time.sleep(0.001)
