@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import fully_shard
 from tests.distributed.changes import assert_step_is_that_of
-from tests.distributed.support import Stack, same_on_all_ranks, seeded, step
+from tests.distributed.support import Stack, seeded, step
 from tests.harness.distributed import RankContext
 from tests.harness.extensions import Travelling
 from tests.harness.messages import error_of
-from tests.harness.pool import shared_pool
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 LATER_PRE, LATER_POST = "later_pre", "later_post"
@@ -101,18 +100,3 @@ def refused(
     model.reset_iter_state()
     assert_trains_like_a_plain_one(model)
     return error
-
-
-def error_on_all(hook: str, fault: object, **kwargs: Any) -> str:
-    """What all ranks raise alike."""
-    return same_on_all_ranks(refused, hook=hook, fault=fault, **kwargs)
-
-
-def error_of_one(rank: int, hook: str, fault: object, world_size: int = 2, **kwargs: Any) -> str:
-    """What ``rank`` raises; all others raise the same, and say where it happened."""
-    errors = shared_pool(world_size).run(refused, hook=hook, fault=fault, on_rank=rank, **kwargs)
-    mine = errors.pop(rank)
-    expected = f"ExtensionError: on rank {rank}: {mine.removeprefix('ExtensionError: ')}"
-    for error in errors:
-        assert error.split() == expected.split()
-    return mine

@@ -293,9 +293,8 @@ MUTATIONS = [
         "self.state = before  # nothing is in flight: a refused gather leaves the group as it was",
         "pass",
         (
-            "distributed/test_pre_hook_errors.py",
+            "distributed/test_hook_errors.py",
             "distributed/test_misuse.py",
-            "distributed/test_extension_errors.py",
         ),
     ),
     Mutation(
@@ -690,10 +689,7 @@ MUTATIONS = [
         "api/resolve.py",
         "if value < 1 or size % value != 0:",
         "if value < 1:",
-        (
-            "distributed/test_mesh_refusals.py",
-            "distributed/test_refusals.py",
-        ),
+        ("distributed/test_refusals.py",),
     ),
     Mutation(
         "api/resolve.py", "return placement.dim % param.dim()", "return placement.dim", ("parity/test_placement.py",)

@@ -1,18 +1,15 @@
-"""A wrapper subclass that keeps the all-gather protocol, to be broken in one thing, and what the check says of it."""
+"""A wrapper subclass that keeps the all-gather protocol, to be broken in one thing."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp2.plan.trees import map_tensors
-from fsdp2.testing import check_all_gather_extension
 from tests.harness.extensions import is_in_place
-from tests.harness.messages import error_of
 
 aten = torch.ops.aten
 
@@ -86,27 +83,3 @@ torch.serialization.add_safe_globals([Wrapper])
 
 def _inner(tensor: Tensor) -> Tensor:
     return tensor.inner if isinstance(tensor, Wrapper) else tensor
-
-
-def errors_of_check(make: Callable[[Tensor], Tensor], **options: Any) -> str:
-    """The report on a class that is wrong on one shape, on two ranks."""
-    return error_of(lambda: check_all_gather_extension(make, **{"shapes": [(5, 3)], "world_sizes": (2,)} | options))
-
-
-# Broken in one thing, for more than one file
-
-
-class Leaks(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
-        return None if out is not None else (made[0], ())
-
-
-class LosesItsClassOnClone(Wrapper):
-    keeps_class = Wrapper.keeps_class - {aten.clone.default}
-
-
-class LooksAtItsValues(Wrapper):
-    def __new__(cls, plain: Tensor, factor: int = 2) -> Wrapper:
-        assert plain.sum().item() is not None
-        return super().__new__(cls, plain, factor)

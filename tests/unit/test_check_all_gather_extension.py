@@ -1,7 +1,6 @@
 """The conformance check passes classes that keep the protocol, and names what is wrong with those that do not.
 
-Here: those that pass, those that cannot be made or cut, and how failures are told. Hooks and shards have files of their
-own.
+The reports are in ``golden/check_all_gather_extension.txt``.
 """
 
 from __future__ import annotations
@@ -12,18 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor
 
 from fsdp2 import MixedPrecisionPolicy
+from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.tensors import BFloat16AllGatherTensor, Float8AllGatherTensor, Float8Scaling, Int8AllGatherTensor
 from fsdp2.tensors.float8 import magnitude, scale_from
 from fsdp2.tensors.nf4 import NF4Tensor
 from fsdp2.tensors.two_tensor import TwoTensor
 from fsdp2.testing import SHAPES, check_all_gather_extension
 from tests.harness import extensions
-from tests.unit.checked_wrapper import Leaks, LooksAtItsValues, LosesItsClassOnClone, Wrapper, aten, errors_of_check
+from tests.harness.extensions import is_in_place
+from tests.harness.golden import texts_beside
+from tests.harness.messages import error_of
+from tests.unit.checked_wrapper import Wrapper, aten
 
+TEXTS = texts_beside(__file__)
 MATRICES = [shape for shape in SHAPES if len(shape) > 1]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -61,64 +64,196 @@ def test_class_that_keeps_the_protocol_passes(make: Callable[[Tensor], Tensor], 
     check_all_gather_extension(make, **options)
 
 
-def test_shape_without_the_dim_to_cut_is_refused() -> None:
-    assert_expected_inline(
-        errors_of_check(Wrapper, shapes=[(5, 3), (7,)], dim=1),
-        """\
-ValueError: check_all_gather_extension: shape (7,) has no dim 1 to cut. Leave this shape out of
-shapes.""",
-    )
+# Classes that are wrong in one thing
+
+BROKEN: dict[str, Callable[[Tensor], Tensor]] = {}
 
 
-def test_plain_tensor_is_reported() -> None:
-    assert_expected_inline(
-        errors_of_check(lambda full: full),
-        """\
-ExtensionError: check_all_gather_extension: Tensor fails 1 check.
-- make: make returned a plain tensor without hooks, expected a tensor subclass with hooks. (First
-seen with shape (5, 3).)""",
-    )
+def _broken(cls: type[Wrapper]) -> type[Wrapper]:
+    BROKEN[cls.__name__] = cls
+    return cls
 
 
-def test_make_that_changes_the_shape_is_reported() -> None:
-    assert_expected_inline(
-        errors_of_check(lambda full: Wrapper(full.t().contiguous())),
-        """\
-ExtensionError: check_all_gather_extension: Wrapper fails 1 check.
-- make: make returned a Wrapper of shape (3, 5), expected a tensor of shape (5, 3). (First seen with
-shape (5, 3).)""",
-    )
+def _sending(name: str, pre_hook: Callable[[Any, Any], Any]) -> None:
+    """A class with another pre-hook."""
+    _broken(type(name, (Wrapper,), {"fsdp_pre_all_gather": pre_hook}))
 
 
-class LosesItsClassOnDetach(Wrapper):
-    keeps_class = Wrapper.keeps_class - {aten.detach.default}
+def _losing_class(name: str, operation: Any) -> type[Wrapper]:
+    """A class that gives plain tensors in ``operation``, too."""
+    return _broken(type(name, (Wrapper,), {"keeps_class": Wrapper.keeps_class - {operation}}))
 
 
-def test_detach_that_loses_the_class_is_reported() -> None:
-    assert_expected_inline(
-        errors_of_check(LosesItsClassOnDetach),
-        """\
-ExtensionError: check_all_gather_extension: LosesItsClassOnDetach fails 1 check.
-- make: raised RuntimeError: Creating a Parameter from an instance of type LosesItsClassOnDetach
-requires that detach() returns an instance of the same type, but return type Tensor was found
-instead. To use the type as a Parameter, please correct the detach() semantics defined by its
-__torch_dispatch__() implementation. (First seen with shape (5, 3).)""",
-    )
+_losing_class("LosesItsClassOnDetach", aten.detach.default)
+_losing_class("CannotBeCut", aten.new_zeros.default)
+LosesItsClassOnClone = _losing_class("LosesItsClassOnClone", aten.clone.default)
+_losing_class("LosesItsClassOnEmptyLike", aten.empty_like.default)
+_losing_class("LosesItsClassOnTo", aten._to_copy.default)
+_broken(type("HasNoPostHook", (Wrapper,), {"fsdp_post_all_gather": None}))
+_broken(
+    type("AnswersOne", (Wrapper,), {"fsdp_should_release_all_gather_outputs_after_post_all_gather": lambda self: 1})
+)
+_sending("ReturnsAList", lambda self, mesh: ([self.inner], None))
+_sending("SendsWhatRanksCannotJoin", lambda self, mesh: ((self.inner[:, mesh.get_local_rank() :].contiguous(),), 1))
+_sending(
+    "SendsAnotherDtypeFromTheSecondRank",
+    lambda self, mesh: ((self.inner.to(torch.float64 if mesh.get_rank() else torch.float32),), 1),
+)
+_sending("DependsOnTheNumberOfRanks", lambda self, mesh: ((self.inner * mesh.size(),), 1))
+_sending("DependsOnTheRank", lambda self, mesh: ((self.inner * 1,), 1 + mesh.get_rank()))
+_sending("FailsOnEmptyShards", lambda self, mesh: ((self.inner / self.inner.amax(),), 1))
+_sending("Communicates", lambda self, mesh: torch.distributed.all_reduce(self.inner, group=mesh.get_group()))
 
 
-class CannotBeCut(Wrapper):
-    keeps_class = Wrapper.keeps_class - {aten.new_zeros.default}
+@_broken
+class AsksForMore(Wrapper):
+    def fsdp_pre_all_gather(self, mesh: Any, rank: int) -> Any:  # type: ignore[override]
+        raise NotImplementedError
 
 
-def test_new_zeros_that_loses_the_class_is_reported() -> None:
-    assert_expected_inline(
-        errors_of_check(CannotBeCut),
-        """\
-ExtensionError: check_all_gather_extension: CannotBeCut fails 1 check.
-- cut: new_zeros(5, 3) of a CannotBeCut returned a Tensor of shape (5, 3). Sharding would lose the
-class. Let CannotBeCut.__torch_dispatch__ keep the class. (First seen with shape (5, 3) on 1 rank,
-and 1 other case.)""",
-    )
+@_broken
+class ReturnsOneTensor(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return outputs[0]
+
+
+@_broken
+class DropsARow(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return super().fsdp_post_all_gather((outputs[0][1:],), metadata, param_dtype, out=out)
+
+
+@_broken
+class FreesTheShard(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+        return None if out is not None else (made[0], (made[0], self.inner))
+
+
+@_broken
+class ReleasesWhatItNeeds(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        return (outputs[0].div_(factor), ()) if out is None else None
+
+
+@_broken
+class Leaks(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+        return None if out is not None else (made[0], ())
+
+
+@_broken
+class IgnoresOut(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else super().fsdp_post_all_gather(outputs, metadata, param_dtype)
+
+
+@_broken
+class ReturnsAnother(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return super().fsdp_post_all_gather(outputs, metadata, param_dtype)
+
+
+@_broken
+class PutsOtherMemoryUnderOut(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype)
+        if out is not None:
+            out.data = made[0]
+        return made if out is None else None
+
+
+@_broken
+class ChangesItsPayload(Wrapper):
+    num_calls = 0
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        self.num_calls += 1
+        return (self.inner.repeat(self.num_calls, 1),), 1
+
+
+class Spreading(Wrapper):
+    """Whatever is computed with it becomes one of it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return map_tensors(lambda tensor: tensor if isinstance(tensor, Wrapper) else cls(tensor), result)
+
+
+@_broken
+class SpreadsToItsGradient(Wrapper):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=None if out is None else out.inner)
+        return None if out is not None else (Spreading(made[0]), made[1])
+
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["itself"], self.factor
+
+    @property
+    def itself(self) -> Tensor:
+        return self.inner
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
+        return cls(inner["itself"], factor)
+
+
+@_broken
+class ClonesNothing(Wrapper):
+    def __deepcopy__(self, memo: Any) -> Any:
+        return torch.nn.Parameter(self.detach())
+
+
+@_broken
+class ForgetsItsFactor(Wrapper):
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
+        return cls(inner["inner"], 3)
+
+    def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        return super().fsdp_post_all_gather(outputs, 2, param_dtype, out=out)
+
+
+@_broken
+class LooksAtItsValues(Wrapper):
+    def __new__(cls, plain: Tensor, factor: int = 2) -> Wrapper:
+        assert plain.sum().item() is not None
+        return super().__new__(cls, plain, factor)
+
+
+@_broken
+class SendsWhatItSentFirst(Wrapper):
+    sent: Any = None
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        self.sent = self.inner * self.factor if self.sent is None else self.sent
+        return (self.sent,), self.factor
+
+
+@_broken
+class IsNotWrittenOnLists(Wrapper):
+    @classmethod
+    def before(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        if not func.__name__.startswith("_foreach_"):
+            return args, kwargs
+        return map_tensors(lambda tensor: tensor.clone() if isinstance(tensor, cls) else tensor, (args, kwargs))
+
+
+@_broken
+class RefusesToBeStepped(Wrapper):
+    @classmethod
+    def before(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        written = find_tensors(args[:1], []) if is_in_place(func) else []
+        if func is not aten.copy_.default and any(isinstance(tensor, cls) for tensor in written):
+            raise NotImplementedError("only copy_ writes this class")
+        return args, kwargs
+
+
+@_broken
+class Twice(LosesItsClassOnClone, LooksAtItsValues):  # type: ignore[misc, valid-type]
+    """Of several kinds."""
 
 
 class Subclass(torch.Tensor):
@@ -134,39 +269,29 @@ class Subclass(torch.Tensor):
         return made, (made,)
 
 
-def test_class_that_dtensors_lose_is_reported() -> None:
-    assert_expected_inline(
-        errors_of_check(lambda full: full.as_subclass(Subclass)),
-        """\
-ExtensionError: check_all_gather_extension: Subclass fails 1 check.
-- cut: parameter 'tested' is a Subclass without __torch_dispatch__. A DTensor would lose this class
-and ignore its hooks. Make Subclass a wrapper subclass, or make the parameter a plain tensor. (First
-seen with shape (5, 3) on 1 rank, and 1 other case.)""",
-    )
+REPORTED: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
+    **{name: (make, {}) for name, make in BROKEN.items()},
+    "ReleasesWhatItNeeds": (BROKEN["ReleasesWhatItNeeds"], {"world_sizes": (1,)}),
+    "FailsOnEmptyShards": (BROKEN["FailsOnEmptyShards"], {"shapes": [(1, 3)]}),
+    "shape without the dim to cut is refused": (Wrapper, {"shapes": [(5, 3), (7,)], "dim": 1}),
+    "plain tensor": (lambda full: full, {}),
+    "make that changes the shape": (lambda full: Wrapper(full.t().contiguous()), {}),
+    "class that DTensors lose": (lambda full: full.as_subclass(Subclass), {}),
+    "values other than the expected ones": (Wrapper, {"value": lambda full: full + 1, "tolerance": 0.5}),
+    "failures of several shapes are one line": (
+        BROKEN["Leaks"],
+        {"shapes": [(5, 3), (2, 2)], "world_sizes": (1, 2, 4)},
+    ),
+}
 
 
-def test_failures_of_several_shapes_are_one_line() -> None:
-    assert_expected_inline(
-        errors_of_check(Leaks, shapes=[(5, 3), (2, 2)], world_sizes=(1, 2, 4)),
-        """\
-ExtensionError: check_all_gather_extension: Leaks fails 1 check.
-- memory: Leaks.fsdp_post_all_gather made an unsharded parameter with 60 bytes that belong neither
-to an output nor to a tensor listed to be freed. This memory would stay allocated after a reshard.
-Return the tensor in the second value. (First seen with shape (5, 3) on 1 rank, and 5 other cases.)""",
-    )
+@pytest.mark.parametrize("name", REPORTED)
+def test_what_is_wrong_is_reported(name: str) -> None:
+    """On one shape, and on two ranks."""
+    make, options = REPORTED[name]
+    given = {"shapes": [(5, 3)], "world_sizes": (2,), **options}
+    TEXTS.check(name, error_of(lambda: check_all_gather_extension(make, **given)))
 
 
-class Twice(LosesItsClassOnClone, LooksAtItsValues):
-    pass
-
-
-def test_failures_of_several_kinds_are_a_line_each() -> None:
-    assert_expected_inline(
-        errors_of_check(Twice),
-        """\
-ExtensionError: check_all_gather_extension: Twice fails 2 checks.
-- clone: clone of a Twice of shape (3, 3) gives a Tensor of shape (3, 3). The hooks would be lost.
-Let the operation keep the class. (First seen with shape (5, 3) on 2 ranks.)
-- meta: raised RuntimeError: Tensor.item() cannot be called on meta tensors. (First seen with shape
-(5, 3) on 2 ranks.)""",
-    )
+def test_every_text_has_a_case() -> None:
+    TEXTS.check_names(REPORTED)

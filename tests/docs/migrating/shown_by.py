@@ -49,7 +49,7 @@ ARGUMENTS = {
     "module": [
         "parity/test_training.py::test_root_alone_makes_one_group_of_everything",
         PLACEMENT + "test_list_of_modules_makes_one_group",
-        REFUSALS + "test_container_without_forward",
+        REFUSALS + "test_call_is_refused",
     ],
     "mesh": [
         PLACEMENT + "test_default_mesh_spans_all_ranks",

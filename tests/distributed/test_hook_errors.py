@@ -1,0 +1,355 @@
+"""What goes wrong in all-gather hooks, and subclasses that cannot be sharded: errors as text, on every rank.
+
+The words are in ``golden/hook_errors.txt``. Once a hook is mended, the model works.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import fully_shard
+from fsdp2.plan.trees import map_tensors
+from fsdp2.tensors.wrapper import WrapperTensor
+from tests.distributed.faulty import (
+    LATER_POST,
+    LATER_PRE,
+    POST,
+    PRE,
+    RELEASE,
+    Faulty,
+    Outputs,
+    Right,
+    assert_trains_like_a_plain_one,
+    fault_in,
+    refused,
+    sharded,
+    stack_of,
+)
+from tests.distributed.support import Stack, same_on_all_ranks, seeded, step
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.extensions import Travelling
+from tests.harness.golden import texts_beside
+from tests.harness.messages import error_of
+from tests.harness.pool import shared_pool
+
+TEXTS = texts_beside(__file__)
+
+
+class Fault(NamedTuple):
+    """What stands in the place of ``hook``: on all ranks or on one, ``after`` so many steps.
+
+    ``is_of_one``: the rank says what happened, and all others say where it did.
+    """
+
+    hook: str
+    fault: object
+    on_rank: int | None = None
+    is_of_one: bool = False
+    world_size: int = 2
+    replicas: int = 1
+    after: int = 0
+
+
+# Pre-hooks
+
+
+class Packed(WrapperTensor):
+    """Half as many inner elements as it shows."""
+
+    plain: Tensor
+    _INNER = ("plain",)
+
+    def __new__(cls, plain: Tensor) -> Packed:
+        return cls._of(plain, shape=(plain.size(0), 2 * plain.size(1)))
+
+
+def _sends(payload: Callable[[Tensor], Any]) -> Callable[[Any, DeviceMesh], Any]:
+    """A pre-hook whose payload is made of the shard."""
+    return lambda self, mesh: (payload(self.plain), None)
+
+
+def _pre_raises(self: Faulty, mesh: DeviceMesh) -> Any:
+    raise ValueError("this shard is not to my liking")
+
+
+def _wants_a_rank(self: Faulty, mesh: DeviceMesh, rank: int) -> Any:
+    raise NotImplementedError
+
+
+_sends_halves = _sends(lambda plain: (plain.half(),))
+_sends_fewer_columns = _sends(lambda plain: (plain[:, 1:].contiguous(),))
+
+# Post-hooks
+
+
+def _made(make: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """A post-hook that makes something of the first output, whatever ``out`` is, and lists it to be freed."""
+
+    def post(self: Faulty, outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        made = make(outputs[0])
+        return made, (made,)
+
+    return post
+
+
+def _post_raises(self: Faulty, outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+    raise ValueError("this tensor is not to my liking")
+
+
+def _makes_one_tensor(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+    return outputs[0].clone()
+
+
+def _puts_other_memory_under_out(
+    self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None
+) -> Any:
+    made = outputs[0].clone()
+    if out is None:
+        return made, (made,)
+    out.data = made
+    return None
+
+
+def _frees_the_shard(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+    made = Right.fsdp_post_all_gather(self, outputs, metadata, param_dtype, out=out)
+    return None if out is not None else (made[0], (made[0], self))
+
+
+def _decodes_in_place(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+    return outputs[0].mul_(1.0), ()
+
+
+FAULTS = {
+    "payload in a list": Fault(PRE, _sends(lambda plain: [plain])),
+    "payload without metadata": Fault(PRE, lambda self, mesh: self.plain),
+    "payload with a number": Fault(PRE, _sends(lambda plain: (plain, 3))),
+    "payload of a tensor of all ranks": Fault(PRE, lambda self, mesh: ((DTensor.from_local(self.plain, mesh),), None)),
+    "payload of a wrapper around another shape": Fault(PRE, _sends(lambda plain: (Packed(plain),))),
+    "payload on another device": Fault(PRE, _sends(lambda plain: (plain.to("meta"),))),
+    "payload that is not contiguous": Fault(PRE, _sends(lambda plain: (plain[:, ::2],))),
+    "pre-hook that raises": Fault(PRE, _pre_raises),
+    "pre-hook that raises on one rank": Fault(PRE, _pre_raises, 1, is_of_one=True),
+    "pre-hook that raises on one replica": Fault(PRE, _pre_raises, 3, is_of_one=True, world_size=4, replicas=2),
+    "more tensors on one rank": Fault(PRE, _sends(lambda plain: (plain, plain)), on_rank=1),
+    "another dtype on one rank": Fault(PRE, _sends_halves, on_rank=2, world_size=4),
+    "shape on one rank that does not fit": Fault(PRE, _sends_fewer_columns, on_rank=2, world_size=4),
+    "other payload on one replica": Fault(PRE, _sends_halves, on_rank=3, world_size=4, replicas=2),
+    "pre-hook with another signature": Fault(PRE, _wants_a_rank),
+    "missing pre-hook": Fault(PRE, None),
+    "payload that changes in a later step": Fault(LATER_PRE, _sends_fewer_columns, after=2),
+    "missing post-hook": Fault(POST, None),
+    "post-hook that raises": Fault(POST, _post_raises),
+    "post-hook that raises on one rank": Fault(POST, _post_raises, 1, is_of_one=True),
+    "post-hook that raises on one replica": Fault(POST, _post_raises, 2, is_of_one=True, world_size=4, replicas=2),
+    "post-hook that raises in a later step": Fault(LATER_POST, _post_raises, after=1),
+    "post-hook that returns one tensor": Fault(POST, _makes_one_tensor),
+    "post-hook that returns too few rows": Fault(POST, _made(lambda output: output[:1].clone())),
+    "post-hook that puts other memory under out": Fault(POST, _puts_other_memory_under_out),
+    "post-hook that writes its outputs": Fault(LATER_POST, _decodes_in_place),
+    "shard listed to be freed": Fault(POST, _frees_the_shard),
+    "integers of a trainable parameter": Fault(POST, _made(lambda output: output.int())),
+    "answer that is no bool": Fault(RELEASE, lambda self: 1),
+}
+
+
+def _error_of_step(ctx: RankContext, name: str) -> str:
+    fault = FAULTS[name]
+    return refused(ctx, fault.hook, fault.fault, fault.on_rank, fault.after, fault.replicas)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_in_a_hook_is_an_error_on_all_ranks_and_the_model_works_without_it(name: str) -> None:
+    fault = FAULTS[name]
+    errors = shared_pool(fault.world_size).run(_error_of_step, name=name)
+    mine = errors[fault.on_rank or 0]
+    if fault.is_of_one:
+        elsewhere = f"ExtensionError: on rank {fault.on_rank}: {mine.removeprefix('ExtensionError: ')}"
+        expected = [mine if rank == fault.on_rank else elsewhere for rank in range(fault.world_size)]
+    else:
+        expected = [mine] * fault.world_size
+    assert [error.split() for error in errors] == [error.split() for error in expected]
+    TEXTS.check(name, mine)
+
+
+@distributed(2)
+def test_post_hook_that_returns_a_new_object_for_out_is_warned_of_once(ctx: RankContext) -> None:
+    """As in torch, the result is ignored."""
+
+    def also_fills_out(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            out.copy_(outputs[0])
+        return _made(torch.clone)(self, outputs, metadata, param_dtype)
+
+    model = sharded(stack_of(Faulty), ctx.mesh_1d())
+    with fault_in(LATER_POST, also_fills_out), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_trains_like_a_plain_one(model)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "parameter 'blocks.1.linear.weight': Faulty.fsdp_post_all_gather returned a tuple of 2 in new memory although "
+        "out was given. fsdp2 ignores this result. Fill out in place, because autograd has saved out."
+    )
+
+
+@distributed(2)
+def test_post_hook_that_returns_aliases_of_the_outputs_whatever_out_is_trains(ctx: RankContext) -> None:
+    aliases = _made(lambda output: output.view(32, 32))
+    with fault_in(LATER_POST, aliases), fault_in(RELEASE, lambda self: False):
+        assert_trains_like_a_plain_one(sharded(stack_of(Faulty), ctx.mesh_1d()))
+
+
+# Classes
+
+
+class LosesItsClass(Right):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return result.plain if func is torch.ops.aten.new_zeros.default else result
+
+
+class CannotBeCut(Right):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.split.Tensor:
+            raise NotImplementedError("this class has no split")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class HookedParameter(nn.Parameter):
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        raise NotImplementedError
+
+    def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
+        raise NotImplementedError
+
+
+class PythonOnly(Tensor):
+    """Hooks, and nothing that would keep the class inside a DTensor."""
+
+    def __new__(cls, data: Tensor) -> PythonOnly:
+        return data.as_subclass(cls)
+
+    fsdp_pre_all_gather = Right.fsdp_pre_all_gather
+    fsdp_post_all_gather = Right.fsdp_post_all_gather
+
+
+def _refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
+    """Nothing has changed then: the same parameters are bound, and with a plain one in its place the model works."""
+    model = seeded(Stack)
+    linear = model.blocks[1].linear
+    weight = linear.weight
+    linear.weight = cls(weight.detach()) if issubclass(cls, nn.Parameter) else nn.Parameter(cls(weight.detach()))
+    before = list(model.parameters())
+    error = error_of(lambda: fully_shard(model, mesh=ctx.mesh_1d()))
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert type(model) is Stack
+    linear.weight = weight
+    assert_trains_like_a_plain_one(sharded(model, ctx.mesh_1d()))
+    return error
+
+
+REFUSED_CLASSES = [LosesItsClass, CannotBeCut, HookedParameter, PythonOnly]
+
+
+@pytest.mark.parametrize("cls", REFUSED_CLASSES)
+def test_class_is_refused_by_fully_shard(cls: type) -> None:
+    TEXTS.check(cls.__name__, same_on_all_ranks(_refused_by_fully_shard, cls=cls))
+
+
+class WithoutHooks(Right):
+    fsdp_pre_all_gather = fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+
+def _without_hooks(ctx: RankContext) -> str:
+    model = sharded(stack_of(WithoutHooks), ctx.mesh_1d())
+    error = error_of(lambda: step(model))
+    model.reset_iter_state()
+    model.blocks[1].linear.weight._local_tensor.__class__ = Right
+    assert_trains_like_a_plain_one(model)
+    return error
+
+
+class AliasesWhatItReleases(Right):
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        return (all_gather_outputs[0], ()) if out is None else None
+
+
+def _released_and_aliased(ctx: RankContext) -> str:
+    return error_of(lambda: step(sharded(stack_of(AliasesWhatItReleases), ctx.mesh_1d())))
+
+
+class Spreading(Travelling):
+    """Whatever is computed with it becomes one of it; it takes no plain results apart."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return map_tensors(lambda tensor: tensor if isinstance(tensor, Travelling) else cls(tensor), result)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["itself"], None
+
+    @property
+    def itself(self) -> Tensor:
+        return self.plain
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Spreading:
+        return cls(inner["itself"])
+
+
+def _spreads(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+    made = Right.fsdp_post_all_gather(self, outputs, metadata, param_dtype, out=None if out is None else out.plain)
+    return None if out is not None else (Spreading(made[0]), made[1])
+
+
+def _gradient_refused(ctx: RankContext) -> str:
+    with fault_in(POST, _spreads):
+        model = sharded(stack_of(Faulty), ctx.mesh_1d())
+        error = error_of(lambda: step(model))
+    assert_trains_like_a_plain_one(sharded(stack_of(Faulty), ctx.mesh_1d()))  # what was unsharded cannot be mended
+    return error
+
+
+IN_A_STEP = {
+    "subclass without hooks": _without_hooks,
+    "tensor on outputs that are released": _released_and_aliased,
+    "gradient that nothing says how to reduce": _gradient_refused,
+}
+
+
+@pytest.mark.parametrize("name", IN_A_STEP)
+def test_class_is_refused_in_a_step(name: str) -> None:
+    TEXTS.check(name, same_on_all_ranks(IN_A_STEP[name]))
+
+
+def _fails_on_one_rank_when_bound_again(ctx: RankContext) -> str:
+    """The other rank sends what it sent before, and asks nobody: the failing one must not wait for it."""
+    model = sharded(stack_of(Faulty), ctx.mesh_1d())
+    step(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    if ctx.rank == 0:
+        return ""
+    with fault_in(LATER_PRE, lambda self, mesh: []):
+        return error_of(lambda: model.blocks[1].unshard())
+
+
+def test_failure_on_one_rank_when_hooks_are_bound_again() -> None:
+    _, error = shared_pool(2).run(_fails_on_one_rank_when_bound_again)
+    TEXTS.check("failure when hooks are bound again", error)
+
+
+def test_every_text_has_a_case() -> None:
+    classes = [cls.__name__ for cls in REFUSED_CLASSES]
+    TEXTS.check_names([*FAULTS, *classes, *IN_A_STEP, "failure when hooks are bound again"])
