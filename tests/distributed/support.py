@@ -5,6 +5,7 @@ Goldens are compared in the parent, so that ``EXPECTTEST_ACCEPT=1`` can rewrite 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from fsdp2.tools.trace import Trace
 from tests.harness.distributed import RankContext
 from tests.harness.pool import shared_pool
 
@@ -134,3 +136,38 @@ def same_on_all_ranks(body: Callable[..., Any], world_size: int = 2, **kwargs: A
     first, *others = shared_pool(world_size).run(body, **kwargs)
     assert all(other == first for other in others), f"the ranks differ: {[first, *others]}"
     return first
+
+
+_EVENTS = {"pre_forward": "f", "post_forward": "/f", "pre_backward": "b", "post_backward": "/b", "end_backward": "/b"}
+_ACTIONS = {
+    "unshard": "U",
+    "wait": "W",
+    "prefetch": "P",
+    "reshard": "R",
+    "reshard_post_forward": "S",
+    "reduce": "D",
+    "land": "L",
+}
+
+
+def compact(trace: Trace) -> str:
+    """The trace of a ``Stack`` with a line for each forward and backward of the root, as goldens have it.
+
+    An event and its actions: ``f0 W0 P1`` is the forward of block 0, which waits for it and prefetches block 1; ``/f0``
+    is its end, and ``r`` is the root. Actions: unshard, wait, prefetch, reshard, S for a reshard to the smaller mesh, D
+    for reduce, land. What gathers or frees a unit must say the bytes of its parameters.
+    """
+    lines: list[list[str]] = []
+    for entry in trace.entries:
+        unit = entry.unit.removeprefix("blocks.").replace("(root)", "r")
+        if entry.kind == "action":
+            sizes = {"reduce": 0, "land": 0, **dict.fromkeys(("withhold", "make_room"), entry.nbytes)}
+            assert entry.nbytes == sizes.get(entry.name, ROOT_NBYTES if unit == "r" else BLOCK_NBYTES), entry
+            name = _ACTIONS.get(entry.name)
+            lines[-1][-1] += f" {name}{unit}" if name else f" {entry.name}({unit}, {entry.nbytes})"
+        else:
+            name = _EVENTS.get(entry.name, f"{entry.name} ")
+            if not lines or (unit == "r" and not name.startswith("/")):
+                lines.append([])
+            lines[-1].append(f"{name}{unit}")
+    return "\n".join(textwrap.fill(" | ".join(line), 110, subsequent_indent="    ") for line in lines)

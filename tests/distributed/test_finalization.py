@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp2 import FSDPModule, GradientReductionHandle, ScheduleError, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import Stack, batch, compact, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 
@@ -45,45 +45,18 @@ def _unreduced_twice(ctx: RankContext) -> str:
         handle = model.finalize_backward(async_op=True)
         handle.wait()
     _assert_gradients_are_those_of(model, (1, 2), num_blocks=1)
-    return str(recorded)
+    return compact(recorded)
 
 
 def test_reducing_is_an_action_of_its_own() -> None:
     assert_expected_inline(
         same_on_all_ranks(_unreduced_twice),
         """\
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-    prefetch blocks.0  4224 bytes
-pre_forward blocks.0
-    wait blocks.0  4224 bytes
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-post_forward (root)
-pre_backward (root)
-    prefetch blocks.0  4224 bytes
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-end_backward (root)
-pre_forward (root)
-pre_forward blocks.0
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-post_forward (root)
-pre_backward (root)
-    prefetch blocks.0  4224 bytes
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-end_backward (root)
-finalize_backward() (root)
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+fr Ur Wr P0 | f0 W0 | /f0 R0 | /fr
+br P0 | b0 W0 | /b0 | /br
+fr | f0 | /f0 R0 | /fr
+br P0 | b0 W0 | /b0 | /br
+finalize_backward() r R0 D0 Rr Dr Lr""",
     )
 
 

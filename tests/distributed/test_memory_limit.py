@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import Scaled, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import Scaled, Stack, batch, compact, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 
@@ -80,7 +80,7 @@ def _trace(ctx: RankContext, limit: int | None) -> tuple[str, str]:
         loss = model(batch()).square().mean()
     with trace.record(model) as backward:
         loss.backward()
-    return str(forward), str(backward)
+    return compact(forward), compact(backward)
 
 
 def test_prefetch_that_does_not_fit_is_withheld_and_what_is_needed_makes_room() -> None:
@@ -89,33 +89,8 @@ def test_prefetch_that_does_not_fit_is_withheld_and_what_is_needed_makes_room() 
     assert_expected_inline(
         backward,
         """\
-pre_backward (root)
-    prefetch blocks.2  4224 bytes
-pre_backward blocks.2
-    wait blocks.2  4224 bytes
-    withhold blocks.1  8448 bytes
-post_backward blocks.2
-    reshard blocks.2  4224 bytes
-    reduce blocks.2
-pre_backward blocks.1
-    make_room blocks.1  10560 bytes
-    unshard blocks.1  4224 bytes
-    wait blocks.1  4224 bytes
-    withhold blocks.0  8448 bytes
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
-    make_room blocks.0  10560 bytes
-    unshard blocks.0  4224 bytes
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+br P2 | b2 W2 withhold(1, 8448) | /b2 R2 D2 | b1 make_room(1, 10560) U1 W1 withhold(0, 8448) | /b1 R1 D1 | b0
+    make_room(0, 10560) U0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 

@@ -16,7 +16,7 @@ from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_c
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
-from tests.distributed.support import BLOCK_NBYTES, Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import BLOCK_NBYTES, Stack, batch, compact, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 
@@ -135,21 +135,14 @@ def _not_unsharded(ctx: RankContext) -> str:
     with trace.record(model) as recorded:
         error = error_of(y.square().mean().backward)  # what backward does read is not there
     model.reset_iter_state()
-    return str(recorded) + "\n" + error
+    return compact(recorded) + "\n" + error
 
 
 def test_unit_is_not_gathered_for_backward_though_backward_reads_it() -> None:
     assert_expected_inline(
         same_on_all_ranks(_not_unsharded),
         """\
-pre_backward (root)
-    prefetch blocks.1  4224 bytes
-pre_backward blocks.1
-    wait blocks.1  4224 bytes
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
+br P1 | b1 W1 | /b1 R1 D1 | b0
 RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
 operation: [torch.FloatTensor [32, 32]], which is output 0 of AsStrided, is at version 2; expected
 version 1 instead. Hint: enable anomaly detection to find the operation that failed to compute its
@@ -281,33 +274,15 @@ def _trace_of_a_method(ctx: RankContext) -> str:
     assert model.encode.__doc__ == "Half of the forward."
     with trace.record(model) as recorded:
         model.encode(batch()).square().mean().backward()
-    return str(recorded)
+    return compact(recorded)
 
 
 def test_registered_method_runs_like_a_forward() -> None:
     assert_expected_inline(
         same_on_all_ranks(_trace_of_a_method),
         """\
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-pre_forward blocks.0
-    unshard blocks.0  4224 bytes
-    wait blocks.0  4224 bytes
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-post_forward (root)
-pre_backward blocks.0
-    unshard blocks.0  4224 bytes
-    wait blocks.0  4224 bytes
-pre_backward (root)
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+fr Ur Wr | f0 U0 W0 | /f0 R0 | /fr | b0 U0 W0
+br | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the runtime does in a step, as text: events, and the actions that each of them leads to.
+"""What the runtime does in a step: events, and the actions that each of them leads to, as ``compact`` writes them.
 
 ``EXPECTTEST_ACCEPT=1`` rewrites the texts; read the difference before keeping it.
 """
@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 
 from fsdp2 import Observer
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
+from tests.distributed.support import Stack, batch, compact, seeded, shard, sharded, step
 from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext
 
@@ -23,94 +23,28 @@ def _trace_of_step(model: Any, index: int = 1) -> str:
         step(model)
     with trace.record(model) as recorded:
         step(model)
-    return str(recorded)
+    return compact(recorded)
 
 
 def _plain(ctx: RankContext, index: int, **kwargs: Any) -> str:
     return _trace_of_step(sharded(ctx, **kwargs), index)
 
 
-def _forward_and_backward(index: int) -> tuple[str, str]:
-    forward, begin, backward = on_one_rank(_plain, index=index).partition("\npre_backward (root)")
-    return forward, begin + backward
-
-
 def test_first_step_gathers_each_unit_when_it_is_needed() -> None:
     assert_expected_inline(
-        _forward_and_backward(index=0)[0],
+        on_one_rank(_plain, index=0),
         """\
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-pre_forward blocks.0
-    unshard blocks.0  4224 bytes
-    wait blocks.0  4224 bytes
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-pre_forward blocks.1
-    unshard blocks.1  4224 bytes
-    wait blocks.1  4224 bytes
-post_forward blocks.1
-    reshard blocks.1  4224 bytes
-pre_forward blocks.2
-    unshard blocks.2  4224 bytes
-    wait blocks.2  4224 bytes
-post_forward blocks.2
-    reshard blocks.2  4224 bytes
-post_forward (root)""",
+fr Ur Wr | f0 U0 W0 | /f0 R0 | f1 U1 W1 | /f1 R1 | f2 U2 W2 | /f2 R2 | /fr
+br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
-
-
-def test_backward_of_the_first_step_prefetches_along_its_forward() -> None:
-    assert _forward_and_backward(index=0)[1] == _forward_and_backward(index=1)[1]
 
 
 def test_second_step_prefetches_along_the_recorded_order() -> None:
     assert_expected_inline(
         on_one_rank(_plain, index=1),
         """\
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-    prefetch blocks.0  4224 bytes
-pre_forward blocks.0
-    wait blocks.0  4224 bytes
-    prefetch blocks.1  4224 bytes
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-pre_forward blocks.1
-    wait blocks.1  4224 bytes
-    prefetch blocks.2  4224 bytes
-post_forward blocks.1
-    reshard blocks.1  4224 bytes
-pre_forward blocks.2
-    wait blocks.2  4224 bytes
-post_forward blocks.2
-    reshard blocks.2  4224 bytes
-post_forward (root)
-pre_backward (root)
-    prefetch blocks.2  4224 bytes
-pre_backward blocks.2
-    wait blocks.2  4224 bytes
-    prefetch blocks.1  4224 bytes
-post_backward blocks.2
-    reshard blocks.2  4224 bytes
-    reduce blocks.2
-pre_backward blocks.1
-    wait blocks.1  4224 bytes
-    prefetch blocks.0  4224 bytes
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+fr Ur Wr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr
+br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 
@@ -122,39 +56,8 @@ def test_parameters_kept_after_forward_are_not_gathered_in_backward() -> None:
     assert_expected_inline(
         on_one_rank(_plain, index=1, reshard_after_forward=False),
         """\
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-    prefetch blocks.0  4224 bytes
-pre_forward blocks.0
-    wait blocks.0  4224 bytes
-    prefetch blocks.1  4224 bytes
-post_forward blocks.0
-pre_forward blocks.1
-    wait blocks.1  4224 bytes
-    prefetch blocks.2  4224 bytes
-post_forward blocks.1
-pre_forward blocks.2
-    wait blocks.2  4224 bytes
-post_forward blocks.2
-post_forward (root)
-pre_backward (root)
-pre_backward blocks.2
-post_backward blocks.2
-    reshard blocks.2  4224 bytes
-    reduce blocks.2
-pre_backward blocks.1
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+fr Ur Wr P0 | f0 W0 P1 | /f0 | f1 W1 P2 | /f1 | f2 W2 | /f2 | /fr
+br | b2 | /b2 R2 D2 | b1 | /b1 R1 D1 | b0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 
@@ -162,51 +65,8 @@ def test_parameters_rest_on_the_smaller_mesh_between_forward_and_backward() -> N
     assert_expected_inline(
         on_one_rank(_plain, world_size=4, index=1, reshard_after_forward=2),
         """\
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-    prefetch blocks.0  4224 bytes
-pre_forward blocks.0
-    wait blocks.0  4224 bytes
-    prefetch blocks.1  4224 bytes
-post_forward blocks.0
-    reshard_post_forward blocks.0  4224 bytes
-pre_forward blocks.1
-    wait blocks.1  4224 bytes
-    prefetch blocks.2  4224 bytes
-post_forward blocks.1
-    reshard_post_forward blocks.1  4224 bytes
-pre_forward blocks.2
-    wait blocks.2  4224 bytes
-post_forward blocks.2
-    reshard_post_forward blocks.2  4224 bytes
-post_forward (root)
-    reshard_post_forward (root)  8448 bytes
-pre_backward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-    prefetch blocks.2  4224 bytes
-pre_backward blocks.2
-    wait blocks.2  4224 bytes
-    prefetch blocks.1  4224 bytes
-post_backward blocks.2
-    reshard blocks.2  4224 bytes
-    reduce blocks.2
-pre_backward blocks.1
-    wait blocks.1  4224 bytes
-    prefetch blocks.0  4224 bytes
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+fr Ur Wr P0 | f0 W0 P1 | /f0 S0 | f1 W1 P2 | /f1 S1 | f2 W2 | /f2 S2 | /fr Sr
+br Ur Wr P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, seeded, shard, sharded, step
+from tests.distributed.support import Stack, batch, compact, seeded, shard, sharded, step
 from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext
 
@@ -25,50 +25,17 @@ def _accumulation(ctx: RankContext) -> str:
         step(model)
         model.set_requires_gradient_sync(True)
         step(model)
-    return str(recorded)
+    return compact(recorded)
 
 
 def test_accumulation_without_sync_reduces_in_the_last_backward_only() -> None:
     assert_expected_inline(
         on_one_rank(_accumulation),
         """\
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-    prefetch blocks.0  4224 bytes
-pre_forward blocks.0
-    wait blocks.0  4224 bytes
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-post_forward (root)
-pre_backward (root)
-    prefetch blocks.0  4224 bytes
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-end_backward (root)
-    reshard (root)  8448 bytes
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-    prefetch blocks.0  4224 bytes
-pre_forward blocks.0
-    wait blocks.0  4224 bytes
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-post_forward (root)
-pre_backward (root)
-    prefetch blocks.0  4224 bytes
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+fr Ur Wr P0 | f0 W0 | /f0 R0 | /fr
+br P0 | b0 W0 | /b0 R0 | /br Rr
+fr Ur Wr P0 | f0 W0 | /f0 R0 | /fr
+br P0 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 
@@ -115,32 +82,13 @@ def _explicit_forward_prefetch(ctx: RankContext) -> str:
     step(model)
     with trace.record(model) as recorded:
         model(batch())
-    return str(recorded)
+    return compact(recorded)
 
 
 def test_forward_prefetches_what_the_user_listed() -> None:
     assert_expected_inline(
         on_one_rank(_explicit_forward_prefetch),
-        """\
-pre_forward (root)
-    unshard (root)  8448 bytes
-    wait (root)  8448 bytes
-    prefetch blocks.0  4224 bytes
-    prefetch blocks.1  4224 bytes
-pre_forward blocks.0
-    wait blocks.0  4224 bytes
-    prefetch blocks.2  4224 bytes
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-pre_forward blocks.1
-    wait blocks.1  4224 bytes
-post_forward blocks.1
-    reshard blocks.1  4224 bytes
-pre_forward blocks.2
-    wait blocks.2  4224 bytes
-post_forward blocks.2
-    reshard blocks.2  4224 bytes
-post_forward (root)""",
+        """fr Ur Wr P0 P1 | f0 W0 P2 | /f0 R0 | f1 W1 | /f1 R1 | f2 W2 | /f2 R2 | /fr""",
     )
 
 
@@ -153,36 +101,13 @@ def _explicit_backward_prefetch(ctx: RankContext) -> str:
     loss = model(batch()).sum()
     with trace.record(model) as recorded:
         loss.backward()
-    return str(recorded)
+    return compact(recorded)
 
 
 def test_backward_prefetches_what_the_user_listed() -> None:
     assert_expected_inline(
         on_one_rank(_explicit_backward_prefetch),
-        """\
-pre_backward (root)
-    prefetch blocks.2  4224 bytes
-    prefetch blocks.1  4224 bytes
-pre_backward blocks.2
-    wait blocks.2  4224 bytes
-    prefetch blocks.0  4224 bytes
-post_backward blocks.2
-    reshard blocks.2  4224 bytes
-    reduce blocks.2
-pre_backward blocks.1
-    wait blocks.1  4224 bytes
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+        """br P2 P1 | b2 W2 P0 | /b2 R2 D2 | b1 W1 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 
@@ -192,30 +117,13 @@ def _no_grad(ctx: RankContext) -> str:
         model(batch())
         with trace.record(model) as recorded:
             model(batch())
-    return str(recorded)
+    return compact(recorded)
 
 
 def test_forward_without_grad() -> None:
     assert_expected_inline(
         on_one_rank(_no_grad),
-        """\
-pre_forward (root)
-    prefetch blocks.0  4224 bytes
-pre_forward blocks.0
-    wait blocks.0  4224 bytes
-    prefetch blocks.1  4224 bytes
-post_forward blocks.0
-    reshard blocks.0  4224 bytes
-pre_forward blocks.1
-    wait blocks.1  4224 bytes
-    prefetch blocks.2  4224 bytes
-post_forward blocks.1
-    reshard blocks.1  4224 bytes
-pre_forward blocks.2
-    wait blocks.2  4224 bytes
-post_forward blocks.2
-    reshard blocks.2  4224 bytes
-post_forward (root)""",
+        """fr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr""",
     )
 
 
@@ -244,72 +152,20 @@ def _checkpointed(ctx: RankContext, model: type[Stack]) -> str:
     loss = built(batch()).sum()
     with trace.record(built) as recorded:
         loss.backward()
-    return str(recorded)
+    return compact(recorded)
 
 
 def test_backward_of_checkpointed_blocks_gathers_each_once() -> None:
     assert_expected_inline(
         on_one_rank(_checkpointed, model=CheckpointedBlocks),
-        """\
-pre_backward (root)
-    prefetch blocks.2  4224 bytes
-pre_backward blocks.2
-    wait blocks.2  4224 bytes
-    prefetch blocks.1  4224 bytes
-pre_forward blocks.2
-post_backward blocks.2
-    reshard blocks.2  4224 bytes
-    reduce blocks.2
-pre_backward blocks.1
-    wait blocks.1  4224 bytes
-    prefetch blocks.0  4224 bytes
-pre_forward blocks.1
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-pre_forward blocks.0
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+        """br P2 | b2 W2 P1 | f2 | /b2 R2 D2 | b1 W1 P0 | f1 | /b1 R1 D1 | b0 W0 | f0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 
 def test_backward_of_a_checkpointed_region_keeps_what_it_recomputed() -> None:
     assert_expected_inline(
         on_one_rank(_checkpointed, model=CheckpointedRegion),
-        """\
-pre_backward (root)
-    prefetch blocks.2  4224 bytes
-pre_backward blocks.2
-    wait blocks.2  4224 bytes
-    prefetch blocks.1  4224 bytes
-pre_forward blocks.1
-    wait blocks.1  4224 bytes
-post_forward blocks.1
-pre_forward blocks.2
-post_backward blocks.2
-    reshard blocks.2  4224 bytes
-    reduce blocks.2
-pre_backward blocks.1
-    prefetch blocks.0  4224 bytes
-post_backward blocks.1
-    reshard blocks.1  4224 bytes
-    reduce blocks.1
-pre_backward blocks.0
-    wait blocks.0  4224 bytes
-post_backward blocks.0
-    reshard blocks.0  4224 bytes
-    reduce blocks.0
-end_backward (root)
-    reshard (root)  8448 bytes
-    reduce (root)
-    land (root)""",
+        """br P2 | b2 W2 P1 | f1 W1 | /f1 | f2 | /b2 R2 D2 | b1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 
