@@ -15,8 +15,15 @@ from torch import Tensor
 
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.plan.trees import find_tensors, map_tensors
-from fsdp2.tensors import BFloat16AllGatherTensor, Float8AllGatherTensor, Float8Scaling, Int8AllGatherTensor
-from fsdp2.tensors.float8 import magnitude, scale_from
+from fsdp2.tensors import (
+    BFloat16AllGatherTensor,
+    Float8AllGatherTensor,
+    Float8Scaling,
+    Float8Tensor,
+    Int8AllGatherTensor,
+)
+from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, scale_from
+from fsdp2.tensors.int8 import dequantise, quantise
 from fsdp2.tensors.nf4 import NF4Tensor
 from fsdp2.tensors.two_tensor import TwoTensor
 from fsdp2.testing import SHAPES, check_all_gather_extension
@@ -29,6 +36,7 @@ from tests.unit.checked_wrapper import Wrapper, aten
 TEXTS = texts_beside(__file__)
 MATRICES = [shape for shape in SHAPES if len(shape) > 1]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+ROWS = Float8Scaling.PER_ROW
 
 
 def _share_a_scale(shards: list[Any]) -> None:
@@ -37,22 +45,53 @@ def _share_a_scale(shards: list[Any]) -> None:
         shard.precomputed(scale)
 
 
+def _float8(full: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = scale_from(magnitude(full))
+    return Float8Tensor(quantise_float8(full, scale), scale, dtype)
+
+
+def _float8_rows(full: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = scale_from(row_magnitudes(full))
+    return Float8Tensor(quantise_float8(full, scale), scale, dtype)
+
+
+def _nf4(full: Tensor, dtype: torch.dtype) -> Tensor:
+    return NF4Tensor.quantise(full).dequantise(dtype)
+
+
+def _int8(full: Tensor, dtype: torch.dtype) -> Tensor:
+    made = torch.empty_like(full, dtype=dtype)
+    dequantise(*quantise(full, 16), 16, out=made)
+    return made
+
+
+def _pair(full: Tensor, dtype: torch.dtype) -> Tensor:
+    return TwoTensor(full.to(dtype), (full + 1).to(dtype))
+
+
+def _exact(make: Callable[[Tensor], Tensor], value: Callable[[Tensor, torch.dtype], Tensor], **options: Any) -> Any:
+    """``make`` gives ``value`` on any number of ranks, in fp32 and in bf16."""
+    in_bf16 = {"value": lambda full: value(full, torch.bfloat16), "mp_policy": BF16, **options}
+    yield make, {"value": lambda full: value(full, torch.float32), "world_sizes": (1, 2, 3, 4, 9), **options}
+    yield make, in_bf16
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [
         (Wrapper, {"value": lambda full: full}),
         (Wrapper, {"value": lambda full: full, "dim": -1, "shapes": MATRICES}),
         (Wrapper, {"trainable": False, "mp_policy": BF16, "dtype": torch.float64}),
-        (BFloat16AllGatherTensor, {"value": lambda full: full.bfloat16().float()}),
-        (BFloat16AllGatherTensor, {"value": lambda full: full.bfloat16(), "mp_policy": BF16}),
-        (partial(BFloat16AllGatherTensor, pad=True), {}),
+        *_exact(BFloat16AllGatherTensor, lambda full, dtype: full.bfloat16().to(dtype)),
+        *_exact(partial(BFloat16AllGatherTensor, pad=True), lambda full, dtype: full.bfloat16().to(dtype)),
+        *_exact(Float8AllGatherTensor, _float8, prepare=_share_a_scale),
+        *_exact(partial(Float8AllGatherTensor, scaling=ROWS), _float8_rows, shapes=MATRICES),
+        *_exact(partial(Int8AllGatherTensor, block_size=16), _int8, shapes=[(7, 40), (5, 3, 9)]),
+        *_exact(NF4Tensor.quantise, _nf4, shapes=MATRICES, trainable=False),
+        *_exact(lambda full: TwoTensor(full, full + 1), _pair),
         (partial(Float8AllGatherTensor, quantise_once=True), {"prepare": _share_a_scale}),
-        (partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW), {"shapes": MATRICES}),
         (Int8AllGatherTensor, {"shapes": MATRICES, "value": lambda full: full, "tolerance": 0.02}),
         (partial(Int8AllGatherTensor, quantise_once=True), {"shapes": MATRICES}),
-        (NF4Tensor.quantise, {"shapes": MATRICES, "trainable": False}),
-        (lambda full: TwoTensor(full, full + 1), {"value": lambda full: TwoTensor(full, full + 1)}),
-        (lambda full: TwoTensor(full, full + 1), {"mp_policy": BF16}),
         (extensions.Ragged, {"value": lambda full: full}),
         (extensions.Padded, {"value": lambda full: full}),
         (extensions.AliasingHalved, {"value": lambda full: full.bfloat16()}),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2.tensors import Float8AllGatherTensor, Float8Scaling, Float8Tensor, float8, precompute_float8_scales
 from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, scale_from
 from tests.harness.messages import error_of
-from tests.unit.test_wire_tensors import gathered, mesh_of, pre, shards_of
+from tests.unit.test_wire_tensors import mesh_of, pre
 
 PER_ROW, PER_TENSOR = Float8Scaling.PER_ROW, Float8Scaling.PER_TENSOR
 both = pytest.mark.parametrize("scaling", [PER_ROW, PER_TENSOR])
@@ -90,56 +90,18 @@ def test_empty_shards_have_no_magnitude() -> None:
 # Travelling
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
-def test_rows_scaled_on_their_ranks_are_those_of_the_whole(num_ranks: int) -> None:
-    data = random(7, 16)
-    shards = shards_of(Float8AllGatherTensor(data, scaling=PER_ROW), num_ranks)
-    outputs, metadata = gathered(shards, data)
-    made, inner = shards[0].fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
-    assert inner == ()
-    assert made._data.data_ptr() == outputs[0].data_ptr()
-    assert torch.equal(made.dequantised(), unsharded(data, PER_ROW).dequantised())
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])
-def test_one_scale_for_all_ranks_gives_the_values_of_the_whole(num_ranks: int) -> None:
-    data = random(7, 16)
-    shards = shards_of(Float8AllGatherTensor(data), num_ranks)
-    for shard in shards:
-        shard.precomputed(scale_of(data, PER_TENSOR))
-    outputs, metadata = gathered(shards, data)
-    assert [(output.dtype, output.shape) for output in outputs] == [(torch.uint8, data.shape)]
-    made, _ = shards[0].fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
-    assert torch.equal(made.dequantised(), unsharded(data, PER_TENSOR).dequantised())
-
-
-@both
-@pytest.mark.parametrize("shares", [True, False])
-def test_later_gathers_refresh_the_same_parameter(shares: bool, scaling: Float8Scaling) -> None:
+def test_what_arrives_is_the_unsharded_parameter_and_the_precomputed_scale_is_copied() -> None:
     data = random(4, 16)
-    shard = Float8AllGatherTensor(data, scaling=scaling)
-    outputs, metadata = pre(shard, 1, data)
-    made, _ = shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
-    out = nn.Parameter(made)
-    shard.mul_(3)
-    again, metadata = pre(shard, 1, data)
-    if shares:
-        for old, new in zip(outputs, again, strict=True):
-            old.copy_(new)
-        again = outputs
-    assert shard.fsdp_post_all_gather(again, metadata, torch.bfloat16, out=out) is None
-    assert torch.equal(out.dequantised(), unsharded(data, scaling).dequantised())
-    assert (out._version, out._scale._version if scaling is PER_TENSOR else 0) == (0, 0)
-
-
-def test_the_unsharded_scale_is_not_the_precomputed_one_itself() -> None:
-    data = random(4, 16)
-    shard = Float8AllGatherTensor(data)
-    scale = scale_of(data, PER_TENSOR)
-    shard.precomputed(scale)
-    outputs, metadata = pre(shard, 1, data)
-    made, _ = shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
-    assert made._scale.data_ptr() != scale.data_ptr()
+    for scaling in (PER_ROW, PER_TENSOR):
+        shard = Float8AllGatherTensor(data, scaling=scaling)
+        scale = scale_of(data, PER_TENSOR)
+        if scaling is PER_TENSOR:
+            shard.precomputed(scale)
+        outputs, metadata = pre(shard, 1, data)
+        made, inner = shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+        assert (outputs[0].dtype, outputs[0].shape, inner) == (torch.uint8, data.shape, ())
+        assert made._data.data_ptr() == outputs[0].data_ptr()
+        assert made._scale.data_ptr() != scale.data_ptr()
 
 
 # Scales that were precomputed

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp2.tensors import Int8AllGatherTensor, wrapper
 from fsdp2.tensors.int8 import dequantise, quantise
 from tests.harness.messages import error_of
-from tests.unit.test_wire_tensors import gathered, pre, shards_of
+from tests.unit.test_wire_tensors import pre
 
 SHAPES = [(1, 1), (5, 256), (7, 300), (3, 40), (2, 3, 5), (4, 2, 3, 3), (0, 8), (3, 512)]
 ROUNDING = 1e-5  # of a scale: float32 divides and multiplies numbers of up to 127 scales
@@ -100,34 +100,11 @@ def test_pieces_that_fit_the_cache_give_what_the_whole_gives(monkeypatch: pytest
     assert all(map(torch.equal, whole, pieces))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("shape", [(7, 40), (5, 3, 9)], ids=str)
-def test_values_do_not_depend_on_the_number_of_ranks(shape: tuple[int, ...], num_ranks: int) -> None:
-    data = random(*shape)
-    shards = shards_of(Int8AllGatherTensor(data, block_size=16), num_ranks)
-    outputs, metadata = gathered(shards, data)
-    made, inner = shards[0].fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
-    assert inner == (made,)
-    assert torch.equal(made, restored(data, 16, torch.bfloat16))
-
-
 def test_a_quarter_of_the_bytes_travels_and_four_bytes_per_block() -> None:
     data = random(6, 512)
     (values, scales), _ = pre(Int8AllGatherTensor(data), 1, data)
     assert values.nbytes == data.nbytes // 4
     assert scales.nbytes == 6 * 2 * 4
-
-
-@pytest.mark.parametrize("num_padding_rows", [0, 2])
-def test_later_gathers_write_into_the_parameter_and_autograd_sees_no_write(num_padding_rows: int) -> None:
-    data = random(4, 40)
-    wrapper = Int8AllGatherTensor(data, block_size=16)
-    payload, metadata = pre(wrapper, 1, data)
-    outputs = tuple(torch.cat([part, part[:num_padding_rows]]) for part in payload)
-    out = nn.Parameter(torch.zeros(4, 40))
-    assert wrapper.fsdp_post_all_gather(outputs, metadata, torch.float32, out=out) is None
-    assert torch.equal(out, restored(data, 16))
-    assert out._version == 0
 
 
 @pytest.mark.parametrize("once", [True, False])

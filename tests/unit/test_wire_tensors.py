@@ -15,6 +15,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+from fsdp2 import _torch
 from fsdp2.plan.trees import map_tensors
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
@@ -50,13 +51,6 @@ def shards_of(full: WireFormatTensor, num_ranks: int) -> list[WireFormatTensor]:
 def pre(shard: WireFormatTensor, num_ranks: int, full: torch.Tensor, param_dtype: torch.dtype | None = None) -> Any:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
     return shard.fsdp_pre_all_gather(mesh_of(num_ranks), full.shape, full.stride(), nn.Module(), policy)
-
-
-def gathered(shards: list[WireFormatTensor], full: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """The ranks' payloads, joined, and the first rank's metadata."""
-    payloads = [pre(shard, len(shards), full) for shard in shards]
-    joined = tuple(torch.cat(parts) for parts in zip(*(tensors for tensors, _ in payloads), strict=True))
-    return joined, payloads[0][1]
 
 
 @pytest.fixture
@@ -329,27 +323,40 @@ def test_compiled_code_reads_writes_and_returns_wrappers(make: Any, master: torc
     assert wrapper.write_stamp != before
 
 
-# bfloat16
+# Travelling. The values that arrive are those of test_check_all_gather_extension
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_bfloat16_travels_in_half_the_bytes_and_arrives_without_a_copy(num_ranks: int, master: torch.Tensor) -> None:
-    shards = shards_of(BFloat16AllGatherTensor(master), num_ranks)
-    outputs, metadata = gathered(shards, master)
-    assert sum(output.nbytes for output in outputs) * 2 == master.nbytes
-    made, inner = shards[0].fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
-    assert made is outputs[0]
-    assert inner == ()
-    assert torch.equal(made, master.bfloat16())
+FORMATS: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {
+    "bfloat16": (BFloat16AllGatherTensor, 2),
+    "int8": (functools.partial(Int8AllGatherTensor, block_size=8), 1 + 4 / 8),
+    "float8": (Float8AllGatherTensor, 1),
+    "float8 per row": (functools.partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW), 1 + 4 / 8),
+}
 
 
-def test_bfloat16_is_copied_where_compute_has_another_dtype(master: torch.Tensor) -> None:
-    shards = shards_of(BFloat16AllGatherTensor(master), 2)
-    outputs, metadata = gathered(shards, master)
-    made, inner = shards[0].fsdp_post_all_gather(outputs, metadata, torch.float32)
-    assert inner == (made,)
-    assert made.dtype is torch.float32
-    assert torch.equal(made, master.bfloat16().float())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", FORMATS)
+def test_few_bytes_travel_and_autograd_sees_no_write_of_a_later_gather(
+    name: str, dtype: torch.dtype, master: torch.Tensor
+) -> None:
+    make, nbytes_per_element = FORMATS[name]
+    shard = make(master)
+    outputs, metadata = pre(shard, 1, master)
+    assert sum(output.nbytes for output in outputs) == nbytes_per_element * master.numel()
+    made, _ = shard.fsdp_post_all_gather(outputs, metadata, dtype)
+    assert (made is outputs[0]) is (name == "bfloat16" and dtype is torch.bfloat16)
+    out = nn.Parameter(made)
+    before = [leaf._version for leaf in (out, *_torch.leaves(out))]
+    assert shard.fsdp_post_all_gather(outputs, metadata, dtype, out=out) is None
+    assert [leaf._version for leaf in (out, *_torch.leaves(out))] == before
+
+
+@pytest.mark.parametrize("num_ranks", [4, 5, 8])
+def test_padding_in_the_hook_gives_every_rank_the_same_size(num_ranks: int, master: torch.Tensor) -> None:
+    shards = shards_of(BFloat16AllGatherTensor(master, pad=True), num_ranks)
+    payloads = [pre(shard, num_ranks, master)[0][0] for shard in shards]
+    assert {payload.shape for payload in payloads} == {torch.Size([-(-6 // num_ranks), 8])}
+    assert not torch.cat(payloads)[6:].any()
 
 
 @pytest.mark.parametrize(("param_dtype", "released"), [(None, True), (torch.float16, True), (torch.bfloat16, False)])
@@ -360,32 +367,6 @@ def test_bfloat16_outputs_are_released_only_where_they_are_copied_from(
     assert not wrapper.fsdp_should_release_all_gather_outputs_after_post_all_gather()  # not known yet
     pre(wrapper, 1, master, param_dtype)
     assert wrapper.fsdp_should_release_all_gather_outputs_after_post_all_gather() is released
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_later_gathers_fill_the_same_parameter_and_autograd_sees_no_write(
-    dtype: torch.dtype, master: torch.Tensor
-) -> None:
-    shards = shards_of(BFloat16AllGatherTensor(master), 2)
-    out = nn.Parameter(torch.zeros(6, 8, dtype=dtype))
-    outputs, metadata = gathered(shards, master)
-    assert shards[0].fsdp_post_all_gather(outputs, metadata, dtype, out=out) is None
-    assert torch.equal(out, master.bfloat16().to(dtype))
-    assert out._version == 0
-
-
-@pytest.mark.parametrize("num_ranks", [4, 5, 8])
-def test_padding_in_the_hook_gives_every_rank_the_same_size(num_ranks: int, master: torch.Tensor) -> None:
-    shards = shards_of(BFloat16AllGatherTensor(master, pad=True), num_ranks)
-    num_rows = -(-6 // num_ranks)
-    assert {pre(shard, num_ranks, master)[0][0].shape for shard in shards} == {torch.Size([num_rows, 8])}
-    outputs, metadata = gathered(shards, master)
-    made, _ = shards[0].fsdp_post_all_gather(outputs, metadata, torch.float32)
-    assert torch.equal(made[:6], master.bfloat16().float())
-    assert not made[6:].any()
-    out = nn.Parameter(torch.zeros(6, 8))
-    shards[0].fsdp_post_all_gather(outputs, metadata, torch.float32, out=out)
-    assert torch.equal(out, made[:6])
 
 
 # wrap_parameters
