@@ -856,8 +856,7 @@ MUTATIONS = [
         "pass",
         (
             "unit/test_wire_tensors.py",
-            "distributed/test_extension_models.py",
-            "distributed/test_extension_features.py",
+            "unit/test_check_all_gather_extension.py",
         ),
     ),
     # fsdp1/optim_load.py
