@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,13 +13,17 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import fsdp2
+from fsdp2 import fully_shard
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.runtime.unit import unit_of
 from tests.distributed.support import Scaled, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
+
+TEXTS = texts_beside(__file__)
 
 
 def _trained(model: Any, num_steps: int = 3) -> list[Tensor]:
@@ -183,39 +187,67 @@ def test_hook_gets_one_buffer_with_zeros_between_the_gradients(ctx: RankContext)
 # What is refused
 
 
-def _refused(ctx: RankContext, name: str, *args: Any, prepare: str = "nothing", **kwargs: Any) -> str:
+class Setter(NamedTuple):
+    """A call that is refused, after another one."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    before: tuple[Any, ...] = ()
+    on_hsdp: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012  # nobody writes it
+
+
+def _nothing(reduced: Tensor) -> None:
+    """A hook."""
+
+
+SYMM_MEM, PROCESS_GROUP = "set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm"
+ALL_GATHER, REDUCE_SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
+# Named by its numbers: builds of torch with CUDA make no new stream without a GPU.
+STREAM = torch.Stream(stream_id=0, device_index=0, device_type=1)
+CASES = {
+    "number as all-gather": Setter(ALL_GATHER, (3,)),
+    "None as reduce-scatter": Setter(REDUCE_SCATTER, (None,)),
+    "class as all-gather": Setter(ALL_GATHER, (fsdp2.AllGather,)),
+    "text as hook": Setter("set_all_reduce_hook", ("sum",)),
+    "hook with a stream on HSDP": Setter("set_all_reduce_hook", (_nothing,), on_hsdp=True, options={"stream": STREAM}),
+    "memory of the process group beside a custom all-gather": Setter(
+        PROCESS_GROUP, (True,), before=(ALL_GATHER, CountingAllGather())
+    ),
+    "memory of the process group beside a custom reduce-scatter": Setter(
+        PROCESS_GROUP, (False,), before=(REDUCE_SCATTER, CountingReduceScatter())
+    ),
+    "symmetric memory beside a custom all-gather": Setter(SYMM_MEM, before=(ALL_GATHER, CountingAllGather())),
+    "symmetric memory beside that of the process group": Setter(SYMM_MEM, before=(PROCESS_GROUP, True)),
+    "symmetric memory on the CPU": Setter(SYMM_MEM),
+    "symmetric memory by another backend": Setter(SYMM_MEM, ("NVSHMEM",)),
+}
+
+
+def _refused(ctx: RankContext, case: str) -> str:
     """The error of a setter; the model trains as before."""
-    hsdp = prepare == "hsdp"
-    model = sharded(ctx)
-    if hsdp:
-        model = seeded(Stack)
-        fsdp2.fully_shard(model, mesh=ctx.mesh_2d(2, 1))
-    if prepare == "custom all-gather":
-        model.set_custom_all_gather(CountingAllGather())
-    elif prepare == "custom reduce-scatter":
-        model.set_custom_reduce_scatter(CountingReduceScatter())
-    elif prepare == "process group":
-        model.set_allocate_memory_from_process_group_for_comm(True)
+    setter = CASES[case]
+    model = fully_shard(seeded(Stack), mesh=ctx.mesh_2d(2, 1)) if setter.on_hsdp else sharded(ctx)
+    if setter.before:
+        name, value = setter.before
+        getattr(model, name)(value)
     unit = unit_of(model)
     assert unit is not None
     (group,) = unit.groups
     options = group.options
-    error = error_of(lambda: getattr(model, name)(*args, **kwargs))
+    error = error_of(lambda: getattr(model, setter.name)(*setter.args, **setter.options))
     assert group.options == options
     step(model)
     return error
 
 
-def _error(name: str, *args: Any, **kwargs: Any) -> str:
-    return same_on_all_ranks(_refused_by_name, name=name, args=args, kwargs=kwargs)
+@pytest.mark.parametrize("case", CASES)
+def test_setting_is_refused_and_the_model_trains_as_before(case: str) -> None:
+    TEXTS.check(case, same_on_all_ranks(_refused, case=case))
 
 
-def _refused_by_name(ctx: RankContext, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return _refused(ctx, name, *args, **kwargs)
-
-
-def _nothing(reduced: Tensor) -> None:
-    """A hook."""
+def test_every_text_has_a_case() -> None:
+    TEXTS.check_names(CASES)
 
 
 SINGLE = {
@@ -268,101 +300,6 @@ def test_unit_of_several_groups_takes_no_comm_and_no_hook() -> None:
         """\
 ValueError: set_custom_all_gather: unit 'FSDPStack' has 2 parameter groups on different meshes,
 expected one group. Call fully_shard separately on the modules of each mesh.""",
-    )
-
-
-def test_comm_that_is_a_function() -> None:
-    assert_expected_inline(
-        _error("set_custom_all_gather", 3),
-        """\
-TypeError: set_custom_all_gather: expected an fsdp2.AllGather, with allocate() and __call__(), got
-3.""",
-    )
-    assert_expected_inline(
-        _error("set_custom_reduce_scatter", None),
-        """\
-TypeError: set_custom_reduce_scatter: expected an fsdp2.ReduceScatter, with allocate() and
-__call__(), got None.""",
-    )
-    assert_expected_inline(
-        _error("set_custom_all_gather", fsdp2.AllGather),
-        """\
-TypeError: set_custom_all_gather: expected an fsdp2.AllGather, with allocate() and __call__(), got
-<class 'fsdp2.types.AllGather'>.""",
-    )
-
-
-def test_hook_that_cannot_be_called() -> None:
-    assert_expected_inline(
-        _error("set_all_reduce_hook", "sum"),
-        """TypeError: set_all_reduce_hook: hook must be a function of a tensor, or None, not a str.""",
-    )
-
-
-def _stream_on_hsdp(ctx: RankContext) -> str:
-    # Named by its numbers: builds of torch with CUDA make no new stream without a GPU.
-    stream = torch.Stream(stream_id=0, device_index=0, device_type=1)
-    return _refused(ctx, "set_all_reduce_hook", _nothing, stream=stream, prepare="hsdp")
-
-
-def test_hook_with_a_stream_on_hsdp() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_stream_on_hsdp),
-        """\
-ValueError: set_all_reduce_hook: the mesh of unit 'FSDPStack' has a replicate axis (HSDP). With
-HSDP, the hook runs on the stream of the all-reduce. Do not pass stream.""",
-    )
-
-
-def test_memory_of_the_process_group_beside_custom_comms() -> None:
-    setter = "set_allocate_memory_from_process_group_for_comm"
-    assert_expected_inline(
-        _error(setter, True, prepare="custom all-gather"),
-        """\
-ValueError: set_allocate_memory_from_process_group_for_comm: unit 'FSDPStack' already communicates
-by a CountingAllGather, which allocates its own memory. For each unit, call only one of:
-set_custom_all_gather and set_custom_reduce_scatter;
-set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm.""",
-    )
-    assert_expected_inline(
-        _error(setter, False, prepare="custom reduce-scatter"),
-        """\
-ValueError: set_allocate_memory_from_process_group_for_comm: unit 'FSDPStack' already communicates
-by a CountingReduceScatter, which allocates its own memory. For each unit, call only one of:
-set_custom_all_gather and set_custom_reduce_scatter;
-set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm.""",
-    )
-
-
-def test_symmetric_memory_beside_others() -> None:
-    assert_expected_inline(
-        _error("set_symm_mem_for_comm", prepare="custom all-gather"),
-        """\
-ValueError: set_symm_mem_for_comm: unit 'FSDPStack' already communicates by a CountingAllGather,
-which allocates its own memory. For each unit, call only one of: set_custom_all_gather and
-set_custom_reduce_scatter; set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm.""",
-    )
-    assert_expected_inline(
-        _error("set_symm_mem_for_comm", prepare="process group"),
-        """\
-ValueError: set_symm_mem_for_comm: unit 'FSDPStack' already communicates by a BackendAllGather,
-which allocates its own memory. For each unit, call only one of: set_custom_all_gather and
-set_custom_reduce_scatter; set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm.""",
-    )
-
-
-def test_symmetric_memory_on_the_cpu_or_by_another_backend() -> None:
-    assert_expected_inline(
-        _error("set_symm_mem_for_comm"),
-        """\
-ValueError: set_symm_mem_for_comm: the mesh of unit 'FSDPStack' is on cpu, expected cuda. Only CUDA
-has symmetric memory here. Do not call set_symm_mem_for_comm on other devices.""",
-    )
-    assert_expected_inline(
-        _error("set_symm_mem_for_comm", "NVSHMEM"),
-        """\
-ValueError: set_symm_mem_for_comm: backend='NVSHMEM', expected 'NCCL'. No other backend is
-supported.""",
     )
 
 

@@ -29,7 +29,8 @@ class GoldenTexts:
             self._texts[name] = found
             self._path.parent.mkdir(exist_ok=True)
             self._path.write_text("\n\n".join(f"== {each}\n{text}" for each, text in self._texts.items()) + "\n")
-        assert found == self._texts.get(name)
+        expected = self._texts.get(name)
+        assert found == expected, f"{name}:\n{found}\n\nexpected:\n{expected}"
 
     def check_names(self, names: Iterable[str]) -> None:
         """There is a section for each of ``names``, and no other one."""
