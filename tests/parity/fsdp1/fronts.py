@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1
-from tests.harness.distributed import RankContext
+from tests.harness.distributed import RankContext, distributed
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,26 @@ def same(ctx: RankContext, scenario: Callable[[Front], Any], *, exact: bool = Tr
         torch.manual_seed(0)
         results.append(scenario(Front(ctx, names)))
     assert_same(*results, exact=exact)
+
+
+ON_TWO_RANKS = "on two ranks"
+
+
+def as_torchs(*world_sizes: int, exact: bool | str = True) -> Callable[[Callable[..., Any]], Any]:
+    """A function of a ``Front`` becomes a test on pools of ranks: see ``same``. Other arguments are parameters.
+
+    ``exact``: may be ``ON_TWO_RANKS``; on more, sums are added up in another order.
+    """
+
+    def decorate(scenario: Callable[..., Any]) -> Any:
+        @functools.wraps(scenario)
+        def body(ctx: RankContext, **parameters: Any) -> None:
+            is_exact = ctx.world_size == 2 if exact == ON_TWO_RANKS else bool(exact)
+            same(ctx, lambda front: scenario(front, **parameters), exact=is_exact)
+
+        return distributed(*world_sizes)(body)
+
+    return decorate
 
 
 def assert_same(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdp2.fsdp1
 from fsdp2.runtime.unit import unit_of
 from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import Front, batch, same, train
+from tests.parity.fsdp1.fronts import Front, as_torchs, batch, train
 from tests.parity.fsdp1.test_strategies import HYBRID
 
 
@@ -166,15 +167,12 @@ def test_containers_get_a_warning(ctx: RankContext) -> None:
     ],
     ids=str,
 )
-@distributed(2)
-def test_settings_of_the_schedule_change_no_value(ctx: RankContext, options) -> None:
-    def scenario(front: Front):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = front.wrap(mlp(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
-        return train(ctx, model)
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_settings_of_the_schedule_change_no_value(front: Front, options) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = front.wrap(mlp(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+    return train(front.ctx, model)
 
 
 @distributed(2)

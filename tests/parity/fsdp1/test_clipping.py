@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import Front, batch, same
+from tests.parity.fsdp1.fronts import Front, as_torchs, batch
 from tests.parity.fsdp1.test_training import FULL, NO_SHARD, wrapped_mlp
 
 OURS = functools.partial(Front, names=fsdp2.fsdp1)
@@ -31,54 +32,45 @@ class Sum(nn.Module):
 
 @both_modes
 @pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
-@distributed(2, 4)
-def test_clipping_by_all_norms(ctx: RankContext, strategy, use_orig_params) -> None:
-    def scenario(front: Front):
-        model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
-        made = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-        found = []
-        for step, (max_norm, norm_type) in enumerate([(0.1, 2), (0.1, math.inf), (0.5, 1), (100, 3.0), (0, 2.0)]):
-            loss = model(batch(ctx, 3, 8, seed=step)).square().mean()
-            loss.backward()
-            found += [loss.detach(), model.clip_grad_norm_(max_norm, norm_type)]
-            made.step()
-            made.zero_grad()
-        return found
-
-    same(ctx, scenario, exact=False)  # norms are summed in another order
+@as_torchs(2, 4, exact=False)
+def test_clipping_by_all_norms(front: Front, strategy, use_orig_params) -> Any:
+    model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    made = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    found = []
+    for step, (max_norm, norm_type) in enumerate([(0.1, 2), (0.1, math.inf), (0.5, 1), (100, 3.0), (0, 2.0)]):
+        loss = model(batch(front.ctx, 3, 8, seed=step)).square().mean()
+        loss.backward()
+        found += [loss.detach(), model.clip_grad_norm_(max_norm, norm_type)]
+        made.step()
+        made.zero_grad()
+    return found
 
 
 @both_modes
-@distributed(2)
-def test_a_mix_of_strategies_and_dtypes(ctx: RankContext, use_orig_params) -> None:
-    def scenario(front: Front):
-        found = []
-        for dtype in (torch.float32, torch.bfloat16):
-            torch.manual_seed(1)
-            inner = front.wrap(nn.Linear(8, 6).to(dtype), use_orig_params=use_orig_params)
-            other = front.wrap(nn.Linear(8, 6), use_orig_params=use_orig_params, sharding_strategy=NO_SHARD)
-            model = front.wrap(Sum(inner, other, nn.Linear(8, 6)), use_orig_params=use_orig_params)
-            model(batch(ctx, 3, 8), dtype).backward()
-            found.append(model.clip_grad_norm_(0.5))
-        low = front.wrap(nn.Linear(8, 6).to(torch.bfloat16), use_orig_params=use_orig_params)
-        low(batch(ctx, 3, 8).bfloat16()).sum().backward()
-        return [*found, low.clip_grad_norm_(0.5)]
-
-    same(ctx, scenario, exact=False)
+@as_torchs(2, exact=False)
+def test_a_mix_of_strategies_and_dtypes(front: Front, use_orig_params) -> Any:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(1)
+        inner = front.wrap(nn.Linear(8, 6).to(dtype), use_orig_params=use_orig_params)
+        other = front.wrap(nn.Linear(8, 6), use_orig_params=use_orig_params, sharding_strategy=NO_SHARD)
+        model = front.wrap(Sum(inner, other, nn.Linear(8, 6)), use_orig_params=use_orig_params)
+        model(batch(front.ctx, 3, 8), dtype).backward()
+        found.append(model.clip_grad_norm_(0.5))
+    low = front.wrap(nn.Linear(8, 6).to(torch.bfloat16), use_orig_params=use_orig_params)
+    low(batch(front.ctx, 3, 8).bfloat16()).sum().backward()
+    return [*found, low.clip_grad_norm_(0.5)]
 
 
 @both_modes
-@distributed(2)
-def test_clipping_without_gradients_or_not_on_the_root(ctx: RankContext, use_orig_params) -> None:
-    def scenario(front: Front):
-        model = wrapped_mlp(front, use_orig_params=use_orig_params)
-        model(batch(ctx, 3, 8))
-        with pytest.raises(RuntimeError, match=r"root|outermost"):
-            model.module[0].clip_grad_norm_(1.0)
-        with pytest.warns(UserWarning, match="gradients"):
-            return model.clip_grad_norm_(1.0)
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_clipping_without_gradients_or_not_on_the_root(front: Front, use_orig_params) -> Any:
+    model = wrapped_mlp(front, use_orig_params=use_orig_params)
+    model(batch(front.ctx, 3, 8))
+    with pytest.raises(RuntimeError, match=r"root|outermost"):
+        model.module[0].clip_grad_norm_(1.0)
+    with pytest.warns(UserWarning, match="gradients"):
+        return model.clip_grad_norm_(1.0)
 
 
 @both_modes

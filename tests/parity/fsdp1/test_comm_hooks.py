@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, batch, same, train
+from tests.parity.fsdp1.fronts import Front, as_torchs, batch, same, train
 from tests.parity.fsdp1.test_training import FULL, NO_SHARD, wrapped_mlp
 
 OURS = functools.partial(Front, names=fsdp2.fsdp1)
@@ -92,22 +92,19 @@ def test_hooks_get_what_mixed_precision_reduces(ctx: RankContext, strategy, redu
     same(ctx, scenario)
 
 
-@distributed(2)
-def test_refused_hooks_change_nothing(ctx: RankContext) -> None:
-    def scenario(front: Front):
-        model = wrapped_mlp(front, use_orig_params=True)
-        state = default_hooks.DefaultState(dist.group.WORLD)
-        model(batch(ctx, 3, 8)).sum().backward()
-        for module, hook in ((model.module[0], default_hooks.reduce_scatter_hook), (model, None), (model, "hook")):
-            with pytest.raises((RuntimeError, AssertionError, ValueError)) as error:
-                module.register_comm_hook(state, hook)
-            assert (error.type is ValueError) == (module is model)
+@as_torchs(2)
+def test_refused_hooks_change_nothing(front: Front) -> Any:
+    model = wrapped_mlp(front, use_orig_params=True)
+    state = default_hooks.DefaultState(dist.group.WORLD)
+    model(batch(front.ctx, 3, 8)).sum().backward()
+    for module, hook in ((model.module[0], default_hooks.reduce_scatter_hook), (model, None), (model, "hook")):
+        with pytest.raises((RuntimeError, AssertionError, ValueError)) as error:
+            module.register_comm_hook(state, hook)
+        assert (error.type is ValueError) == (module is model)
+    model.register_comm_hook(state, default_hooks.reduce_scatter_hook)
+    with pytest.raises((RuntimeError, AssertionError)):
         model.register_comm_hook(state, default_hooks.reduce_scatter_hook)
-        with pytest.raises((RuntimeError, AssertionError)):
-            model.register_comm_hook(state, default_hooks.reduce_scatter_hook)
-        return train(ctx, model)
-
-    same(ctx, scenario)
+    return train(front.ctx, model)
 
 
 @distributed(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import Front, batch, same, train
+from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, batch, train
 from tests.parity.fsdp1.test_training import GRAD_OP, NO_SHARD, wrapped_mlp
 
 OURS = functools.partial(Front, names=fsdp2.fsdp1)
@@ -45,101 +46,89 @@ def values(module: nn.Module, *, grads: bool = False) -> dict[str, object]:
 
 @both_modes
 @pytest.mark.parametrize("strategy", [None, NO_SHARD])
-@distributed(2, 4)
-def test_whole_parameters_and_buffers_under_clean_names(ctx: RankContext, strategy, use_orig_params) -> None:
-    def scenario(front: Front):
-        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-        model = front.wrap(Normed(front, **options), **options)
-        made = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(batch(ctx, 3, 8)).sum().backward()
-        made.step()
-        found = []
-        with front.cls.summon_full_params(model):
-            found += [values(model), values(model.module), values(model.body), sorted(dict(model.named_buffers()))]
-            with torch.no_grad():
-                for i, (_, param) in enumerate(sorted(model.named_parameters())):
-                    param.mul_(0.5).add_(i)
-        with front.cls.summon_full_params(model, writeback=False):
-            found.append(values(model))
-        with front.cls.summon_full_params(nn.ModuleList([model.body]), recurse=True, writeback=False):
-            found.append(values(model.body))
-        return [*found, model(batch(ctx, 3, 8, seed=3)).detach()]
-
-    same(ctx, scenario, exact=ctx.world_size == 2)
+@as_torchs(2, 4, exact=ON_TWO_RANKS)
+def test_whole_parameters_and_buffers_under_clean_names(front: Front, strategy, use_orig_params) -> Any:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    model = front.wrap(Normed(front, **options), **options)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(front.ctx, 3, 8)).sum().backward()
+    made.step()
+    found = []
+    with front.cls.summon_full_params(model):
+        found += [values(model), values(model.module), values(model.body), sorted(dict(model.named_buffers()))]
+        with torch.no_grad():
+            for i, (_, param) in enumerate(sorted(model.named_parameters())):
+                param.mul_(0.5).add_(i)
+    with front.cls.summon_full_params(model, writeback=False):
+        found.append(values(model))
+    with front.cls.summon_full_params(nn.ModuleList([model.body]), recurse=True, writeback=False):
+        found.append(values(model.body))
+    return [*found, model(batch(front.ctx, 3, 8, seed=3)).detach()]
 
 
 @both_modes
-@distributed(2)
-def test_what_is_written_back(ctx: RankContext, use_orig_params) -> None:
-    def scenario(front: Front):
+@as_torchs(2)
+def test_what_is_written_back(front: Front, use_orig_params) -> Any:
+    model = wrapped_mlp(front, use_orig_params=use_orig_params)
+    summon: Callable = front.cls.summon_full_params
+    found = []
+    with summon(model, writeback=False), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    with summon(model, writeback=False, rank0_only=True):
+        found.append(values(model) if front.ctx.rank == 0 else None)
+    with summon(model, recurse=False):
+        found.append([model.module[4].weight.shape, model.module[4].bias.detach().clone()])
+        with torch.no_grad():
+            model.module[4].weight.mul_(2)
+        with summon(model.module[0]):
+            found.append(model.module[0].weight.detach().clone())
+    with summon(model.module[2], recurse=False), torch.no_grad():
+        model.module[2].bias.fill_(3)
+    with summon(nn.Linear(2, 2)), summon(nn.Linear(2, 2), recurse=False):  # no wrapper: nothing happens
+        pass
+    with summon(model, writeback=False):
+        found.append(values(model))
+    return [*found, *train(front.ctx, model)]
+
+
+@as_torchs(2)
+def test_apply_initialises_whole_parameters(front: Front) -> Any:
+    seen = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        if isinstance(module, nn.Linear):
+            nn.init.kaiming_uniform_(module.weight)
+            nn.init.constant_(module.bias, 0.25)
+
+    losses = []
+    for use_orig_params in (True, False):
         model = wrapped_mlp(front, use_orig_params=use_orig_params)
-        summon: Callable = front.cls.summon_full_params
-        found = []
-        with summon(model, writeback=False), torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        with summon(model, writeback=False, rank0_only=True):
-            found.append(values(model) if ctx.rank == 0 else None)
-        with summon(model, recurse=False):
-            found.append([model.module[4].weight.shape, model.module[4].bias.detach().clone()])
-            with torch.no_grad():
-                model.module[4].weight.mul_(2)
-            with summon(model.module[0]):
-                found.append(model.module[0].weight.detach().clone())
-        with summon(model.module[2], recurse=False), torch.no_grad():
-            model.module[2].bias.fill_(3)
-        with summon(nn.Linear(2, 2)), summon(nn.Linear(2, 2), recurse=False):  # no wrapper: nothing happens
-            pass
-        with summon(model, writeback=False):
-            found.append(values(model))
-        return [*found, *train(ctx, model)]
-
-    same(ctx, scenario)
-
-
-@distributed(2)
-def test_apply_initialises_whole_parameters(ctx: RankContext) -> None:
-    def scenario(front: Front):
-        seen = []
-
-        def init(module: nn.Module) -> None:
-            seen.append(type(module).__name__)
-            if isinstance(module, nn.Linear):
-                nn.init.kaiming_uniform_(module.weight)
-                nn.init.constant_(module.bias, 0.25)
-
-        losses = []
-        for use_orig_params in (True, False):
-            model = wrapped_mlp(front, use_orig_params=use_orig_params)
-            torch.manual_seed(5)
-            assert model.apply(init) is model
-            losses += train(ctx, model)
-        return [seen, losses]
-
-    same(ctx, scenario)
+        torch.manual_seed(5)
+        assert model.apply(init) is model
+        losses += train(front.ctx, model)
+    return [seen, losses]
 
 
 @pytest.mark.parametrize("strategy", [None, NO_SHARD])
-@distributed(2, 4)
-def test_gradients_are_read_and_written_whole(ctx: RankContext, strategy) -> None:
-    def scenario(front: Front):
-        model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=True)
-        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        found = []
-        for step in range(3):
-            model(batch(ctx, 3, 8, seed=step)).square().mean().backward()
-            with front.cls.summon_full_params(model, with_grads=True, writeback=step != 2 or strategy is NO_SHARD):
-                # Under NO_SHARD, torch's class writes in any case.
-                found.append(values(model, grads=True))
-                for _, param in sorted(model.named_parameters()):
-                    param.grad.mul_(torch.arange(1.0, 1 + param.numel()).view_as(param) / 10)
-            made.step()
-            made.zero_grad()
-        with front.cls.summon_full_params(model, with_grads=True):
+@as_torchs(2, 4, exact=ON_TWO_RANKS)
+def test_gradients_are_read_and_written_whole(front: Front, strategy) -> Any:
+    model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=True)
+    made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(3):
+        model(batch(front.ctx, 3, 8, seed=step)).square().mean().backward()
+        with front.cls.summon_full_params(model, with_grads=True, writeback=step != 2 or strategy is NO_SHARD):
+            # Under NO_SHARD, torch's class writes in any case.
             found.append(values(model, grads=True))
-        return found
-
-    same(ctx, scenario, exact=ctx.world_size == 2)
+            for _, param in sorted(model.named_parameters()):
+                param.grad.mul_(torch.arange(1.0, 1 + param.numel()).view_as(param) / 10)
+        made.step()
+        made.zero_grad()
+    with front.cls.summon_full_params(model, with_grads=True):
+        found.append(values(model, grads=True))
+    return found
 
 
 @distributed(2)
@@ -160,34 +149,31 @@ def test_gradients_made_or_removed_in_the_block_reach_the_shards(ctx: RankContex
 
 
 @both_modes
-@distributed(2)
-def test_refused_arguments_and_moments(ctx: RankContext, use_orig_params) -> None:
-    def scenario(front: Front):
-        model = wrapped_mlp(front, use_orig_params=use_orig_params)
-        summon = front.cls.summon_full_params
-        found = []
-        for options in (
-            {"rank0_only": True, "writeback": True},
-            {"with_grads": True, "offload_to_cpu": True, "writeback": False, "rank0_only": True},
-            {"with_grads": use_orig_params, "rank0_only": True},
-            {"with_grads": not use_orig_params, "writeback": use_orig_params, "rank0_only": use_orig_params},
-        ):
-            with pytest.raises(NotImplementedError), summon(model, **options):
-                pass
-        with summon(model), pytest.raises((RuntimeError, AssertionError)), summon(model):
+@as_torchs(2)
+def test_refused_arguments_and_moments(front: Front, use_orig_params) -> Any:
+    model = wrapped_mlp(front, use_orig_params=use_orig_params)
+    summon = front.cls.summon_full_params
+    found = []
+    for options in (
+        {"rank0_only": True, "writeback": True},
+        {"with_grads": True, "offload_to_cpu": True, "writeback": False, "rank0_only": True},
+        {"with_grads": use_orig_params, "rank0_only": True},
+        {"with_grads": not use_orig_params, "writeback": use_orig_params, "rank0_only": use_orig_params},
+    ):
+        with pytest.raises(NotImplementedError), summon(model, **options):
             pass
+    with summon(model), pytest.raises((RuntimeError, AssertionError)), summon(model):
+        pass
 
-        def inside(*_) -> None:
-            with pytest.raises((RuntimeError, AssertionError)), summon(model):
-                pass
-            found.append("refused")
+    def inside(*_) -> None:
+        with pytest.raises((RuntimeError, AssertionError)), summon(model):
+            pass
+        found.append("refused")
 
-        hook = model.module[1].register_forward_hook(inside)
-        model(batch(ctx, 3, 8)).sum().backward()
-        hook.remove()
-        return [*found, *train(ctx, model)]
-
-    same(ctx, scenario)
+    hook = model.module[1].register_forward_hook(inside)
+    model(batch(front.ctx, 3, 8)).sum().backward()
+    hook.remove()
+    return [*found, *train(front.ctx, model)]
 
 
 @both_modes
@@ -237,45 +223,39 @@ def test_modules_run_on_whole_parameters_without_gradients(ctx: RankContext, use
 
 
 @both_modes
-@distributed(2)
-def test_unshard_ahead_of_forward(ctx: RankContext, use_orig_params) -> None:
-    def scenario(front: Front):
-        model = wrapped_mlp(front, use_orig_params=use_orig_params, sharding_strategy=GRAD_OP)
-        made = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(3):
-            if step or front.is_ours:  # before the first forward, torch's class raises
-                handle = model._unshard(async_op=True)
-                handle.wait()
-                handle.wait()
-                assert model._unshard() is None
-            loss = model(batch(ctx, 3, 8, seed=step)).sum()
-            loss.backward()
-            made.step()
-            made.zero_grad()
-            losses.append(loss.detach())
-        return losses
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_unshard_ahead_of_forward(front: Front, use_orig_params) -> Any:
+    model = wrapped_mlp(front, use_orig_params=use_orig_params, sharding_strategy=GRAD_OP)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        if step or front.is_ours:  # before the first forward, torch's class raises
+            handle = model._unshard(async_op=True)
+            handle.wait()
+            handle.wait()
+            assert model._unshard() is None
+        loss = model(batch(front.ctx, 3, 8, seed=step)).sum()
+        loss.backward()
+        made.step()
+        made.zero_grad()
+        losses.append(loss.detach())
+    return losses
 
 
 @pytest.mark.parametrize("has_policy", [True, False])
-@distributed(2)
-def test_attributes_that_the_user_has_set_on_parameters_stay(ctx: RankContext, has_policy) -> None:
-    def scenario(front: Front):
-        inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-        for name, param in inner.named_parameters():
-            param._no_weight_decay = name.endswith("bias")
-            param.tag = name
-        options = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if has_policy else {}
-        model = front.wrap(inner, use_orig_params=True, **options)
-        found = [(param.tag, param._no_weight_decay) for param in model.parameters()]
-        train(ctx, model)
+@as_torchs(2)
+def test_attributes_that_the_user_has_set_on_parameters_stay(front: Front, has_policy) -> Any:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    for name, param in inner.named_parameters():
+        param._no_weight_decay = name.endswith("bias")
+        param.tag = name
+    options = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if has_policy else {}
+    model = front.wrap(inner, use_orig_params=True, **options)
+    found = [(param.tag, param._no_weight_decay) for param in model.parameters()]
+    train(front.ctx, model)
+    found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+    with front.cls.summon_full_params(model):
         found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
-        with front.cls.summon_full_params(model):
-            found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
-        model.to(torch.float64)
-        found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
-        return found
-
-    same(ctx, scenario)
+    model.to(torch.float64)
+    found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+    return found

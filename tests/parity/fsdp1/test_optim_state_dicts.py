@@ -26,7 +26,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, assert_same, batch, same
+from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, assert_same, batch
 from tests.parity.fsdp1.test_state_dicts import FULL, LOCAL, SHARDED, described, of_kind
 
 
@@ -122,103 +122,92 @@ def trained(ctx: RankContext, *, use_orig_params: bool) -> tuple[Front, nn.Modul
 
 
 @pytest.mark.parametrize("use_orig_params", [False, *long(True)])
-@distributed(2, 4)
-def test_every_kind_of_every_optimizer_is_torchs(ctx: RankContext, use_orig_params: bool) -> None:
-    def scenario(front: Front) -> Any:
-        results = []
-        for make in OPTIMIZERS.values():
-            for mesh in (None, ctx.mesh_1d()):
-                model = wrapped_net(front, use_orig_params=use_orig_params, device_mesh=mesh)
-                optim = make(model.parameters())
-                before = saved(front, model, optim)
-                steps(ctx, model, optim, range(2))
-                each = [
-                    before,
-                    saved(front, model, optim),
-                    saved(front, model, optim, FULL, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)),
-                    saved(
-                        front, model, optim, FULL, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
-                    ),
-                    saved(front, model, optim, SHARDED),
-                    saved(
-                        front,
-                        model,
-                        optim,
-                        SHARDED,
-                        ShardedStateDictConfig(),
-                        ShardedOptimStateDictConfig(offload_to_cpu=True),
-                    ),
-                ]
-                for rank0_only in (True, False):
-                    config = FullOptimStateDictConfig(rank0_only=rank0_only)
-                    each.append(
-                        quiet(front.cls.full_optim_state_dict, model, optim, rank0_only=rank0_only)
-                        if front.is_ours or not use_orig_params
-                        else saved(front, model, optim, FULL, FullStateDictConfig(), config)
-                    )
-                if mesh is None:
-                    each += [saved(front, model, optim, LOCAL), quiet(front.cls.sharded_optim_state_dict, model, optim)]
-                results.append([normal(result) for result in each])
-        return results
-
-    same(ctx, scenario, exact=ctx.world_size == 2)
+@as_torchs(2, 4, exact=ON_TWO_RANKS)
+def test_every_kind_of_every_optimizer_is_torchs(front: Front, use_orig_params: bool) -> Any:
+    results = []
+    for make in OPTIMIZERS.values():
+        for mesh in (None, front.ctx.mesh_1d()):
+            model = wrapped_net(front, use_orig_params=use_orig_params, device_mesh=mesh)
+            optim = make(model.parameters())
+            before = saved(front, model, optim)
+            steps(front.ctx, model, optim, range(2))
+            each = [
+                before,
+                saved(front, model, optim),
+                saved(front, model, optim, FULL, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)),
+                saved(front, model, optim, FULL, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)),
+                saved(front, model, optim, SHARDED),
+                saved(
+                    front,
+                    model,
+                    optim,
+                    SHARDED,
+                    ShardedStateDictConfig(),
+                    ShardedOptimStateDictConfig(offload_to_cpu=True),
+                ),
+            ]
+            for rank0_only in (True, False):
+                config = FullOptimStateDictConfig(rank0_only=rank0_only)
+                each.append(
+                    quiet(front.cls.full_optim_state_dict, model, optim, rank0_only=rank0_only)
+                    if front.is_ours or not use_orig_params
+                    else saved(front, model, optim, FULL, FullStateDictConfig(), config)
+                )
+            if mesh is None:
+                each += [saved(front, model, optim, LOCAL), quiet(front.cls.sharded_optim_state_dict, model, optim)]
+            results.append([normal(result) for result in each])
+    return results
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(2, 4)
-def test_groups_frozen_tied_and_ignored_parameters_are_torchs(ctx: RankContext, use_orig_params: bool) -> None:
-    def scenario(front: Front) -> Any:
-        torch.manual_seed(5)
-        model = Net()
-        model.head.weight.data.normal_()
-        model.second = nn.Linear(4, 5)
-        model.second.weight = model.first.weight
-        model.extra = nn.Linear(5, 5)
-        model.forward = lambda x: model.head(model.inner(model.extra(model.first(x) + model.second(x))))
-        for param in model.inner.parameters():
-            param.requires_grad_(False)
-        model.inner = front.wrap(model.inner, use_orig_params=use_orig_params)
-        model.head = front.wrap(model.head, use_orig_params=use_orig_params)
-        wrapped = front.wrap(model, use_orig_params=use_orig_params, ignored_modules=[model.extra])
-        params = list(wrapped.parameters())
-        optim = torch.optim.AdamW(
-            [{"params": params[1:], "weight_decay": 0.3}, {"params": params[:1], "lr": torch.tensor(0.2)}], lr=0.1
-        )
-        for seed in range(2):
-            wrapped(batch(ctx, 3, 4, seed=seed)).square().mean().backward()
-            for param in model.extra.parameters():
-                dist.all_reduce(param.grad)
-            optim.step()
-            optim.zero_grad()
-        return [normal(saved(front, wrapped, optim)), normal(saved(front, wrapped, optim, SHARDED))]
-
-    same(ctx, scenario, exact=ctx.world_size == 2)
+@as_torchs(2, 4, exact=ON_TWO_RANKS)
+def test_groups_frozen_tied_and_ignored_parameters_are_torchs(front: Front, use_orig_params: bool) -> Any:
+    torch.manual_seed(5)
+    model = Net()
+    model.head.weight.data.normal_()
+    model.second = nn.Linear(4, 5)
+    model.second.weight = model.first.weight
+    model.extra = nn.Linear(5, 5)
+    model.forward = lambda x: model.head(model.inner(model.extra(model.first(x) + model.second(x))))
+    for param in model.inner.parameters():
+        param.requires_grad_(False)
+    model.inner = front.wrap(model.inner, use_orig_params=use_orig_params)
+    model.head = front.wrap(model.head, use_orig_params=use_orig_params)
+    wrapped = front.wrap(model, use_orig_params=use_orig_params, ignored_modules=[model.extra])
+    params = list(wrapped.parameters())
+    optim = torch.optim.AdamW(
+        [{"params": params[1:], "weight_decay": 0.3}, {"params": params[:1], "lr": torch.tensor(0.2)}], lr=0.1
+    )
+    for seed in range(2):
+        wrapped(batch(front.ctx, 3, 4, seed=seed)).square().mean().backward()
+        for param in model.extra.parameters():
+            dist.all_reduce(param.grad)
+        optim.step()
+        optim.zero_grad()
+    return [normal(saved(front, wrapped, optim)), normal(saved(front, wrapped, optim, SHARDED))]
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(4)
+@as_torchs(4, exact=False)
 @pytest.mark.long
-def test_no_shard_and_hybrid_are_torchs(ctx: RankContext, use_orig_params: bool) -> None:
-    def scenario(front: Front) -> Any:
-        results = []
-        for options in (
-            {"sharding_strategy": ShardingStrategy.NO_SHARD},
-            {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": ctx.mesh_2d(2, 2)},
-        ):
-            model = wrapped_net(front, use_orig_params=use_orig_params, **options)
-            optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-            steps(ctx, model, optim, range(2))
-            results += [quiet(saved, front, model, optim, kind) for kind in (FULL, SHARDED)]
-            made = [quiet(front.cls.optim_state_dict_to_load, model, optim, copy.deepcopy(results[-2]))]
-            made.append(quiet(front.cls.optim_state_dict_to_load, model, optim, results[-1]))
-            other = wrapped_net(front, use_orig_params=use_orig_params, **options)
-            for each in made:
-                optim = torch.optim.AdamW(other.parameters(), lr=0.1)
-                optim.load_state_dict(each)
-                results.append(saved(front, other, optim))
-        return [normal(each) for each in results]
-
-    same(ctx, scenario, exact=False)
+def test_no_shard_and_hybrid_are_torchs(front: Front, use_orig_params: bool) -> Any:
+    results = []
+    for options in (
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": front.ctx.mesh_2d(2, 2)},
+    ):
+        model = wrapped_net(front, use_orig_params=use_orig_params, **options)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+        steps(front.ctx, model, optim, range(2))
+        results += [quiet(saved, front, model, optim, kind) for kind in (FULL, SHARDED)]
+        made = [quiet(front.cls.optim_state_dict_to_load, model, optim, copy.deepcopy(results[-2]))]
+        made.append(quiet(front.cls.optim_state_dict_to_load, model, optim, results[-1]))
+        other = wrapped_net(front, use_orig_params=use_orig_params, **options)
+        for each in made:
+            optim = torch.optim.AdamW(other.parameters(), lr=0.1)
+            optim.load_state_dict(each)
+            results.append(saved(front, other, optim))
+    return [normal(each) for each in results]
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -274,47 +263,41 @@ def test_states_that_only_some_ranks_have_are_saved_if_the_others_have_no_elemen
         saved(front, model, optim)
 
 
-@distributed(2)
-def test_states_of_no_parameter_are_saved_and_loaded_as_they_are(ctx: RankContext) -> None:
-    def scenario(front: Front) -> Any:
-        model = wrapped_net(front, use_orig_params=True)
-        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        steps(ctx, model, optim, range(1))
-        given = optim.state_dict()
-        given["state"]["mine"] = {"calls": 3}
-        found = quiet(front.cls.optim_state_dict, model, optim, given)
-        return found["state"]["mine"], quiet(front.cls.optim_state_dict_to_load, model, optim, found)["state"]["mine"]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_states_of_no_parameter_are_saved_and_loaded_as_they_are(front: Front) -> Any:
+    model = wrapped_net(front, use_orig_params=True)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps(front.ctx, model, optim, range(1))
+    given = optim.state_dict()
+    given["state"]["mine"] = {"calls": 3}
+    found = quiet(front.cls.optim_state_dict, model, optim, given)
+    return found["state"]["mine"], quiet(front.cls.optim_state_dict_to_load, model, optim, found)["state"]["mine"]
 
 
-@distributed(2)
-def test_rekeying_is_torchs_and_plain_optimizers_load_and_save_for_us(ctx: RankContext) -> None:
-    def scenario(front: Front) -> Any:
-        torch.manual_seed(3)
-        plain = Net()
-        plain_optim = torch.optim.AdamW(plain.parameters(), lr=0.1)
-        plain(torch.ones(2, 4)).sum().backward()
-        plain_optim.step()
-        ids = plain_optim.state_dict()
-        rekey = front.cls.rekey_optim_state_dict
-        names = quiet(rekey, ids, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optim)
-        back = quiet(rekey, names, OptimStateKeyType.PARAM_ID, plain, optim=plain_optim)
-        by_input = quiet(rekey, names, OptimStateKeyType.PARAM_ID, plain, list(plain.parameters()))
-        assert rekey(names, OptimStateKeyType.PARAM_NAME, plain) is names
-        results = [names, back, by_input]
-        for use_orig_params in (True, False):
-            model = wrapped_net(front, use_orig_params=use_orig_params)
-            optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-            optim.load_state_dict(quiet(front.cls.shard_full_optim_state_dict, names, model, optim=optim))
-            found = saved(front, model, optim)
-            results.append(normal(found))
-            results.append(quiet(rekey, found, OptimStateKeyType.PARAM_ID, plain, optim=plain_optim)["state"])
-            plain_optim.load_state_dict(quiet(rekey, found, OptimStateKeyType.PARAM_ID, plain, optim=plain_optim))
-            results.append(plain_optim.state_dict()["state"])
-        return [dict(sorted(each.items(), key=lambda item: str(item[0]))) for each in results]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_rekeying_is_torchs_and_plain_optimizers_load_and_save_for_us(front: Front) -> Any:
+    torch.manual_seed(3)
+    plain = Net()
+    plain_optim = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plain(torch.ones(2, 4)).sum().backward()
+    plain_optim.step()
+    ids = plain_optim.state_dict()
+    rekey = front.cls.rekey_optim_state_dict
+    names = quiet(rekey, ids, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optim)
+    back = quiet(rekey, names, OptimStateKeyType.PARAM_ID, plain, optim=plain_optim)
+    by_input = quiet(rekey, names, OptimStateKeyType.PARAM_ID, plain, list(plain.parameters()))
+    assert rekey(names, OptimStateKeyType.PARAM_NAME, plain) is names
+    results = [names, back, by_input]
+    for use_orig_params in (True, False):
+        model = wrapped_net(front, use_orig_params=use_orig_params)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optim.load_state_dict(quiet(front.cls.shard_full_optim_state_dict, names, model, optim=optim))
+        found = saved(front, model, optim)
+        results.append(normal(found))
+        results.append(quiet(rekey, found, OptimStateKeyType.PARAM_ID, plain, optim=plain_optim)["state"])
+        plain_optim.load_state_dict(quiet(rekey, found, OptimStateKeyType.PARAM_ID, plain, optim=plain_optim))
+        results.append(plain_optim.state_dict()["state"])
+    return [dict(sorted(each.items(), key=lambda item: str(item[0]))) for each in results]
 
 
 @distributed(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, batch, same
+from tests.parity.fsdp1.fronts import Front, as_torchs, batch, same
 from tests.parity.fsdp1.test_training import wrapped_mlp
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -151,11 +152,8 @@ def test_inputs_of_a_root_with_parameters_are_cast_if_those_of_all_wrappers_are(
     same(ctx, scenario)
 
 
-@distributed(2)
-def test_classes_in_full_precision_are_named_once(ctx: RankContext) -> None:
-    def scenario(front: Front):
-        with pytest.warns(UserWarning, match="Norm") as found:
-            front.wrap(Model(), mixed_precision=mixed(BF16), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        return len([each for each in found if "precision" in str(each.message)])
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_classes_in_full_precision_are_named_once(front: Front) -> Any:
+    with pytest.warns(UserWarning, match="Norm") as found:
+        front.wrap(Model(), mixed_precision=mixed(BF16), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    return len([each for each in found if "precision" in str(each.message)])

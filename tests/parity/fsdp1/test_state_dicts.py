@@ -28,7 +28,7 @@ import fsdp2
 from fsdp2.api.contexts import gathered_together
 from fsdp2.fsdp1 import state_values
 from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import Front, assert_same, batch, same
+from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, batch, same
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -122,75 +122,59 @@ def refill(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(2, 4)
-def test_every_kind_is_torchs(ctx: RankContext, use_orig_params: bool) -> None:
-    def scenario(front: Front) -> list[Any]:
-        model = wrapped_model(front, use_orig_params=use_orig_params)
-        result = [state_of(front, model, FULL), state_of(front, model, FULL, prefix="a.b.", keep_vars=True)]
-        result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
-        result.append(state_of(front, model, SHARDED))
-        result.append(state_of(front, model.blocks[0], SHARDED, ShardedStateDictConfig(offload_to_cpu=True)))
-        if not use_orig_params:  # else torch's has leftovers of its flattening, which it cannot load again
-            result.append(state_of(front, model, LOCAL))
-            result.append(state_of(front, nn.Sequential(model), LOCAL, LocalStateDictConfig(offload_to_cpu=True)))
-        return result
-
-    same(ctx, scenario)
+@as_torchs(2, 4)
+def test_every_kind_is_torchs(front: Front, use_orig_params: bool) -> list[Any]:
+    model = wrapped_model(front, use_orig_params=use_orig_params)
+    result = [state_of(front, model, FULL), state_of(front, model, FULL, prefix="a.b.", keep_vars=True)]
+    result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
+    result.append(state_of(front, model, SHARDED))
+    result.append(state_of(front, model.blocks[0], SHARDED, ShardedStateDictConfig(offload_to_cpu=True)))
+    if not use_orig_params:  # else torch's has leftovers of its flattening, which it cannot load again
+        result.append(state_of(front, model, LOCAL))
+        result.append(state_of(front, nn.Sequential(model), LOCAL, LocalStateDictConfig(offload_to_cpu=True)))
+    return result
 
 
-@distributed(2)
-def test_local_with_original_parameters_has_torchs_layout_and_nothing_else(ctx: RankContext) -> None:
+@as_torchs(2)
+def test_local_with_original_parameters_has_torchs_layout_and_nothing_else(front: Front) -> list[Any]:
     """Torch aligns parameters to 16 bytes. It also returns pieces of parameters, and cannot load the result."""
-
-    def scenario(front: Front) -> list[Any]:
-        model = front.wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), use_orig_params=True)
-        found = state_of(front, model, LOCAL)
-        kind, metadata, ((place, requires_grad, values),) = found["_flat_param"]
-        padding = values == 42  # torch's filling
-        values[padding] = 0
-        if front.is_ours:
-            assert list(found) == ["_flat_param"]
-        return [kind, metadata, place, requires_grad, values]
-
-    same(ctx, scenario)
+    model = front.wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), use_orig_params=True)
+    found = state_of(front, model, LOCAL)
+    kind, metadata, ((place, requires_grad, values),) = found["_flat_param"]
+    padding = values == 42  # torch's filling
+    values[padding] = 0
+    if front.is_ours:
+        assert list(found) == ["_flat_param"]
+    return [kind, metadata, place, requires_grad, values]
 
 
-@distributed(2)
-def test_device_mesh_makes_sharded_values_dtensors_and_refuses_local_ones(ctx: RankContext) -> None:
-    def scenario(front: Front) -> list[Any]:
-        model = wrapped_model(front, device_mesh=ctx.mesh_1d(), use_orig_params=True)
-        result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
-        with of_kind(front, model, SHARDED):
-            model.state_dict()  # torch's sets _use_dtensor here only
-            result.append(front.cls.get_state_dict_type(model))
-        with of_kind(front, model, LOCAL), pytest.raises(RuntimeError, match=r"device_mesh|DeviceMesh"):
-            model.state_dict()
-        return result
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_device_mesh_makes_sharded_values_dtensors_and_refuses_local_ones(front: Front) -> list[Any]:
+    model = wrapped_model(front, device_mesh=front.ctx.mesh_1d(), use_orig_params=True)
+    result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
+    with of_kind(front, model, SHARDED):
+        model.state_dict()  # torch's sets _use_dtensor here only
+        result.append(front.cls.get_state_dict_type(model))
+    with of_kind(front, model, LOCAL), pytest.raises(RuntimeError, match=r"device_mesh|DeviceMesh"):
+        model.state_dict()
+    return result
 
 
-@distributed(4)
+@as_torchs(4)
 @pytest.mark.long
-def test_hsdp_is_torchs(ctx: RankContext) -> None:
-    def scenario(front: Front) -> list[Any]:
-        options = {"device_mesh": ctx.mesh_2d(2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-        model = wrapped_model(front, **options)
-        return [state_of(front, model, FULL), state_of(front, model, SHARDED)]
-
-    same(ctx, scenario)
+def test_hsdp_is_torchs(front: Front) -> list[Any]:
+    options = {"device_mesh": front.ctx.mesh_2d(2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    model = wrapped_model(front, **options)
+    return [state_of(front, model, FULL), state_of(front, model, SHARDED)]
 
 
-@distributed(2)
-def test_no_shard_is_always_full_and_says_so(ctx: RankContext) -> None:
-    def scenario(front: Front) -> list[Any]:
-        model = wrapped_model(front, sharding_strategy=ShardingStrategy.NO_SHARD)
-        result = [state_of(front, model, kind) for kind in (FULL, SHARDED, LOCAL)]
-        with of_kind(front, model, SHARDED), pytest.warns(UserWarning, match="NO_SHARD"):
-            model.load_state_dict(model.state_dict())
-        return result
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_no_shard_is_always_full_and_says_so(front: Front) -> list[Any]:
+    model = wrapped_model(front, sharding_strategy=ShardingStrategy.NO_SHARD)
+    result = [state_of(front, model, kind) for kind in (FULL, SHARDED, LOCAL)]
+    with of_kind(front, model, SHARDED), pytest.warns(UserWarning, match="NO_SHARD"):
+        model.load_state_dict(model.state_dict())
+    return result
 
 
 @distributed(2)
@@ -207,30 +191,27 @@ def test_offloaded_full_state_dict_is_whole_where_torchs_crashes(ctx: RankContex
 # Settings
 
 
-@distributed(2)
-def test_settings_come_and_go_as_with_torchs(ctx: RankContext) -> None:
-    def scenario(front: Front) -> list[Any]:
-        model = nn.Sequential(front.wrap(nn.Linear(3, 3)), front.wrap(nn.Linear(3, 3)))
-        get, result = front.cls.get_state_dict_type, []
+@as_torchs(2)
+def test_settings_come_and_go_as_with_torchs(front: Front) -> list[Any]:
+    model = nn.Sequential(front.wrap(nn.Linear(3, 3)), front.wrap(nn.Linear(3, 3)))
+    get, result = front.cls.get_state_dict_type, []
+    result.append(get(model))
+    with of_kind(front, model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
         result.append(get(model))
-        with of_kind(front, model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
-            result.append(get(model))
-            with of_kind(front, model[0], LOCAL):
-                result.append(get(model[0]))
-            result.append(get(model[1]))
+        with of_kind(front, model[0], LOCAL):
+            result.append(get(model[0]))
+        result.append(get(model[1]))
+    result.append(get(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result.append(front.cls.set_state_dict_type(model, LOCAL))
+        optim_config = FullOptimStateDictConfig(rank0_only=True)
+        result.append(front.cls.set_state_dict_type(model, FULL, FullStateDictConfig(), optim_config))
+        for wrong in ([FullStateDictConfig()], [None, FullOptimStateDictConfig()]):
+            with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
+                front.cls.set_state_dict_type(model, SHARDED, *wrong)
         result.append(get(model))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result.append(front.cls.set_state_dict_type(model, LOCAL))
-            optim_config = FullOptimStateDictConfig(rank0_only=True)
-            result.append(front.cls.set_state_dict_type(model, FULL, FullStateDictConfig(), optim_config))
-            for wrong in ([FullStateDictConfig()], [None, FullOptimStateDictConfig()]):
-                with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
-                    front.cls.set_state_dict_type(model, SHARDED, *wrong)
-            result.append(get(model))
-        return [*result, get(nn.Linear(2, 2))]
-
-    same(ctx, scenario)
+    return [*result, get(nn.Linear(2, 2))]
 
 
 @distributed(2)
@@ -448,40 +429,34 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
-@distributed(2)
-def test_buffers_that_were_cast_are_saved_in_their_original_dtype(ctx: RankContext) -> None:
-    def scenario(front: Front) -> list[Any]:
-        precision = MixedPrecision(buffer_dtype=torch.float16)
-        inner = front.wrap(Scaled(3, 3), mixed_precision=precision)
-        model = front.wrap(nn.Sequential(inner, Scaled(3, 3)), mixed_precision=precision)
-        model(batch(ctx, 4, 3))  # torch's casts already when a state dict is made, and so loses bits
-        result: list[Any] = [[buffer.dtype for buffer in model.buffers()]]
-        result += [state_of(front, model, kind) for kind in (FULL, SHARDED)]  # torch's local ones stay cast
-        state = {name: value + 1 for name, value in model.state_dict().items()}
-        model.load_state_dict(state)
-        return [*result, dict(model.state_dict()), [buffer.dtype for buffer in model.buffers()]]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_buffers_that_were_cast_are_saved_in_their_original_dtype(front: Front) -> list[Any]:
+    precision = MixedPrecision(buffer_dtype=torch.float16)
+    inner = front.wrap(Scaled(3, 3), mixed_precision=precision)
+    model = front.wrap(nn.Sequential(inner, Scaled(3, 3)), mixed_precision=precision)
+    model(batch(front.ctx, 4, 3))  # torch's casts already when a state dict is made, and so loses bits
+    result: list[Any] = [[buffer.dtype for buffer in model.buffers()]]
+    result += [state_of(front, model, kind) for kind in (FULL, SHARDED)]  # torch's local ones stay cast
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    return [*result, dict(model.state_dict()), [buffer.dtype for buffer in model.buffers()]]
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(2)
-def test_ignored_parameters_and_buffers_are_saved_as_they_are(ctx: RankContext, use_orig_params: bool) -> None:
-    def scenario(front: Front) -> list[Any]:
-        model = Model()
-        model.head.bias.requires_grad_(True)
-        model.blocks[1] = front.wrap(model.blocks[1], use_orig_params=use_orig_params)
-        ignored = [model.blocks[0], model.norm]
-        model = front.wrap(model, use_orig_params=use_orig_params, ignored_modules=ignored)
-        result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
-        result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
-        if not use_orig_params:
-            result.append(state_of(front, model, LOCAL))
-        state = {name: value + 1 for name, value in model.state_dict().items()}
-        model.load_state_dict(state)
-        return [dict(sorted(each.items())) for each in [*result, model.state_dict()]]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_ignored_parameters_and_buffers_are_saved_as_they_are(front: Front, use_orig_params: bool) -> list[Any]:
+    model = Model()
+    model.head.bias.requires_grad_(True)
+    model.blocks[1] = front.wrap(model.blocks[1], use_orig_params=use_orig_params)
+    ignored = [model.blocks[0], model.norm]
+    model = front.wrap(model, use_orig_params=use_orig_params, ignored_modules=ignored)
+    result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
+    result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
+    if not use_orig_params:
+        result.append(state_of(front, model, LOCAL))
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    return [dict(sorted(each.items())) for each in [*result, model.state_dict()]]
 
 
 @distributed(4)
@@ -529,44 +504,37 @@ def loaded(front: Front, model: nn.Module, state: dict[str, Any], **options: Any
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(2)
-def test_loading_returns_and_raises_what_torchs_does(ctx: RankContext, use_orig_params: bool) -> None:
+@as_torchs(2)
+def test_loading_returns_and_raises_what_torchs_does(front: Front, use_orig_params: bool) -> list[Any]:
     """Afterwards, torch's class has loaded a part. Ours has loaded nothing."""
+    model = wrapped_model(front, use_orig_params=use_orig_params)
+    state = model.state_dict()
+    expected = values_of(model)
+    other = {name: torch.full_like(value, 3) for name, value in state.items()}
+    less = {name: value for name, value in other.items() if name != "blocks.0.2.bias"}
+    wrong = {**other, "blocks.0.0.weight": torch.zeros(4, 3)}
+    result = [loaded(front, model, each) for each in ({}, less, {**other, "x": torch.ones(1)}, wrong)]
+    result += [loaded(front, model, {**other, "x": torch.ones(1)} | {"head.weight": torch.ones(2)})]
+    result += [loaded(front, model, wrong, strict=False)]
+    if front.is_ours:
+        assert_same(values_of(model), expected)
+    result.append(loaded(front, model, {"x": torch.ones(1), **less}, strict=False))
+    return [*result, loaded(front, model, other), dict(model.state_dict())]
 
-    def scenario(front: Front) -> list[Any]:
-        model = wrapped_model(front, use_orig_params=use_orig_params)
-        state = model.state_dict()
+
+@as_torchs(2)
+def test_loading_sharded_values_returns_and_raises_what_torchs_does(front: Front) -> list[Any]:
+    model, other = wrapped_model(front), wrapped_model(front)
+    with of_kind(front, model, SHARDED), of_kind(front, other, SHARDED):
+        state = other.state_dict()
         expected = values_of(model)
-        other = {name: torch.full_like(value, 3) for name, value in state.items()}
-        less = {name: value for name, value in other.items() if name != "blocks.0.2.bias"}
-        wrong = {**other, "blocks.0.0.weight": torch.zeros(4, 3)}
-        result = [loaded(front, model, each) for each in ({}, less, {**other, "x": torch.ones(1)}, wrong)]
-        result += [loaded(front, model, {**other, "x": torch.ones(1)} | {"head.weight": torch.ones(2)})]
-        result += [loaded(front, model, wrong, strict=False)]
+        less = {name: value for name, value in state.items() if name != "blocks.0.2.bias"}
+        result = [loaded(front, model, each) for each in ({}, less, {**state, "x": torch.ones(1)})]
+        result.append(loaded(front, model, {**state, "head.weight": state["norm.weight"]}))
         if front.is_ours:
             assert_same(values_of(model), expected)
         result.append(loaded(front, model, {"x": torch.ones(1), **less}, strict=False))
-        return [*result, loaded(front, model, other), dict(model.state_dict())]
-
-    same(ctx, scenario)
-
-
-@distributed(2)
-def test_loading_sharded_values_returns_and_raises_what_torchs_does(ctx: RankContext) -> None:
-    def scenario(front: Front) -> list[Any]:
-        model, other = wrapped_model(front), wrapped_model(front)
-        with of_kind(front, model, SHARDED), of_kind(front, other, SHARDED):
-            state = other.state_dict()
-            expected = values_of(model)
-            less = {name: value for name, value in state.items() if name != "blocks.0.2.bias"}
-            result = [loaded(front, model, each) for each in ({}, less, {**state, "x": torch.ones(1)})]
-            result.append(loaded(front, model, {**state, "head.weight": state["norm.weight"]}))
-            if front.is_ours:
-                assert_same(values_of(model), expected)
-            result.append(loaded(front, model, {"x": torch.ones(1), **less}, strict=False))
-            return [*result, loaded(front, model, state), described(model.state_dict())]
-
-    same(ctx, scenario)
+        return [*result, loaded(front, model, state), described(model.state_dict())]
 
 
 @distributed(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, same, train
+from tests.parity.fsdp1.fronts import Front, as_torchs, same, train
 from tests.parity.fsdp1.test_training import FULL, GRAD_OP, NO_SHARD
 
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -71,15 +73,11 @@ def test_hybrid(ctx: RankContext, given, strategy, use_orig_params) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-@distributed(2)
-def test_hybrid_over_one_rank_of_an_axis(ctx: RankContext, shape) -> None:
+@as_torchs(2)
+def test_hybrid_over_one_rank_of_an_axis(front: Front, shape) -> Any:
     """With shards of one rank, torch's class forgets the replicas. Both shapes are a sum of two gradients."""
-
-    def scenario(front: Front):
-        options = {"sharding_strategy": HYBRID, "device_mesh": ctx.mesh_2d(*shape)} if front.is_ours else {}
-        return train(ctx, by_policy(front, **options))
-
-    same(ctx, scenario)
+    options = {"sharding_strategy": HYBRID, "device_mesh": front.ctx.mesh_2d(*shape)} if front.is_ours else {}
+    return train(front.ctx, by_policy(front, **options))
 
 
 @distributed(2)

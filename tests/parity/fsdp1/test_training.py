@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy
 import fsdp2.fsdp1
 from fsdp2 import _torch
 from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import Front, batch, same, train
+from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, batch, train
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
@@ -32,34 +33,28 @@ def wrapped_mlp(front: Front, **options) -> nn.Module:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-@distributed(2, 4)
-def test_trains_as_torchs(ctx: RankContext, optimizer, strategy, use_orig_params) -> None:
-    def scenario(front: Front):
-        model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
-        return train(ctx, model, optimizer)
-
-    same(ctx, scenario, exact=ctx.world_size == 2)
+@as_torchs(2, 4, exact=ON_TWO_RANKS)
+def test_trains_as_torchs(front: Front, optimizer, strategy, use_orig_params) -> Any:
+    model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    return train(front.ctx, model, optimizer)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(2)
-def test_gradients_accumulate_with_and_without_communication(ctx: RankContext, use_orig_params) -> None:
-    def scenario(front: Front):
-        model = wrapped_mlp(front, use_orig_params=use_orig_params)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        losses = []
-        for step in range(3):
-            with model.no_sync():
-                model(batch(ctx, 3, 8, seed=step)).square().mean().backward()
-            model(batch(ctx, 3, 8, seed=step + 7)).square().mean().backward()
-            loss = model(batch(ctx, 3, 8, seed=step + 9)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step == 1)
-            losses.append(loss.detach())
-        return losses
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_gradients_accumulate_with_and_without_communication(front: Front, use_orig_params) -> Any:
+    model = wrapped_mlp(front, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(3):
+        with model.no_sync():
+            model(batch(front.ctx, 3, 8, seed=step)).square().mean().backward()
+        model(batch(front.ctx, 3, 8, seed=step + 7)).square().mean().backward()
+        loss = model(batch(front.ctx, 3, 8, seed=step + 9)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 1)
+        losses.append(loss.detach())
+    return losses
 
 
 def after_no_sync(front: Front, zero_grad: str, *, use_orig_params: bool) -> torch.Tensor:
@@ -77,31 +72,23 @@ def after_no_sync(front: Front, zero_grad: str, *, use_orig_params: bool) -> tor
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(2)
-def test_zero_grad_of_the_model_drops_what_no_sync_has_left(ctx: RankContext, use_orig_params: bool) -> None:
+@as_torchs(2)
+def test_zero_grad_of_the_model_drops_what_no_sync_has_left(front: Front, use_orig_params: bool) -> Any:
     """The optimizer's finds it with torch's class only, as ``docs/migrating.md`` says."""
-
-    def scenario(front: Front):
-        finds_it = "" if front.is_ours else "model"
-        found = [after_no_sync(front, who, use_orig_params=use_orig_params) for who in ("model", "optimizer", finds_it)]
-        assert torch.equal(found[1], found[2])
-        return found[0]
-
-    same(ctx, scenario)
+    finds_it = "" if front.is_ours else "model"
+    found = [after_no_sync(front, who, use_orig_params=use_orig_params) for who in ("model", "optimizer", finds_it)]
+    assert torch.equal(found[1], found[2])
+    return found[0]
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(2)
-def test_parameters_have_torchs_names(ctx: RankContext, use_orig_params: bool) -> None:
+@as_torchs(2)
+def test_parameters_have_torchs_names(front: Front, use_orig_params: bool) -> Any:
     """Clients join names of modules, and look for the result among those of parameters."""
-
-    def scenario(front: Front):
-        model = wrapped_mlp(front, use_orig_params=use_orig_params)
-        with front.cls.summon_full_params(model):
-            inside = [name for name, _ in model.named_parameters()]
-        return [name for name, _ in model.named_parameters()], inside
-
-    same(ctx, scenario)
+    model = wrapped_mlp(front, use_orig_params=use_orig_params)
+    with front.cls.summon_full_params(model):
+        inside = [name for name, _ in model.named_parameters()]
+    return [name for name, _ in model.named_parameters()], inside
 
 
 def names_to_decay(module: nn.Module) -> list[str]:
@@ -114,28 +101,25 @@ def names_to_decay(module: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("checkpoints", ["none", "inside", "around", "later"])
-@distributed(2)
-def test_clients_that_walk_modules_find_what_to_decay(ctx: RankContext, checkpoints: str, use_orig_params) -> None:
-    def scenario(front: Front):
-        wrap = functools.partial(front.wrap, use_orig_params=use_orig_params)
-        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 7)), nn.Linear(7, 4))
-        model[1] = wrap(model[1])
-        model[0] = wrap(checkpoint_wrapper(model[0]) if checkpoints == "inside" else model[0])
-        model[0] = checkpoint_wrapper(model[0]) if checkpoints == "around" else model[0]
-        model[3].requires_grad_(False)
-        model[3] = wrap(model[3])
-        model = wrap(model)
-        if checkpoints == "later":
-            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
-        params, decayed = dict(model.named_parameters()), names_to_decay(model)
-        groups = [[name for name in params if (name in decayed) == decays] for decays in (True, False)]
-        given = [
-            {"params": [params[name] for name in names], "weight_decay": decay}
-            for names, decay in zip(groups, (0.5, 0.0), strict=True)
-        ]
-        return [*groups, *train(ctx, model, lambda _, lr: torch.optim.AdamW(given, lr))]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_clients_that_walk_modules_find_what_to_decay(front: Front, checkpoints: str, use_orig_params) -> Any:
+    wrap = functools.partial(front.wrap, use_orig_params=use_orig_params)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 7)), nn.Linear(7, 4))
+    model[1] = wrap(model[1])
+    model[0] = wrap(checkpoint_wrapper(model[0]) if checkpoints == "inside" else model[0])
+    model[0] = checkpoint_wrapper(model[0]) if checkpoints == "around" else model[0]
+    model[3].requires_grad_(False)
+    model[3] = wrap(model[3])
+    model = wrap(model)
+    if checkpoints == "later":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    params, decayed = dict(model.named_parameters()), names_to_decay(model)
+    groups = [[name for name in params if (name in decayed) == decays] for decays in (True, False)]
+    given = [
+        {"params": [params[name] for name in names], "weight_decay": decay}
+        for names, decay in zip(groups, (0.5, 0.0), strict=True)
+    ]
+    return [*groups, *train(front.ctx, model, lambda _, lr: torch.optim.AdamW(given, lr))]
 
 
 @distributed(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy, wrap
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, same, train
+from tests.parity.fsdp1.fronts import Front, as_torchs, same, train
 
 
 class Block(nn.Module):
@@ -63,18 +64,15 @@ POLICIES = {
 
 @pytest.mark.parametrize("use_orig_params", [True, *long(False)])
 @pytest.mark.parametrize("policy", POLICIES)
-@distributed(2)
-def test_policies_wrap_what_torchs_class_wraps(ctx: RankContext, policy, use_orig_params) -> None:
-    def scenario(front: Front):
-        model = Model()
-        model.again = nn.Identity()
-        options = {"auto_wrap_policy": POLICIES[policy], "use_orig_params": use_orig_params}
-        model = front.wrap(model, **options)
-        wrapped = [name for name, module in model.named_modules() if isinstance(module, front.cls)]
-        strategies = [module.sharding_strategy.name for module in front.cls.fsdp_modules(model)]
-        return [wrapped, strategies, *train(ctx, model)]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_policies_wrap_what_torchs_class_wraps(front: Front, policy, use_orig_params) -> Any:
+    model = Model()
+    model.again = nn.Identity()
+    options = {"auto_wrap_policy": POLICIES[policy], "use_orig_params": use_orig_params}
+    model = front.wrap(model, **options)
+    wrapped = [name for name, module in model.named_modules() if isinstance(module, front.cls)]
+    strategies = [module.sharding_strategy.name for module in front.cls.fsdp_modules(model)]
+    return [wrapped, strategies, *train(front.ctx, model)]
 
 
 @distributed(2)
@@ -90,37 +88,31 @@ def test_shared_modules_are_wrapped_in_all_places(ctx: RankContext) -> None:
     assert train(ctx, model) == expected
 
 
-@distributed(2)
-def test_wrap_and_enable_wrap(ctx: RankContext) -> None:
-    def scenario(front: Front):
-        options = {"wrapper_cls": front.cls, "device_id": torch.device("cpu"), "use_orig_params": True}
-        with wrap.enable_wrap(**options):
-            model = nn.Sequential(wrap.wrap(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4))
-            model = wrap.wrap(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-        assert isinstance(model[0], front.cls)
-        return [model.sharding_strategy.name, *train(ctx, model)]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_wrap_and_enable_wrap(front: Front) -> Any:
+    options = {"wrapper_cls": front.cls, "device_id": torch.device("cpu"), "use_orig_params": True}
+    with wrap.enable_wrap(**options):
+        model = nn.Sequential(wrap.wrap(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4))
+        model = wrap.wrap(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    assert isinstance(model[0], front.cls)
+    return [model.sharding_strategy.name, *train(front.ctx, model)]
 
 
 @pytest.mark.parametrize("what", ["parameters", "modules", "ignored_modules"])
-@distributed(2)
-def test_ignored_states_stay_as_they_are(ctx: RankContext, what) -> None:
-    def scenario(front: Front):
-        model = Model()
-        model.again = nn.Identity()
-        left_alone = model.exit
-        options = {
-            "parameters": {"ignored_states": list(left_alone.parameters())},
-            "modules": {"ignored_states": [left_alone]},
-            "ignored_modules": {"ignored_modules": [left_alone]},
-        }[what]
-        wrapped = front.wrap(model, auto_wrap_policy=POLICIES["module classes"], use_orig_params=True, **options)
-        assert type(left_alone[1].weight) is nn.Parameter
-        found = train(ctx, wrapped)
-        return [isinstance(model.exit[0], front.cls), *found, left_alone[1].weight.detach()]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_ignored_states_stay_as_they_are(front: Front, what) -> Any:
+    model = Model()
+    model.again = nn.Identity()
+    left_alone = model.exit
+    options = {
+        "parameters": {"ignored_states": list(left_alone.parameters())},
+        "modules": {"ignored_states": [left_alone]},
+        "ignored_modules": {"ignored_modules": [left_alone]},
+    }[what]
+    wrapped = front.wrap(model, auto_wrap_policy=POLICIES["module classes"], use_orig_params=True, **options)
+    assert type(left_alone[1].weight) is nn.Parameter
+    found = train(front.ctx, wrapped)
+    return [isinstance(model.exit[0], front.cls), *found, left_alone[1].weight.detach()]
 
 
 @distributed(2)
