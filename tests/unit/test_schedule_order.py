@@ -1,6 +1,7 @@
 """Prefetch follows the recorded order, wrong predictions are freed, and a pass cut short leaves nothing behind.
 
-A step is written as plain lists of unit numbers. Unit 0 is the root; its forward surrounds the others.
+A step is written as plain lists of unit numbers. Unit 0 is the root; its forward surrounds the others. The orders of
+plain steps, listed prefetches and checkpointed units are in ``tests/distributed/test_traces*.py``.
 """
 
 from __future__ import annotations
@@ -14,20 +15,10 @@ from tests.unit.schedule_support import backward, forward, pre_forward, prefetch
 # Forward
 
 
-def test_first_forward_prefetches_nothing() -> None:
-    assert forward(schedule_of(), [1, 2, 3]) == {0: [], 1: [], 2: [], 3: []}
-
-
 def test_second_forward_prefetches_along_the_order_of_the_first() -> None:
     schedule = schedule_of()
     forward(schedule, [2, 1, 3])
     assert forward(schedule, [2, 1, 3]) == {0: [2], 2: [1], 1: [3], 3: []}
-
-
-def test_forward_without_grad_records_the_order_for_the_next_forward() -> None:
-    schedule = schedule_of()
-    forward(schedule, [1, 2, 3], grad_enabled=False)
-    assert forward(schedule, [1, 2, 3], grad_enabled=False) == {0: [1], 1: [2], 2: [3], 3: []}
 
 
 def test_unit_used_twice_prefetches_what_followed_that_use() -> None:
@@ -110,12 +101,6 @@ def test_prefetching_a_unit_that_is_in_its_forward_does_not_free_it() -> None:
 # Backward
 
 
-def test_backward_prefetches_along_the_forward_in_reverse() -> None:
-    schedule = schedule_of()
-    forward(schedule, [1, 2, 3])
-    assert backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
-
-
 def test_backward_of_a_unit_used_twice_prefetches_what_ran_before_each_use() -> None:
     schedule = schedule_of()
     forward(schedule, [1, 2, 1, 3])
@@ -125,12 +110,6 @@ def test_backward_of_a_unit_used_twice_prefetches_what_ran_before_each_use() -> 
         found.append(prefetches(schedule.pre_backward(unit)))
         schedule.post_backward(unit)
     assert found == [[1], [2], [1], []]
-
-
-def test_explicit_backward_prefetch_replaces_the_prediction() -> None:
-    schedule = schedule_of(unit3=UnitRules(backward_prefetch=(2, 1)), unit2=UnitRules(backward_prefetch=()))
-    forward(schedule, [1, 2, 3])
-    assert backward(schedule, [3, 2, 1]) == {0: [3], 3: [2, 1], 2: [], 1: []}
 
 
 def test_forward_without_grad_is_no_part_of_the_backward() -> None:
@@ -224,17 +203,6 @@ def test_the_end_lands_once_and_last_and_returns_to_idle() -> None:
 
 def _recompute(schedule: Schedule, unit: int) -> Actions:
     return schedule.pre_forward(unit, in_backward=True, grad_enabled=True)
-
-
-def test_recompute_around_a_unit_belongs_to_its_own_backward() -> None:
-    """checkpoint(unit): the output's hook has announced the backward before the forward runs again."""
-    schedule = schedule_of()
-    forward(schedule, [1, 2, 3])
-    schedule.pre_backward(0)
-    assert prefetches(schedule.pre_backward(3)) == [2]
-    assert _recompute(schedule, 3) == ((Action.UNSHARD, 3), (Action.WAIT, 3))
-    assert schedule.post_forward(3) == ()
-    assert schedule.post_backward(3) == ((Action.RESHARD, 3), (Action.REDUCE, 3))
 
 
 def test_recompute_inside_a_unit_gathers_and_does_not_reshard_before_the_backward_that_follows() -> None:
