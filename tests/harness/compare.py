@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.harness.distributed import RankContext, distributed
 from tests.harness.runtimes import oracle, subject
-from tests.harness.training import EXACT, Case, Snapshot, StepRecord, Tolerance, train
+from tests.harness.training import EXACT, Case, Snapshot, Step, StepRecord, Tolerance, train
 
 SUMMATION_ORDER = {
     torch.float32: Tolerance(rtol=1e-5, atol=1e-6),
@@ -46,6 +47,22 @@ def compare(case: Case, mesh: DeviceMesh, oracle_case: Case | None = None) -> No
     compare_with_oracle(case, mesh, actual, expected)
     if case.unsharded is not None and mesh.device_type == "cpu":
         compare_with_unsharded(case, mesh, actual)
+
+
+def trains_alike(
+    *world_sizes: int, model: Any, mesh: Callable[[RankContext], DeviceMesh] = RankContext.mesh_1d, **options: Any
+) -> Callable[[Callable[[Step, Any], list[Tensor]]], Any]:
+    """The step of a ``Case`` with ``options`` becomes a test on pools of ranks: see ``compare``."""
+
+    def decorate(step: Callable[[Step, Any], list[Tensor]]) -> Any:
+        @functools.wraps(step)
+        def body(ctx: RankContext) -> None:
+            compare(Case(model, step=step, **options), mesh(ctx))
+
+        del body.__wrapped__  # type: ignore[attr-defined]  # the arguments of the test are those of ``body``
+        return distributed(*world_sizes)(body)
+
+    return decorate
 
 
 def oracle_records(case: Case, mesh: DeviceMesh) -> list[StepRecord]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness.compare import compare
+from tests.harness.compare import compare, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.runtimes import oracle, subject
@@ -132,12 +132,9 @@ def test_what_is_unfrozen_while_it_is_unsharded(ctx: RankContext) -> None:
     condition=torch.__version__ >= "2.15",
     strict=False,
 )
-@distributed(2)
-def test_without_all_reduce_of_a_block_that_is_used_twice(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        return _accumulate(step, model, lambda control, is_last: control.set_requires_all_reduce(is_last))
-
-    compare(Case(SharedModules, step=step), ctx.mesh_2d(2, 1))
+@trains_alike(2, model=SharedModules, mesh=lambda ctx: ctx.mesh_2d(2, 1))
+def test_without_all_reduce_of_a_block_that_is_used_twice(step: Step, model: ParityModel) -> list[Tensor]:
+    return _accumulate(step, model, lambda control, is_last: control.set_requires_all_reduce(is_last))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -149,29 +146,25 @@ def test_with_communication_in_every_backward(ctx: RankContext, set_to_none: boo
     compare(Case(MLP, step=step, set_to_none=set_to_none), ctx.mesh_1d())
 
 
-@distributed(2, 4)
-def test_gradient_sync_switched_off_in_one_unit_only(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        def switch(control, is_last: bool) -> None:
-            step.control(model.blocks[0]).set_requires_gradient_sync(is_last)
-            step.control(model).set_requires_gradient_sync(is_last, recurse=False)
+@trains_alike(2, 4, model=MLP)
+def test_gradient_sync_switched_off_in_one_unit_only(step: Step, model: MLP) -> list[Tensor]:
+    def switch(control, is_last: bool) -> None:
+        step.control(model.blocks[0]).set_requires_gradient_sync(is_last)
+        step.control(model).set_requires_gradient_sync(is_last, recurse=False)
 
-        return _accumulate(step, model, switch)
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+    return _accumulate(step, model, switch)
 
 
-@distributed(2, 4)
-def test_gradients_of_unsynced_micro_batches_are_reduced_though_the_last_has_none(ctx: RankContext) -> None:
-    def step(step: Step, model: Branches) -> list[Tensor]:
-        losses = []
-        for micro, active in enumerate([(0, 1, 2), (1,), (0, 1)]):
-            step.control(model).set_requires_gradient_sync(micro == 2)
-            losses.append(step.loss(model, micro, active=active))
-            losses[-1].backward()
-        return losses
-
-    compare(Case(Branches, step=step), ctx.mesh_1d())
+@trains_alike(2, 4, model=Branches)
+def test_gradients_of_unsynced_micro_batches_are_reduced_though_the_last_has_none(
+    step: Step, model: Branches
+) -> list[Tensor]:
+    losses = []
+    for micro, active in enumerate([(0, 1, 2), (1,), (0, 1)]):
+        step.control(model).set_requires_gradient_sync(micro == 2)
+        losses.append(step.loss(model, micro, active=active))
+        losses[-1].backward()
+    return losses
 
 
 def _shapes_on_hsdp(ctx: RankContext):
@@ -195,18 +188,15 @@ def test_hsdp_without_gradient_sync_until_the_last_micro_batch(ctx: RankContext)
 
 
 @pytest.mark.long
-@distributed(4)
-def test_hsdp_mixes_no_sync_and_no_all_reduce(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = []
-        for micro, (sync, all_reduce) in enumerate([(False, False), (True, False), (True, False), (True, True)]):
-            step.control(model).set_requires_gradient_sync(sync)
-            step.control(model).set_requires_all_reduce(all_reduce)
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        return losses
-
-    compare(Case(MLP, step=step), ctx.mesh_2d(2, 2))
+@trains_alike(4, model=MLP, mesh=lambda ctx: ctx.mesh_2d(2, 2))
+def test_hsdp_mixes_no_sync_and_no_all_reduce(step: Step, model: ParityModel) -> list[Tensor]:
+    losses = []
+    for micro, (sync, all_reduce) in enumerate([(False, False), (True, False), (True, False), (True, True)]):
+        step.control(model).set_requires_gradient_sync(sync)
+        step.control(model).set_requires_all_reduce(all_reduce)
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+    return losses
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -235,15 +225,12 @@ def _accumulate_without_notes(step: Step, model: ParityModel, before_backward) -
     return losses
 
 
-@distributed(2, 4)
-def test_is_last_backward_defers_the_end_of_backward(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        def switch(control, is_last: bool) -> None:
-            control.set_is_last_backward(is_last)
+@trains_alike(2, 4, model=MLP)
+def test_is_last_backward_defers_the_end_of_backward(step: Step, model: ParityModel) -> list[Tensor]:
+    def switch(control, is_last: bool) -> None:
+        control.set_is_last_backward(is_last)
 
-        return _accumulate_without_notes(step, model, switch)
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+    return _accumulate_without_notes(step, model, switch)
 
 
 @distributed(2, 4)
@@ -262,13 +249,9 @@ def test_everything_together_as_in_a_pipeline_schedule(ctx: RankContext) -> None
     compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_an_unsynced_backward_alone_leaves_no_gradient_on_the_shards(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        step.control(model).set_requires_gradient_sync(step.index == 2)
-        loss = step.loss(model)
-        loss.backward()
-        return [loss]
-
-    # The optimizer of the first two steps sees nothing, so the unsharded model has no equivalent.
-    compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())
+@trains_alike(2, model=MLP, unsharded=None)
+def test_an_unsynced_backward_alone_leaves_no_gradient_on_the_shards(step: Step, model: ParityModel) -> list[Tensor]:
+    step.control(model).set_requires_gradient_sync(step.index == 2)
+    loss = step.loss(model)
+    loss.backward()
+    return [loss]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.harness.compare import compare
+from tests.harness.compare import compare, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block, ParityModel, Transformer
 from tests.harness.selection import long
@@ -80,15 +80,12 @@ def test_checkpoint_around_several_units(ctx: RankContext, reentrant: bool) -> N
     compare(Case(AroundSeveral), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_checkpoint_around_the_root(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        batch = step.batch(model)
-        loss = model.loss(checkpoint(model, *batch, use_reentrant=False), batch)
-        loss.backward()
-        return [loss]
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP)
+def test_checkpoint_around_the_root(step: Step, model: ParityModel) -> list[Tensor]:
+    batch = step.batch(model)
+    loss = model.loss(checkpoint(model, *batch, use_reentrant=False), batch)
+    loss.backward()
+    return [loss]
 
 
 @distributed(2, 4)

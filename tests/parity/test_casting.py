@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness.compare import compare, compare_losses_with_unsharded
+from tests.harness.compare import compare, compare_losses_with_unsharded, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Uneven, freeze
 from tests.harness.runtimes import Runtime, beyond_torch
@@ -87,15 +87,12 @@ def test_cast_to_double_and_back_between_steps(ctx: RankContext, setup: str) -> 
     compare(Case(where.build, where.shard, step=step), where.mesh(ctx))
 
 
-@distributed(2)
-def test_move_to_the_device_that_it_is_on_changes_nothing(ctx: RankContext) -> None:
-    def step(step: Step, model: Any) -> list[Tensor]:
-        before = list(model.parameters())
-        model.to("cpu").cpu().to(torch.zeros(1))
-        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-        return one_backward(step, model)
-
-    compare(Case(MLP, step=step), hybrid_mesh(ctx))
+@trains_alike(2, model=MLP, mesh=hybrid_mesh)
+def test_move_to_the_device_that_it_is_on_changes_nothing(step: Step, model: Any) -> list[Tensor]:
+    before = list(model.parameters())
+    model.to("cpu").cpu().to(torch.zeros(1))
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    return one_backward(step, model)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness.comms import CountingAllGather, CountingReduceScatter
-from tests.harness.compare import compare
+from tests.harness.compare import compare, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.selection import long
@@ -259,17 +259,14 @@ def test_hook_is_called_when_gradients_are_complete(ctx: RankContext, setter: st
         compare(Case(MLP, _shard, functools.partial(_hooked, scale=0.5, inner=inner), unsharded=None), mesh)
 
 
-@distributed(2)
-def test_hook_that_is_taken_away_is_not_called(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        hook = _Hook(0.5)
-        for module in _fsdp_modules(model):
-            step.control(module).set_all_reduce_hook(hook if step.index != 1 else None)
-        losses = one_backward(step, model)
-        assert step.runtime is None or bool(hook.seen) == (step.index != 1)
-        return losses
-
-    compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())
+@trains_alike(2, model=MLP, unsharded=None)
+def test_hook_that_is_taken_away_is_not_called(step: Step, model: ParityModel) -> list[Tensor]:
+    hook = _Hook(0.5)
+    for module in _fsdp_modules(model):
+        step.control(module).set_all_reduce_hook(hook if step.index != 1 else None)
+    losses = one_backward(step, model)
+    assert step.runtime is None or bool(hook.seen) == (step.index != 1)
+    return losses
 
 
 @pytest.mark.parametrize("enable", [True, *long(False)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from tests.harness.compare import compare
+from tests.harness.compare import compare, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, PartlyUsed, Transformer, freeze
 from tests.harness.training import Case, Step, frozen_by_turns
@@ -55,35 +55,26 @@ def test_parameters_frozen_and_thawed_between_steps(ctx: RankContext) -> None:
     compare(Case(MLP, step=frozen_by_turns, num_steps=4), ctx.mesh_1d())
 
 
-@distributed(2, 4)
-def test_units_that_a_step_does_not_run_get_no_gradient(ctx: RankContext) -> None:
-    def step(step: Step, model: Branches) -> list[Tensor]:
-        active = [(0, 1, 2), (0, 2), (1,), (2, 0)][step.index]
-        loss = step.loss(model, active=active)
-        loss.backward()
-        return [loss]
-
-    compare(Case(Branches, step=step, num_steps=4), ctx.mesh_1d())
+@trains_alike(2, 4, model=Branches, num_steps=4)
+def test_units_that_a_step_does_not_run_get_no_gradient(step: Step, model: Branches) -> list[Tensor]:
+    active = [(0, 1, 2), (0, 2), (1,), (2, 0)][step.index]
+    loss = step.loss(model, active=active)
+    loss.backward()
+    return [loss]
 
 
-@distributed(2, 4)
-def test_parameters_unused_within_a_group_get_no_gradient(ctx: RankContext) -> None:
-    def step(step: Step, model: PartlyUsed) -> list[Tensor]:
-        loss = step.loss(model, use_side=step.index % 2 == 1)
-        loss.backward()
-        return [loss]
-
-    compare(Case(PartlyUsed, step=step, num_steps=4), ctx.mesh_1d())
+@trains_alike(2, 4, model=PartlyUsed, num_steps=4)
+def test_parameters_unused_within_a_group_get_no_gradient(step: Step, model: PartlyUsed) -> list[Tensor]:
+    loss = step.loss(model, use_side=step.index % 2 == 1)
+    loss.backward()
+    return [loss]
 
 
-@distributed(4)
-def test_parameters_unused_within_a_group_on_hsdp(ctx: RankContext) -> None:
-    def step(step: Step, model: PartlyUsed) -> list[Tensor]:
-        loss = step.loss(model, use_side=step.index % 2 == 1)
-        loss.backward()
-        return [loss]
-
-    compare(Case(PartlyUsed, step=step, num_steps=4), ctx.mesh_2d(2, 2))
+@trains_alike(4, model=PartlyUsed, mesh=lambda ctx: ctx.mesh_2d(2, 2), num_steps=4)
+def test_parameters_unused_within_a_group_on_hsdp(step: Step, model: PartlyUsed) -> list[Tensor]:
+    loss = step.loss(model, use_side=step.index % 2 == 1)
+    loss.backward()
+    return [loss]
 
 
 @distributed(2, 4)
@@ -105,13 +96,9 @@ def test_units_whose_output_is_not_in_the_loss_get_no_gradient(ctx: RankContext)
     compare(Case(model, step=step), ctx.mesh_1d())
 
 
-@distributed(2, 4)
-def test_a_step_in_which_nothing_runs_backward_changes_nothing(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        loss = step.loss(model)
-        if step.index != 1:
-            loss.backward()
-        return [loss]
-
-    # In step 1 nothing has a gradient, so the unsharded side has none to average.
-    compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())
+@trains_alike(2, 4, model=MLP, unsharded=None)
+def test_a_step_in_which_nothing_runs_backward_changes_nothing(step: Step, model: MLP) -> list[Tensor]:
+    loss = step.loss(model)
+    if step.index != 1:
+        loss.backward()
+    return [loss]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.harness.compare import compare, compare_values
+from tests.harness.compare import compare, compare_values, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, Buffers, ParityModel, PartlyUsed, Transformer, Uneven, freeze
 from tests.harness.offload import offload_policy, shard_offloaded
@@ -173,30 +173,26 @@ def test_units_and_parameters_that_a_step_does_not_use(ctx: RankContext) -> None
     compare(Case(PartlyUsed, shard=shard_offloaded, step=some_parameters, num_steps=4), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_optimizer_in_hooks_on_gradients(ctx: RankContext) -> None:
+@trains_alike(2, model=MLP, shard=shard_offloaded, unsharded=None)
+def test_optimizer_in_hooks_on_gradients(step: Step, model: ParityModel) -> list[Tensor]:
     """Hooks see values that have arrived, and what they write to the shards is gathered next."""
 
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        def update(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            step.note(f"seen {len(step.notes)}", parameter.grad.to_local())
-            with torch.no_grad():
-                parameter.sub_(parameter.grad, alpha=0.1)
-            parameter.grad = None
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        step.note(f"seen {len(step.notes)}", parameter.grad.to_local())
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
 
-        handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in model.parameters()]
-        losses = []
-        for micro in range(2):
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        step.notes = {"seen": sorted((value.sum().item(), value) for value in step.notes.values())}
-        for handle in handles:
-            handle.remove()
-        return losses
-
-    # The reference would have to average in its hooks.
-    compare(Case(MLP, shard=shard_offloaded, step=step, unsharded=None), ctx.mesh_1d())
+    handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in model.parameters()]
+    losses = []
+    for micro in range(2):
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+    step.notes = {"seen": sorted((value.sum().item(), value) for value in step.notes.values())}
+    for handle in handles:
+        handle.remove()
+    return losses
 
 
 # State
@@ -241,13 +237,10 @@ def test_meta_model_is_materialised_on_the_host(ctx: RankContext, model) -> None
     compare(Case(model, shard=shard), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_model_to_dtype_between_steps(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        model.to(torch.bfloat16).to(torch.float32)
-        return one_backward(step, model)
-
-    compare(Case(MLP, shard=shard_offloaded, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP, shard=shard_offloaded)
+def test_model_to_dtype_between_steps(step: Step, model: ParityModel) -> list[Tensor]:
+    model.to(torch.bfloat16).to(torch.float32)
+    return one_backward(step, model)
 
 
 def _trained(ctx: RankContext, shard: Callable[..., Any], seed: int, num_steps: int) -> tuple[Any, Any]:

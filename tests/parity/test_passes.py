@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness.compare import compare, compare_losses_with_unsharded
+from tests.harness.compare import compare, compare_losses_with_unsharded, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import (
     MLP,
@@ -221,38 +221,29 @@ def test_evaluation_before_the_optimizer_step_leaves_nothing_stale(ctx: RankCont
     compare_losses_with_unsharded(case, ctx.mesh_1d())
 
 
-@distributed(2)
-def test_evaluation_between_forward_and_backward(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        loss = step.loss(model)
-        with torch.no_grad():
-            other = step.loss(model, micro=7)
-        loss.backward()
-        return [loss, other]
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP)
+def test_evaluation_between_forward_and_backward(step: Step, model: ParityModel) -> list[Tensor]:
+    loss = step.loss(model)
+    with torch.no_grad():
+        other = step.loss(model, micro=7)
+    loss.backward()
+    return [loss, other]
 
 
-@distributed(2)
-def test_a_unit_alone_evaluates_after_the_root_has_run(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        losses = one_backward(step, model)
-        with torch.no_grad():
-            encoded = model.blocks[1](step.batch(model, micro=7)[0])
-        return [*losses, encoded]
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP)
+def test_a_unit_alone_evaluates_after_the_root_has_run(step: Step, model: MLP) -> list[Tensor]:
+    losses = one_backward(step, model)
+    with torch.no_grad():
+        encoded = model.blocks[1](step.batch(model, micro=7)[0])
+    return [*losses, encoded]
 
 
-@distributed(2, 4)
-def test_a_unit_alone_trains_after_the_root_has_run(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        losses = one_backward(step, model)
-        alone = model.blocks[1](step.batch(model, micro=7)[0]).square().mean()
-        alone.backward()
-        return [*losses, alone]
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, 4, model=MLP)
+def test_a_unit_alone_trains_after_the_root_has_run(step: Step, model: MLP) -> list[Tensor]:
+    losses = one_backward(step, model)
+    alone = model.blocks[1](step.batch(model, micro=7)[0]).square().mean()
+    alone.backward()
+    return [*losses, alone]
 
 
 @distributed(2)
@@ -272,16 +263,13 @@ def test_two_roots_in_one_loss(ctx: RankContext) -> None:
     compare(Case(Tower, shard=shard), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_gradients_by_autograd_grad_of_the_inputs(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = one_backward(step, model)
-        (x,) = step.batch(model, micro=1)
-        x.requires_grad_()
-        (gradient,) = torch.autograd.grad(model.loss(model(x), (x,)), [x])
-        return [*losses, gradient]
-
-    compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())
+@trains_alike(2, model=MLP, unsharded=None)
+def test_gradients_by_autograd_grad_of_the_inputs(step: Step, model: ParityModel) -> list[Tensor]:
+    losses = one_backward(step, model)
+    (x,) = step.batch(model, micro=1)
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model.loss(model(x), (x,)), [x])
+    return [*losses, gradient]
 
 
 @distributed(2, 4)

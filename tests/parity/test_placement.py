@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from tests.harness.compare import compare
+from tests.harness.compare import compare, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import oracle, subject
@@ -128,15 +128,12 @@ def test_nothing_is_ignored_by_an_empty_list(ctx: RankContext) -> None:
     compare(Case(MLP, shard=functools.partial(shard_units_and_root, ignored_params=[])), ctx.mesh_1d())
 
 
-@distributed(2, 4)
-def test_class_is_both_the_original_and_fsdp_module(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        step.note("names", [type(module).__name__ for module in model.modules()])
-        step.note("original", [isinstance(model, MLP), isinstance(model.blocks[0], MLP)])
-        fsdp = step.runtime and [isinstance(module, step.runtime.FSDPModule) for module in model.modules()]
-        step.note("fsdp", fsdp)
-        loss = step.loss(model)
-        loss.backward()
-        return [loss]
-
-    compare(Case(MLP, step=step, num_steps=1), ctx.mesh_1d())
+@trains_alike(2, 4, model=MLP, num_steps=1)
+def test_class_is_both_the_original_and_fsdp_module(step: Step, model: ParityModel) -> list[Tensor]:
+    step.note("names", [type(module).__name__ for module in model.modules()])
+    step.note("original", [isinstance(model, MLP), isinstance(model.blocks[0], MLP)])
+    fsdp = step.runtime and [isinstance(module, step.runtime.FSDPModule) for module in model.modules()]
+    step.note("fsdp", fsdp)
+    loss = step.loss(model)
+    loss.backward()
+    return [loss]

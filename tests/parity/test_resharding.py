@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.harness.compare import compare
+from tests.harness.compare import compare, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Transformer, Uneven
 from tests.harness.selection import long
@@ -47,43 +47,34 @@ def test_reshard_after_forward_to_two_ranks(ctx: RankContext, model) -> None:
     compare(Case(model, shard=shard, step=_step_with_notes), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_set_reshard_after_forward_between_steps(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        step.control(model).set_reshard_after_forward(step.index % 2 == 0)
-        step.control(model.blocks[1]).set_reshard_after_forward(step.index % 2 == 1, recurse=False)
-        return _step_with_notes(step, model)
-
-    compare(Case(MLP, step=step, num_steps=4), ctx.mesh_1d())
+@trains_alike(2, model=MLP, num_steps=4)
+def test_set_reshard_after_forward_between_steps(step: Step, model: MLP) -> list[Tensor]:
+    step.control(model).set_reshard_after_forward(step.index % 2 == 0)
+    step.control(model.blocks[1]).set_reshard_after_forward(step.index % 2 == 1, recurse=False)
+    return _step_with_notes(step, model)
 
 
-@distributed(2)
-def test_unshard_by_hand_before_forward(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        step.note("returns", step.control(model.blocks[0]).unshard() is None)
-        step.control(model).unshard()
-        step.note("unsharded", _registered(model))
-        step.note("values", next(model.blocks[0].parameters()))
-        return _step_with_notes(step, model)
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP)
+def test_unshard_by_hand_before_forward(step: Step, model: MLP) -> list[Tensor]:
+    step.note("returns", step.control(model.blocks[0]).unshard() is None)
+    step.control(model).unshard()
+    step.note("unsharded", _registered(model))
+    step.note("values", next(model.blocks[0].parameters()))
+    return _step_with_notes(step, model)
 
 
-@distributed(2, 4)
-def test_unshard_async_hands_out_a_handle(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        first = step.control(model.blocks[0]).unshard(async_op=True)
-        second = step.control(model.blocks[1]).unshard(async_op=True)
-        step.note("is handle", step.runtime and isinstance(first, step.runtime.UnshardHandle))
-        second.wait()
-        step.note("second is unsharded", _registered(model.blocks[1]))
-        first.wait()
-        first.wait()
-        step.note("values", {name: parameter.clone() for name, parameter in model.blocks[0].named_parameters()})
-        step.control(model.blocks[2]).unshard(async_op=True)  # waited on by the forward
-        return _step_with_notes(step, model)
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, 4, model=MLP)
+def test_unshard_async_hands_out_a_handle(step: Step, model: MLP) -> list[Tensor]:
+    first = step.control(model.blocks[0]).unshard(async_op=True)
+    second = step.control(model.blocks[1]).unshard(async_op=True)
+    step.note("is handle", step.runtime and isinstance(first, step.runtime.UnshardHandle))
+    second.wait()
+    step.note("second is unsharded", _registered(model.blocks[1]))
+    first.wait()
+    first.wait()
+    step.note("values", {name: parameter.clone() for name, parameter in model.blocks[0].named_parameters()})
+    step.control(model.blocks[2]).unshard(async_op=True)  # waited on by the forward
+    return _step_with_notes(step, model)
 
 
 @distributed(2)
@@ -104,19 +95,16 @@ def test_reshard_by_hand_before_and_after_forward(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_parameters_can_be_changed_while_unsharded_only_for_one_use(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        step.control(model.blocks[0]).unshard()
-        with torch.no_grad():
-            model.blocks[0].up.bias.add_(1.0)  # the shards do not follow
-        with torch.no_grad():
-            changed = step.loss(model)
-        step.note("loss of changed", changed)
-        step.control(model.blocks[0]).reshard()
-        return _step_with_notes(step, model)
-
-    compare(Case(MLP, step=step, unsharded=None), ctx.mesh_1d())
+@trains_alike(2, model=MLP, unsharded=None)
+def test_parameters_can_be_changed_while_unsharded_only_for_one_use(step: Step, model: MLP) -> list[Tensor]:
+    step.control(model.blocks[0]).unshard()
+    with torch.no_grad():
+        model.blocks[0].up.bias.add_(1.0)  # the shards do not follow
+    with torch.no_grad():
+        changed = step.loss(model)
+    step.note("loss of changed", changed)
+    step.control(model.blocks[0]).reshard()
+    return _step_with_notes(step, model)
 
 
 @pytest.mark.parametrize("distance", [1, 2])

@@ -1,4 +1,4 @@
-"""State: what is saved, loaded, initialised and clipped has the same keys, layouts and values as torch's."""
+"""State: what is saved, loaded and initialised has the same keys, layouts and values as torch's."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.harness.compare import compare, compare_values
+from tests.harness.compare import compare, compare_values, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven, freeze
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, dtensor_adamw, dtensor_sgd, one_backward, sgd, shard_units_and_root
+from tests.harness.training import Case, Step, dtensor_adamw, dtensor_sgd, one_backward, shard_units_and_root
 from tests.parity.setups import recorded
 
 MODELS = [MLP, Uneven, functools.partial(Transformer, tied=True), SharedModules, Buffers]
@@ -183,40 +183,10 @@ def test_meta_model_receives_its_weights_by_load_with_assign(ctx: RankContext) -
     compare(Case(MLP, shard=shard), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("clip_norm", [0.1, 1e6])
-@distributed(2, 4)
-def test_clip_grad_norm(ctx: RankContext, clip_norm: float) -> None:
-    compare(Case(Transformer, clip_norm=clip_norm), ctx.mesh_1d())
-    compare(Case(Uneven, clip_norm=clip_norm), ctx.mesh_1d())
-
-
-@distributed(4)
-def test_clip_grad_norm_on_hsdp(ctx: RankContext) -> None:
-    compare(Case(MLP, clip_norm=0.1), ctx.mesh_2d(2, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@distributed(2)
-def test_model_to_dtype_before_the_first_forward(ctx: RankContext, dtype: torch.dtype) -> None:
-    class Typed(MLP):
-        def batch(self, generator: torch.Generator) -> tuple[Any, ...]:
-            return (super().batch(generator)[0].to(dtype),)
-
-    def shard(runtime, model: ParityModel, mesh) -> None:
-        shard_units_and_root(runtime, model, mesh)
-        model.to(dtype)
-
-    case = Case(Typed, shard=shard, optimizer=sgd, reduce_dtype=dtype, unsharded=None)
-    compare(case, ctx.mesh_1d())
-
-
-@distributed(2)
-def test_model_to_dtype_between_steps(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        model.to(torch.bfloat16).to(torch.float32)
-        return one_backward(step, model)
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP)
+def test_model_to_dtype_between_steps(step: Step, model: ParityModel) -> list[Tensor]:
+    model.to(torch.bfloat16).to(torch.float32)
+    return one_backward(step, model)
 
 
 @pytest.mark.parametrize("optimizer", [dtensor_adamw, dtensor_sgd])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness.compare import compare, compare_losses_with_unsharded
+from tests.harness.compare import compare, compare_losses_with_unsharded, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, PartlyUsed, Transformer
 from tests.harness.runtimes import Runtime, beyond_torch
@@ -229,22 +229,16 @@ def test_ranks_that_use_other_units_on_hsdp(ctx: RankContext) -> None:
 # How a forward begins, and on which stream it gathers
 
 
-@distributed(2)
-def test_post_optim_event(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        step.control(model).set_post_optim_event(torch.cpu.current_stream().record_event())
-        return one_backward(step, model)
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP)
+def test_post_optim_event(step: Step, model: ParityModel) -> list[Tensor]:
+    step.control(model).set_post_optim_event(torch.cpu.current_stream().record_event())
+    return one_backward(step, model)
 
 
-@distributed(2)
-def test_unshard_async_op_switched_between_steps(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        step.control(model)._set_unshard_async_op(step.index != 1)
-        if step.runtime is not None:
-            for unit in model.units():
-                unit.unshard(async_op=True)  # type: ignore[operator]
-        return one_backward(step, model)
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP)
+def test_unshard_async_op_switched_between_steps(step: Step, model: ParityModel) -> list[Tensor]:
+    step.control(model)._set_unshard_async_op(step.index != 1)
+    if step.runtime is not None:
+        for unit in model.units():
+            unit.unshard(async_op=True)  # type: ignore[operator]
+    return one_backward(step, model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.harness.comms import direct_from
-from tests.harness.compare import compare
+from tests.harness.compare import compare, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.training import Case, Step, dtensor_adamw, dtensor_sgd
@@ -32,16 +32,13 @@ def test_uneven_parameters_train_when_all_that_can_travels_direct(ctx: RankConte
         compare(Case(Uneven, gather_full=True), ctx.mesh_1d())
 
 
-@distributed(2, 4)
-def test_tied_embedding_and_output_in_one_group_stay_tied(ctx: RankContext) -> None:
-    def step(step: Step, model: Transformer) -> list[Tensor]:
-        loss = step.loss(model)
-        loss.backward()
-        step.note("tied", model.output.weight is model.embedding.weight)
-        step.note("names", [name for name, _ in model.named_parameters(remove_duplicate=False)])
-        return [loss]
-
-    compare(Case(functools.partial(Transformer, tied=True), step=step), ctx.mesh_1d())
+@trains_alike(2, 4, model=functools.partial(Transformer, tied=True))
+def test_tied_embedding_and_output_in_one_group_stay_tied(step: Step, model: Transformer) -> list[Tensor]:
+    loss = step.loss(model)
+    loss.backward()
+    step.note("tied", model.output.weight is model.embedding.weight)
+    step.note("names", [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    return [loss]
 
 
 @distributed(2, 4)
@@ -95,17 +92,14 @@ def test_zero_grad_between_steps(ctx: RankContext, set_to_none: bool) -> None:
     compare(Case(MLP, set_to_none=set_to_none), ctx.mesh_1d())
 
 
-@distributed(2, 4)
-def test_inputs_that_require_grad_receive_their_gradient(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        batch = step.batch(model)
-        batch[0].requires_grad_()
-        loss = model.loss(model(*batch), batch)
-        loss.backward()
-        assert batch[0].grad is not None
-        return [loss, batch[0].grad]
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
+@trains_alike(2, 4, model=MLP)
+def test_inputs_that_require_grad_receive_their_gradient(step: Step, model: ParityModel) -> list[Tensor]:
+    batch = step.batch(model)
+    batch[0].requires_grad_()
+    loss = model.loss(model(*batch), batch)
+    loss.backward()
+    assert batch[0].grad is not None
+    return [loss, batch[0].grad]
 
 
 @distributed(2, 4)
