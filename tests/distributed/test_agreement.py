@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import fsdp2
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext
+from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
+
+TEXTS = texts_beside(__file__)
 
 
 def _wider(model: Stack) -> None:
@@ -29,50 +31,23 @@ def _longer(model: Stack) -> None:
     model.blocks.append(seeded(Stack).blocks[0])
 
 
-def _refused(ctx: RankContext, change: Callable[[Stack], None]) -> str:
+CHANGES: dict[str, Callable[[Stack], None]] = {
+    "other shapes": _wider,
+    "other trainable parameters": _frozen,
+    "other lengths": _longer,
+}
+
+
+def _refused(ctx: RankContext, name: str) -> str:
     model = seeded(Stack)
     if ctx.rank == ctx.world_size - 1:
-        change(model)
+        CHANGES[name](model)
     return error_of(lambda: step(shard(ctx, model)))
 
 
-def test_models_of_other_shapes_are_refused() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change=_wider),
-        """\
-ScheduleError: FSDPStack is not the same on all ranks. The ranks would hang, or add wrong gradients.
-First difference:
-  rank 0: parameter 'blocks.1.linear.bias' of unit 'blocks.1': torch.float32 (32,) trainable, dim 0
-cut in 2, gathered in torch.float32, reduced in torch.float32
-  rank 1: unit 'blocks.2', after forward: reshard
-Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.""",
-    )
-
-
-def test_models_of_which_other_parameters_are_trained_are_refused() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change=_frozen),
-        """\
-ScheduleError: FSDPStack is not the same on all ranks. The ranks would hang, or add wrong gradients.
-First difference:
-  rank 0: parameter 'blocks.0.linear.bias' of unit 'blocks.0': torch.float32 (32,) trainable, dim 0
-cut in 2, gathered in torch.float32, reduced in torch.float32
-  rank 1: parameter 'blocks.0.linear.bias' of unit 'blocks.0': torch.float32 (32,) frozen, dim 0 cut
-in 2, gathered in torch.float32, reduced in torch.float32
-Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.""",
-    )
-
-
-def test_models_of_other_lengths_are_refused() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change=_longer),
-        """\
-ScheduleError: FSDPStack is not the same on all ranks. The ranks would hang, or add wrong gradients.
-First difference:
-  rank 0: nothing more
-  rank 1: unit 'blocks.3', after forward: reshard
-Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.""",
-    )
+@pytest.mark.parametrize("name", CHANGES)
+def test_models_that_differ_between_ranks_are_refused(name: str) -> None:
+    TEXTS.check(name, same_on_all_ranks(_refused, name=name))
 
 
 def _on_a_replica(ctx: RankContext) -> str:
@@ -84,17 +59,11 @@ def _on_a_replica(ctx: RankContext) -> str:
 
 
 def test_a_difference_on_one_replica_is_known_to_all() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_on_a_replica, world_size=4),
-        """\
-ScheduleError: FSDPStack is not the same on all ranks. The ranks would hang, or add wrong gradients.
-First difference:
-  ranks 0, 1, 3: parameter 'blocks.0.linear.bias' of unit '(root)': torch.float32 (32,) trainable,
-dim 0 cut in 2, gathered in torch.float32, reduced in torch.float32
-  rank 2: parameter 'blocks.0.linear.bias' of unit '(root)': torch.float32 (32,) frozen, dim 0 cut
-in 2, gathered in torch.float32, reduced in torch.float32
-Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad.""",
-    )
+    TEXTS.check("difference on one replica", same_on_all_ranks(_on_a_replica, world_size=4))
+
+
+def test_every_text_has_a_case() -> None:
+    TEXTS.check_names([*CHANGES, "difference on one replica"])
 
 
 def _mended(ctx: RankContext) -> list[float]:

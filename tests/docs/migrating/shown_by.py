@@ -188,7 +188,9 @@ ROWS: dict[str, dict[str, list[str]]] = {
             BESIDE + "test_torch_refuses",
             "distributed/test_ties.py::test_they_train_as_in_the_unsharded_model",
         ],
-        "models that differ between ranks": ["distributed/test_agreement.py::test_models_of_other_lengths_are_refused"],
+        "models that differ between ranks": [
+            "distributed/test_agreement.py::test_models_that_differ_between_ranks_are_refused"
+        ],
         "forward prefetch": ["distributed/test_traces.py::test_second_step_prefetches_along_the_recorded_order"],
         "parameters that are sharded over other ranks": [
             "parity/test_expert_meshes.py::test_experts_are_sharded_over_a_mesh_of_their_own"
