@@ -27,16 +27,17 @@ from tests.harness.messages import error_of
 Case = tuple[Any, Any, Any]  # model, optimizer, mesh
 
 
-def _new_mesh(ctx: RankContext) -> DeviceMesh:
-    return DeviceMesh(ctx.device_type, [0, 1])
-
-
-def _trained(ctx: RankContext, **options: Any) -> Case:
+def _trained(ctx: RankContext, to: Any = None, **options: Any) -> Case:
+    """``to``: the ranks of the new mesh; default: the first two."""
     model = sharded(ctx, **options)
     optimizer = optim.AdamW(model.parameters())
     step(model)
     optimizer.step()
-    return model, optimizer, _new_mesh(ctx)
+    return model, optimizer, DeviceMesh(ctx.device_type, to or [0, 1])
+
+
+def _untrained(ctx: RankContext, model: Any) -> Case:
+    return model, optim.AdamW(model.parameters()), DeviceMesh(ctx.device_type, [0, 1])
 
 
 Maker = Callable[[RankContext], Iterator[Case]]
@@ -116,8 +117,8 @@ def one_rank_differs(ctx: RankContext) -> Iterator[Case]:
 
 @_case
 def another_mesh(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, _ = _trained(ctx)
-    meshes = [DeviceMesh(ctx.device_type, ranks) for ranks in ([0, 1], [0, 1, 2])]
+    model, optimizer, mesh = _trained(ctx)
+    meshes = [mesh, DeviceMesh(ctx.device_type, [0, 1, 2])]  # all ranks build both
     yield model, optimizer, meshes[ctx.rank % 2]
 
 
@@ -166,13 +167,12 @@ def no_optimizer_on_one_rank(ctx: RankContext) -> Iterator[Case]:
 def on_meta(ctx: RankContext) -> Iterator[Case]:
     with torch.device("meta"):
         model = sharded(ctx)
-    yield model, optim.AdamW(model.parameters()), _new_mesh(ctx)
+    yield _untrained(ctx, model)
 
 
 @_case
 def reshard_over_two(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, _ = _trained(ctx, reshard_after_forward=2)
-    yield model, optimizer, DeviceMesh(ctx.device_type, [0, 1, 2])
+    yield _trained(ctx, to=[0, 1, 2], reshard_after_forward=2)
 
 
 @_case
@@ -183,20 +183,18 @@ def inner_unit(ctx: RankContext) -> Iterator[Case]:
 
 @_case
 def three_axes(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, _ = _trained(ctx)
-    yield model, optimizer, DeviceMesh(ctx.device_type, [[[0, 1]]])
+    yield _trained(ctx, to=[[[0, 1]]])
 
 
 @_case
 def unsorted_ranks(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, _ = _trained(ctx)
-    yield model, optimizer, DeviceMesh(ctx.device_type, [1, 0])
+    yield _trained(ctx, to=[1, 0])
 
 
 @_case
 def on_unsorted_ranks(ctx: RankContext) -> Iterator[Case]:
     model = fully_shard(Stack(), mesh=DeviceMesh(ctx.device_type, [[1, 3], [0, 2]]))
-    yield model, optim.AdamW(model.parameters()), _new_mesh(ctx)
+    yield _untrained(ctx, model)
 
 
 @_case
@@ -208,7 +206,7 @@ def no_mesh(ctx: RankContext) -> Iterator[Case]:
 @_case
 def not_sharded(ctx: RankContext) -> Iterator[Case]:
     model = seeded(Stack)
-    yield model, optim.AdamW(model.parameters()), _new_mesh(ctx)
+    yield _untrained(ctx, model)
 
 
 @_case
@@ -216,7 +214,7 @@ def tensor_parallel(ctx: RankContext) -> Iterator[Case]:
     mesh, model = ctx.mesh(dp=2, tp=2), seeded(Stack)
     parallelize_module(model.exit, mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"])
-    yield model, optim.AdamW(model.parameters()), _new_mesh(ctx)
+    yield _untrained(ctx, model)
 
 
 @_case
@@ -224,7 +222,7 @@ def full_mesh(ctx: RankContext) -> Iterator[Case]:
     mesh, model = ctx.mesh(dp=2, tp=2), seeded(Stack)
     torch.distributed.tensor.distribute_module(model, mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    yield model, optim.AdamW(model.parameters()), _new_mesh(ctx)
+    yield _untrained(ctx, model)
 
 
 @_case
@@ -236,13 +234,13 @@ def expert_mesh(ctx: RankContext) -> Iterator[Case]:
         return ParamPlacement(Shard(0), experts) if param is own else None
 
     fully_shard(model, mesh=ctx.mesh_1d(), shard_placement_fn=place)
-    yield model, optim.AdamW(model.parameters()), _new_mesh(ctx)
+    yield _untrained(ctx, model)
 
 
 @_case
 def wrapper_class(ctx: RankContext) -> Iterator[Case]:
     model = FullyShardedDataParallel(seeded(Stack), use_orig_params=True)
-    yield model, optim.AdamW(model.parameters()), _new_mesh(ctx)
+    yield _untrained(ctx, model)
 
 
 def _refused(ctx: RankContext, case: str) -> str:
