@@ -12,11 +12,11 @@ SEEDS ?= 100
 PYTEST := $(BIN)/pytest -n 2 --timeout 300
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all fuzz mutations clients lint bench bench-check gpu docs clean
+.PHONY: help train test test-ci test-exhaustive fuzz mutations clients lint bench bench-check gpu docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." passes arguments on: make train ARGS="--steps 50", make test ARGS="-k schedule"'
 
 train: $(VENV)/.installed ## train the example language model on 2 ranks
@@ -25,7 +25,10 @@ train: $(VENV)/.installed ## train the example language model on 2 ranks
 test: $(VENV)/.installed ## run the tests, but for the long ones
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.installed ## run all tests; only the long ones with ARGS="-m long"
+test-ci: $(VENV)/.installed ## run what CI runs beyond that: of the long tests, another share at each landing
+	$(PYTEST) -m "long and not rare" $(ARGS)
+
+test-exhaustive: $(VENV)/.installed ## run all tests: before a release
 	$(PYTEST) -m "" $(ARGS)
 
 fuzz: $(VENV)/.installed ## compare runtimes on random programs: make fuzz SEEDS=1000 ARGS="--first 5000 --ranks 4"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.harness.pool import close_shared_pools
-from tests.harness.selection import mark_long_cases, pool_of
+from tests.harness.selection import LANDING, landing, mark_suites, pool_of
 
 _ACCELERATOR = Path(__file__).parent / "accelerator"
 _CLIENTS = Path(__file__).parent / "clients"
+_NUMBER, _COUNTED = landing()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -20,9 +22,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == _CLIENTS and not is_named else None
 
 
+def pytest_configure() -> None:
+    os.environ[LANDING] = str(_NUMBER)  # the workers of pytest-xdist inherit it
+
+
+def pytest_report_header() -> str:
+    return f"landing {_NUMBER} ({_COUNTED}); {LANDING}={_NUMBER} repeats what it chooses of the cases that run in turns"
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_long_cases(items)
+    mark_suites(items, _NUMBER)
     # The accelerator last: it is compiled meanwhile.
     items.sort(key=lambda item: (pool_of(item), _ACCELERATOR in item.path.parents))
 

@@ -293,6 +293,7 @@ def test_the_code_that_reshards_to_a_node_runs_on_fewer_ranks(ctx: RankContext, 
     assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_machine_without_a_figure_for_the_host_is_no_obstacle_unless_it_is_needed(ctx: RankContext) -> None:
     given = {"budget": "1MiB", "machine": "B200", "workload": WORKLOAD, "mesh": ctx.mesh_1d()}

@@ -47,6 +47,7 @@ def _copy(model: Any, name: str, value: Tensor) -> None:
 REPLACE = {"assign": _assign, "swap_tensors": _swap, "load with assign": _load_assign, "copy": _copy}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("use", list(USES))
 @pytest.mark.parametrize("how", list(REPLACE))
 @distributed(2)

@@ -117,6 +117,7 @@ VARIANTS: dict[str, tuple[Callable[[], Stack], dict[str, Any]]] = {
 MORE_VARIANTS = ("kept", "resharded", "checkpointed inside", "checkpointed around", "hooks")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("variant", ["mixed precision", *long(*MORE_VARIANTS)])
 @distributed(2)
 def test_compiled_with_every_option(ctx: RankContext, variant: str) -> None:

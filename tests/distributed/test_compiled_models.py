@@ -64,6 +64,7 @@ def test_calls_that_the_compiler_leaves_to_python_are_watched_without_it(ctx: Ra
     assert_alike(outputs, train(shard(ctx, seeded(Stack))))
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_compiled_model_trains_like_the_compiled_unsharded_one(ctx: RankContext) -> None:
     start_compiling()

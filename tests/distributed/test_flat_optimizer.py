@@ -23,6 +23,7 @@ from tests.harness.selection import long
 from tests.harness.training import shard_units_and_root
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "names",
     [("SGD with momentum", "AdamW with amsgrad", "Adagrad", "ASGD"), *long(tuple(OPTIMIZERS))],

@@ -21,7 +21,7 @@ from fsdp2.comm import backends
 from tests.distributed.support import InjectedError, UnshardedStorages, batch, sharded, step
 from tests.harness.comms import CountingAllGather
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.selection import long
+from tests.harness.selection import in_ci
 
 
 def _gathering_nbytes(model: Any) -> int:
@@ -90,7 +90,7 @@ def _interrupt_second(messages: Any, *args: Any) -> None:
 FAULTS = {"wait": {"wait": _fail_to_wait}, "launch": {"start": _start_one}, "Ctrl-C": {"start": _interrupt_second}}
 
 
-@pytest.mark.parametrize("fault", ["wait", *long("launch", "Ctrl-C")])
+@pytest.mark.parametrize("fault", ["wait", *in_ci("launch", "Ctrl-C")])
 @distributed(4)
 def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: RankContext, fault: str) -> None:
     """That of the shards that are sent, and the unsharded memory: the gather that was not lost has the same."""

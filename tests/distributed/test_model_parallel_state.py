@@ -91,6 +91,7 @@ def _load(ctx: RankContext, place: str, folder: str) -> dict[str, Tensor]:
     return _full(model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -122,6 +123,7 @@ def test_full_state_dict_is_that_of_the_unsharded_model_and_loads_from_rank_0(ct
     torch.testing.assert_close(_full(other), unsharded, rtol=0, atol=0)
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_meta_model_is_materialised_and_trains(ctx: RankContext) -> None:
     mesh = ctx.mesh(dp=2, tp=2)

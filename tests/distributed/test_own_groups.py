@@ -71,6 +71,7 @@ def _num_calls(ctx: RankContext, make: str) -> list[int]:
     return num_calls
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [_model, *long(_scalars, _resting)])
 def test_ranks_make_groups_alike_whatever_one_of_them_has_freed(make: Any) -> None:
     first, second = same_on_all_ranks(_num_calls, WORLD_SIZE, make=make.__name__)

@@ -90,6 +90,7 @@ def test_step_after_a_reset_is_right(ctx: RankContext, fault: str, warm: bool) -
     _assert_step_is_right(model)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("fault", ["forward", "backward"])
 @distributed(2)
@@ -122,6 +123,7 @@ def _stack_with_failing_block() -> Stack:
     return model
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("warm", [False, True])
 @distributed(2)
 def test_step_after_one_unit_was_called_alone_and_raised(ctx: RankContext, warm: bool) -> None:

@@ -96,6 +96,7 @@ def _one_forward_without_backward(model: Any) -> None:
     _one_forward(model)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("make", "step", "num_gathers"),
     [

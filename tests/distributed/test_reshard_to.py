@@ -275,6 +275,7 @@ def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(ctx: RankCo
     _assert_equal(job.tensors(), loaded.tensors())
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_gradients_move_too(ctx: RankContext) -> None:
     """Between backward and step: the step after the move does what the step before it would have done."""
@@ -290,6 +291,7 @@ def test_gradients_move_too(ctx: RankContext) -> None:
     _assert_equal(job.tensors(), same.tensors())
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_moving_back_and_forth_changes_no_bit(ctx: RankContext) -> None:
     job = _job(ctx, [0, 1, 2, 3], "parts", "AdamW")
@@ -307,6 +309,7 @@ def test_moving_back_and_forth_changes_no_bit(ctx: RankContext) -> None:
     assert job.optimizer.param_groups[0]["lr"] == 0.001
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_rank_without_shards_names_itself_when_its_model_runs_and_runs_when_it_has_joined(ctx: RankContext) -> None:
     job = _job(ctx, [0, 1], "transformer", "AdamW")

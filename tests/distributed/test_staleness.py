@@ -50,6 +50,7 @@ def test_forward_after_the_shards_were_written_uses_them(ctx: RankContext, name:
     assert torch.allclose(model(batch()), _reference()(batch()), atol=1e-5)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", list(GATHERS))
 @distributed(2)
 def test_step_after_parameters_were_frozen_that_are_unsharded_gives_them_no_gradient(

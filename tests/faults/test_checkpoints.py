@@ -120,6 +120,7 @@ def _assert_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not lm_run.unfinished_checkpoints(folder)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_ranks", [1, *long(2)])
 def test_a_kill_before_each_file_operation_leaves_a_complete_checkpoint(
     num_ranks: int, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]

@@ -50,6 +50,7 @@ class _Slow(Observer):
         self.on_event(action, unit)
 
 
+@pytest.mark.ci
 @distributed(2, 4)
 def test_slow_ranks_train_to_the_same_bits(ctx: RankContext) -> None:
     for found, expected in zip(_trained(ctx, _Slow(ctx.rank)), _trained(ctx, Observer()), strict=True):

@@ -1,24 +1,37 @@
-"""What is long: ``make test`` leaves it out, ``make test-all`` runs it too.
+"""Which tests run when: each suite runs those of the one before, too.
 
-Three things are, and each has a test that is not, and that fails for the same reason:
+- ``make test``, the short suite: all that is not long.
+- ``make test-ci``, in CI, beyond that: all long cases that are not rare.
+- ``make test-exhaustive``: all, before a release.
 
-- what is marked: ``@pytest.mark.long``, or ``*long(...)`` in a list of parameters;
+Every test function runs in CI. Long, and in turns rare, is:
+
+- what is marked ``@pytest.mark.long``, or is in ``*long(...)`` in a list of parameters;
 - all but the first size in ``@distributed(2, 4)``, unless ``short`` names more;
-- of a product of parameters on a pool of ranks, the cases that ``covering`` leaves out.
+- of a product of parameters on a pool of ranks, the cases that ``covering`` leaves out;
+- what ``tests/accelerator/other_suites.py`` runs once more on the simulated accelerator, but for its ``SAMPLE``;
+- what tests a tool for developers: ``tests/memory_errors``, ``tests/mutations``, pools of ranks, the script of
+  ``make gpu``;
+- what runs the pages' examples on ranks: ``make docs`` runs it.
 
-What ``tests/accelerator/other_suites.py`` runs once more on the simulated accelerator is long, but for its ``SAMPLE``.
+Of these cases, CI runs one share in ``SHARES`` at each landing, another one at the next; ``landing`` says which. Where
+all cases of a test are such cases, it always runs the first.
 
-What tests a tool for developers is long as a whole, too: ``tests/memory_errors``, ``tests/mutations``, pools of ranks,
-and the script of ``make gpu``.
+Long, but never rare, is:
 
-What runs the pages' examples on ranks is long as a whole: ``make docs`` runs it, and what they show has tests
-elsewhere.
+- what is marked ``@pytest.mark.ci``, or is in ``*in_ci(...)``, since it takes a second and more;
+- all but the first case of a test on a pool of ranks, unless the test is marked ``@pytest.mark.every_case``, since a
+  planted defect or a behaviour shows in one of the others only.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import subprocess
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +40,18 @@ import pytest
 _DOCS = Path(__file__).parents[1] / "docs"
 _MIGRATING = _DOCS / "migrating"  # a test for each row of that page
 WORLD_SIZE = "world_size"  # the parameter that ``@distributed`` adds
+SHARES = 8
+LANDING = "LANDING"  # the environment variable
 
 
 def long(*values: Any) -> list[Any]:
-    """``values`` of a parameter that the short suite leaves out."""
+    """``values`` of a parameter that the short suite leaves out, and CI runs in turns."""
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+def in_ci(*values: Any) -> list[Any]:
+    """``values`` of a parameter that the short suite leaves out, and CI always runs."""
+    return [pytest.param(value, marks=pytest.mark.ci) for value in values]
 
 
 def covering(cases: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -54,24 +74,64 @@ def covering(cases: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(chosen)
 
 
-def mark_long_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark what ``covering`` leaves out of each test on a pool of ranks, and the examples of the pages."""
-    tests: dict[str, list[pytest.Function]] = {}
+def mark_suites(items: Sequence[pytest.Item], number: int) -> None:
+    """Mark ``long`` what only CI runs, and ``rare`` what it leaves out at landing ``number``."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("long") is not None:
-            continue
-        if _MIGRATING in item.path.parents or (_DOCS in item.path.parents and pool_of(item)):
-            item.add_marker("long")
-        elif isinstance(item, pytest.Function) and pool_of(item):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        chosen = set(covering([_parameters(case) for case in cases]))
-        for index, case in enumerate(cases):
-            if index not in chosen:
-                case.add_marker("long")
+        others = _cases_in_turns(cases)
+        always = [case for case in cases if case not in others]
+        for case in others if always else others[1:]:
+            if not _has_its_turn(case, number):
+                case.add_marker("rare")
+        is_sampled = pool_of(cases[0]) and cases[0].get_closest_marker("every_case") is None
+        short = [case for case in always if case.get_closest_marker("ci") is None]
+        for case in {*cases} - {*(short[:1] if is_sampled else short)}:
+            case.add_marker("long")
 
 
-def _parameters(item: pytest.Function) -> Mapping[str, Any]:
+def _cases_in_turns(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """What is marked, runs the examples of the pages, or is left out by ``covering``."""
+    marked = [case for case in cases if case.get_closest_marker("long") is not None]
+    others = [case for case in cases if case not in marked]
+    if others and (_MIGRATING in others[0].path.parents or (_DOCS in others[0].path.parents and pool_of(others[0]))):
+        return list(cases)
+    if others and pool_of(others[0]):
+        chosen = covering([_parameters(case) for case in others])
+        marked += [case for index, case in enumerate(others) if index not in chosen]
+    return [case for case in cases if case in marked]
+
+
+def _has_its_turn(case: pytest.Item, number: int) -> bool:
+    """Follows from the case's name alone, so that all of pytest's processes choose alike."""
+    return number > 0 and zlib.crc32(case.nodeid.encode()) % SHARES == number % SHARES
+
+
+def landing() -> tuple[int, str]:
+    """The number of this landing, and what it counts; at landing 0, CI runs what it runs at all of them.
+
+    Commits on the main line, so that the next commit gets the next share. A shallow clone knows only some of them, and
+    a copy without git none: then the days, so that another share runs tomorrow. ``LANDING`` in the environment comes
+    first, to repeat a run.
+    """
+    if LANDING in os.environ:
+        return int(os.environ[LANDING]), f"from {LANDING}"
+    if _git("rev-parse", "--is-shallow-repository") == "false":
+        return int(_git("rev-list", "--count", "--first-parent", "HEAD")), "commits"
+    return datetime.datetime.now(datetime.timezone.utc).toordinal(), "days, for want of the history of commits"
+
+
+def _git(*arguments: str) -> str:
+    """What git prints; nothing where there is no git or no repository."""
+    command = ["git", "-C", str(Path(__file__).parents[2]), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _parameters(item: pytest.Item) -> Mapping[str, Any]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 

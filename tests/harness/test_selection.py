@@ -1,10 +1,15 @@
-"""What the short suite keeps of a product of parameters."""
+"""Which cases of a test the suites run."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
 
-from tests.harness.selection import covering
+import pytest
+
+from tests.harness import selection
+from tests.harness.selection import LANDING, SHARES, covering, landing, mark_suites
 
 
 def _product(**values: str) -> list[dict[str, str]]:
@@ -32,3 +37,83 @@ def test_two_parameters_keep_every_value() -> None:
 def test_one_parameter_and_none_keep_every_case() -> None:
     assert covering(_product(model="abc", ranks="4")) == [0, 1, 2]
     assert covering(_product(ranks="4")) == [0]
+
+
+@pytest.fixture
+def module(request: pytest.FixtureRequest) -> pytest.Module:
+    return request.node.parent
+
+
+def _cases(module: pytest.Module, number: int, *markers: str, **parameters: int) -> list[pytest.Function]:
+    """The cases of one test: ``number`` of them, of a product of three parameters, with ``parameters`` beside."""
+    cases = []
+    for index in range(number):
+        case = pytest.Function.from_parent(module, name=f"test_it[{index}]", callobj=lambda: None)
+        values = {"index": index // 4, "mesh": index // 2 % 2, "dtype": index % 2, **parameters}
+        case.callspec = SimpleNamespace(params=values)  # type: ignore[assignment]
+        for marker in markers:
+            case.add_marker(marker)
+        cases.append(case)
+    return cases
+
+
+def _without(marker: str, cases: Sequence[pytest.Function]) -> list[int]:
+    """The indices of the cases that do not have ``marker``."""
+    return [index for index, case in enumerate(cases) if case.get_closest_marker(marker) is None]
+
+
+def test_landings_in_sequence_run_every_long_case_and_each_runs_the_first(module: pytest.Module) -> None:
+    ran = []
+    for number in range(1000, 1000 + SHARES):
+        cases = _cases(module, 100, "long")
+        mark_suites(cases, number)
+        assert _without("long", cases) == []
+        ran.append(_without("rare", cases))
+        assert ran[-1][0] == 0
+        assert len(ran[-1]) < 30
+    assert set().union(*ran) == set(range(100))
+    assert sum(map(len, ran)) == 100 + SHARES - 1
+    cases = _cases(module, 100, "long")
+    mark_suites(cases, 0)
+    assert _without("rare", cases) == [0]
+
+
+def test_short_suite_runs_one_case_on_a_pool_and_ci_those_that_cover(module: pytest.Module) -> None:
+    numbers = range(1, 1 + SHARES)
+    suites = [_cases(module, 16, world_size=2) for _ in numbers]
+    for cases, number in zip(suites, numbers, strict=True):
+        mark_suites(cases, number)
+        assert _without("long", cases) == [0]
+    in_ci = [set(_without("rare", cases)) for cases in suites]
+    assert set.intersection(*in_ci) == set(covering([case.callspec.params for case in suites[0]]))
+    assert set().union(*in_ci) == set(range(16))
+
+
+def test_marks_keep_every_case_that_covers_short_or_in_ci(module: pytest.Module) -> None:
+    short, in_ci = _cases(module, 16, "every_case", world_size=2), _cases(module, 16, "ci", world_size=2)
+    for cases in (short, in_ci):
+        mark_suites(cases, 0)
+    covers = covering([case.callspec.params for case in short])
+    assert _without("long", short) == covers
+    assert _without("long", in_ci) == []
+    assert set(covers) <= set(_without("rare", in_ci))
+
+
+def test_tests_on_no_pool_are_short_as_a_whole(module: pytest.Module) -> None:
+    cases = _cases(module, 16)
+    mark_suites(cases, 0)
+    assert _without("long", cases) == list(range(16))
+
+
+def test_landing_is_told_or_counted_in_commits_or_else_in_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LANDING, "17")
+    assert landing()[0] == 17
+    monkeypatch.delenv(LANDING)
+    answers = {"rev-parse": "false", "rev-list": "123"}
+    monkeypatch.setattr(selection, "_git", lambda command, *_: answers[command])
+    assert landing() == (123, "commits")
+    for shallow_or_absent in ("true", ""):
+        answers["rev-parse"] = shallow_or_absent
+        number, counted = landing()
+        assert number > 700_000
+        assert counted.startswith("days")

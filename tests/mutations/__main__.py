@@ -4,8 +4,8 @@
     python -m tests.mutations 17 40-44     # some, by number
     python -m tests.mutations --jobs 2
 
-The short tests run first, then those that only ``make test-all`` runs. ``noticed.md`` gets a row for each defect; the
-exit code is 1 if no test notices one.
+The short tests run first, then those that CI runs beyond them at every landing, then the others. ``noticed.md`` gets a
+row for each defect; the exit code is 1 if no test notices one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.harness.selection import LANDING
 from tests.mutations.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("noticed.md")
 HEAD = """# Which test notices which defect
 
-Written by `python -m tests.mutations`. "Short": a test of `make test`; "long": one that only `make test-all` runs.
+Written by `python -m tests.mutations`. "Short": a test of `make test`; "CI": one that CI runs beyond those,
+at every landing; "in turns": one that it runs at some landings.
 
 | number | file | without | with | suite | test |
 |---|---|---|---|---|---|
@@ -83,7 +85,7 @@ def _copy_of_package(tree: Path) -> Path:
 def _noticed_by(mutation: Mutation, tree: Path) -> tuple[str, str]:
     """The suite, and the first of its tests that fails."""
     with mutated(tree / "fsdp2" / mutation.file, mutation):
-        for suite, marked in (("short", "not long"), ("long", "long")):
+        for suite, marked in (("short", "not long"), ("CI", "long and not rare"), ("in turns", "rare")):
             failed = first_failure(tree, mutation.tests, marked)
             if failed is not None:
                 return suite, failed
@@ -103,7 +105,7 @@ def mutated(path: Path, mutation: Mutation) -> Iterator[None]:
 def first_failure(tree: Path, tests: tuple[str, ...], marked: str) -> str | None:
     options = ["-x", "-q", "--no-header", "-n", "0", "-p", "no:cacheprovider", "--timeout", "150", "-m", marked]
     command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", LANDING: "0"}
     try:
         ended = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

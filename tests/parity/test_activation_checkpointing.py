@@ -201,6 +201,7 @@ def test_selective_checkpointing(ctx: RankContext, build, reshard: bool | int) -
     compare(Case(build, shard=shard), ctx.mesh_1d())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("reentrant", [False, *long(True)], ids=["non_reentrant", "reentrant"])
 @pytest.mark.parametrize("reshard", [2, *long(True)])
 @distributed(4)

@@ -87,6 +87,7 @@ MORE_ELSEWHERE = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("saver", "savers", "loader", "loaders"),
     [*ELSEWHERE.values(), *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_ELSEWHERE.values())],
@@ -110,6 +111,7 @@ def _save_asynchronously(ctx: RankContext, setup: str, path: Path) -> Saved:
     return Saved(expected, losses)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("setup", ["hsdp", *long("uneven", "resting", "tied")])
 def test_asynchronous_save_writes_what_was_there_when_it_was_called(setup: str, tmp_path: Path) -> None:
     saved = shared_pool(4).run(_save_asynchronously, setup=setup, path=tmp_path)

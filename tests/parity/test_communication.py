@@ -208,6 +208,7 @@ def _meshes(ctx: RankContext) -> list[DeviceMesh]:
     return [ctx.mesh_1d(), ctx.mesh_2d(2, 2)]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("force_sum", [False, True])
 @distributed(2)
 def test_hook_sees_the_average_or_the_sum(ctx: RankContext, force_sum: bool) -> None:

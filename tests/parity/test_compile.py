@@ -44,6 +44,7 @@ def _evaluate_and_accumulate(step: Step, model: MLP) -> list[Tensor]:
     return losses
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kept", [None, *long(False)])
 @pytest.mark.parametrize("what", ["blocks", "model"])
 @distributed(2)

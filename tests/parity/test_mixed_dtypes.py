@@ -138,6 +138,7 @@ def test_unit_of_several_dtypes_on_a_mesh_of_one_rank(ctx: RankContext, name: st
     compare(_case(policy, model), ctx.mesh_2d(2, 1))
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_weights_that_travel_without_a_bucket(ctx: RankContext) -> None:
     compare(_case({}, functools.partial(Mixed, dim=768), num_steps=2), ctx.mesh_1d())

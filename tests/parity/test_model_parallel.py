@@ -120,6 +120,7 @@ def test_tensor_parallel_in_mixed_precision(ctx: RankContext) -> None:
     compare(case(mesh, shard=mixed, unsharded=None), mesh)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [None, *long(torch.bfloat16)])
 @distributed(4)
 def test_tensor_parallel_accumulates_without_communication(ctx: RankContext, dtype: torch.dtype | None) -> None:
@@ -284,6 +285,7 @@ def test_full_mesh_with_named_axes_on_two_ranks(ctx: RankContext, sizes: dict[st
     _full_mesh_trains(ctx, sizes, dims)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("sizes", "dims"), _full_meshes_of_four(), ids=str)
 @distributed(4)
 def test_full_mesh_with_named_axes_on_four_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:

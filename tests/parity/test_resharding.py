@@ -40,6 +40,7 @@ def test_reshard_after_forward(ctx: RankContext, reshard: bool | None) -> None:
     compare(Case(MLP, shard=shard, step=_step_with_notes), ctx.mesh_1d())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model", [Uneven, *long(MLP, Transformer)])
 @distributed(4)
 def test_reshard_after_forward_to_two_ranks(ctx: RankContext, model) -> None:

@@ -173,6 +173,7 @@ example: not the machine and torch of the committed results; ratios are compared
 
 
 class TestRun:
+    @pytest.mark.ci
     @pytest.mark.parametrize(
         ("arguments", "variable", "written"),
         [
@@ -292,6 +293,7 @@ below
 _COUNTED_WITH = tuple(RESULTS["call_counts"][name] for name in ("python", "torch"))
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(
     (PYTHON, torch.__version__) != _COUNTED_WITH, reason="Python calls were counted with other versions"
 )

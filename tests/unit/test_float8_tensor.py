@@ -241,6 +241,7 @@ def test_linear_without_autograd(mode: Any, scaling: Float8Scaling) -> None:
         assert torch.equal(F.linear(x, weight), F.linear(x, plain))
 
 
+@pytest.mark.ci
 @both
 def test_compiled_code_takes_it_as_a_parameter(scaling: Float8Scaling) -> None:
     plain, weight = _plain_and_float8(scaling)

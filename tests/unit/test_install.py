@@ -176,6 +176,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("as_module", [False, *long(True)])
 def test_run_runs_a_script_with_our_names(script: Path, as_module: bool) -> None:
     command = ["-m", "script"] if as_module else [str(script)]

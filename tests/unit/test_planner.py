@@ -260,6 +260,7 @@ def test_rows_that_keep_as_many_blocks_as_there_is_room_for_fit() -> None:
     assert all(each.fits for each in kept)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_tokens", [1024, 4096])  # communication takes longer than compute, and less long
 def test_prefetch_lists_of_two_units_would_gain_next_to_nothing(
     num_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -315,6 +316,7 @@ def _both(first: UnitWork, second: UnitWork) -> UnitWork:
     )
 
 
+@pytest.mark.ci
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
     found = _plan(budget="1MiB")
     assert found.recommended is None
@@ -342,6 +344,7 @@ REMEDIES: dict[str, tuple[Workload, str]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("pattern", REMEDIES)
 def test_what_is_said_to_fit_fits(pattern: str) -> None:
     workload, budget = REMEDIES[pattern]

@@ -130,6 +130,7 @@ def test_names_of_the_wrapper_class_are_in_its_folder() -> None:
     assert fsdp2.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
 
 
+@pytest.mark.ci
 def test_importing_the_package_imports_no_fsdp1_of_torch() -> None:
     """It takes longer to import than all of fsdp2."""
     code = "import sys, fsdp2; assert 'torch.distributed.fsdp' not in sys.modules; fsdp2.FullyShardedDataParallel"

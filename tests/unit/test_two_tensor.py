@@ -167,6 +167,7 @@ def test_saved_parameters_load_with_weights_only() -> None:
     assert all(torch.equal(value, loaded[name]) for name, value in _mlp().state_dict().items())
 
 
+@pytest.mark.ci
 def test_compiled_block_gives_the_same_values_and_gradients() -> None:
     x, model = torch.randn(7, 3), _mlp()
     expected = model(x)

@@ -275,6 +275,7 @@ def test_a_step_after_an_exception(ctx: RankContext, use_orig_params) -> None:
     assert train(ctx, model, lambda params, lr: optimizer) == expected
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("where", ["model", *long("blocks")])
 @as_torchs(2)
 def test_compiled(front: Front, where) -> Any:

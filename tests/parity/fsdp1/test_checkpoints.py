@@ -126,6 +126,7 @@ MORE_WAYS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("saver", "savers", "loader", "loaders"),
     [*WAYS.values(), *(pytest.param(*way, marks=pytest.mark.long) for way in MORE_WAYS.values())],

@@ -121,6 +121,7 @@ def trained(ctx: RankContext, *, use_orig_params: bool) -> tuple[Front, nn.Modul
     return front, model, optim
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("use_orig_params", [False, *long(True)])
 @as_torchs(2, 4, exact=ON_TWO_RANKS)
 def test_every_kind_of_every_optimizer_is_torchs(front: Front, use_orig_params: bool) -> Any:

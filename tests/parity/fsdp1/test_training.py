@@ -99,6 +99,7 @@ def names_to_decay(module: nn.Module) -> list[str]:
     return [name for name in [*inside, *module._parameters] if "bias" not in name]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("checkpoints", ["none", "inside", "around", "later"])
 @as_torchs(2)
