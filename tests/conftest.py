@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pool import close_shared_pools
 from tests.harness.selection import LANDING, landing, mark_suites, pool_of
 
 _ACCELERATOR = Path(__file__).parent / "accelerator"
@@ -41,10 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     # Ranks that wait still wake up: those of three pools took a tenth of two cores.
     if pool_of(item) != pool_of(nextitem):
-        close_shared_pools()
+        _close_pools()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _worker_pools() -> Iterator[None]:
     yield
+    _close_pools()
+
+
+def _close_pools() -> None:
+    from tests.harness.pool import close_shared_pools  # imports torch: the process that only distributes tests need not
+
     close_shared_pools()

@@ -27,6 +27,7 @@ from launches import COPIES, FOLDERS, lines_of
 SHAPE = Shape(64, 2, 1, 128)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("index", [3, *long(0, 1, 2)])
 @pytest.mark.skipif(
     GRADIENTS_FOLLOW_SHARDS,

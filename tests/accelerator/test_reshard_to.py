@@ -41,6 +41,7 @@ def _run(ctx: RankContext, kind: str, policy: OffloadPolicy, start: list[int], *
     return [loss.cpu() for loss in losses]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", [OffloadPolicy(), *long(CPUOffloadPolicy())], ids=["on the device", "offloaded"])
 @pytest.mark.parametrize("start", [[0, 1], [0]], ids=["both ranks", "one rank"])
 @on_device(2)

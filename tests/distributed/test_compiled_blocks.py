@@ -69,6 +69,7 @@ def _assert_compiled_like_eager(
     assert_alike(outputs, train(_shard(ctx, seeded(make), _same, before=False, **kwargs)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("before", [True, *long(False)], ids=["before", "after"])
 @pytest.mark.parametrize("way", ["block.compile()", *long(*list(COMPILE)[1:])])
 @distributed(2)

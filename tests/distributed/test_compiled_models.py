@@ -41,6 +41,7 @@ WAYS = ["torch.compile(model)", "model.compile()"]
 MORE_WAYS = [(WAYS[0], None), (WAYS[1], False)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("way", "kept"), [(WAYS[1], True), *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_WAYS)]
 )

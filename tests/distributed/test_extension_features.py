@@ -131,6 +131,7 @@ def test_parameters_stay_unsharded_between_micro_batches(ctx: RankContext, name:
         twins.step()
 
 
+@pytest.mark.ci
 @some
 @distributed(4)
 def test_hsdp_reduces_over_the_replicas_in_the_last_micro_batch_only(ctx: RankContext, name: str) -> None:

@@ -137,6 +137,7 @@ def test_step_after_an_exception_in_forward_is_right(ctx: RankContext, name: str
 # Compiled
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [Scaled, *long(Aliasing, Padded)])
 @distributed(2)
 def test_compiled_blocks_train_and_are_compiled_once(ctx: RankContext, make: Any) -> None:

@@ -120,6 +120,7 @@ def _go_on(model: Any, leave: Any, seed: int) -> None:
         model.finalize_backward()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("resets", [True, False], ids=["reset", "no reset"])
 @pytest.mark.parametrize("leave", [_no_all_reduce, *long(_no_sync, _no_landing, _no_finalization)])
 @distributed(4)

@@ -157,6 +157,7 @@ def test_param_groups_keep_their_own_hyperparameters(ctx: RankContext) -> None:
     twins.step()
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_gradients_of_other_kinds_are_stepped_as_torch_does(ctx: RankContext) -> None:
     """One on no axis of the parameter's, one that is a pending sum, one elsewhere, one transposed in memory."""

@@ -121,6 +121,7 @@ def test_allocator_stays_under_the_limit_and_the_numbers_stay(ctx: RankContext) 
     _check_against_the_allocator(ctx)
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_allocator_stays_under_the_limit_in_mixed_precision(ctx: RankContext) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

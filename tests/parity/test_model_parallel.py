@@ -75,6 +75,7 @@ def test_tensor_parallel_on_two_ranks(ctx: RankContext, sizes: dict[str, int]) -
     compare(case(mesh), mesh)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sizes", [MESHES[4][0], *long(*MESHES[4][1:])], ids=str)
 @pytest.mark.parametrize("reshard", [True, *long(False)])
 @distributed(4)
@@ -195,6 +196,7 @@ def test_tensor_parallel_clips_gradients(ctx: RankContext, norm_type: float) -> 
     compare(case(mesh, step=clipped, optimizer=sgd, unsharded=None), mesh)
 
 
+@pytest.mark.ci
 @beyond_torch("refuses an int with DTensor parameters")
 @distributed(4, 8)
 def test_tensor_parallel_rests_on_a_smaller_mesh(ctx: RankContext) -> None:

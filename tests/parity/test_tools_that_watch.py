@@ -52,6 +52,7 @@ def test_comm_debug_mode_counts_the_same(ctx: RankContext, axes: int) -> None:
 RANGES = ("FSDP::all_gather", "FSDP::all_gather_copy_out", "FSDP::post_backward_reduce")
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_profiler_shows_the_same_ranges(ctx: RankContext) -> None:
     found = []

@@ -115,6 +115,7 @@ def test_module_imports_from_its_own_or_lower_folders_only(module: str) -> None:
     assert upward == set()
 
 
+@pytest.mark.ci
 def test_no_two_modules_import_each_other_by_any_way_round() -> None:
     running = {module: _WithoutTypes().visit(copy.deepcopy(tree)) for module, tree in MODULES.items()}
     remaining = {module: _imported_modules(module, tree) for module, tree in running.items()}

@@ -43,6 +43,7 @@ def test_one_group(ctx: RankContext, given, strategy) -> None:
     same(ctx, scenario, exact=ctx.world_size == 2)
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_a_group_of_some_ranks(ctx: RankContext) -> None:
     """Each half of the ranks trains a model of its own."""
