@@ -111,9 +111,9 @@ def _has_its_turn(case: pytest.Item, number: int) -> bool:
 def landing() -> tuple[int, str]:
     """The number of this landing, and what it counts; at landing 0, CI runs what it runs at all of them.
 
-    Commits on the main line, so that the next commit gets the next share. A shallow clone knows only some of them, and
-    a copy without git none: then the days, so that another share runs tomorrow. ``LANDING`` in the environment comes
-    first, to repeat a run.
+    Commits on the main line, so that the next commit gets the next share; who lands several commits at once passes over
+    shares. A shallow clone knows only some of them, and a copy without git none: then the days, so that another share
+    runs tomorrow. ``LANDING`` in the environment comes first, to repeat a run.
     """
     if LANDING in os.environ:
         return int(os.environ[LANDING]), f"from {LANDING}"
