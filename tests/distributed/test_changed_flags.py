@@ -15,6 +15,7 @@ from tests.fuzz import passes
 from tests.harness.distributed import RankContext, distributed
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_programs_with_changes_between_passes_are_those_of_the_plain_model(ctx: RankContext) -> None:
     assert passes.check(ctx, range(25)) == {}

@@ -55,6 +55,7 @@ def test_graphs_break_at_the_units_and_nowhere_else(ctx: RankContext, way: str, 
     assert_alike(outputs, train(shard(ctx, seeded(Unrolled), reshard_after_forward=kept)))
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_calls_that_the_compiler_leaves_to_python_are_watched_without_it(ctx: RankContext) -> None:
     """At a break in a loop, the compiler gives up on the frame: the calls of that frame run as they are."""
@@ -115,6 +116,7 @@ def test_model_that_ran_compiled_before_it_was_sharded(ctx: RankContext, way: st
     assert num_graphs() == 1 + NUM_GRAPHS
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_one_unit_compiles_to_one_graph(ctx: RankContext) -> None:
     start_compiling()

@@ -332,6 +332,7 @@ def test_backward_of_gradients_that_were_taken_behind_the_forward(ctx: RankConte
             optimizer.zero_grad()
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_compiled_block(ctx: RankContext) -> None:
     """All that a graph returns comes out of one node."""

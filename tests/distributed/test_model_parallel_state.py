@@ -136,6 +136,7 @@ def test_meta_model_is_materialised_and_trains(ctx: RankContext) -> None:
     torch.testing.assert_close(_full(model), _full(expected), rtol=0, atol=0)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("use_reentrant", [False, *long(True)])
 @distributed(4)
 def test_checkpointed_blocks_train_alike(ctx: RankContext, use_reentrant: bool) -> None:

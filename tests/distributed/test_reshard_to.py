@@ -326,6 +326,7 @@ def test_rank_without_shards_names_itself_when_its_model_runs_and_runs_when_it_h
     job.train(ctx, range(2))
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_joining_rank_may_have_built_its_model_on_the_meta_device(ctx: RankContext) -> None:
     torch.manual_seed(0)

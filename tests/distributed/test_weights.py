@@ -297,6 +297,7 @@ def test_weights_go_in_and_out_on_2_ranks(ctx: RankContext, place: str, tmp_path
     _loads_saves_and_streams(ctx, place, tmp_path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", [next(iter(ON_4)), *long(*list(ON_4)[1:])])
 @distributed(4)
 def test_weights_go_in_and_out_on_4_ranks(ctx: RankContext, place: str, tmp_path: Path) -> None:

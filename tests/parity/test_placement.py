@@ -76,6 +76,7 @@ def test_hsdp_with_a_replicate_axis_of_one_only_shards(ctx: RankContext) -> None
     compare(Case(Uneven), ctx.mesh_2d(1, ctx.world_size))
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_hsdp_with_a_chosen_dim(ctx: RankContext) -> None:
     shard = functools.partial(shard_units_and_root, shard_placement_fn=_last_dim_if_even)

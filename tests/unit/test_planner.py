@@ -486,6 +486,7 @@ def test_the_note_on_the_hosts_memory_is_under_rows_that_offload() -> None:
     assert "not counted" not in str(_plan())
 
 
+@pytest.mark.ci
 def test_the_note_on_the_hosts_memory_is_there_where_offloading_would_not_fit_either() -> None:
     found = _plan(budget="1MiB")
     assert found.smallest.choice.offloads
