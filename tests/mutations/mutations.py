@@ -299,14 +299,9 @@ MUTATIONS = [
     ),
     Mutation(
         "group/group.py",
-        "if has_changed or self.unsharded.requires_grad != self.requires_grad():",
-        "if has_changed:",
-        (
-            "distributed/test_staleness.py",
-            "distributed/test_changed_parameters.py",
-            "parity/test_casting.py",
-            "parity/test_gradients.py",
-        ),
+        "if sharded == noted and bound == noted:",
+        "if sharded == noted:",
+        ("distributed/test_changed_flags.py", "distributed/test_staleness.py"),
     ),
     Mutation(
         "group/group.py",
@@ -922,15 +917,15 @@ MUTATIONS = [
     ),
     Mutation(
         "group/group.py",
-        "is_replaceable = before is GroupState.SHARDED and _torch.running_backward() == -1",
+        "is_replaceable = before is GroupState.SHARDED and not in_backward",
         "is_replaceable = before is GroupState.SHARDED",
         ("distributed/test_changed_parameters.py",),
     ),
     Mutation(
-        "group/group.py",
-        "elif unsharded.requires_grad != requires_grad:",
-        "elif _torch.running_backward() == -1 and unsharded.requires_grad != requires_grad:",
-        ("distributed/test_changed_parameters.py",),
+        "group/gradients.py",
+        "if self._has_kept or self.state is GradientState.UNREDUCED:",
+        "if self.state is GradientState.UNREDUCED:",
+        ("distributed/test_changed_flags.py",),
     ),
     # Units that run several times, or alone; compiled calls of modules with hooks
     Mutation(
@@ -959,7 +954,7 @@ MUTATIONS = [
     ),
     Mutation(
         "_torch.py",
-        "        if is_traced():\n            return output\n",
+        "        if is_traced():\n            return call(*args, **kwargs)\n",
         "",
         ("distributed/test_compiled_blocks.py",),
     ),
@@ -1010,5 +1005,29 @@ MUTATIONS = [
         "is_last_use=uses[unit] == 0",
         "is_last_use=True",
         ("distributed/test_memory_limit.py",),
+    ),
+    Mutation(
+        "runtime/root.py",
+        "self._agree_on_flags()\n        _torch.at_end_of_backward",
+        "_torch.at_end_of_backward",
+        ("faults/test_unlike_ranks.py",),
+    ),
+    Mutation(
+        "runtime/stalls.py",
+        "if others != before or any(",
+        "if any(",
+        ("unit/test_stalls.py",),
+    ),
+    Mutation(
+        "_torch.py",
+        "with temporarily_clear_interpreter_stack():",
+        "if True:",
+        ("distributed/test_transforms.py",),
+    ),
+    Mutation(
+        "comm/backends.py",
+        "while _lent and time.monotonic() < until:",
+        "while False:",
+        ("faults/test_endings.py",),
     ),
 ]
