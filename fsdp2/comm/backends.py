@@ -350,10 +350,17 @@ _MAX_WAIT_S = 5.0  # at the end of a program whose collectives have failed
 
 def all_reduce(axis: Axis, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Sequence[Waitable]:
     """Reduce ``tensor`` over ``axis`` in place."""
+    return all_reduce_in(axis.group, tensor, op)
+
+
+def all_reduce_in(
+    group: dist.ProcessGroup | None, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType
+) -> Sequence[Waitable]:
+    """Reduce ``tensor`` over the ranks of ``group`` in place."""
     lent = tensor.detach()  # the backend alone holds it, so it goes away with the last of the backend's references
     if tensor.device.type == "cpu":
         _lent.add(weakref.ref(lent, _lent.discard))
-    work = dist.all_reduce(lent, op, group=axis.group, async_op=True)
+    work = dist.all_reduce(lent, op, group=group, async_op=True)
     return () if work is None else (work,)
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import launched, lost
+from fsdp2.comm.backends import all_reduce_in
+from fsdp2.comm.streams import launched, lost, wait_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.types import CommunicationError
@@ -190,7 +191,7 @@ def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order:
         if takes_maximum:  # that of a backend may be a number although a rank has NaN
             joint = torch.cat([joint, joint.isnan()])
         try:
-            launched(dist.all_reduce, joint, op, group=group)
+            wait_for(launched(all_reduce_in, group, joint, op))
         except CommunicationError as error:
             raise lost("clip_grad_norm_", error, "sum the norms of gradients", [group]) from error.__cause__
         if takes_maximum:
