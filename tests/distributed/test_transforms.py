@@ -44,7 +44,12 @@ def _batch(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-X, TANGENT = _batch(3, DIM), _batch(3, DIM, seed=1)
+def _x() -> Tensor:
+    return _batch(3, DIM)
+
+
+def _tangent() -> Tensor:
+    return _batch(3, DIM, seed=1)
 
 
 def _energy(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -53,31 +58,31 @@ def _energy(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def _forward_mode(model: nn.Module) -> Tensor:
     with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(X, TANGENT))).tangent
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(_x(), _tangent()))).tangent
         assert tangent is not None
         return tangent
 
 
 def _backward_through_vmap(model: nn.Module) -> Tensor:
     """It leaves gradients on the parameters, to which the step behind it adds."""
-    loss = vmap(model)(X).square().mean()
+    loss = vmap(model)(_x()).square().mean()
     loss.backward()
     return loss
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module], Tensor]] = {
-    "jvp": lambda model: jvp(model, (X,), (TANGENT,))[1],
+    "jvp": lambda model: jvp(model, (_x(),), (_tangent(),))[1],
     "forward mode": _forward_mode,
-    "grad": lambda model: grad(_energy(model))(X),
-    "vjp": lambda model: vjp(model, X)[1](TANGENT)[0],
-    "vmap": lambda model: vmap(model)(X),
-    "vmap of grad": lambda model: vmap(grad(_energy(model)))(X),
-    "grad of vmap": lambda model: grad(lambda x: vmap(model)(x).square().sum())(X),
-    "jacrev": lambda model: jacrev(model)(X[0]),
-    "jacfwd": lambda model: jacfwd(model)(X[0]),
-    "hessian": lambda model: hessian(_energy(model))(X[0]),
+    "grad": lambda model: grad(_energy(model))(_x()),
+    "vjp": lambda model: vjp(model, _x())[1](_tangent())[0],
+    "vmap": lambda model: vmap(model)(_x()),
+    "vmap of grad": lambda model: vmap(grad(_energy(model)))(_x()),
+    "grad of vmap": lambda model: grad(lambda x: vmap(model)(x).square().sum())(_x()),
+    "jacrev": lambda model: jacrev(model)(_x()[0]),
+    "jacfwd": lambda model: jacfwd(model)(_x()[0]),
+    "hessian": lambda model: hessian(_energy(model))(_x()[0]),
     "backward through vmap": _backward_through_vmap,
-    "autograd.functional": lambda model: torch.autograd.functional.jacobian(model, X[0]),
+    "autograd.functional": lambda model: torch.autograd.functional.jacobian(model, _x()[0]),
 }
 
 
@@ -116,7 +121,7 @@ def test_a_transform_of_parameters_is_named_and_leaves_the_model_as_it_was(ctx: 
     model, plain = _sharded(ctx, True), seeded(_Model)
 
     def loss(params: dict[str, Tensor]) -> Tensor:
-        return functional_call(model, params, (X,)).sum()
+        return functional_call(model, params, (_x(),)).sum()
 
     found = error_of(lambda: grad(loss)(dict(model.named_parameters())))
     assert found.replace("\n", " ") == (

@@ -296,7 +296,11 @@ def _wrapped(model: Model, way: str) -> nn.Module:
     strategy = ShardingStrategy.SHARD_GRAD_OP if "SHARD_GRAD_OP" in way else ShardingStrategy.FULL_SHARD
     policy = None if "one wrapper" in way else ModuleWrapPolicy({Block})
     return fsdp2.FullyShardedDataParallel(
-        model, sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        model,
+        sharding_strategy=strategy,
+        auto_wrap_policy=policy,
+        use_orig_params=True,
+        device_id=torch.get_default_device(),
     )
 
 
