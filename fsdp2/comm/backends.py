@@ -333,12 +333,15 @@ def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
     mine, rank = pickle.dumps(value), axis.group.rank()
     sizes = torch.zeros(axis.size, dtype=torch.int64)
     sizes[rank] = len(mine)
-    wait_for(all_reduce(axis, sizes))
-    parts = [torch.zeros(size, dtype=torch.uint8) for size in sizes.tolist()]
+    parts = [torch.zeros(size, dtype=torch.uint8) for size in _summed(axis, sizes).tolist()]
     parts[rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    whole = torch.cat(parts)
-    wait_for(all_reduce(axis, whole))
+    whole = _summed(axis, torch.cat(parts))
     return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes.tolist())]
+
+
+def _summed(axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
+    wait_for(all_reduce(axis, tensor))
+    return tensor
 
 
 # Tensors that gloo's threads may still hold. Such a thread drops a collective after it has told us that it is done, and

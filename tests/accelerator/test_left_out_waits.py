@@ -101,6 +101,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("comm.backends._Messages.wait", "work"): (
         "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up"
     ),
+    ("comm.backends._summed", "work"): "distributed/test_agreement.py::test_ranks_compare_once",
+    ("tools.clip._summed_over_ranks", "work"): (
+        "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them"
+    ),
     ("comm.custom._Message.wait", "work"): (
         "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
     ),
