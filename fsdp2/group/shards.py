@@ -80,17 +80,15 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = [vars(param).get(_NUM_STEPS) for param in params]
-    counts = {id(count): count for count in found if count}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    counts = {id(count): count for param in params if (count := vars(param).get(_NUM_STEPS))}
     for count in counts.values():
         count[0] += 1
     if torch.compiler.is_compiling():
         return
     if not counts:
         _warn_of_replaced(optimizer)
-    elif not all(found):
-        plain = [param for param, count in zip(params, found, strict=True) if not count]
+    elif plain := [param for group in optimizer.param_groups for param in group["params"] if not is_shard(param)]:
         warn_of_plain(optimizer, plain, has_ranks=any(shards.reduces_for(counts) for shards in _alive))
 
 
