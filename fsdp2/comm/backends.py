@@ -7,6 +7,7 @@ on its own, and whether the backend averages. All ranks issue all calls in the s
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import pickle
 import time
@@ -331,12 +332,12 @@ def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
     """As ``dist.all_gather_object``, with tensors that are known here: see ``_lent``."""
     assert axis.group is not None
     mine, rank = pickle.dumps(value), axis.group.rank()
-    sizes = torch.zeros(axis.size, dtype=torch.int64)
+    sizes = torch.zeros(axis.size, dtype=torch.int64, device="cpu")  # whatever the user's default device is
     sizes[rank] = len(mine)
-    parts = [torch.zeros(size, dtype=torch.uint8) for size in _summed(axis, sizes).tolist()]
+    parts = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in _summed(axis, sizes).tolist()]
     parts[rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     whole = _summed(axis, torch.cat(parts))
-    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes.tolist())]
+    return [pickle.loads(ctypes.string_at(part.data_ptr(), part.numel())) for part in whole.split(sizes.tolist())]
 
 
 def _summed(axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
