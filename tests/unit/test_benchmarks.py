@@ -303,4 +303,12 @@ def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> Non
     command = [sys.executable, str(ROOT / "benchmarks" / "call_counts.py")]
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
     found = json.loads((tmp_path / "call_counts.json").read_text())["tables"]
-    assert found == RESULTS["call_counts"]["tables"][: len(found)]  # without transformers, there is no Llama
+    published = RESULTS["call_counts"]["tables"][: len(found)]  # without transformers, there is no Llama
+    assert [_counts(table) for table in found] == [
+        {name: pytest.approx(counts, abs=1) for name, counts in _counts(table).items()} for table in published
+    ]
+
+
+def _counts(table: dict[str, Any]) -> dict[str, list[float]]:
+    """What is counted -> per runtime; a call more or less in a whole step changes the last digits of a ratio only."""
+    return {name: [float(count) for count in counts] for name, *counts, _ in table["rows"]}
