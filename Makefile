@@ -8,8 +8,11 @@ PINS := $(if $(TORCH),torch==$(TORCH),-c constraints-dev.txt)
 ARGS ?=
 SCRIPTS ?=
 SEEDS ?= 100
-# Two processes, each with its own ranks: one computes while the other waits for messages.
-PYTEST := $(BIN)/pytest -n 2 --timeout 300
+# Three processes on 2 cores, each with its own ranks: two compute while one waits for messages.
+PYTEST := $(BIN)/pytest -n 3 --timeout 300
+
+# Some 20 processes read the same files: let the first one keep what it has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-ci test-exhaustive fuzz mutations clients lint bench bench-check gpu docs clean

@@ -31,6 +31,7 @@ def on(stream: torch.Stream) -> Any:
 # Streams and events
 
 
+@pytest.mark.ci
 @on_device(1)
 def test_nothing_runs_before_the_host_waits(ctx: RankContext) -> None:
     x = torch.zeros(4, device=SIM)

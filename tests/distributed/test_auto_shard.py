@@ -193,6 +193,7 @@ def test_selective_checkpointing_trains_alike(ctx: RankContext) -> None:
     assert losses(model) == pytest.approx(losses(plain), rel=1e-5)
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_what_cannot_fit_is_refused_with_what_would_and_nothing_is_sharded(ctx: RankContext) -> None:
     model = language_model()

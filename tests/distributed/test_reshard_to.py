@@ -240,6 +240,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", [*CASES[:1], *long(*CASES[1:])], ids=lambda case: ", ".join(case))
 @distributed(4)
 def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(ctx: RankContext, case: Any) -> None:

@@ -195,6 +195,7 @@ def _save_with_fault(
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("fault", "on_rank", "reason"),
     [

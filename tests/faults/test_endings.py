@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODES = {"as it is": 0, "destroy": 0, "error": 1}
 
 
+@pytest.mark.ci
 def test_ranks_end_cleanly_while_gloo_holds_the_last_collective(tmp_path: Path) -> None:
     """They aborted: "terminate called without an active exception"."""
     root = Path(__file__).parents[2]

@@ -103,6 +103,7 @@ def _freezes_on_one_rank(ctx: RankContext, mesh: DeviceMesh, after_forward: bool
     return heard.messages, raised
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("after_forward", [False, *long(True)])
 def test_flag_that_differs_is_named_on_all_ranks_before_the_timeout(after_forward: bool) -> None:
     for rank, ended in enumerate(World(_freezes_on_one_rank, timeout_s=20, after_forward=after_forward).join()):

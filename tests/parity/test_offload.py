@@ -77,6 +77,7 @@ def test_hsdp(ctx: RankContext, model) -> None:
     compare(Case(model, shard=shard_offloaded, clip_norm=0.1), ctx.mesh_2d(2, 2))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, *long({"tp": 2, "dp": 2})], ids=str)
 @distributed(4)
 def test_tensor_parallel(ctx: RankContext, sizes: dict[str, int]) -> None:

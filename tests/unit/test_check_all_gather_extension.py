@@ -73,7 +73,7 @@ def _exact(make: Callable[[Tensor], Tensor], value: Callable[[Tensor, torch.dtyp
     """``make`` gives ``value`` on any number of ranks, in fp32 and in bf16."""
     in_bf16 = {"value": lambda full: value(full, torch.bfloat16), "mp_policy": BF16, **options}
     yield make, {"value": lambda full: value(full, torch.float32), "world_sizes": (1, 2, 3, 4, 9), **options}
-    yield make, in_bf16
+    yield pytest.param(make, in_bf16, marks=pytest.mark.ci)
 
 
 @pytest.mark.parametrize(

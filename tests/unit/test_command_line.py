@@ -214,6 +214,7 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: p
     assert found.machine.bf16_flops > 0
 
 
+@pytest.mark.ci
 def test_on_one_rank_links_are_not_measured_so_several_gpus_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     main(["measure", str(file), "--width", "32"])

@@ -15,6 +15,7 @@ from torch import nn
 from fsdp2.tensors import normal_float, wrapper
 from fsdp2.tensors.nf4 import NF4Tensor
 from tests.harness.messages import error_of
+from tests.harness.selection import in_ci
 
 # Appendix E of arXiv 2305.14314, rounded.
 PUBLISHED = [
@@ -251,7 +252,7 @@ def test_saved_weight_loads_with_weights_only() -> None:
     assert _same(loaded, _nf4(7, 20, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, *in_ci(True)])
 def test_linear_layer_computes_with_the_dense_weight(compiled: bool) -> None:
     layer = nn.Linear(20, 7)
     layer.weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
