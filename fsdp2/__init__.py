@@ -6,6 +6,7 @@ from fsdp2 import extensions
 from fsdp2.api.contexts import no_sync, unsharded
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.extras import ranks_may_differ as _ranks_may_differ
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.tools import memory_limit as _memory_limit, progress as _progress, trace
 from fsdp2.tools.auto_shard import AutoShard, auto_shard
@@ -86,6 +87,7 @@ __all__ = [
 ]
 
 _memory_limit.register()
+_ranks_may_differ.register()
 _progress.register()
 
 _OF_FSDP1 = ("FSDPExtensions", "FullyShardedDataParallel", "set_fsdp_extensions")

@@ -15,7 +15,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import streams_for
-from fsdp2.group.gradients import Reduction
+from fsdp2.group.gradients import Reduction, Without
 from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import Action, Actions
@@ -25,7 +25,11 @@ from fsdp2.types import CommunicationError
 Programs = Mapping[tuple[Action, int], Callable[[], object]]
 _T = TypeVar("_T")
 
-_REDUCTIONS = (Action.REDUCE, Action.REDUCE_JOINTLY)
+_REDUCTIONS = {
+    Action.REDUCE: Without.ZEROS,
+    Action.REDUCE_EARLY: Without.NOTHING,
+    Action.REDUCE_REST: Without.EARLIER,
+}
 _OF_GROUPS = {
     Action.UNSHARD: ParamGroup.unshard,
     Action.PREFETCH: ParamGroup.unshard,
@@ -104,8 +108,7 @@ class Executor:
         if action is Action.LAND:
             return self.land
         if action in _REDUCTIONS:
-            jointly = action is Action.REDUCE_JOINTLY
-            runs = [partial(self._reduce, unit, group, jointly=jointly) for group in unit.groups]
+            runs = [partial(self._reduce, unit, group, _REDUCTIONS[action]) for group in unit.groups]
         else:
             runs = [partial(_OF_GROUPS[action], group) for group in unit.groups]
         return runs[0] if len(runs) == 1 else partial(_run_all, runs)
@@ -149,11 +152,11 @@ class Executor:
         """How many reductions are in flight."""
         return len(self._pending)
 
-    def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
+    def _reduce(self, unit: Unit, group: ParamGroup, without: Without) -> None:
         if group.state is not GroupState.SHARDED:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
-        launch = partial(group.reduce, jointly=jointly)
+        launch = partial(group.reduce, without)
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
         reduction = _run("reduce_launch", group, launch)

@@ -21,9 +21,8 @@ from fsdp2.runtime.inner_gradients import watch_submodules
 from fsdp2.runtime.loading import check_loaded
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, unit_of, units_under
-from fsdp2.schedule.rank_skipping import Outcome
 from fsdp2.schedule.schedule import Phase
-from fsdp2.schedule.states import GroupState, Lent, Pass
+from fsdp2.schedule.states import GroupState, Lent, Outcome, Pass
 from fsdp2.types import ScheduleError
 
 

@@ -74,7 +74,8 @@ class MemoryLimit:
         self._executor.programs[action, index]()
         if action is Action.UNSHARD:
             self._measure(index)
-        self._ledger.count(action, index, self._executor.max_in_flight)
+        if action is not Action.REDUCE_EARLY:  # there is nothing to reduce yet, but where a forward had no backward
+            self._ledger.count(action, index, self._executor.max_in_flight)
 
     def _make_room(self, index: int, nbytes: int) -> None:
         ledger = self._ledger

@@ -46,7 +46,8 @@ def _model(after_forward: AfterForward) -> list[str]:
     first = len(device.performed)
     device.step()
     names = ["(root)", *map(str, range(NUM_BLOCKS))]
-    return [f"{action.value} {names[unit]}" for action, unit in device.performed[first:]]
+    performed = [(action.value, unit) for action, unit in device.performed[first:]]
+    return [f"{'reduce' if name.startswith('reduce') else name} {names[unit]}" for name, unit in performed]
 
 
 @pytest.mark.parametrize(
