@@ -61,6 +61,12 @@ def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
             tensor.grad = grad if dtype is None else grad.to(dtype)
 
 
+def torch_is_at_least(major: int, minor: int) -> bool:
+    """Whether torch is of that release or a later one. A build on the way to it counts: it has most of the changes."""
+    numbers = torch.__version__.split(".")
+    return (int(numbers[0]), int(numbers[1])) >= (major, minor)
+
+
 # A different number for each backward that runs on this thread, nested ones included; -1 outside of a backward.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 

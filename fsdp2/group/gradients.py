@@ -46,14 +46,6 @@ class GradientState(Enum):
     REDUCED = "REDUCED"
 
 
-class Without(Enum):
-    """What a rank without gradients reduces."""
-
-    ZEROS = "zeros"  # other ranks may have gradients
-    EARLIER = "earlier"  # what earlier reductions have summed over the shard axis only, if anything
-    NOTHING = "nothing"
-
-
 @dataclass(frozen=True)
 class GroupOptions:
     """What the user configures for one group: its gradients and its communication. ``fills_gradients``: parameters
@@ -283,9 +275,9 @@ class GroupGradients:
             if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself adds up in it
                 param.keep_grad()
 
-    def reduce(self, without: Without) -> Reduction | None:
-        """Start reducing the gradients that this and earlier backwards left. ``without``: what to reduce if this rank
-        has none. Returns None if that is nothing."""
+    def reduce(self, *, jointly: bool) -> Reduction | None:
+        """Start reducing the gradients that this and earlier backwards left; None if there are none. ``jointly``: other
+        ranks may have some, so this rank reduces zeros then."""
         trainable = self.trainable
         if not trainable:
             return None
@@ -296,8 +288,8 @@ class GroupGradients:
         present = list(map(_is_there, grads))
         if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
             present = [True] * len(present)
-        elif without is not Without.ZEROS and True not in present:
-            return self.reduce_partial() if without is Without.EARLIER else None
+        elif not jointly and True not in present:
+            return None
         earlier, self._partial = self._partial, None
         if earlier is not None and not earlier.bound.is_like(bound):
             self._start_landing(earlier).land()
@@ -309,12 +301,15 @@ class GroupGradients:
         stages += [self._keep_partial] if keeps_partial else self._landing_stages()
         return Reduction(bound, launched, present, stages)
 
-    def reduce_partial(self) -> Reduction | None:
-        """Start to sum partial gradients over the replicate axis, too; None if there are none, or if the user has
-        disabled the all-reduce."""
-        if self._partial is None or not self.options.requires_all_reduce:
-            return None
+    @property
+    def awaits_all_reduce(self) -> bool:
+        """Whether there are partial gradients, and the user allows to sum them over the replicate axis."""
+        return self._partial is not None and self.options.requires_all_reduce
+
+    def reduce_partial(self) -> Reduction:
+        """Start to sum partial gradients over the replicate axis, too."""
         earlier, self._partial = self._partial, None
+        assert earlier is not None
         return self._start_landing(earlier)
 
     def finish_copies(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import streams_for
-from fsdp2.group.gradients import Reduction, Without
+from fsdp2.group.gradients import Reduction
 from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import Action, Actions
@@ -25,11 +25,7 @@ from fsdp2.types import CommunicationError
 Programs = Mapping[tuple[Action, int], Callable[[], object]]
 _T = TypeVar("_T")
 
-_REDUCTIONS = {
-    Action.REDUCE: Without.ZEROS,
-    Action.REDUCE_EARLY: Without.NOTHING,
-    Action.REDUCE_REST: Without.EARLIER,
-}
+_REDUCTIONS = (Action.REDUCE, Action.REDUCE_JOINTLY)
 _OF_GROUPS = {
     Action.UNSHARD: ParamGroup.unshard,
     Action.PREFETCH: ParamGroup.unshard,
@@ -96,19 +92,23 @@ class Executor:
         self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands after the launch of the next one
         self._last: Reduction | None = None  # has landed, but the current stream has not waited for it
         self._offloaded: list[ParamGroup] = []
+        self._replicated: list[ParamGroup] = []
         self._has_reduced = False
 
     def take(self, units: Sequence[Unit]) -> None:
         """Work on ``units`` from now on."""
         self.units, self.filter = units, None
         self.programs = {(action, i): self._program(action, unit) for i, unit in enumerate(units) for action in Action}
-        self._offloaded = [group for unit in units for group in unit.groups if group.home.is_staged]
+        groups = [group for unit in units for group in unit.groups]
+        self._offloaded = [group for group in groups if group.home.is_staged]
+        self._replicated = [group for group in groups if group.mesh.replicate.size > 1]
 
     def _program(self, action: Action, unit: Unit) -> Callable[[], object]:
         if action is Action.LAND:
             return self.land
         if action in _REDUCTIONS:
-            runs = [partial(self._reduce, unit, group, _REDUCTIONS[action]) for group in unit.groups]
+            jointly = action is Action.REDUCE_JOINTLY
+            runs = [partial(self._reduce, unit, group, jointly=jointly) for group in unit.groups]
         else:
             runs = [partial(_OF_GROUPS[action], group) for group in unit.groups]
         return runs[0] if len(runs) == 1 else partial(_run_all, runs)
@@ -152,25 +152,27 @@ class Executor:
         """How many reductions are in flight."""
         return len(self._pending)
 
-    def _reduce(self, unit: Unit, group: ParamGroup, without: Without) -> None:
+    def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
         if group.state is not GroupState.SHARDED:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
-        launch = partial(group.reduce, without)
+        launch = partial(group.reduce, jointly=jointly)
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
         reduction = _run("reduce_launch", group, launch)
         self._add(group, reduction)
 
-    def reduce_partial(self, group: ParamGroup) -> None:
-        """Reduce over the replicate axis what ``group`` has reduced over the shard axis only."""
-        if group.mesh.replicate.size > 1:
-            self._make_room(group)
-            self._add(group, _run("reduce_launch", group, group.reduce_partial))
+    def reduce_partial(self) -> None:
+        """Reduce over the replicate axis what groups have reduced over the shard axis only."""
+        for group in reversed(self._replicated):
+            if group.gradients.awaits_all_reduce:
+                self._make_room(group)
+                self._add(group, _run("reduce_launch", group, group.reduce_partial))
 
     def land(self) -> None:
         """Land everything. If a collective has failed, or a user's hook raises, land no more."""
         try:
+            self.reduce_partial()
             self.land_down_to(0)
         except Exception:
             with suppress(CommunicationError):  # the first error is the cause

@@ -50,18 +50,12 @@ class _Registered:
     """What higher layers plug in."""
 
     limits_memory: Callable[[int, Root], ActionFilter] | None = None
-    on_first_forward: Callable[[Root], object] | None = None
     where_ranks_differ: type[Root] | None = None
 
 
 def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
     """Use ``make``, of a limit in bytes and a root, for the action filter of every root with a ``memory_limit``."""
     _Registered.limits_memory = make
-
-
-def register_first_forward(on_first_forward: Callable[[Root], object]) -> None:
-    """Call ``on_first_forward`` before the first forward of each root, and again if its units have changed."""
-    _Registered.on_first_forward = on_first_forward
 
 
 def register_root_where_ranks_differ(root_class: type[Root]) -> None:
@@ -355,8 +349,6 @@ class Root:
             self._is_agreed = True
             self._take_flags()
             self._has_new_flags, self._claims = False, {FLAGS: self.trainable()}
-            if _Registered.on_first_forward is not None:
-                _Registered.on_first_forward(self)
 
     def begin_forward(self, unit: Unit) -> None:
         """A forward pass begins with ``unit`` as its outermost unit."""
@@ -485,9 +477,7 @@ class Root:
         self.note("finalize_backward()", self.unit)
         self.forget_passes()
         self.executor.do(self.schedule.finalize())
-        for unit in reversed(self.units):
-            for group in unit.groups:
-                self.executor.reduce_partial(group)
+        self.executor.reduce_partial()
         self.is_reducing = True
 
     def land(self) -> None:

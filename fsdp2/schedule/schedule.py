@@ -32,9 +32,8 @@ class Action(Enum):
     WAIT = "wait"  # the parameters are usable when this returns
     RESHARD = "reshard"  # back to the shards
     RESHARD_POST_FORWARD = "reshard_post_forward"  # back to shards on the smaller mesh
-    REDUCE = "reduce"  # start reducing the gradients that the backward left, or zeros: other ranks may have gradients
-    REDUCE_EARLY = "reduce_early"  # the same if there are gradients: else another use of the unit is to come
-    REDUCE_REST = "reduce_rest"  # the same if there are gradients, or sums over the shard axis only
+    REDUCE = "reduce"  # start reducing the gradients that the backward left, if any
+    REDUCE_JOINTLY = "reduce_jointly"  # the same, but zeros if there are none here: other ranks may have gradients
     KEEP = "keep"  # keep the gradients on this rank
     LAND = "land"  # finish all reductions that have started
 
@@ -170,10 +169,7 @@ class Schedule:
         parameter behind the last use; so before that, there is nothing to reduce."""
         self.phases[unit] = Phase.REDUCED
         reshard = self._reshard_after_backward(unit)
-        if not is_last_use and unit not in self._owed:
-            return reshard
-        is_early = self.expects(unit) and not self.rules[unit].ranks_may_differ
-        return *reshard, self._reduce(unit, Action.REDUCE_EARLY if is_early else Action.REDUCE)
+        return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self._owed else reshard
 
     def expects(self, unit: int) -> bool:
         """Whether some forward of ``unit`` was recorded that no backward has reached. Users may drop its output."""
@@ -184,10 +180,9 @@ class Schedule:
         gradient, or they took no part), and units in ``ended`` a second time."""
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.phases))):
-            if self.phases[unit] is not Phase.REDUCED or unit in ended or self.expects(unit):
+            if self.phases[unit] is not Phase.REDUCED or unit in ended:
                 actions += self._reshard_after_backward(unit)
-                rest = self._keep(unit) if self.finalizes_by_hand else self._reduce(unit, Action.REDUCE_REST)
-                actions.append(rest)
+                actions.append(self._keep(unit) if self.finalizes_by_hand else self._reduce(unit, jointly=False))
         for unit in self._take_unused():
             actions += self._reshard_after_backward(unit)
         self._come_to_rest()
@@ -203,8 +198,7 @@ class Schedule:
         for unit in reversed(range(len(self.phases))):
             actions += self._reshard_after_backward(unit)
             if unit in self._owed:
-                is_shared = self.rules[unit].ranks_may_differ
-                actions.append(self._reduce(unit, Action.REDUCE if is_shared else Action.REDUCE_REST))
+                actions.append(self._reduce(unit, jointly=True))
         self.awaits_finalization = False
         self._forget_step()
         return actions
@@ -229,12 +223,12 @@ class Schedule:
     def _reshard_after_backward(self, unit: int) -> Actions:
         return ((Action.RESHARD, unit),) if self.rules[unit].reshard_after_backward else ()
 
-    def _reduce(self, unit: int, action: Action) -> tuple[Action, int]:
+    def _reduce(self, unit: int, *, jointly: bool) -> tuple[Action, int]:
         rules = self.rules[unit]
         if not rules.reduces:
             return self._keep(unit)
         self._owed.discard(unit)
-        return action, unit
+        return Action.REDUCE_JOINTLY if jointly and rules.ranks_may_differ else Action.REDUCE, unit
 
     def _keep(self, unit: int) -> tuple[Action, int]:
         self._owed.add(unit)

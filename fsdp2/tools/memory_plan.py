@@ -311,7 +311,7 @@ class Ledger:
             self.wait(unit)
         elif action in (Action.RESHARD, Action.RESHARD_POST_FORWARD):
             self.reshard(unit, post_forward=action is Action.RESHARD_POST_FORWARD)
-        elif action in (Action.REDUCE, Action.REDUCE_EARLY, Action.REDUCE_REST):
+        elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
             self.reduce(unit, max_in_flight)
         elif action is Action.KEEP:
             self.keep(unit)

@@ -46,8 +46,7 @@ def _model(after_forward: AfterForward) -> list[str]:
     first = len(device.performed)
     device.step()
     names = ["(root)", *map(str, range(NUM_BLOCKS))]
-    performed = [(action.value, unit) for action, unit in device.performed[first:]]
-    return [f"{'reduce' if name.startswith('reduce') else name} {names[unit]}" for name, unit in performed]
+    return [f"{action.value} {names[unit]}" for action, unit in device.performed[first:]]
 
 
 @pytest.mark.parametrize(

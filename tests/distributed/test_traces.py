@@ -48,6 +48,25 @@ br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr
     )
 
 
+def _of_an_input_gradient(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    with trace.record(model) as recorded:
+        x = batch().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return compact(recorded)
+
+
+def test_gradient_of_the_input_alone_reduces_nothing() -> None:
+    """It reduced zeros for each unit."""
+    assert_expected_inline(
+        on_one_rank(_of_an_input_gradient),
+        """\
+fr Ur Wr | f0 U0 W0 | /f0 R0 | f1 U1 W1 | /f1 R1 | f2 U2 W2 | /f2 R2 | /fr
+br P2 | b2 W2 P1 | /b2 R2 | b1 W1 P0 | /b1 R1 | b0 W0 | /b0 R0 | /br Rr | /br""",
+    )
+
+
 def test_later_steps_are_the_second_one_again() -> None:
     assert on_one_rank(_plain, index=4) == on_one_rank(_plain, index=1)
 

@@ -138,8 +138,8 @@ MUTATIONS = [
     ),
     Mutation(
         "schedule/schedule.py",
-        "reshard = self._reshard_after_backward(unit)\n        if not is_last_use",
-        "reshard: Actions = ()\n        if not is_last_use",
+        "reshard = self._reshard_after_backward(unit)\n        return",
+        "reshard: Actions = ()\n        return",
         (
             *_SCHEDULE,
             *_TRACES,
@@ -342,7 +342,7 @@ MUTATIONS = [
     ),
     Mutation(
         "group/gradients.py",
-        "elif without is not Without.ZEROS and True not in present:",
+        "elif not jointly and True not in present:",
         "elif False:",
         (
             *_TRACES,
@@ -1022,10 +1022,4 @@ MUTATIONS = [
     # What all ranks must do alike
     Mutation("runtime/root.py", "if used != self._used and any(used):", "if False:", ("faults/test_unlike_ranks.py",)),
     Mutation("runtime/root.py", "if units != self._orders.get(kind):", "if False:", ("faults/test_unlike_ranks.py",)),
-    Mutation(
-        "schedule/schedule.py",
-        "is_early = self.expects(unit) and not",
-        "is_early = False and not",
-        ("unit/test_schedule_table.py", "parity/test_accumulation.py"),
-    ),
 ]

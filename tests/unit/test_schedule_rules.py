@@ -80,7 +80,7 @@ def _reduced(schedule: Schedule, order: Sequence[int]) -> list[int]:
         schedule.pre_backward(unit)
         found += schedule.post_backward(unit)
     found += schedule.end_backward()
-    return [unit for action, unit in found if action in (Action.REDUCE, Action.REDUCE_REST)]
+    return [unit for action, unit in found if action is Action.REDUCE]
 
 
 def test_reductions_follow_the_backward() -> None:
@@ -102,7 +102,7 @@ def test_what_a_backward_left_is_reduced_when_the_user_finalizes() -> None:
     schedule = _by_hand()
     forward(schedule, [1, 2, 3])
     assert _reduced(schedule, [3, 1]) == [3, 1]
-    assert text(schedule.finalize()) == "reshard 3, reshard 2, reduce_rest 2, reshard 1, reshard 0, reduce_rest 0"
+    assert text(schedule.finalize()) == "reshard 3, reshard 2, reduce 2, reshard 1, reshard 0, reduce 0"
     assert text(schedule.finalize()) == "reshard 3, reshard 2, reshard 1, reshard 0"
 
 
@@ -125,7 +125,7 @@ def test_backwards_without_sync_are_reduced_once_by_finalization_with_sync() -> 
         forward(schedule, [1, 2, 3])
         assert _reduced(schedule, [3, 2, 1]) == []
     schedule.rules = [UnitRules()] * 4
-    assert [unit for action, unit in schedule.finalize() if action is Action.REDUCE_REST] == [3, 2, 1, 0]
+    assert [unit for action, unit in schedule.finalize() if action is Action.REDUCE] == [3, 2, 1, 0]
 
 
 def test_finalization_without_sync_leaves_gradients_for_the_next_one() -> None:
@@ -134,7 +134,7 @@ def test_finalization_without_sync_leaves_gradients_for_the_next_one() -> None:
     _reduced(schedule, [3, 2, 1])
     assert (Action.KEEP, 1) in schedule.finalize()
     schedule.rules[1] = UnitRules()
-    assert text(schedule.finalize()) == "reshard 3, reshard 2, reshard 1, reduce_rest 1, reshard 0"
+    assert text(schedule.finalize()) == "reshard 3, reshard 2, reshard 1, reduce 1, reshard 0"
 
 
 def test_backward_that_was_cut_short_ends_the_wait_for_finalization_and_a_forward_does_not() -> None:

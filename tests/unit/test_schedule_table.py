@@ -74,9 +74,7 @@ EVENTS: dict[str, Callable[[Schedule], Actions]] = {
     "end_backward": lambda schedule: schedule.end_backward(),
     "reset": lambda schedule: schedule.reset() or (),
 }
-EVERYTHING_REDUCED = (
-    "reshard 3, reduce_rest 3, reshard 2, reduce_rest 2, reshard 1, reduce_rest 1, reduce_rest 0, land 0"
-)
+EVERYTHING_REDUCED = "reshard 3, reduce 3, reshard 2, reduce 2, reshard 1, reduce 1, reduce 0, land 0"
 # Where an event finds a unit in a phase that its pass does not lead to, an exception has cut that pass short, or a
 # forward runs a backward inside it: the unit is treated as if it came fresh.
 CELLS: dict[tuple[Phase, str], tuple[str, Phase]] = {
@@ -98,7 +96,7 @@ CELLS: dict[tuple[Phase, str], tuple[str, Phase]] = {
     (Phase.RECOMPUTE, "pre_forward in backward"): ("unshard 2, wait 2", Phase.RECOMPUTE),
     (Phase.RECOMPUTE, "post_forward"): ("", Phase.IDLE),
     (Phase.RECOMPUTE, "pre_backward"): ("unshard 2, wait 2", Phase.BACKWARD),
-    (Phase.RECOMPUTE, "post_backward"): ("reshard 2, reduce_early 2", Phase.REDUCED),
+    (Phase.RECOMPUTE, "post_backward"): ("reshard 2, reduce 2", Phase.REDUCED),
     (Phase.RECOMPUTE, "end_backward"): (EVERYTHING_REDUCED, Phase.IDLE),
     (Phase.RECOMPUTE, "reset"): ("", Phase.IDLE),
     (Phase.BACKWARD, "pre_forward"): ("unshard 2, wait 2", Phase.FORWARD),
@@ -113,10 +111,7 @@ CELLS: dict[tuple[Phase, str], tuple[str, Phase]] = {
     (Phase.REDUCED, "post_forward"): ("reshard 2", Phase.IDLE),
     (Phase.REDUCED, "pre_backward"): ("unshard 2, wait 2", Phase.BACKWARD),
     (Phase.REDUCED, "post_backward"): ("reshard 2, reduce 2", Phase.REDUCED),
-    (Phase.REDUCED, "end_backward"): (
-        "reshard 3, reduce_rest 3, reshard 1, reduce_rest 1, reduce_rest 0, land 0",
-        Phase.IDLE,
-    ),
+    (Phase.REDUCED, "end_backward"): ("reshard 3, reduce 3, reshard 1, reduce 1, reduce 0, land 0", Phase.IDLE),
     (Phase.REDUCED, "reset"): ("", Phase.IDLE),
 }
 

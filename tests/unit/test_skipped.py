@@ -106,9 +106,9 @@ class Rank:
                 self.log.append(f"all-gather {unit}")
             elif action is Action.RESHARD:
                 self.unsharded.discard(unit)
-            elif action in (Action.REDUCE, Action.REDUCE_EARLY, Action.REDUCE_REST):
+            elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
                 self.owed.discard(unit)
-                if action is Action.REDUCE and unit not in self.frozen:
+                if action is Action.REDUCE_JOINTLY and unit not in self.frozen:
                     self.log.append(f"reduce {unit}")
 
 

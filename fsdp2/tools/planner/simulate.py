@@ -78,8 +78,6 @@ class Accelerator:
             Action.RESHARD: self._reshard,
             Action.RESHARD_POST_FORWARD: self._rest,
             Action.REDUCE: self._reduce,
-            Action.REDUCE_EARLY: self._reduce,
-            Action.REDUCE_REST: self._reduce,
             Action.LAND: self._land,
         }
 

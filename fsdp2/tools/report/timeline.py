@@ -89,7 +89,7 @@ COPIES = TO_DEVICE, TO_HOST = "copy to device", "copy to host"
 _GATHERS = ("unshard", "prefetch")
 _RESHARDS = ("reshard", "reshard_post_forward")
 _BACKWARDS = ("pre_backward", "join_backward")
-_REDUCES = ("reduce", "reduce_early", "reduce_rest")
+_REDUCES = ("reduce", "reduce_jointly")
 _OF_REDUCTIONS = ("reduce_launch", "reduce_finish", "reduce_land")
 
 
