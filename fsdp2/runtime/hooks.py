@@ -95,6 +95,7 @@ class ModuleHooks:
         self._is_resumed = False  # that method has called the unit again, as generate() calls forward()
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
+        self._marked_version = 0  # its version then
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
         for module in unit.modules:
@@ -259,9 +260,13 @@ class ModuleHooks:
             output = map_tensors(lambda each: _PreBackward.apply(unit, each) if _has_gradient(each) else each, output)
         elif torch.is_grad_enabled():
             found = (output,) if type(output) is torch.Tensor else find_tensors(output, [])
-            if self._marked is not None and id(self._marked()) in map(id, found):
-                output = _viewed(output, self._marked())
-                found = find_tensors(output, [])
+            if self._marked is not None and (view := self._marked()) is not None:
+                if view._version != self._marked_version:
+                    self._marked_version = view._version
+                    _torch.before_in_place(view, self._on_input_gradient)
+                if id(view) in map(id, found):
+                    output = _viewed(output, view)
+                    found = find_tensors(output, [])
             for tensor in found:
                 if tensor.requires_grad:
                     self._pre_backward.add_to(tensor)
@@ -311,7 +316,7 @@ class ModuleHooks:
         (only,) = tensors
         view = only.view_as(only)
         self._post_backward.add_to(view)
-        self._marked = weakref.ref(view)
+        self._marked, self._marked_version = weakref.ref(view), view._version
         if args and args[0] is only:
             return (view, *args[1:]), kwargs
         return map_tensors(lambda tensor: view if tensor is only else tensor, (args, kwargs))
@@ -322,7 +327,7 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _viewed(output: Any, tensor: torch.Tensor | None) -> Any:
+def _viewed(output: Any, tensor: torch.Tensor) -> Any:
     """``output`` with a view in place of ``tensor``, a unit's input that is returned as it is. On one tensor, the hook
     that ends the unit's backward would run before the one that begins it."""
     return map_tensors(lambda each: each.view_as(each) if each is tensor else each, output)
