@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -96,11 +97,12 @@ class ModuleHooks:
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
         self._marked_version = 0  # its version then
+        self._handled = 0  # the identity of the exception that the user handled when the last forward began
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
         for module in unit.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+            module.register_forward_hook(self.post_forward, always_call=True)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
         self.modules, self.functions = list(unit.modules), [self.pre_forward, self.post_forward]
         self.hold([*unit.modules, *(slot.module for slot in slots)])
@@ -120,6 +122,7 @@ class ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._runs_method:
             return self._resume(args, kwargs)
+        self._handled = id(sys.exc_info()[1])
         unit = self._unit
         if unit.lent is not Lent.NOTHING and self._runs_plainly():
             return args, kwargs
@@ -146,6 +149,10 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
+        if id(sys.exc_info()[1]) != self._handled:  # the forward has raised, or a hook of the user behind it
+            if unit.root is not None and _torch.running_backward() == -1:
+                unit.root.give_up_forward(unit)
+            return None
         if self._runs_method:
             return self._handed_out(output)
         if unit.lent is not Lent.NOTHING and self._runs_plainly():

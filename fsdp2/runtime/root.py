@@ -80,6 +80,7 @@ class Root:
         self.schedule = Schedule(())
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
+        self._has_raised = False  # the forward that was the whole pass
         self.identity = ""
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
@@ -195,7 +196,7 @@ class Root:
     @property
     def is_running(self) -> bool:
         """Whether a forward or backward runs."""
-        return self.schedule.running is not Pass.IDLE
+        return self.schedule.running is not Pass.IDLE and not self._has_raised
 
     def ranks(self) -> list[int]:
         """All ranks that hold a part of the model."""
@@ -277,7 +278,7 @@ class Root:
             )
         if schedule.in_backward:
             self.reset()
-        elif running is not None and running >= unit.index and self._runs_again(unit, running):
+        elif running is not None and (self._has_raised or (running >= unit.index and self._runs_again(unit, running))):
             self.abandon_forward()
 
     def _runs_again(self, unit: Unit, running: int) -> bool:
@@ -293,7 +294,8 @@ class Root:
         """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
         schedule, index = self.schedule, unit.index
         running = schedule.forward_root
-        if running is None or running >= index or schedule.in_backward:  # not inside a forward, as most units are
+        # Most units are inside a forward that goes on.
+        if running is None or running >= index or schedule.in_backward or self._has_raised:
             self._recover(unit)
             if schedule.forward_root is None:
                 self._take_changes(unit)
@@ -318,6 +320,11 @@ class Root:
         recomputation; checkpointing ends these by an exception."""
         if self.schedule.phases[unit.index] is not Phase.BACKWARD:
             self.schedule.phases[unit.index] = Phase.IDLE
+
+    def give_up_forward(self, unit: Unit) -> None:
+        """``unit``'s forward has raised. If it was a whole pass, clean up before the next one."""
+        self.forget_forward(unit)
+        self._has_raised = self.schedule.forward_root == unit.index
 
     @_torch.outside_transforms
     def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
@@ -580,7 +587,7 @@ class Root:
 
     def _come_to_rest(self) -> None:
         """Give up what is in flight, and bind the shards. If a collective has failed, raise its error afterwards."""
-        self.is_reducing = False
+        self.is_reducing = self._has_raised = False
         self.schedule.reset()
         self.forget_passes()
         with ExitStack() as stack:  # calls all of these, last ones first, whichever raises
