@@ -29,7 +29,7 @@ test: $(VENV)/.installed ## run the tests, but for the long ones
 	$(PYTEST) $(ARGS)
 
 test-ci: $(VENV)/.installed ## run what CI runs beyond that: of the long tests, another share at each landing
-	$(PYTEST) -m "long and not rare" $(ARGS)
+	$(PYTEST) -n 2 -m "long and not rare" $(ARGS)
 
 test-exhaustive: $(VENV)/.installed ## run all tests: before a release
 	$(PYTEST) -m "" $(ARGS)

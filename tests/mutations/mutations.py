@@ -178,9 +178,9 @@ MUTATIONS = [
             "parity/test_activation_checkpointing.py",
         ),
     ),
-    # extras/skipped_units.py
+    # schedule/rank_skipping.py
     Mutation(
-        "extras/skipped_units.py",
+        "schedule/rank_skipping.py",
         "if not present.issuperset(registered):",
         "if False:",
         (
@@ -470,10 +470,13 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "extras/ranks_may_differ.py",
-        "late = [param in anywhere for param in landed.params]",
-        "late = [True for param in landed.params]",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
+        "group/gradients.py",
+        "late = [not had and part.param in anywhere for part, had in parts]",
+        "late = [not had for part, had in parts]",
+        (
+            "parity/test_gradients.py",
+            "distributed/test_other_parameters_on_other_ranks.py",
+        ),
     ),
     # group/all_gather.py
     Mutation("group/all_gather.py", "self.gathered.is_lost, self._works = True, ()", "self._works = ()", _IN_FLIGHT),
@@ -508,8 +511,8 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/executor.py",
-        "if group.gradients.awaits_all_reduce:",
-        "if False:",
+        "if group.mesh.replicate.size > 1:\n            self._make_room(group)",
+        "if False:\n            self._make_room(group)",
         (
             "distributed/test_finalization.py",
             "parity/test_step_control.py",
@@ -525,7 +528,7 @@ MUTATIONS = [
     # runtime/root.py
     Mutation(
         "runtime/root.py",
-        'self.agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))',
+        'self._agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))',
         "pass",
         ("distributed/test_agreement.py",),
     ),
@@ -551,10 +554,14 @@ MUTATIONS = [
         ("distributed/test_changed_modules.py",),
     ),
     Mutation(
-        "extras/ranks_may_differ.py",
-        'self.agree("the agreement on which parameters had gradients", used.settle)',
+        "runtime/root.py",
+        'self._agree("the agreement on which parameters had gradients", used.settle)',
         "pass",
-        ("distributed/test_skipped_units.py", "distributed/test_other_parameters_on_other_ranks.py"),
+        (
+            "distributed/test_skipped_units.py",
+            "parity/test_gradients.py",
+            "distributed/test_other_parameters_on_other_ranks.py",
+        ),
     ),
     Mutation(
         "runtime/root.py",
@@ -579,10 +586,14 @@ MUTATIONS = [
     ),
     # runtime/rank_checks.py
     Mutation(
-        "extras/ranks_may_differ.py",
-        "used[start + at :]",
-        "used[at :]",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
+        "runtime/rank_checks.py",
+        "gradients.settle(used[start:stop])",
+        "gradients.settle(used)",
+        (
+            "distributed/test_other_parameters_on_other_ranks.py",
+            "distributed/test_skipped_units.py",
+            "parity/test_gradients.py",
+        ),
     ),
     # runtime/executor.py
     Mutation(
@@ -891,15 +902,15 @@ MUTATIONS = [
         "                    raise\n",
         _IN_FLIGHT,
     ),
-    # extras/skipped_units.py and group/group.py: several forwards, and changes between a forward and its backward
+    # schedule/rank_skipping.py and group/group.py: several forwards, and changes between a forward and its backward
     Mutation(
-        "extras/skipped_units.py",
+        "schedule/rank_skipping.py",
         "left += [each for each in around if each.unit not in self._reachable]",
         "pass",
         ("unit/test_skipped.py",),
     ),
     Mutation(
-        "extras/skipped_units.py",
+        "schedule/rank_skipping.py",
         "staying.update(event.unit for event in first)",
         "pass",
         ("unit/test_skipped.py",),
@@ -918,28 +929,28 @@ MUTATIONS = [
     ),
     # Units that run several times, or alone; compiled calls of modules with hooks
     Mutation(
-        "extras/skipped_units.py",
+        "schedule/rank_skipping.py",
         "if self._is_following and self._num_uses[unit] > 0:",
         "if False:",
         ("unit/test_skipped.py", "distributed/test_repeated_units.py"),
     ),
     Mutation(
-        "extras/skipped_units.py",
+        "schedule/rank_skipping.py",
         "if unit in self._with_gradients:",
         "if False:",
         ("distributed/test_repeated_units.py",),
     ),
     Mutation(
-        "extras/skipped_units.py",
+        "schedule/rank_skipping.py",
         "units.num_passed.get(len(forwards), 1)",
         "len(forwards)",
         ("distributed/test_repeated_units.py",),
     ),
     Mutation(
-        "extras/ranks_may_differ.py",
-        "anywhere = set(compress(gradients.params, used[start + at :]))",
-        "anywhere = set(gradients.params)",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
+        "group/gradients.py",
+        "anywhere = set(compress(self._params, used_anywhere[start:]))",
+        "anywhere = set(self._params)",
+        ("distributed/test_other_parameters_on_other_ranks.py", "parity/test_optimizers.py"),
     ),
     Mutation(
         "_torch.py",
@@ -979,7 +990,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/hooks.py",
-        "output = _viewed(output, view)",
+        "output = _viewed(output, self._marked())",
         "output = output",
         ("distributed/test_skipped_units.py",),
     ),
@@ -997,7 +1008,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/root.py",
-        "self.agree_on_flags()\n        _torch.at_end_of_backward",
+        "self._agree_on_flags()\n        _torch.at_end_of_backward",
         "_torch.at_end_of_backward",
         ("faults/test_unlike_ranks.py",),
     ),
@@ -1018,20 +1029,5 @@ MUTATIONS = [
         "while _lent and time.monotonic() < until:",
         "while False:",
         ("faults/test_endings.py",),
-    ),
-    # What all ranks must do alike
-    Mutation("runtime/root.py", "if used != self._used and any(used):", "if False:", ("faults/test_unlike_ranks.py",)),
-    Mutation("runtime/root.py", "if units != self._orders.get(kind):", "if False:", ("faults/test_unlike_ranks.py",)),
-    Mutation(
-        "runtime/hooks.py",
-        "_torch.before_in_place(view, self._on_input_gradient)",
-        "pass",
-        ("distributed/test_traces.py",),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "self._has_raised = self.schedule.forward_root == unit.index",
-        "pass",
-        ("distributed/test_recovery.py",),
     ),
 ]
