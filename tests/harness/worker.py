@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp2 import _torch
 from tests.memory_errors.allocator import watch_memory
 
 READY = "ready"
@@ -121,6 +122,7 @@ def main(rank: int, world_size: int, connection: Connection, store: str, stacks:
 
 def _answer(context: RankContext, call: Call) -> bytes:
     try:
+        _make_as_many_groups_as_other_ranks()
         random.seed(0)
         torch.manual_seed(0)
         with warnings.catch_warnings():
@@ -131,6 +133,15 @@ def _answer(context: RankContext, call: Call) -> bytes:
             return pickle.dumps(Success(_resolve(call)(context, **call.kwargs)))
     except Exception:
         return pickle.dumps(Failure(traceback.format_exc()))
+
+
+def _make_as_many_groups_as_other_ranks() -> None:
+    """torch counts the groups of a rank in the name of a group that only some ranks make: tests before this one may have
+    made more on one rank than on another, and then torch's own runtime waits for a group of another name."""
+    count = torch.tensor(_torch.num_groups())
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    for _ in range(int(count) - _torch.num_groups()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _resolve(call: Call) -> Callable[..., Any]:
