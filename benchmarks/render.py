@@ -102,7 +102,7 @@ PARTS = {
     "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "ratio"), _FLAT),
     "clip_grad_norm.main": Part(("fsdp2 ms", "torch FSDP2 ms", "ratio"), ("150 parameters",)),
     "divergent_use.main": Part(
-        ("fsdp2", "ranks may not skip", "torch FSDP2", "DDP"),
+        ("fsdp2", "ranks may differ", "torch FSDP2", "DDP"),
         note="DDP: find_unused_parameters=True; it holds all parameters on every rank.",
     ),
     "all_gather_bytes.main": Part(

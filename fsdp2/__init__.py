@@ -1,23 +1,15 @@
 """fsdp2: a composable ``fully_shard`` runtime for PyTorch."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import extensions
 from fsdp2.api.contexts import no_sync, unsharded
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.extras import ranks_may_differ as _ranks_may_differ
 from fsdp2.runtime.hooks import register_fsdp_forward_method
-from fsdp2.tools import memory_limit as _memory_limit, progress as _progress, trace
-from fsdp2.tools.auto_shard import AutoShard, auto_shard
-from fsdp2.tools.clip import clip_grad_norm_
-from fsdp2.tools.flat_optimizer import flatten_optimizer
-from fsdp2.tools.install import install, installed, uninstall
-from fsdp2.tools.memory_plan import memory_plan
-from fsdp2.tools.planner.plan import Workload, plan
-from fsdp2.tools.report import report
-from fsdp2.tools.reshard import reshard_to
-from fsdp2.tools.save_weights import save_safetensors
-from fsdp2.tools.weights import LoadedKeys, load_safetensors, stream_full_params
+from fsdp2.runtime.root import Root, register_memory_limit
 from fsdp2.types import (
     AllGather,
     Comm,
@@ -38,6 +30,17 @@ from fsdp2.types import (
 if TYPE_CHECKING:
     from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
     from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
+    from fsdp2.tools import trace
+    from fsdp2.tools.auto_shard import AutoShard, auto_shard
+    from fsdp2.tools.clip import clip_grad_norm_
+    from fsdp2.tools.flat_optimizer import flatten_optimizer
+    from fsdp2.tools.install import install, installed, uninstall
+    from fsdp2.tools.memory_plan import memory_plan
+    from fsdp2.tools.planner.plan import Workload, plan
+    from fsdp2.tools.report import report
+    from fsdp2.tools.reshard import reshard_to
+    from fsdp2.tools.save_weights import save_safetensors
+    from fsdp2.tools.weights import LoadedKeys, load_safetensors, stream_full_params
 
 __all__ = [
     "AllGather",
@@ -85,16 +88,40 @@ __all__ = [
     "unsharded",
 ]
 
-_memory_limit.register()
-_progress.register()
-
-_OF_FSDP1 = ("FSDPExtensions", "FullyShardedDataParallel", "set_fsdp_extensions")
+# By module, what is imported at its first use: training needs none of it.
+_LAZY = {
+    "fsdp1": ("FSDPExtensions", "FullyShardedDataParallel", "set_fsdp_extensions"),
+    "tools": ("trace",),
+    "tools.auto_shard": ("AutoShard", "auto_shard"),
+    "tools.clip": ("clip_grad_norm_",),
+    "tools.flat_optimizer": ("flatten_optimizer",),
+    "tools.install": ("install", "installed", "uninstall"),
+    "tools.memory_plan": ("memory_plan",),
+    "tools.planner.plan": ("Workload", "plan"),
+    "tools.report": ("report",),
+    "tools.reshard": ("reshard_to",),
+    "tools.save_weights": ("save_safetensors",),
+    "tools.weights": ("LoadedKeys", "load_safetensors", "stream_full_params"),
+}
+_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import FSDP1's front at its first use: it imports torch's FSDP1, which takes longer than all of fsdp2."""
-    if name not in _OF_FSDP1:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'fsdp2' has no attribute {name!r}")
-    from fsdp2 import fsdp1
+    module = import_module(f"fsdp2.{_MODULE_OF[name]}")
+    found = globals()[name] = import_module("fsdp2.tools.trace") if name == "trace" else getattr(module, name)
+    return found
 
-    return getattr(fsdp1, name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _limit_memory(limit: int, root: Root) -> Any:
+    return import_module("fsdp2.tools.memory_limit").MemoryLimit(limit, root)
+
+
+_ranks_may_differ.register()
+register_memory_limit(_limit_memory)
+del globals()["plan"]  # the folder, which hides the function

@@ -61,6 +61,12 @@ def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
             tensor.grad = grad if dtype is None else grad.to(dtype)
 
 
+def torch_is_at_least(major: int, minor: int) -> bool:
+    """Whether torch is of that release or a later one. A build on the way to it counts: it has most of the changes."""
+    numbers = torch.__version__.split(".")
+    return (int(numbers[0]), int(numbers[1])) >= (major, minor)
+
+
 # A different number for each backward that runs on this thread, nested ones included; -1 outside of a backward.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -121,10 +127,24 @@ class GradientHook:
     def add_to(self, tensor: torch.Tensor) -> None:
         """Call the function with the gradient of ``tensor``, which requires one."""
         node = tensor.grad_fn
-        if node is None or tensor.output_nr:  # the dict works only for a node's first output
+        if node is None:  # a leaf, such as a parameter that a unit returns, keeps its hooks
+            if self._function not in (tensor._backward_hooks or {}).values():
+                tensor.register_hook(self._function)
+        elif tensor.output_nr:  # the dict works only for a node's first output
             tensor.register_hook(self._function)
         else:
             node._register_hook_dict(self.owner)
+
+
+def before_in_place(view: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
+    """``view`` was written in place, so that its graph is another one, and its hooks are lost. Call ``function`` in
+    backward with the gradient of the tensor under it, as that was before the first write."""
+    base = view._base
+    node = None if base is None else base.grad_fn
+    while node is not None and node.name() == "CopySlices":
+        node = node.next_functions[0][0]
+    if node is not None:
+        node.register_prehook(lambda gradients: function(gradients[0]))
 
 
 # At each attribute access on a DTensor, torch first looks up ``__torch_function__``: four fifths of the time.

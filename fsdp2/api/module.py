@@ -18,7 +18,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
 from fsdp2.plan.mesh import separate_axis
 from fsdp2.runtime.root import Root, form_root
-from fsdp2.runtime.unit import Unit, unit_of, units_under
+from fsdp2.runtime.unit import Unit, note_tree_change, unit_of, units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import AllGather, ReduceScatter, ScheduleError
 
@@ -174,20 +174,24 @@ class FSDPModule:
         self._configure(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether a trainable parameter gets a gradient of zeros if no rank has a gradient of it. By default, it gets
-        ``None``. Ranks may use different parameters in both cases."""
+        """Whether a trainable parameter gets a gradient of zeros, not ``None``, if this rank has none. With True,
+        ranks may use other parameters of a unit."""
         self._configure(recurse, fills_gradients=reduce_scatter_unused_params)
 
-    def set_ranks_may_skip(self, ranks_may_skip: bool, *, recurse: bool = True) -> None:
-        """Whether a rank may skip this module in a pass in which other ranks use it. Default: True. A change takes
-        effect with the next forward.
+    def set_ranks_may_differ(self, ranks_may_differ: bool, *, recurse: bool = True) -> None:
+        """Whether ranks may use other units, or other parameters of a unit, than the other ranks do in the same pass:
+        experts without tokens, batches without images. Default: False. A change takes effect with the next forward.
 
-        A rank that skips a unit (experts without tokens) still gathers the unit and reduces zeros for it, even if no
-        rank uses the unit. Pass False for units that either all ranks use or all ranks skip. With False, if one rank
-        alone skips a unit, the others wait for the process group's timeout. A rank must not use a unit more often than
-        the others do, nor use units in an order that contradicts the other ranks' order.
+        All ranks end a step with the same mean gradients. A rank that skips a unit still gathers the unit and reduces
+        zeros for it, even if no rank uses the unit; pass False for units that either all ranks use or all ranks skip.
+        A small all-reduce at the end of a step tells which parameters had a gradient on some rank. A rank must not use
+        a unit more often than the others do, nor use units in an order that contradicts the other ranks' order.
+
+        Without it, ranks that differ are found out when a rank does something else than in its last step: it waits for
+        the others to do the same. If these go on, a ``ScheduleError`` names the units or the parameters and the ranks.
         """
-        self._set_rules(recurse, ranks_may_skip=ranks_may_skip)
+        self._set_rules(recurse, ranks_may_differ=ranks_may_differ)
+        note_tree_change()  # the root may have to be another one
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of ranks.

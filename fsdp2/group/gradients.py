@@ -106,6 +106,21 @@ class BoundReduce:
         return self.parts == other.parts and plans[0] == plans[1]
 
 
+class Landed(NamedTuple):
+    """Reduced gradients of this rank's shards: ``shards[i]`` is that of ``parts[i]``, a part of ``params[i]``.
+    ``is_wrapped``: as of ``BoundReduce``."""
+
+    parts: Sequence[Part]
+    params: Sequence[ShardedParam]
+    shards: Sequence[torch.Tensor]
+    is_wrapped: bool
+
+    def where(self, chosen: Sequence[bool]) -> Landed:
+        """Those at positions that are ``chosen``."""
+        parts, params = list(compress(self.parts, chosen)), list(compress(self.params, chosen))
+        return Landed(parts, params, list(compress(self.shards, chosen)), self.is_wrapped)
+
+
 Stage = Callable[["Reduction"], Sequence[Waitable]]
 
 
@@ -175,11 +190,10 @@ class GroupGradients:
     """Takes gradients off the unsharded parameters, and lands the reduced gradients on the sharded ones.
 
     Attributes:
+        params: the parameters of the group.
         options: what the user has configured.
-        used: for each reduction that has landed since the last ``settle``, a byte per parameter: 1 if it had a gradient
-            on this rank. All ranks have landed the same reductions.
-        withheld: those of them with parameters that had no gradient on this rank, and where their bytes start in
-            ``used``: ``settle`` decides about those parameters.
+        on_missing: called with what has landed of parameters that had no gradient on this rank, and with how many bytes
+            ``take_used`` would return without that reduction. Without it, these sums are dropped.
     """
 
     def __init__(
@@ -190,24 +204,24 @@ class GroupGradients:
         comm: ReduceComm,
         home: Home,
     ) -> None:
-        self._params, self._unsharded, self._mesh, self._comm, self._home = params, unsharded, mesh, comm, home
+        self.params, self._unsharded, self._mesh, self._comm, self._home = params, unsharded, mesh, comm, home
         self.options = GroupOptions()
+        self.on_missing: Callable[[int, Landed], object] | None = None
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
         self._keeps = False  # whether the last backward left its gradients on this rank
         self._has_kept = False  # backwards have left gradients here since the last reduction; the same on all ranks
         self._owed: set[int] = set()  # parameters that were frozen meanwhile: the next reduction has them, too
-        self.used = b""
-        self.withheld: list[tuple[int, Reduction]] = []
+        self._used = b""
 
     @property
     def state(self) -> GradientState:
-        if any(p.accumulated is not None or p.unsharded_grad is not None for p in self._params):
+        if any(p.accumulated is not None or p.unsharded_grad is not None for p in self.params):
             return GradientState.UNREDUCED
         if self._partial is not None:
             return GradientState.PARTIAL
-        has_grad = any(param.sharded.grad is not None for param in self._params)
+        has_grad = any(param.sharded.grad is not None for param in self.params)
         return GradientState.REDUCED if has_grad else GradientState.NONE
 
     def unbind(self) -> None:
@@ -228,7 +242,7 @@ class GroupGradients:
     def discard_unreduced(self) -> None:
         """Drop gradients that are not in the shards' ``.grad`` yet."""
         self._partial = None
-        for param in self._params:
+        for param in self.params:
             param.accumulated = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -251,13 +265,13 @@ class GroupGradients:
         """A backward has come to the unsharded parameters. ``keeps``: its gradients stay on this rank."""
         if keeps or self._keeps:
             self._keeps = keeps
-            for param in self._params:
+            for param in self.params:
                 param.choose_grad_dtype(is_kept=keeps)
 
     def keep_unreduced(self) -> None:
         """Keep this backward's gradients on this rank, in reduce dtype."""
         self._has_kept = True
-        for param in self._params:
+        for param in self.params:
             if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself adds up in it
                 param.keep_grad()
 
@@ -275,7 +289,7 @@ class GroupGradients:
         if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
             present = [True] * len(present)
         elif not jointly and True not in present:
-            return self.reduce_partial()
+            return None
         earlier, self._partial = self._partial, None
         if earlier is not None and not earlier.bound.is_like(bound):
             self._start_landing(earlier).land()
@@ -287,12 +301,15 @@ class GroupGradients:
         stages += [self._keep_partial] if keeps_partial else self._landing_stages()
         return Reduction(bound, launched, present, stages)
 
-    def reduce_partial(self) -> Reduction | None:
-        """Start to sum partial gradients over the replicate axis, too; None if there are none, or if the user has
-        disabled the all-reduce."""
-        if self._partial is None or not self.options.requires_all_reduce:
-            return None
+    @property
+    def awaits_all_reduce(self) -> bool:
+        """Whether there are partial gradients, and the user allows to sum them over the replicate axis."""
+        return self._partial is not None and self.options.requires_all_reduce
+
+    def reduce_partial(self) -> Reduction:
+        """Start to sum partial gradients over the replicate axis, too."""
         earlier, self._partial = self._partial, None
+        assert earlier is not None
         return self._start_landing(earlier)
 
     def finish_copies(self) -> None:
@@ -307,19 +324,23 @@ class GroupGradients:
         """Forget gradients in flight to the host."""
         self._to_host.clear()
 
-    def settle(self, used_anywhere: bytes) -> None:
-        """The step is over. ``used_anywhere``: like ``used``, but for all ranks; empty if nobody had a gradient. Hand
-        over the withheld gradients that some rank had, and drop the others: those are zero, and a hook of the user
-        would take each for one more gradient."""
-        withheld, self.withheld = self.withheld, []
-        self.used = b""
-        if used_anywhere:
-            for start, reduction in withheld:
-                anywhere = set(compress(self._params, used_anywhere[start:]))
-                parts = zip(reduction.bound.parts, reduction.present, strict=True)
-                late = [not had and part.param in anywhere for part, had in parts]
-                if True in late:
-                    _deposit(reduction, late)
+    def take_used(self) -> bytes:
+        """For each reduction that has landed since the last call, a byte per parameter: 1 if it had a gradient on this
+        rank. All ranks have landed the same reductions."""
+        used, self._used = self._used, b""
+        return used
+
+    def described(self, used: bytes) -> dict[str, bool]:
+        """By name, which trainable parameters had a gradient. ``used``: what ``take_used`` has returned."""
+        size, trainable = len(self.params), self.trainable
+        found = {}
+        for number, start in enumerate(range(0, max(len(used), 1), size)):
+            behind = f" in reduction {number + 1}" if number else ""
+            for index, param in enumerate(self.params):
+                has_gradient = bool(used[start + index : start + index + 1].strip(b"\0"))
+                if has_gradient or index in trainable:
+                    found[f"{param.full_name}{behind}"] = has_gradient
+        return found
 
     def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:
         """The plans and the comm that would reduce the parameters ``trainable`` (indices)."""
@@ -334,13 +355,13 @@ class GroupGradients:
         return not (is_own or options.divides_behind_hook) and can_average(self._mesh)
 
     def _parts_of(self, trainable: Sequence[int]) -> list[Part]:
-        return [Part(self._params[i], name) for i in trainable for name in self._params[i].gradient_parts()]
+        return [Part(self.params[i], name) for i in trainable for name in self.params[i].gradient_parts()]
 
     # At first use
 
     def _bind(self, trainable: tuple[int, ...]) -> BoundReduce:
         options, streams = self.options, self._unsharded.streams
-        params = [self._params[index] for index in trainable]
+        params = [self.params[index] for index in trainable]
         parts = self._parts_of(trainable)
         plans = compile_reduces(
             [part.param.reduce_input for part in parts],
@@ -366,13 +387,13 @@ class GroupGradients:
 
     def _flags(self, params: Iterable[ShardedParam]) -> bytes:
         used = set(params)
-        return bytes(param in used for param in self._params)
+        return bytes(param in used for param in self.params)
 
     # From autograd to the reduction
 
     def _take_all(self, bound: BoundReduce) -> list[torch.Tensor | None]:
         """Take gradients off the unsharded parameters. Returns one per step of ``bound``; None where one is missing."""
-        if bound.plain and not any(map(_is_there, map(_accumulated_of, self._params))):
+        if bound.plain and not any(map(_is_there, map(_accumulated_of, self.params))):
             grads = list(map(_grad_of, bound.plain))
             for param in bound.plain:
                 param.grad = None
@@ -432,15 +453,18 @@ class GroupGradients:
         return ()
 
     def _hand_over(self, reduction: Reduction) -> None:
-        """Hand over the gradients that this rank had. Withhold the others: other ranks may have had them."""
-        _deposit(reduction, reduction.present)
-        used = reduction.bound.used
-        if False not in reduction.present:
-            reduction.sums = []  # no longer needed; where ``.grad`` existed, the values were added to it
-        else:
-            self.withheld.append((len(self.used), reduction))
-            used = self._flags(part.param for part in compress(reduction.bound.parts, reduction.present))
-        self.used += used
+        """Hand over the gradients that this rank had."""
+        bound, present = reduction.bound, reduction.present
+        landed = Landed(bound.parts, bound.params, bound.reduce.shards(reduction.sums), bound.is_wrapped)
+        reduction.sums = []  # no longer needed; where ``.grad`` existed, the values are added to it
+        used = bound.used
+        if False in present:
+            missing, landed = landed.where([not had for had in present]), landed.where(present)
+            used = self._flags(landed.params)
+            if self.on_missing is not None:
+                self.on_missing(len(self._used), missing)
+        self._used += used
+        deposit(landed)
 
 
 def _add_earlier(earlier: Reduction, reduction: Reduction) -> Sequence[Waitable]:
@@ -455,18 +479,14 @@ def _all_reduce(reduction: Reduction) -> Sequence[Waitable]:
     return reduction.bound.reduce.all_reduce(reduction.sums)
 
 
-def _deposit(averaged: Reduction, present: list[bool]) -> None:
-    """Set ``.grad`` of the sharded parameters of the ``present`` steps, or add to it. Then run the user's hooks on
-    these parameters, as autograd would."""
-    bound = averaged.bound
-    shards = bound.reduce.shards(averaged.sums)
+def deposit(landed: Landed) -> None:
+    """Set ``.grad`` of the sharded parameters, or add to it. Then run the user's hooks on these parameters, as autograd
+    would."""
     params: list[nn.Parameter]
-    if bound.is_wrapped:
-        params, shards = _rewrapped(compress(zip(bound.parts, shards, strict=True), present))
+    if landed.is_wrapped:
+        params, shards = _rewrapped(zip(landed.parts, landed.shards, strict=True))
     else:
-        params = list(map(_sharded_of, bound.params))
-        if False in present:
-            params, shards = list(compress(params, present)), list(compress(shards, present))
+        params, shards = list(map(_sharded_of, landed.params)), list(landed.shards)
     before, has_hooks = _torch.grads_and_hooks_of(params)
     if before.count(None) == len(before):
         _torch.set_grads(params, shards)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,23 +69,30 @@ def _note_optimizer_steps() -> None:
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # the compiler cannot look at attributes of parameters
         return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            name = vars(param).get(NAME_IN_PASS)
-            if name is not None:
-                raise ScheduleError(
-                    f"{type(optimizer).__name__}.step(): the optimizer has the unsharded parameter '{name}'. The step "
-                    "would train nothing, because the sharded parameter has the gradient. Build the optimizer while "
-                    "parameters are sharded: before the first forward, or after model.reshard()."
-                )
+    for attributes in _attributes(optimizer):
+        name = attributes.get(NAME_IN_PASS)
+        if name is not None:
+            raise ScheduleError(
+                f"{type(optimizer).__name__}.step(): the optimizer has the unsharded parameter '{name}'. The step "
+                "would train nothing, because the sharded parameter has the gradient. Build the optimizer while "
+                "parameters are sharded: before the first forward, or after model.reshard()."
+            )
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
+    """Of each parameter that has any. Optimizers of other models have none, and must not pay: this loops in C."""
+    return [found for group in optimizer.param_groups for found in filter(None, map(vars, group["params"]))]
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and not _attributes(optimizer):
+        return
     params = (param for group in optimizer.param_groups for param in group["params"])
     counts = {id(count): count for param in params if (count := vars(param).get(_NUM_STEPS))}
     for count in counts.values():
         count[0] += 1
-    if torch.compiler.is_compiling():
+    if is_compiling:
         return
     if not counts:
         _warn_of_replaced(optimizer)

@@ -92,13 +92,16 @@ class Executor:
         self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands after the launch of the next one
         self._last: Reduction | None = None  # has landed, but the current stream has not waited for it
         self._offloaded: list[ParamGroup] = []
+        self._replicated: list[ParamGroup] = []
         self._has_reduced = False
 
     def take(self, units: Sequence[Unit]) -> None:
         """Work on ``units`` from now on."""
         self.units, self.filter = units, None
         self.programs = {(action, i): self._program(action, unit) for i, unit in enumerate(units) for action in Action}
-        self._offloaded = [group for unit in units for group in unit.groups if group.home.is_staged]
+        groups = [group for unit in units for group in unit.groups]
+        self._offloaded = [group for group in groups if group.home.is_staged]
+        self._replicated = [group for group in groups if group.mesh.replicate.size > 1]
 
     def _program(self, action: Action, unit: Unit) -> Callable[[], object]:
         if action is Action.LAND:
@@ -159,15 +162,17 @@ class Executor:
         reduction = _run("reduce_launch", group, launch)
         self._add(group, reduction)
 
-    def reduce_partial(self, group: ParamGroup) -> None:
-        """Reduce over the replicate axis what ``group`` has reduced over the shard axis only."""
-        if group.mesh.replicate.size > 1:
-            self._make_room(group)
-            self._add(group, _run("reduce_launch", group, group.reduce_partial))
+    def reduce_partial(self) -> None:
+        """Reduce over the replicate axis what groups have reduced over the shard axis only."""
+        for group in reversed(self._replicated):
+            if group.gradients.awaits_all_reduce:
+                self._make_room(group)
+                self._add(group, _run("reduce_launch", group, group.reduce_partial))
 
     def land(self) -> None:
         """Land everything. If a collective has failed, or a user's hook raises, land no more."""
         try:
+            self.reduce_partial()
             self.land_down_to(0)
         except Exception:
             with suppress(CommunicationError):  # the first error is the cause

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,9 +22,8 @@ from fsdp2.runtime.inner_gradients import watch_submodules
 from fsdp2.runtime.loading import check_loaded
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, unit_of, units_under
-from fsdp2.schedule.rank_skipping import Outcome
 from fsdp2.schedule.schedule import Phase
-from fsdp2.schedule.states import GroupState, Lent, Pass
+from fsdp2.schedule.states import GroupState, Lent, Outcome, Pass
 from fsdp2.types import ScheduleError
 
 
@@ -96,11 +96,13 @@ class ModuleHooks:
         self._is_resumed = False  # that method has called the unit again, as generate() calls forward()
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
+        self._marked_version = 0  # its version then
+        self._handled = 0  # the identity of the exception that the user handled when the last forward began
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
         for module in unit.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+            module.register_forward_hook(self.post_forward, always_call=True)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
         self.modules, self.functions = list(unit.modules), [self.pre_forward, self.post_forward]
         self.hold([*unit.modules, *(slot.module for slot in slots)])
@@ -120,6 +122,7 @@ class ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._runs_method:
             return self._resume(args, kwargs)
+        self._handled = id(sys.exc_info()[1])
         unit = self._unit
         if unit.lent is not Lent.NOTHING and self._runs_plainly():
             return args, kwargs
@@ -146,6 +149,10 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
+        if id(sys.exc_info()[1]) != self._handled:  # the forward has raised, or a hook of the user behind it
+            if unit.root is not None and _torch.running_backward() == -1:
+                unit.root.give_up_forward(unit)
+            return None
         if self._runs_method:
             return self._handed_out(output)
         if unit.lent is not Lent.NOTHING and self._runs_plainly():
@@ -260,9 +267,13 @@ class ModuleHooks:
             output = map_tensors(lambda each: _PreBackward.apply(unit, each) if _has_gradient(each) else each, output)
         elif torch.is_grad_enabled():
             found = (output,) if type(output) is torch.Tensor else find_tensors(output, [])
-            if self._marked is not None and id(self._marked()) in map(id, found):
-                output = _viewed(output, self._marked())
-                found = find_tensors(output, [])
+            if self._marked is not None and (view := self._marked()) is not None:
+                if view._version != self._marked_version:
+                    self._marked_version = view._version
+                    _torch.before_in_place(view, self._on_input_gradient)
+                if id(view) in map(id, found):
+                    output = _viewed(output, view)
+                    found = find_tensors(output, [])
             for tensor in found:
                 if tensor.requires_grad:
                     self._pre_backward.add_to(tensor)
@@ -312,7 +323,7 @@ class ModuleHooks:
         (only,) = tensors
         view = only.view_as(only)
         self._post_backward.add_to(view)
-        self._marked = weakref.ref(view)
+        self._marked, self._marked_version = weakref.ref(view), view._version
         if args and args[0] is only:
             return (view, *args[1:]), kwargs
         return map_tensors(lambda tensor: view if tensor is only else tensor, (args, kwargs))
@@ -323,7 +334,7 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _viewed(output: Any, tensor: torch.Tensor | None) -> Any:
+def _viewed(output: Any, tensor: torch.Tensor) -> Any:
     """``output`` with a view in place of ``tensor``, a unit's input that is returned as it is. On one tensor, the hook
     that ends the unit's backward would run before the one that begins it."""
     return map_tensors(lambda each: each.view_as(each) if each is tensor else each, output)

@@ -1,8 +1,7 @@
 """What ranks must know of each other: whether their models are alike, and which parameters were used.
 
 ``check_agreement`` compares the units of all ranks once, before the first collective that would hang if units differed.
-It sends a hash per mesh in one small all-reduce, and the descriptions only if hashes differ (I4). ``UsedParams`` finds
-out at the end of a step which parameters had a gradient on some rank (I15).
+It sends a hash per mesh in one small all-reduce, and the descriptions only if hashes differ (I4).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fsdp2.comm.backends import all_reduce, exchange, match_channels
 from fsdp2.comm.streams import launched, wait_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.stalls import named_ranks
+from fsdp2.runtime.claims import named_ranks
 from fsdp2.runtime.unit import Unit
 from fsdp2.types import ScheduleError
 
@@ -67,7 +66,7 @@ def _from_all(mesh: ParallelMesh, value: _T) -> list[_T]:
     return [each for row in exchange(mesh.replicate, exchange(mesh.shard, value)) for each in row]
 
 
-def _reduce(mesh: ParallelMesh, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+def reduce(mesh: ParallelMesh, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
     """Reduce ``values`` in place over all ranks of ``mesh``."""
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:
@@ -79,7 +78,7 @@ def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
     255 - b; the hashes are equal if the minimum and the maximum of each byte are."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     bounds = torch.stack([digest, 255 - digest]).to(mesh.device)
-    _reduce(mesh, bounds, dist.ReduceOp.MIN)
+    reduce(mesh, bounds, dist.ReduceOp.MIN)
     least, lacking = bounds.cpu()
     return torch.equal(least, 255 - lacking)
 
@@ -128,45 +127,3 @@ def by_mesh(groups: Iterable[ParamGroup]) -> list[tuple[ParallelMesh, list[Param
         mesh = group.mesh
         found.setdefault((mesh.shard.group, mesh.replicate.group), (mesh, []))[1].append(group)
     return sorted(found.values(), key=lambda each: (each[0].data_parallel_size, each[0].shard.size, each[0].ranks))
-
-
-class UsedParams:
-    """Which parameters of ``groups``, all groups of a root on ``mesh``, had a gradient on some rank.
-
-    A parameter without a gradient on this rank contributes zeros to the reduction, but the sum may still be a gradient.
-    So at the end of a step the ranks exchange, in one small all-reduce, which of their parameters had a gradient in
-    which reduction. Gradients that were withheld until then are handed over or dropped. (I15)
-    """
-
-    def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> None:
-        self._groups = [group.gradients for group in groups]
-        self._mesh, self._has_others = mesh, mesh.data_parallel_size > 1
-        self._mine = b""
-        self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
-
-    def settle(self) -> None:
-        """All gradients of a step have landed, except the withheld ones: hand these over if another rank had one."""
-        used = self._anywhere() if self._has_others else b""
-        start = 0
-        for gradients in self._groups:
-            stop = start + len(gradients.used)
-            gradients.settle(used[start:stop])
-            start = stop
-
-    def _anywhere(self) -> bytes:
-        """One byte per parameter and reduction of all groups: ``used``, or-ed over all ranks. Empty if this rank
-        withholds no gradient: then the CPU does not wait for the device.
-
-        We tried not to wait for the all-reduce either in that case: a step was no shorter (0.2 ms of 44 with 2 gloo
-        ranks), and processes crashed when torch's profiler, recording memory, stopped while the all-reduce still ran.
-        """
-        mine, device = b"".join([gradients.used for gradients in self._groups]), self._mesh.device
-        if not mine:  # on all ranks: these have landed the same reductions
-            return b""
-        if mine != self._mine:
-            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            self._mine, self._sent = mine, sent if device.type == "cpu" else sent.pin_memory()
-        flags = self._sent.to(device, copy=True, non_blocking=True)
-        _reduce(self._mesh, flags, dist.ReduceOp.MAX)
-        asking = [gradients for gradients in self._groups if gradients.withheld]
-        return bytes(flags.tolist()) if asking else b""

@@ -1,8 +1,8 @@
 """The passes that units go through under one root.
 
 ``Root`` is what the units under one root share. Hooks report events to the root; each event is one method: the schedule
-says which actions follow, the executor performs them. The root also inserts events of units that this rank skips and
-other ranks may use (``schedule.rank_skipping``).
+says which actions follow, the executor performs them. ``extras.ranks_may_differ`` has another root, for ranks that use
+other units or other parameters.
 
 The first unit whose forward runs becomes the root. If a unit around it runs later, that unit becomes the root.
 """
@@ -28,15 +28,15 @@ from fsdp2.comm.streams import lost
 from fsdp2.group.param import Slot
 from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
+from fsdp2.runtime.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
 from fsdp2.runtime.executor import ActionFilter, Executor
-from fsdp2.runtime.rank_checks import UsedParams, by_mesh, check_agreement, compare
+from fsdp2.runtime.rank_checks import check_agreement
 from fsdp2.runtime.split_backward import SplitBackwards
-from fsdp2.runtime.stalls import await_flags, watch_for_stalls
+from fsdp2.runtime.stalls import await_claim, watch_for_stalls
 from fsdp2.runtime.ties import movable_ties
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
-from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits
 from fsdp2.schedule.schedule import Action, AfterForward, Phase, Schedule, UnitRules
-from fsdp2.schedule.states import GroupState, Pass
+from fsdp2.schedule.states import GroupState, Outcome, Pass
 from fsdp2.types import CommunicationError, ScheduleError
 
 _STORY_LENGTH = 12
@@ -50,7 +50,7 @@ class _Registered:
     """What higher layers plug in."""
 
     limits_memory: Callable[[int, Root], ActionFilter] | None = None
-    on_first_forward: Callable[[Root], object] | None = None
+    where_ranks_differ: type[Root] | None = None
 
 
 def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
@@ -58,9 +58,9 @@ def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
     _Registered.limits_memory = make
 
 
-def register_first_forward(on_first_forward: Callable[[Root], object]) -> None:
-    """Call ``on_first_forward`` before the first forward of each root, and again if its units have changed."""
-    _Registered.on_first_forward = on_first_forward
+def register_root_where_ranks_differ(root_class: type[Root]) -> None:
+    """Use ``root_class`` where ranks may differ in some unit."""
+    _Registered.where_ranks_differ = root_class
 
 
 class Root:
@@ -78,18 +78,19 @@ class Root:
         self.units: list[Unit] = []
         self.executor = Executor(unit.mesh.device)
         self.schedule = Schedule(())
-        self.skipping = SkippedUnits(())
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
+        self._has_raised = False  # the forward that was the whole pass
         self.identity = ""
         self.num_resets = 0
-        self._used: list[UsedParams] = []
-        self._parents: Sequence[int | None] = ()
+        self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
         self._split = SplitBackwards()
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._is_agreed = False  # the ranks have compared their units
         self._has_new_flags = False  # some group has found flags that the user has changed
-        self._agreed_flags: dict[str, bool] = {}  # ``trainable()`` when the ranks have compared it
+        self._claims: dict[str, Claim] = {}  # what this rank did last, of what all ranks must do alike
+        self._orders: dict[tuple[int, bool], Sequence[int]] = {}  # the units of the last forward of each kind
+        self._used: list[bytes] = []  # which parameters had gradients in the last step
         self._memory_limit: int | None = None
         self._seen_version = 0
         note_tree_change()  # for roots around this one, which have not seen its units yet
@@ -117,38 +118,41 @@ class Root:
                 unit.leave()
         for index, (unit, name) in enumerate(found.items()):
             unit.join(self, index, name)
-        self._parents = parents_of(self.units)
-        for unit, around in zip(self.units, self._parents, strict=True):
+        self.parents = parents_of(self.units)
+        for unit, around in zip(self.units, self.parents, strict=True):
             for watch in [] if around is None else self.units[around].watches:
                 if watch not in unit.watches:
                     watch.add(unit)
-        if self.units != before:
-            self._take_units()
+        root_class = Root
+        if _Registered.where_ranks_differ is not None and any(unit.rules.ranks_may_differ for unit in self.units):
+            root_class = _Registered.where_ranks_differ
+        if self.units != before or type(self) is not root_class:
+            self.__class__ = root_class  # it stays the root of its units, and keeps what is in flight
+            self.take_units()
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         warned = _warn_of_unsharded(self.unit.modules, known)
         self.unit.left_alone.update(warned)
         leave_alone(getattr(slot.module, slot.name) for slot in warned)
 
-    def _take_units(self) -> None:
+    def take_units(self) -> None:
         earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
         self.schedule.take_over(earlier)
-        self.skipping = SkippedUnits(self._parents)
         for unit in self.units:
             self.update_rules(unit)
+            for group in unit.groups:
+                group.gradients.on_missing = None
         self.executor.take(self.units)
         self._memory_limit = None
-        self._used = [UsedParams(*each) for each in by_mesh(group for unit in self.units for group in unit.groups)]
 
     def update_rules(self, unit: Unit) -> None:
         """``unit`` was configured."""
-        rules = self.schedule.rules[unit.index] = self._rules_of(unit)
-        self.skipping.may_skip(unit.index, enabled=rules.ranks_may_skip)
+        self.schedule.rules[unit.index] = self._rules_of(unit)
 
     def _rules_of(self, unit: Unit) -> UnitRules:
         rules = unit.rules
         if all(group.mesh.data_parallel_size == 1 for group in unit.groups):
-            rules = replace(rules, ranks_may_skip=False)
+            rules = replace(rules, ranks_may_differ=False)
         if unit.auto_reshard and unit is self.unit:  # backward would gather the root again at once
             rules = replace(rules, after_forward=AfterForward.KEEP)
         return replace(
@@ -160,7 +164,7 @@ class Root:
     def _indices(self, units: list[Unit] | None) -> tuple[int, ...] | None:
         return None if units is None else tuple(unit.index for unit in units if unit.root is self)
 
-    def _is_in_tree(self, unit: Unit) -> bool:
+    def is_in_tree(self, unit: Unit) -> bool:
         """Whether the unit's module is still at its old place in the tree."""
         try:
             return unit_of(self.unit.modules[0].get_submodule(unit.name)) is unit
@@ -174,7 +178,7 @@ class Root:
 
     # What is noted
 
-    def _note(self, event: str, unit: Unit) -> None:
+    def note(self, event: str, unit: Unit) -> None:
         """``event`` happened to ``unit``."""
         self._story.append((event, unit.name))
         for watch in unit.watches:
@@ -192,7 +196,7 @@ class Root:
     @property
     def is_running(self) -> bool:
         """Whether a forward or backward runs."""
-        return self.schedule.running is not Pass.IDLE
+        return self.schedule.running is not Pass.IDLE and not self._has_raised
 
     def ranks(self) -> list[int]:
         """All ranks that hold a part of the model."""
@@ -210,7 +214,7 @@ class Root:
         """A group has found flags that the user has changed."""
         self._has_new_flags = True
 
-    def _agree_on_flags(self) -> None:
+    def agree_on_flags(self) -> None:
         """What is communicated next follows from flags. If these are not those that the ranks have agreed on, wait
         until all ranks have set them alike. A forward without gradients between two changes needs no agreement.
 
@@ -219,11 +223,31 @@ class Root:
         """
         if self._has_new_flags:
             flags = self.trainable()
-            if flags != self._agreed_flags:
-                await_flags(self.identity, self.unit.mesh, self.ranks(), flags, self.story)
-            self._has_new_flags, self._agreed_flags = False, flags
+            if flags != self._claims.get(FLAGS):
+                self._claim(FLAGS, flags)
+            self._has_new_flags = False
 
-    def _agree(self, what: str, agree: Callable[[], _T]) -> _T:
+    def _claim(self, name: str, claim: Claim) -> None:
+        """This rank has changed what it does. Wait until all ranks have done the same."""
+        self._claims = {**self._claims, name: claim}  # other threads may read the old ones
+        await_claim(self, name, claim)
+
+    def claims(self) -> dict[str, Claim]:
+        """What this rank does, of what all ranks must do alike. Other threads may ask."""
+        schedule, claims = self.schedule, {**self._claims, FLAGS: self.trainable()}
+        if (running := schedule.forward_root) is not None:
+            name, units = self._used_units(running, schedule.order)
+            claims[name] = [*units, UNFINISHED]
+        return claims
+
+    def _used_units(self, outermost: int, units: Sequence[int]) -> tuple[str, list[str]]:
+        """What this rank claims of a forward of the unit ``outermost``, which has used ``units``."""
+        used = [self.units[index] for index in units]
+        names = [unit.name for unit in used if any(group.mesh.data_parallel_size > 1 for group in unit.groups)]
+        gradients = "with" if self.schedule.records_uses else "without"
+        return f"{UNITS} of {self.units[outermost].name}, {gradients} gradients", names
+
+    def agree(self, what: str, agree: Callable[[], _T]) -> _T:
         """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
         try:
             return agree()
@@ -254,7 +278,7 @@ class Root:
             )
         if schedule.in_backward:
             self.reset()
-        elif running is not None and running >= unit.index and self._runs_again(unit, running):
+        elif running is not None and (self._has_raised or (running >= unit.index and self._runs_again(unit, running))):
             self.abandon_forward()
 
     def _runs_again(self, unit: Unit, running: int) -> bool:
@@ -262,7 +286,7 @@ class Root:
         own child."""
         inner: int | None = running
         while inner is not None and inner > unit.index:  # the units inside a unit follow that unit
-            inner = self._parents[inner]
+            inner = self.parents[inner]
         return inner == unit.index and not unit.missing_modules
 
     @_torch.outside_transforms
@@ -270,31 +294,20 @@ class Root:
         """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
         schedule, index = self.schedule, unit.index
         running = schedule.forward_root
-        if running is None or running >= index or schedule.in_backward:  # not inside a forward, as most units are
+        # Most units are inside a forward that goes on.
+        if running is None or running >= index or schedule.in_backward or self._has_raised:
             self._recover(unit)
             if schedule.forward_root is None:
-                self._begin_forward(unit)
-                schedule, index = self.schedule, unit.index
-        if skipped := self.skipping.forward.begin(index):
-            self._join_forward(skipped)
-        for group in unit.groups:
-            if group.stamp is not None:
-                group.reshard_if_outdated()
-        self._note("pre_forward", unit)
-        actions = schedule.pre_forward(index, in_backward=False, grad_enabled=torch.is_grad_enabled())
-        self.executor.do(actions)
-        return schedule.phases[index]
+                self._take_changes(unit)
+                self.begin_forward(unit)
+        self.start_forward(unit)
+        return self.schedule.phases[unit.index]
 
     @_torch.outside_transforms
     def pre_recompute(self, unit: Unit) -> Phase:
         """``unit`` is about to compute again, in a backward. Returns the phase it is in now."""
-        schedule, index = self.schedule, unit.index
-        if schedule.phases[index] is not Phase.BACKWARD:
-            self._join_backward(self.skipping.backward.recompute(index))
-        self._note("pre_forward", unit)
-        # This prefetches nothing; the unit's own backward does.
-        self.executor.do(schedule.pre_forward(index, in_backward=True, grad_enabled=torch.is_grad_enabled()))
-        return schedule.phases[index]
+        self.start_recompute(unit)
+        return self.schedule.phases[unit.index]
 
     @_torch.outside_transforms
     def resume_forward(self, unit: Unit) -> Phase:
@@ -308,22 +321,24 @@ class Root:
         if self.schedule.phases[unit.index] is not Phase.BACKWARD:
             self.schedule.phases[unit.index] = Phase.IDLE
 
+    def give_up_forward(self, unit: Unit) -> None:
+        """``unit``'s forward has raised. If it was a whole pass, clean up before the next one."""
+        self.forget_forward(unit)
+        self._has_raised = self.schedule.forward_root == unit.index
+
     @_torch.outside_transforms
     def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
         """``unit`` has computed, in a forward or a recomputation. ``leads_to``: what its output leads to."""
         schedule, index = self.schedule, unit.index
         is_root = schedule.forward_root == index
-        if schedule.phases[index] is Phase.FORWARD and (skipped := self.skipping.forward.end(index, leads_to)):
-            self._join_forward(skipped)
-        self._note("post_forward", unit)
-        self.executor.do(schedule.post_forward(index))
+        self.stop_forward(unit, leads_to)
         if schedule.forward_root is None:
             self._end_pass()
             if is_root:
-                self._agree_on_order()
+                self.end_forward(unit)
 
-    def _begin_forward(self, unit: Unit) -> None:
-        """A forward pass begins with ``unit`` as its outermost unit.
+    def _take_changes(self, unit: Unit) -> None:
+        """Take over what the user has changed since the last pass. ``unit`` is the outermost one of the next pass.
 
         Raises:
             ScheduleError: autograd would copy the memory of parameters that is freed.
@@ -337,12 +352,13 @@ class Root:
         if self._seen_version != ModuleTrees.version:
             self._collect()
         if not self._is_agreed:  # before ranks wait for each other
-            self._agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))
+            self.agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))
             self._is_agreed = True
             self._take_flags()
-            self._has_new_flags, self._agreed_flags = False, self.trainable()
-            if _Registered.on_first_forward is not None:
-                _Registered.on_first_forward(self)
+            self._has_new_flags, self._claims = False, {FLAGS: self.trainable()}
+
+    def begin_forward(self, unit: Unit) -> None:
+        """A forward pass begins with ``unit`` as its outermost unit."""
         self.order_gathers()
         self.post_optim_event = None
         if self._memory_limit != self.unit.memory_limit:
@@ -351,36 +367,36 @@ class Root:
             self.executor.filter = None if limit is None or make is None else make(limit, self)
         if self.executor.filter is not None:
             self.executor.filter.begin_forward()
-        self.skipping.begin_forward(unit.index, grad_enabled=torch.is_grad_enabled())
 
-    def _agree_on_order(self) -> None:
-        """A root's forward is over. If it was the first of its kind with these trainable units, find out what the other
-        ranks have used."""
-        trainable: set[int] = set()
-        if self.skipping.forward.has_gradients:  # else no backward follows, which would depend on them
-            self._agree_on_flags()
-            units = enumerate(self.units)
-            trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
-        used = self.skipping.end_forward(trainable)
-        if used is not None:
-            used_by_all = self._agree("the agreement on the order of units", partial(compare, self.units, used))
-            self.schedule.last_order = self.skipping.agree(used_by_all, trainable)
+    def start_forward(self, unit: Unit, event: str = "pre_forward") -> None:
+        """The forward of ``unit`` begins, in a pass that has begun."""
+        for group in unit.groups:
+            if group.stamp is not None:
+                group.reshard_if_outdated()
+        self.note(event, unit)
+        actions = self.schedule.pre_forward(unit.index, in_backward=False, grad_enabled=torch.is_grad_enabled())
+        self.executor.do(actions)
 
-    def _join_forward(self, events: Sequence[Event]) -> None:
-        """Gather units that this rank skips and other ranks may use."""
-        for event in events:
-            unit = self.units[event.unit]
-            if not self._is_in_tree(unit):
-                self.skipping.forward.events.remove(event)
-                note_tree_change()
-            elif event.begins:
-                self._note("join_forward", unit)
-                for group in unit.groups:
-                    group.reshard_if_outdated()
-                actions = self.schedule.pre_forward(event.unit, in_backward=False, grad_enabled=torch.is_grad_enabled())
-                self.executor.do(actions)
-            else:
-                self.executor.do(self.schedule.post_forward(event.unit))
+    def start_recompute(self, unit: Unit) -> None:
+        """The forward of ``unit`` begins again, in a backward. It prefetches nothing; the unit's own backward does."""
+        self.note("pre_forward", unit)
+        actions = self.schedule.pre_forward(unit.index, in_backward=True, grad_enabled=torch.is_grad_enabled())
+        self.executor.do(actions)
+
+    def stop_forward(self, unit: Unit, leads_to: Outcome) -> None:
+        """The forward of ``unit`` is over, or what is computed again."""
+        self.note("post_forward", unit)
+        self.executor.do(self.schedule.post_forward(unit.index))
+
+    def end_forward(self, unit: Unit) -> None:
+        """The forward of ``unit``, a whole pass, is over. Others of its kind have used the same units, or all ranks say
+        that they have used these."""
+        units, kind = self.schedule.last_order, (unit.index, self.schedule.records_uses)
+        if self.schedule.records_uses:  # else no backward follows, which would depend on flags
+            self.agree_on_flags()
+        if units != self._orders.get(kind):
+            self._orders[kind] = units
+            self._claim(*self._used_units(unit.index, units))
 
     # Backward
 
@@ -389,12 +405,10 @@ class Root:
         """A gradient has reached ``unit``: the gradient of its output, or of an output of something inside it."""
         schedule, index = self.schedule, unit.index
         if not schedule.in_backward:
-            self._begin_backward()
+            self.begin_backward()
         elif schedule.phases[index] is Phase.BACKWARD:
             return
-        if skipped := self.skipping.backward.begin(index):
-            self._join_backward(skipped)
-        self._start_backward("pre_backward", unit)
+        self.start_backward(unit)
 
     @_torch.outside_transforms
     def post_backward(self, unit: Unit) -> None:
@@ -410,18 +424,13 @@ class Root:
             return
         if not schedule.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
-        if skipped := self.skipping.backward.end(index):
-            self._join_backward(skipped)
-        if index not in self.skipping.backward.ended:
-            self._note("post_backward", unit)
-            self.executor.do(schedule.post_backward(index, is_last_use=self.skipping.backward.is_last_use))
+        self.stop_backward(unit)
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
         self._take_flags()
-        self._agree_on_flags()
+        self.agree_on_flags()
         _torch.at_end_of_backward(self.end_backward)
-        self.skipping.begin_backward()
         if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
             self._watch_for_lost_gradients()
         self.executor.max_in_flight = max([unit.max_reductions for unit in self.units])
@@ -429,8 +438,9 @@ class Root:
             # Pre-hooks may read what was written since forward began.
             self.executor.streams.gather_after_compute()
 
-    def _start_backward(self, event: str, unit: Unit) -> None:
-        self._note(event, unit)
+    def start_backward(self, unit: Unit, event: str = "pre_backward") -> None:
+        """The backward of ``unit`` begins, in a backward that has begun."""
+        self.note(event, unit)
         if self.executor.filter is not None:
             self.executor.filter.begin_backward(unit.index)
         self.executor.do(self.schedule.pre_backward(unit.index))
@@ -438,31 +448,29 @@ class Root:
             for group in unit.groups:
                 group.gradients.begin_backward(keeps=not unit.rules.reduces)
 
-    def _join_backward(self, events: Sequence[Event]) -> None:
-        """Gather and reduce units that this rank skips and other ranks may use."""
-        for event in events:
-            if event.begins:  # its backward ends
-                self.executor.do(self.schedule.post_backward(event.unit, is_last_use=event.is_last_use))
-            else:
-                self._start_backward("join_backward", self.units[event.unit])
+    def stop_backward(self, unit: Unit) -> None:
+        """The backward of ``unit`` is over."""
+        self.note("post_backward", unit)
+        self.executor.do(self.schedule.post_backward(unit.index))
 
     @_torch.outside_transforms
     def end_backward(self) -> None:
         """Autograd has executed the last node of a backward."""
-        self._note("end_backward", self.unit)
+        self.note("end_backward", self.unit)
         torch.clear_autocast_cache()  # as after a forward without gradients: see ModuleHooks
         for unit in self.units:
             unit.missing_modules.clear()
-        by_hand = self.schedule.finalizes_by_hand
-        is_last = self.schedule.is_last_backward and not by_hand
-        self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not by_hand))
-        self.executor.do(self.schedule.end_backward(self.skipping.backward.ended))
+        self.stop_units()
         self._end_pass()
-        if is_last:
+        if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
             self._split.forget()
             self._settle()
         else:
             self._split.end()
+
+    def stop_units(self) -> None:
+        """A backward is over: also that of units whose end no hook has reported."""
+        self.executor.do(self.schedule.end_backward())
 
     def finalize_backward(self) -> None:
         """Start reducing the gradients that backwards have left; the user asks for it.
@@ -472,13 +480,11 @@ class Root:
         """
         self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
         self._take_flags()
-        self._agree_on_flags()
-        self._note("finalize_backward()", self.unit)
-        self.skipping.reset()
+        self.agree_on_flags()
+        self.note("finalize_backward()", self.unit)
+        self.forget_passes()
         self.executor.do(self.schedule.finalize())
-        for unit in reversed(self.units):
-            for group in unit.groups:
-                self.executor.reduce_partial(group)
+        self.executor.reduce_partial()
         self.is_reducing = True
 
     def land(self) -> None:
@@ -492,10 +498,20 @@ class Root:
         self.executor.finish_copies()
 
     def _settle(self) -> None:
-        """A step's gradients have landed: make all ranks agree on which parameters have a gradient."""
         if any(unit.rules.reduces for unit in self.units):
-            for used in self._used:
-                self._agree("the agreement on which parameters had gradients", used.settle)
+            self.settle()
+
+    def settle(self) -> None:
+        """A step's gradients have landed. The parameters that have some had some in the last step, too; or all ranks
+        say that these have."""
+        groups = [group for unit in self.units for group in unit.groups if group.mesh.data_parallel_size > 1]
+        used = [group.gradients.take_used() for group in groups]
+        if used != self._used and any(used):  # else gradients are kept for a later step
+            self._used = used
+            claim: dict[str, bool] = {}
+            for group, its in zip(groups, used, strict=True):
+                claim.update(group.gradients.described(its))
+            self._claim(GRADIENTS, claim)
 
     def _take_flags(self) -> None:
         for unit in self.units:
@@ -539,12 +555,9 @@ class Root:
 
     def perform(self, action: Action, unit: Unit) -> None:
         """Perform ``action`` on ``unit`` because the user asks."""
-        self._note(f"{action.value}()", unit)
+        self.note(f"{action.value}()", unit)
         self.executor.do([(action, unit.index)])
-        if action is Action.UNSHARD:
-            self.skipping.by_hand.add(unit.index)
-        elif action is Action.RESHARD:
-            self.skipping.by_hand.discard(unit.index)
+        if action is Action.RESHARD:
             self.executor.wait_for_reads()
 
     def abandon_forward(self) -> None:
@@ -569,14 +582,14 @@ class Root:
             self.schedule.awaits_finalization = False
             for unit in self.units:
                 for group in unit.groups:
-                    group.gradients.settle(b"")  # drops those that are withheld
+                    group.gradients.take_used()
                     group.gradients.discard_unreduced()
 
     def _come_to_rest(self) -> None:
         """Give up what is in flight, and bind the shards. If a collective has failed, raise its error afterwards."""
-        self.is_reducing = False
+        self.is_reducing = self._has_raised = False
         self.schedule.reset()
-        self.skipping.reset()
+        self.forget_passes()
         with ExitStack() as stack:  # calls all of these, last ones first, whichever raises
             stack.callback(self._end_pass)
             for unit in reversed(self.units):
@@ -584,6 +597,9 @@ class Root:
                 for group in unit.groups:
                     stack.callback(group.reshard)
             stack.callback(self.executor.drop)
+
+    def forget_passes(self) -> None:
+        """The passes that have begun are over, or given up."""
 
     def _end_pass(self) -> None:
         for unit in self.units:

@@ -1,7 +1,7 @@
 """Says why nothing goes on: what this rank did last, and in what the ranks differ.
 
 A thread looks at the last event of every root. If this rank waits for collectives and no event comes, the thread writes
-to the store of the process group what the rank did and what it trains, and reads what other ranks have written there.
+to the store of the process group what the rank did and what it claims, and reads what other ranks have written there.
 If all of them wait, they wait for each other: one rank's program differs. The store is no collective, so this works
 where collectives are stuck. Nobody writes or reads it while events come.
 """
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.comm.streams import Streams, waiting
 from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.runtime.claims import Claim, difference
 from fsdp2.types import CommunicationError, ScheduleError
 
 if TYPE_CHECKING:  # it imports this module
@@ -34,8 +35,10 @@ _LOOK_S = 1.0
 _MAX_PAUSE_S = 0.05
 _UNTIL_COMPARED_S = 5.0
 _UNTIL_TOLD = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
-_MAX_NAMES = 4
-_ADVICE = "Call requires_grad_() alike on all ranks, before the same forward or backward."
+_ADVICE = (
+    "The ranks diverged at the first difference. If they are meant to use different units or parameters, call "
+    "set_ranks_may_differ(True) on the root."
+)
 
 _log = logging.getLogger("fsdp2")
 
@@ -43,13 +46,12 @@ _log = logging.getLogger("fsdp2")
 @dataclass(frozen=True)
 class Standing:
     """Where a rank stands that waits. ``stall``: the number of the stall on that rank. ``root``: the identity of
-    the root. ``story``: the last events. ``trainable``: per parameter that was used, whether it
-    requires a gradient."""
+    the root. ``story``: the last events. ``claims``: what it did last, by what all ranks must do alike."""
 
     stall: int
     root: str
     story: str
-    trainable: Mapping[str, bool]
+    claims: Mapping[str, Claim]
 
 
 class Board:
@@ -106,7 +108,7 @@ class StallWatch:
         self._shown: Standing | None = None
         self._others: list[Standing | None] = []  # where other ranks stood at the last look
         self._has_told = False
-        self.differing: list[str] = []  # the flags that hold the ranks up, in this stall
+        self.differing: Sequence[str] = ()  # what holds the ranks up, in this stall
 
     def add(self, root: Root) -> bool:
         """Watch ``root``, too. False if ``run`` has ended, or is about to: then nobody would look."""
@@ -123,7 +125,7 @@ class StallWatch:
         if changed or len(roots) != len(self._seen):
             self._seen = {root.identity: root.last_event for root in roots}
             self._latest = max(changed, key=lambda root: root.is_running).identity if changed else ""
-            self._since, self._has_told, self._others, self.differing = now, False, [], []
+            self._since, self._has_told, self._others, self.differing = now, False, [], ()
             if self._shown is not None and self._board is not None:
                 self._shown = None
                 self._board.show(None)
@@ -143,7 +145,7 @@ class StallWatch:
         assert self._board is not None
         if self._shown is None:
             self._num_stalls += 1
-            self._shown = Standing(self._num_stalls, root.identity, root.story(), root.trainable())
+            self._shown = Standing(self._num_stalls, root.identity, root.story(), root.claims())
             self._board.show(self._shown)
         ranks = root.ranks()
         others = [self._shown if rank == self._rank else self._board.of(rank) for rank in ranks]
@@ -151,22 +153,22 @@ class StallWatch:
         if others != before or any(each is None or each.root != root.identity for each in others):
             return None
         standings = {rank: each for rank, each in zip(ranks, others, strict=True) if each is not None}
-        flags = differing_flags({rank: each.trainable for rank, each in standings.items()})
-        if not flags and self._runs_ahead:  # a device may compute for long
+        found = difference({rank: each.claims for rank, each in standings.items()})
+        if found is None and self._runs_ahead:  # a device may compute for long
             return None
         head = f"rank {self._rank}: no progress for {waited_s:.0f} s. All ranks wait for each other"
         stories = [f"Last events on rank {rank}: {each.story}." for rank, each in standings.items()]
-        if flags:
-            self.differing = [*flags, _ADVICE]
-            return "\n".join([f"{head}, because requires_grad differs:", *self.differing, *stories])
-        return "\n".join([f"{head}.", *stories, "The ranks diverged at the first difference."])
+        if found is not None:
+            self.differing = found.lines
+            return "\n".join([f"{head}, because {found.why}:", *found.lines[1:], *stories])
+        return "\n".join([f"{head}.", *stories, _ADVICE])
 
     def _alone(self, roots: Iterable[Root], waited_s: float) -> str:
         stories = "".join(f"Last events on rank {self._rank}: {root.story()}.\n" for root in roots)
         return (
             f"rank {self._rank}: no progress for {waited_s:.0f} s. A collective waits for other ranks. The timeout of "
             f"the backend is {self._timeout_s:.0f} s.\n{stories}"
-            "Compare the last events of all ranks: the ranks diverged at the first difference."
+            f"Compare the last events of all ranks. {_ADVICE}"
         )
 
     def run(self) -> None:
@@ -192,43 +194,22 @@ class StallWatch:
             return not self._has_ended
 
 
-def differing_flags(trainable: Mapping[int, Mapping[str, bool]]) -> list[str]:
-    """A line for each of the first parameters whose flags differ, of flags by rank and name."""
-    names = dict.fromkeys(name for flags in trainable.values() for name in flags)
-    lines = []
-    for name in names:
-        trained, frozen = ([rank for rank, its in trainable.items() if its.get(name) is flag] for flag in (True, False))
-        if trained and frozen:
-            lines.append(
-                f"  parameter '{name}' requires a gradient on {named_ranks(trained)}, not on {named_ranks(frozen)}"
-            )
-    more = len(lines) - _MAX_NAMES
-    return lines[:_MAX_NAMES] + ([f"  and {more} more"] if more > 0 else [])
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """``ranks`` in a sentence."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
-def await_flags(
-    root: str, mesh: ParallelMesh, ranks: Sequence[int], trainable: Mapping[str, bool], story: Callable[[], str]
-) -> None:
-    """Wait until all ``ranks`` have called this with the same ``trainable``, for the root of identity ``root``. If
-    one of them goes on with other flags, this rank must not communicate: the sizes of messages would differ.
+def await_claim(root: Root, name: str, claim: Claim) -> None:
+    """Wait until all ranks of ``root`` have claimed the same under ``name``. If one of them goes on without, this rank
+    must not communicate: messages would differ.
 
     Raises:
-        ScheduleError: other ranks wait for this one with other flags. Names the parameters and the ranks.
-        CommunicationError: a rank has not come within the timeout of ``mesh``.
+        ScheduleError: other ranks wait for this one, and do something else. Names what and the ranks.
+        CommunicationError: a rank has not come within the timeout of the process group.
     """
-    timeout_s = _timeout_s(mesh)
+    timeout_s = _timeout_s(root.unit.mesh)
     if timeout_s is None:  # nobody else is there
         return
-    store = dist.PrefixStore(f"fsdp2/flags/{root}", _torch.default_store())
-    number, earlier = _awaited.get(root, (0, ()))
-    counter = f"{number}/{hashlib.sha256(json.dumps(trainable).encode()).hexdigest()}"
+    store = dist.PrefixStore(f"fsdp2/claims/{root.identity}", _torch.default_store())
+    number, earlier = _awaited.get(root.identity, (0, ()))
+    counter = f"{number}/{hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest()}"
     all_came = f"{number}/all came"
-    if store.add(counter, 1) == len(ranks):
+    if store.add(counter, 1) == len(root.ranks()):
         store.set(all_came, "")
     deadline, pause_s = time.monotonic() + timeout_s, 1e-4
     with waiting():
@@ -236,16 +217,18 @@ def await_flags(
             differing = next((stalls.differing for stalls, _ in _watches.values() if stalls.differing), None)
             if differing is not None:
                 time.sleep(3 * _LOOK_S)  # when this rank ends, others get an error: let them see the cause first
-                raise ScheduleError("\n".join(["requires_grad differs between ranks:", *differing]))
+                raise ScheduleError("\n".join(differing))
             if time.monotonic() > deadline:
-                raise CommunicationError(f"no other rank has set requires_grad as this one. Last events: {story()}.")
+                raise CommunicationError(
+                    f"no other rank has changed what it does ({name}) as this one. Last events: {root.story()}."
+                )
             time.sleep(pause_s := min(2 * pause_s, _MAX_PAUSE_S))
     for key in earlier:  # all ranks have left that wait
         store.delete_key(key)
-    _awaited[root] = number + 1, (counter, all_came)
+    _awaited[root.identity] = number + 1, (counter, all_came)
 
 
-# By root: the number of the next ``await_flags``, and the keys of the last one.
+# By root: the number of the next ``await_claim``, and the keys of the last one.
 _awaited: dict[str, tuple[int, Sequence[str]]] = {}
 
 _watches: dict[object, tuple[StallWatch, threading.Thread]] = {}

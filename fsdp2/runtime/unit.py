@@ -73,9 +73,7 @@ class Unit:
         self.mesh = mesh
         self.policy = policy
         self.auto_reshard = after_forward is None
-        self.rules = UnitRules(
-            after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1, ranks_may_skip=True
-        )
+        self.rules = UnitRules(after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1)
         self.post_forward_size: int | None = None
         self.max_reductions = 1
         self.memory_limit: int | None = None

@@ -10,8 +10,7 @@ Units are numbered. Each method of ``Schedule`` is an event; most return the act
 * A forward inside a backward (activation checkpointing) gathers what it needs and does nothing else.
 * Each unit's backward reduces its gradients; of several backwards, the last.
 
-Pure: no tensor, no stream, no process group. ``rank_skipping`` handles units that this rank skips: the schedule gets
-their events like events of units that run.
+Pure: no tensor, no stream, no process group.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class UnitRules:
     unshard_in_backward: bool = True
     reshard_after_backward: bool = True
     reduces: bool = True  # else gradients stay on this rank
-    ranks_may_skip: bool = False  # other ranks may use the unit while this one does not
+    ranks_may_differ: bool = False  # other ranks may use the unit, or other parameters of it
     forward_prefetch: tuple[int, ...] | None = None  # None: the unit that is predicted
     backward_prefetch: tuple[int, ...] | None = None
 
@@ -95,10 +94,10 @@ class Schedule:
         self.finalizes_by_hand = False  # set by the user: ``finalize`` ends the step, not a backward
         self.reduced_last: set[int] = set()  # units that are reduced when the whole backward is over
         self.awaits_finalization = False  # a backward has ended, and ``finalize`` was not called since
-        self._order: list[int] = []  # units in the order in which they began in the running forward
+        self.records_uses = False  # the last forward has recorded gradients
+        self.order: list[int] = []  # units in the order in which they began in the running forward
         self._cursor = 0  # position of the running forward in last_order
         self._prefetched: set[int] = set()  # units prefetched in the running pass and not used so far
-        self._records_uses = False
         self._uses: list[int] = []  # units in the order in which their forwards ended; no backward has reached these
         self._owed: set[int] = set()  # units whose gradients are kept until they are reduced
 
@@ -129,10 +128,10 @@ class Schedule:
         if self.forward_root == unit:  # its last forward raised
             self.reset()
         if self.forward_root is None:
-            self.forward_root, self._records_uses = unit, grad_enabled
-            self._order, self._cursor = [], 0
+            self.forward_root, self.records_uses = unit, grad_enabled
+            self.order, self._cursor = [], 0
         self.phases[unit] = Phase.FORWARD
-        self._order.append(unit)
+        self.order.append(unit)
         self._prefetched.discard(unit)
         return *gather, *self._prefetch_in_forward(unit)
 
@@ -144,14 +143,14 @@ class Schedule:
         self.phases[unit] = Phase.IDLE
         if phase is Phase.RECOMPUTE:  # its backward follows at once, and reshards
             return ()
-        if self._records_uses:
+        if self.records_uses:
             self._uses.append(unit)
         rules, is_root = self.rules[unit], unit == self.forward_root
         reshard = _AFTER_FORWARD.get(rules.after_forward)
         actions = () if reshard is None or (is_root and rules.keeps_alone) else ((reshard, unit),)
         if not is_root:
             return actions
-        self.forward_root, self.last_order = None, self._order
+        self.forward_root, self.last_order = None, self.order
         return *actions, *((Action.RESHARD, other) for other in self._take_unused())
 
     def pre_backward(self, unit: int) -> Actions:
@@ -166,10 +165,15 @@ class Schedule:
 
     def post_backward(self, unit: int, *, is_last_use: bool = True) -> Actions:
         """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward adds to
-        them: nothing is reduced but what earlier backwards have kept, as in torch."""
+        them: nothing is reduced but what earlier backwards have kept, as in torch. Autograd has the gradient of a
+        parameter behind the last use; so before that, there is nothing to reduce."""
         self.phases[unit] = Phase.REDUCED
         reshard = self._reshard_after_backward(unit)
         return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self._owed else reshard
+
+    def expects(self, unit: int) -> bool:
+        """Whether some forward of ``unit`` was recorded that no backward has reached. Users may drop its output."""
+        return unit in self._uses
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
         """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no
@@ -224,7 +228,7 @@ class Schedule:
         if not rules.reduces:
             return self._keep(unit)
         self._owed.discard(unit)
-        return Action.REDUCE_JOINTLY if jointly and rules.ranks_may_skip else Action.REDUCE, unit
+        return Action.REDUCE_JOINTLY if jointly and rules.ranks_may_differ else Action.REDUCE, unit
 
     def _keep(self, unit: int) -> tuple[Action, int]:
         self._owed.add(unit)

@@ -18,6 +18,14 @@ class Pass(Enum):
     RECOMPUTE = "recompute"  # a forward inside a backward
 
 
+class Outcome(Enum):
+    """What the end of a unit's forward leads to."""
+
+    NOTHING = "nothing"  # its output needs no gradient
+    BACKWARD = "backward"
+    UNKNOWN = "unknown"  # gradients are off in this part of the forward: a checkpoint may run it again with them
+
+
 class GroupState(Enum):
     """Which form of the parameters is bound to the modules, and whether a gather is in flight."""
 

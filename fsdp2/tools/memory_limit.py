@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from fsdp2.runtime.executor import Programs
-from fsdp2.runtime.root import Root, register_memory_limit
+from fsdp2.runtime.root import Root
 from fsdp2.schedule.schedule import Action, AfterForward
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.memory_plan import Ledger, UnitBytes, unit_bytes
@@ -27,7 +27,7 @@ class MemoryLimit:
     """
 
     def __init__(self, limit: int, root: Root) -> None:
-        self.limit, self._units, self._executor = limit, root.units, root.executor
+        self.limit, self._units, self._executor, self._schedule = limit, root.units, root.executor, root.schedule
         self._ledger = Ledger([UnitBytes()] * len(root.units), limit)
         self.programs: Programs = {each: partial(self._perform, *each) for each in root.executor.programs}
 
@@ -74,7 +74,8 @@ class MemoryLimit:
         self._executor.programs[action, index]()
         if action is Action.UNSHARD:
             self._measure(index)
-        self._ledger.count(action, index, self._executor.max_in_flight)
+        if action is not Action.REDUCE or not self._schedule.expects(index):  # else there is nothing to reduce yet
+            self._ledger.count(action, index, self._executor.max_in_flight)
 
     def _make_room(self, index: int, nbytes: int) -> None:
         ledger = self._ledger
@@ -139,8 +140,3 @@ def _described(sizes: UnitBytes) -> str:
         "copies to reduce": sizes.copies,
     }
     return ", ".join(f"{name} {nbytes}" for name, nbytes in named.items() if nbytes)
-
-
-def register() -> None:
-    """Make every root with a limit use ``MemoryLimit``."""
-    register_memory_limit(MemoryLimit)

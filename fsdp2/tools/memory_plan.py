@@ -17,11 +17,11 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.module import sharded_unit
 from fsdp2.comm.backends import ReduceComm
+from fsdp2.extras.skipped_units import nested
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.plan import GatherStep, Lifetime, ReducePlan, Route, cut_after_forward
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, parents_of
-from fsdp2.schedule.rank_skipping import nested
 from fsdp2.schedule.schedule import Action, Actions, Schedule
 
 

@@ -9,14 +9,10 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-
-from fsdp2.runtime.root import Root, register_first_forward
-from fsdp2.runtime.unit import Watch
-from fsdp2.types import Observer
 
 DELAY_S = 1.0  # shorter work shows nothing
 
@@ -64,30 +60,3 @@ def _tqdm() -> Any:
         return importlib.import_module("tqdm").tqdm
     except ImportError:
         return None
-
-
-class _FirstForward(Observer):
-    """A bar of the units that the first forward of ``root`` gathers: plans are compiled then, and compilers run."""
-
-    def __init__(self, root: Root) -> None:
-        self._root, self._has_begun = root.unit.name, False
-        self._left = {unit.name for unit in root.units}
-        self._bar = ExitStack()
-        self._advance = self._bar.enter_context(progress("first forward", len(self._left), "unit"))
-        self._bar.callback(Watch(root.unit.modules[0], self).end)
-
-    def on_action(self, action: str, unit: str, nbytes: int) -> None:
-        if unit in self._left:
-            self._left.discard(unit)
-            self._advance(1)
-
-    def on_event(self, event: str, unit: str) -> None:
-        if unit == self._root:  # its forward begins, and ends; or begins again, if it raised
-            if self._has_begun:
-                self._bar.close()
-            self._has_begun = True
-
-
-def register() -> None:
-    """Show the first forward of every root, where bars can be shown."""
-    register_first_forward(lambda root: _FirstForward(root) if _is_first() and _tqdm() is not None else None)

@@ -267,6 +267,10 @@ def three_in_flight(model: Any, runtime: Runtime) -> None:
     model.set_reduce_scatter_max_input_buffers(3)
 
 
+def let_ranks_differ(model: Any, runtime: Runtime) -> None:
+    model.set_ranks_may_differ(True)
+
+
 def keep_storage(model: Any, runtime: Runtime) -> None:
     model.set_keep_unsharded_storage(True)
 
@@ -381,6 +385,7 @@ FAST = {
     "reads what forward wrote",
     "partly used",
     "partly used, zeros elsewhere",
+    "partly used, ranks may differ",
     "offloaded, evaluated",
     "replicated only",
 }
@@ -427,6 +432,13 @@ CASES: dict[str, Trained] = {
     "partly used": Trained(model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32)),
     "partly used, zeros elsewhere": Trained(
         model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32, then=reduce_unused)
+    ),
+    "partly used, ranks may differ": Trained(
+        beyond_torch=True,
+        model=PartlyUsed,
+        step=without_side,
+        num_steps=4,
+        options=_of(policy=bf16_fp32, then=let_ranks_differ),
     ),
     "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
     "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),

@@ -80,8 +80,9 @@ def test_training_goes_on_once_the_ranks_agree() -> None:
     assert loss == pytest.approx(expected)
 
 
-def _collectives_of_a_step(ctx: RankContext) -> list[int]:
+def _collectives_of_a_step(ctx: RankContext, ranks_may_differ: bool) -> list[int]:
     model, calls = sharded(ctx), []
+    model.set_ranks_may_differ(ranks_may_differ)
     original = dist.all_reduce
 
     def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
@@ -104,6 +105,7 @@ def _collectives_of_a_step(ctx: RankContext) -> list[int]:
         dist.all_reduce = original
 
 
-def test_ranks_compare_once() -> None:
-    """Their units, and what the first forward with gradients used, and the first without."""
-    assert same_on_all_ranks(_collectives_of_a_step) == [2, 2, 3, 3]
+@pytest.mark.parametrize(("ranks_may_differ", "expected"), [(False, [1, 1, 1, 1]), (True, [2, 2, 3, 3])])
+def test_ranks_compare_once(ranks_may_differ: bool, expected: list[int]) -> None:
+    """Their units; and where they may differ, what the first forward with gradients used, and the first without."""
+    assert same_on_all_ranks(_collectives_of_a_step, ranks_may_differ=ranks_may_differ) == expected

@@ -135,6 +135,7 @@ def test_switched_off_again_backward_ends_by_itself(ctx: RankContext) -> None:
 def test_unused_parameters_of_several_backwards_are_reduced_once(ctx: RankContext) -> None:
     """The ranks' backwards reach different units in each of two backwards."""
     model = _by_hand(ctx, reshard_after_forward=False)
+    model.set_ranks_may_differ(True)
     model.set_reduce_scatter_unused_params(True)
     outputs: list[Tensor] = []
     for block in model.blocks:

@@ -40,7 +40,7 @@ def _part(ctx: RankContext) -> tuple[str, list[str]]:
     model = seeded(Parting)
     for block in model.blocks:
         fsdp2.fully_shard(block, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh).set_ranks_may_skip(False)
+    fsdp2.fully_shard(model, mesh=mesh)
     with Heard() as heard, pytest.raises(fsdp2.CommunicationError) as raised:
         model(batch())
     assert raised.value.__cause__ is not None

@@ -55,6 +55,7 @@ def _expected(world_size: int, step: int) -> list[Tensor | None]:
 def test_every_rank_ends_with_the_mean(ctx: RankContext, setting: str) -> None:
     mesh = ctx.mesh_1d() if ctx.world_size == 2 else ctx.mesh_2d(2, 2)
     model = fsdp2.fully_shard(seeded(Choosing), mesh=mesh, **SETTINGS[setting])
+    model.set_ranks_may_differ(True)
     tolerance = 1e-6 if setting != "mixed" else 2e-3
     for step in range(2):
         _losses(model, ctx.rank, step)
@@ -70,6 +71,7 @@ def test_every_rank_ends_with_the_mean(ctx: RankContext, setting: str) -> None:
 @distributed(2)
 def test_hooks_run_on_every_rank(ctx: RankContext) -> None:
     model = fsdp2.fully_shard(seeded(Choosing), mesh=ctx.mesh_1d())
+    model.set_ranks_may_differ(True)
     called: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
@@ -82,6 +84,7 @@ def test_hooks_run_on_every_rank(ctx: RankContext) -> None:
 def test_what_was_withheld_is_dropped_after_an_exception(ctx: RankContext) -> None:
     """The reduction has landed, but no rank has said yet who had a gradient."""
     model = fsdp2.fully_shard(seeded(Choosing), mesh=ctx.mesh_1d())
+    model.set_ranks_may_differ(True)
     model.set_is_last_backward(False)
     model(batch(), ctx.rank).square().mean().backward()
     model.reset_iter_state()

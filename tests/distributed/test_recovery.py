@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import CommunicationError, FSDPModule, MixedPrecisionPolicy, Observer, fully_shard, no_sync
+from fsdp2 import CommunicationError, FSDPModule, MixedPrecisionPolicy, Observer, fully_shard, no_sync, unsharded
 from fsdp2.tools import trace
 from tests.distributed.support import (
     DIM,
@@ -324,3 +324,34 @@ def test_executor_keeps_no_reduction_after_a_backward(ctx: RankContext) -> None:
     model = sharded(ctx)
     step(model)
     assert model._unit().root.executor.num_reductions == 0
+
+
+@pytest.mark.parametrize("raises", ["forward", "hook of the user"])
+@distributed(2)
+def test_a_unit_that_raised_alone_leaves_no_forward_behind(ctx: RankContext, raises: str) -> None:
+    """Its sibling, run alone, was taken for a part of that forward, and kept old weights."""
+    model = sharded(ctx, reshard_after_forward=False)
+    first, second = model.blocks[:2]
+    shards = list(second.parameters())
+    step(model)
+
+    def fail(*_: object) -> None:
+        raise InjectedError
+
+    if raises == "forward":
+        handle = first.linear.register_forward_hook(fail)
+    else:
+        handle = first.register_forward_hook(fail, prepend=True)
+    with pytest.raises(InjectedError):
+        first(batch())
+    handle.remove()
+    x = batch()
+    second(x)
+    with torch.no_grad():
+        for parameter in shards:
+            parameter.to_local().mul_(2)
+    found = second(x)
+    second.reshard()
+    with unsharded(second):
+        plain = second.linear.weight.detach().clone(), second.linear.bias.detach().clone()
+    assert torch.equal(found, x + torch.tanh(torch.nn.functional.linear(x, *plain)))

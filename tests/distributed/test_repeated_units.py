@@ -108,13 +108,15 @@ def _one_forward_without_backward(model: Any) -> None:
     ],
     ids=["repeated", "repeated-in-two-forwards", "recycled", "two-forwards", "forward-without-backward"],
 )
+@pytest.mark.parametrize("ranks_may_differ", [False, True])
 @distributed(2)
 def test_unit_is_reduced_once_behind_its_last_use(
-    ctx: RankContext, make: Callable[[], Stack], step: Callable[[Any], None], num_gathers: int
+    ctx: RankContext, make: Callable[[], Stack], step: Callable[[Any], None], num_gathers: int, ranks_may_differ: bool
 ) -> None:
     """As in torch. While other units still compute: gradients of whole units do not pile up. Nothing is withheld, so
     the CPU does not wait for the device."""
     model = shard(ctx, seeded(make))
+    model.set_ranks_may_differ(ranks_may_differ)
     counts = _counts(model, step)
     found = counts.actions
     assert (found["reduce"], found["gather"], counts.reduced_at_the_end) == (2, num_gathers, 0), found
@@ -153,6 +155,7 @@ class OnOneRank(Repeated):
 @distributed(2)
 def test_ranks_may_differ_in_which_uses_a_gradient_reaches(ctx: RankContext) -> None:
     model = shard(ctx, seeded(OnOneRank))
+    model.set_ranks_may_differ(True)
     model.rank = ctx.rank
     references = []
     for rank in range(2):

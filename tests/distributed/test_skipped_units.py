@@ -1,4 +1,4 @@
-"""Units that some ranks skip: nobody hangs, and every rank ends with the mean over all ranks, with default settings."""
+"""Units that some ranks skip: nobody hangs, and every rank ends with the mean over all ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,12 @@ def _sharded(ctx: RankContext, model_class: type[Routed] = Routed, **kwargs: Any
     model = seeded(model_class)
     for block in (*model.blocks, *model.tower.blocks, model.tower):
         fsdp2.fully_shard(block, **kwargs)
-    return fsdp2.fully_shard(model, **kwargs)
+    return _may_differ(fsdp2.fully_shard(model, **kwargs))
+
+
+def _may_differ(model: Any) -> Any:
+    model.set_ranks_may_differ(True)
+    return model
 
 
 class Bare(Routed):
@@ -245,7 +250,7 @@ class Gated(nn.Module):
 @distributed(2)
 def test_units_that_return_their_input_on_one_rank(ctx: RankContext) -> None:
     """As where layers are dropped. The gradient of the output is that of the input, and comes first all the same."""
-    model = shard(ctx, seeded(Gated))
+    model = _may_differ(shard(ctx, seeded(Gated)))
     ways = [[[0, 1, 2], [0, 1, 2]], [[1, 2], [0, 1, 2]], [[0], [1]], [[0, 1], [2]], [[], []]]
     for number, by_rank in enumerate(ways):
         steps = [functools.partial(_step, way=way, seed=2 * number + rank) for rank, way in enumerate(by_rank)]
@@ -285,7 +290,7 @@ def test_units_inside_and_between_several_modules_of_one_unit(ctx: RankContext) 
         fsdp2.fully_shard(block[0], mesh=ctx.mesh_1d())
     fsdp2.fully_shard(model.blocks[1], mesh=ctx.mesh_1d())
     fsdp2.fully_shard([model.blocks[0], model.blocks[2]], mesh=ctx.mesh_1d())
-    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    _may_differ(fsdp2.fully_shard(model, mesh=ctx.mesh_1d()))
     for number, ways in enumerate([[[0, 1, 2], []], [[], [0, 2]], [[1], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]]):
         steps = [functools.partial(_step, way=way, seed=10 * number + rank) for rank, way in enumerate(ways)]
         steps[ctx.rank](model)
@@ -360,7 +365,7 @@ class Short(Stack):
 
 
 def _trace(ctx: RankContext) -> str:
-    model = shard(ctx, seeded(Short))
+    model = _may_differ(shard(ctx, seeded(Short)))
     step(model)
     model.zero_grad()
     with trace.record(model) as recorded:

@@ -270,7 +270,6 @@ def _sharded_with_methods(ctx: RankContext) -> Any:
 
 def _trace_of_a_method(ctx: RankContext) -> str:
     model = _sharded_with_methods(ctx)
-    model.set_ranks_may_skip(False)  # no rank needs what the method leaves out
     for _ in range(2):  # the second call changes nothing
         register_fsdp_forward_method(model, "encode")
     assert model.encode.__doc__ == "Half of the forward."

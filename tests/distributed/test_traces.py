@@ -14,7 +14,7 @@ from fsdp2 import Observer
 from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, compact, seeded, shard, sharded, step
 from tests.harness.alone import on_one_rank
-from tests.harness.distributed import RankContext
+from tests.harness.distributed import RankContext, distributed
 
 
 def _trace_of_step(model: Any, index: int = 1) -> str:
@@ -42,6 +42,57 @@ br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr
 def test_second_step_prefetches_along_the_recorded_order() -> None:
     assert_expected_inline(
         on_one_rank(_plain, index=1),
+        """\
+fr Ur Wr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr
+br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
+    )
+
+
+def _of_an_input_gradient(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    with trace.record(model) as recorded:
+        x = batch().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return compact(recorded)
+
+
+def test_gradient_of_the_input_alone_reduces_nothing() -> None:
+    """It reduced zeros for each unit."""
+    assert_expected_inline(
+        on_one_rank(_of_an_input_gradient),
+        """\
+fr Ur Wr | f0 U0 W0 | /f0 R0 | f1 U1 W1 | /f1 R1 | f2 U2 W2 | /f2 R2 | /fr
+br P2 | b2 W2 P1 | /b2 R2 | b1 W1 P0 | /b1 R1 | b0 W0 | /b0 R0 | /br Rr | /br""",
+    )
+
+
+class _InPlace(Stack):
+    """Each block writes its input in place, twice, before it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0].mul_(2).add_(1),))
+
+
+def _written_in_place(ctx: RankContext) -> str:
+    return _trace_of_step(shard(ctx, seeded(_InPlace)))
+
+
+@distributed(2)
+def test_units_that_write_their_input_in_place_train_as_in_the_unsharded_model(ctx: RankContext) -> None:
+    model, reference = shard(ctx, seeded(_InPlace)), seeded(_InPlace)
+    for each in (model, reference):
+        step(each)
+    for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), expected.grad)
+
+
+def test_units_that_write_their_input_in_place_are_reduced_when_their_backward_ends() -> None:
+    """They stayed unsharded and unreduced until the whole backward had ended. Torch refuses them."""
+    assert_expected_inline(
+        on_one_rank(_written_in_place),
         """\
 fr Ur Wr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr
 br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",

@@ -178,8 +178,9 @@ class _Skipping(Stack):
         return self.exit(self.blocks[0](self.entry(x))) if self.skips else super().forward(x)
 
 
-def _units_that_are_skipped(ctx: RankContext) -> list[str]:
+def _units_that_are_skipped(ctx: RankContext, ranks_may_differ: bool) -> list[str]:
     model = shard(ctx, seeded(_Skipping))
+    model.set_ranks_may_differ(ranks_may_differ)
     step(model)
     with trace.record(model) as recorded:
         step(model)
@@ -187,16 +188,16 @@ def _units_that_are_skipped(ctx: RankContext) -> list[str]:
 
 
 def test_unit_that_is_skipped_is_gathered_for_other_ranks() -> None:
-    assert on_one_rank(_units_that_are_skipped, world_size=2) != []
+    assert on_one_rank(_units_that_are_skipped, world_size=2, ranks_may_differ=True) != []
 
 
-def test_unit_that_is_skipped_is_left_alone_where_there_are_no_other_ranks() -> None:
-    assert on_one_rank(_units_that_are_skipped, world_size=1) == []
+def test_unit_that_is_skipped_is_left_alone_where_ranks_do_not_differ() -> None:
+    assert on_one_rank(_units_that_are_skipped, world_size=2, ranks_may_differ=False) == []
+    assert on_one_rank(_units_that_are_skipped, world_size=1, ranks_may_differ=True) == []
 
 
 def _unit_that_is_skipped_once(ctx: RankContext) -> list[str]:
     model = shard(ctx, seeded(_Skipping))
-    model.set_ranks_may_skip(False)
     model.skips = False
     step(model)
     model.skips = True

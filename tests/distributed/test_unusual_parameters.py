@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.distributed.support import seeded
+from tests.distributed.support import DIM, batch, seeded
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -139,3 +139,38 @@ def test_on_a_shard_axis_of_one_parameters_are_views_of_the_shards(ctx: RankCont
         unit.unshard()
     assert [parameter.data_ptr() for parameter in model.parameters()] == shards
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+class _Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, DIM))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class _ReadsTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = _Table()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.table()]
+        return x @ self.seen[0].T
+
+
+@distributed(2)
+def test_parameter_that_its_unit_returns_keeps_one_hook(ctx: RankContext) -> None:
+    """Each forward added one, for ever."""
+    model, reference = seeded(_ReadsTable), seeded(_ReadsTable)
+    fsdp2.fully_shard(model.table, mesh=ctx.mesh_1d(), reshard_after_forward=False)
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    for number in range(3):
+        for each in (model, reference):
+            each.zero_grad()
+            each(batch(number)).square().mean().backward()
+        grad: Any = model.table.weight.grad
+        assert torch.equal(grad.full_tensor(), reference.table.weight.grad)  # type: ignore[arg-type]
+        assert len(model.seen[0]._backward_hooks or {}) <= 1

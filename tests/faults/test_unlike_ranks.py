@@ -10,12 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.runtime import rank_checks
+from fsdp2.runtime import rank_checks, root, stalls
 from fsdp2.types import Observer
-from tests.distributed.support import batch, same_on_all_ranks, sharded, step
+from tests.distributed.support import DIM, Block, batch, same_on_all_ranks, seeded, sharded, step
 from tests.faults.ranks import World
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import Heard, error_of
@@ -118,3 +120,97 @@ def test_flag_that_differs_is_named_on_all_ranks_before_the_timeout(after_forwar
                 "  parameter 'blocks.1.linear.weight' requires a gradient on rank 0, not on rank 1\n"
                 "Call requires_grad_() alike on all ranks, before the same forward or backward."
             )
+
+
+class _Routed(nn.Module):
+    """Two alike experts, each a unit, and two alike gates, which are parameters of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, gate: int, expert: int) -> torch.Tensor:
+        return self.experts[expert](torch.tanh(self.gates[gate](x)))  # type: ignore[no-any-return]
+
+
+def _parts_in_the_second_step(ctx: RankContext, mesh: DeviceMesh, what: str) -> tuple[list[str], str]:
+    """All messages have the same size on both ranks, so no backend notices anything."""
+    model = seeded(_Routed)
+    for expert in model.experts:
+        fsdp2.fully_shard(expert, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+    def train() -> None:
+        for number in range(3):
+            other = ctx.rank if number else 0
+            way = {"gate": 0, "expert": 0, what: other}
+            model(batch(number), **way).square().mean().backward()
+
+    with Heard() as heard:
+        raised = error_of(train)
+    return heard.messages, raised
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("what", "lines"),
+    [
+        (
+            "gate",
+            """\
+ScheduleError: parameters have a gradient on some ranks only:
+  parameter 'gates.0.weight' had a gradient on rank 0, not on rank 1
+  parameter 'gates.0.bias' had a gradient on rank 0, not on rank 1
+  parameter 'gates.1.weight' had a gradient on rank 1, not on rank 0
+  parameter 'gates.1.bias' had a gradient on rank 1, not on rank 0
+""",
+        ),
+        (
+            "expert",
+            """\
+ScheduleError: ranks use other units in the same forward:
+  unit 'experts.0' ran on rank 0, not on rank 1
+  unit 'experts.1' ran on rank 1, not on rank 0
+""",
+        ),
+    ],
+)
+def test_ranks_that_part_are_told_what_differs_and_what_helps(what: str, lines: str) -> None:
+    """They would train on wrong values, and say nothing."""
+    advice = (
+        "Let all ranks use the same units and parameters, or call set_ranks_may_differ(True) on the root.\n"
+        "See docs/advanced/ranks.md."
+    )
+    for rank, ended in enumerate(World(_parts_in_the_second_step, timeout_s=20, what=what).join()):
+        assert ended.value, ended.trace
+        said, raised = ended.value
+        assert advice in said[0]
+        assert lines.partition("\n")[2] in said[0]
+        if rank == 1 and what == "gate":  # it has found out that it does something else than before
+            assert raised == lines + advice
+        else:  # it waits in a collective
+            assert raised.startswith("CommunicationError")
+
+
+def _waits_of_steps(ctx: RankContext) -> list[list[int]]:
+    """How often ranks wait for each other's claims, and how many all-reduces each of three alike steps has, then each
+    of two that use another part."""
+    model = seeded(_Routed)
+    for expert in model.experts:
+        fsdp2.fully_shard(expert, mesh=ctx.mesh_1d())
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    found = []
+    for number in range(5):
+        other = int(number >= 3)
+        waits = mock.Mock(wraps=stalls.await_claim)
+        reduces = mock.Mock(wraps=dist.all_reduce)
+        with mock.patch.object(root, "await_claim", waits), mock.patch.object(dist, "all_reduce", reduces):
+            model(batch(number), gate=other, expert=other).square().mean().backward()
+        found.append([waits.call_count, reduces.call_count])
+    return found
+
+
+def test_steps_that_are_like_the_last_one_cost_nothing() -> None:
+    """The first one compares the models. Ranks that change what they do alike wait for each other, by the store."""
+    assert same_on_all_ranks(_waits_of_steps) == [[2, 1], [0, 0], [0, 0], [2, 0], [0, 0]]

@@ -282,6 +282,8 @@ def _shard(program: Program) -> str:
         lines += [f"    {unit}.set_force_sum_reduction_for_comms(True)" for unit in ["model", *units]]
     if program.reduces_unused:
         lines.append("    model.set_reduce_scatter_unused_params(True)")
+    if program.ranks_differ:
+        lines.append("    model.set_ranks_may_differ(True)")
     lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
     return "\n".join(lines)
 

@@ -178,9 +178,9 @@ MUTATIONS = [
             "parity/test_activation_checkpointing.py",
         ),
     ),
-    # schedule/rank_skipping.py
+    # extras/skipped_units.py
     Mutation(
-        "schedule/rank_skipping.py",
+        "extras/skipped_units.py",
         "if not present.issuperset(registered):",
         "if False:",
         (
@@ -470,13 +470,10 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "group/gradients.py",
-        "late = [not had and part.param in anywhere for part, had in parts]",
-        "late = [not had for part, had in parts]",
-        (
-            "parity/test_gradients.py",
-            "distributed/test_other_parameters_on_other_ranks.py",
-        ),
+        "extras/ranks_may_differ.py",
+        "late = [param in anywhere for param in landed.params]",
+        "late = [True for param in landed.params]",
+        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
     ),
     # group/all_gather.py
     Mutation("group/all_gather.py", "self.gathered.is_lost, self._works = True, ()", "self._works = ()", _IN_FLIGHT),
@@ -511,8 +508,8 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/executor.py",
-        "if group.mesh.replicate.size > 1:\n            self._make_room(group)",
-        "if False:\n            self._make_room(group)",
+        "if group.gradients.awaits_all_reduce:",
+        "if False:",
         (
             "distributed/test_finalization.py",
             "parity/test_step_control.py",
@@ -528,7 +525,7 @@ MUTATIONS = [
     # runtime/root.py
     Mutation(
         "runtime/root.py",
-        'self._agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))',
+        'self.agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))',
         "pass",
         ("distributed/test_agreement.py",),
     ),
@@ -554,14 +551,10 @@ MUTATIONS = [
         ("distributed/test_changed_modules.py",),
     ),
     Mutation(
-        "runtime/root.py",
-        'self._agree("the agreement on which parameters had gradients", used.settle)',
+        "extras/ranks_may_differ.py",
+        'self.agree("the agreement on which parameters had gradients", used.settle)',
         "pass",
-        (
-            "distributed/test_skipped_units.py",
-            "parity/test_gradients.py",
-            "distributed/test_other_parameters_on_other_ranks.py",
-        ),
+        ("distributed/test_skipped_units.py", "distributed/test_other_parameters_on_other_ranks.py"),
     ),
     Mutation(
         "runtime/root.py",
@@ -586,14 +579,10 @@ MUTATIONS = [
     ),
     # runtime/rank_checks.py
     Mutation(
-        "runtime/rank_checks.py",
-        "gradients.settle(used[start:stop])",
-        "gradients.settle(used)",
-        (
-            "distributed/test_other_parameters_on_other_ranks.py",
-            "distributed/test_skipped_units.py",
-            "parity/test_gradients.py",
-        ),
+        "extras/ranks_may_differ.py",
+        "used[start + at :]",
+        "used[at :]",
+        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
     ),
     # runtime/executor.py
     Mutation(
@@ -902,15 +891,15 @@ MUTATIONS = [
         "                    raise\n",
         _IN_FLIGHT,
     ),
-    # schedule/rank_skipping.py and group/group.py: several forwards, and changes between a forward and its backward
+    # extras/skipped_units.py and group/group.py: several forwards, and changes between a forward and its backward
     Mutation(
-        "schedule/rank_skipping.py",
+        "extras/skipped_units.py",
         "left += [each for each in around if each.unit not in self._reachable]",
         "pass",
         ("unit/test_skipped.py",),
     ),
     Mutation(
-        "schedule/rank_skipping.py",
+        "extras/skipped_units.py",
         "staying.update(event.unit for event in first)",
         "pass",
         ("unit/test_skipped.py",),
@@ -929,28 +918,28 @@ MUTATIONS = [
     ),
     # Units that run several times, or alone; compiled calls of modules with hooks
     Mutation(
-        "schedule/rank_skipping.py",
+        "extras/skipped_units.py",
         "if self._is_following and self._num_uses[unit] > 0:",
         "if False:",
         ("unit/test_skipped.py", "distributed/test_repeated_units.py"),
     ),
     Mutation(
-        "schedule/rank_skipping.py",
+        "extras/skipped_units.py",
         "if unit in self._with_gradients:",
         "if False:",
         ("distributed/test_repeated_units.py",),
     ),
     Mutation(
-        "schedule/rank_skipping.py",
+        "extras/skipped_units.py",
         "units.num_passed.get(len(forwards), 1)",
         "len(forwards)",
         ("distributed/test_repeated_units.py",),
     ),
     Mutation(
-        "group/gradients.py",
-        "anywhere = set(compress(self._params, used_anywhere[start:]))",
-        "anywhere = set(self._params)",
-        ("distributed/test_other_parameters_on_other_ranks.py", "parity/test_optimizers.py"),
+        "extras/ranks_may_differ.py",
+        "anywhere = set(compress(gradients.params, used[start + at :]))",
+        "anywhere = set(gradients.params)",
+        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
     ),
     Mutation(
         "_torch.py",
@@ -990,7 +979,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/hooks.py",
-        "output = _viewed(output, self._marked())",
+        "output = _viewed(output, view)",
         "output = output",
         ("distributed/test_skipped_units.py",),
     ),
@@ -1008,7 +997,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/root.py",
-        "self._agree_on_flags()\n        _torch.at_end_of_backward",
+        "self.agree_on_flags()\n        _torch.at_end_of_backward",
         "_torch.at_end_of_backward",
         ("faults/test_unlike_ranks.py",),
     ),
@@ -1029,5 +1018,20 @@ MUTATIONS = [
         "while _lent and time.monotonic() < until:",
         "while False:",
         ("faults/test_endings.py",),
+    ),
+    # What all ranks must do alike
+    Mutation("runtime/root.py", "if used != self._used and any(used):", "if False:", ("faults/test_unlike_ranks.py",)),
+    Mutation("runtime/root.py", "if units != self._orders.get(kind):", "if False:", ("faults/test_unlike_ranks.py",)),
+    Mutation(
+        "runtime/hooks.py",
+        "_torch.before_in_place(view, self._on_input_gradient)",
+        "pass",
+        ("distributed/test_traces.py",),
+    ),
+    Mutation(
+        "runtime/root.py",
+        "self._has_raised = self.schedule.forward_root == unit.index",
+        "pass",
+        ("distributed/test_recovery.py",),
     ),
 ]

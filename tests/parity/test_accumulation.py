@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp2._torch import torch_is_at_least
 from tests.harness.compare import compare, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, SharedModules, Transformer, Uneven
@@ -65,7 +66,7 @@ def test_without_gradient_sync_accumulates_in_reduce_dtype(ctx: RankContext, pol
 
 
 _ADDS_IN_FP32 = pytest.mark.skipif(
-    torch.__version__ >= "2.15",
+    torch_is_at_least(2, 15),
     reason="torch 2.15 adds up the uses of a block in fp32 where nothing is reduced, and in bf16 otherwise",
 )
 
@@ -129,7 +130,7 @@ def test_what_is_unfrozen_while_it_is_unsharded(ctx: RankContext) -> None:
 @pytest.mark.xfail(
     reason="after the backward of the second use, when no gradient is there yet, torch 2.15 reduces zeros and the "
     "partial sum of the earlier micro-batches: the same sum, rounded in another order",
-    condition=torch.__version__ >= "2.15",
+    condition=torch_is_at_least(2, 15),
     strict=False,
 )
 @trains_alike(2, model=SharedModules, mesh=lambda ctx: ctx.mesh_2d(2, 1))

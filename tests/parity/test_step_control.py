@@ -210,6 +210,7 @@ def _other_units_on_each_rank(step: Step, model: _Dropped) -> list[Tensor]:
 @distributed(2)
 def test_ranks_that_use_other_units(ctx: RankContext, num_buffers: int) -> None:
     def configure(model: ParityModel) -> None:
+        model.set_ranks_may_differ(True)  # type: ignore[operator]
         _with_unused(model)
         model.set_reduce_scatter_max_input_buffers(num_buffers)  # type: ignore[operator]
 
@@ -221,7 +222,11 @@ def test_ranks_that_use_other_units(ctx: RankContext, num_buffers: int) -> None:
 @beyond_torch("it reduces whole units in the order of each rank's own backward, so that other units meet")
 @distributed(4)
 def test_ranks_that_use_other_units_on_hsdp(ctx: RankContext) -> None:
-    shard = functools.partial(_shard_and, _with_unused, reshard_after_forward=False)
+    def configure(model: ParityModel) -> None:
+        model.set_ranks_may_differ(True)  # type: ignore[operator]
+        _with_unused(model)
+
+    shard = functools.partial(_shard_and, configure, reshard_after_forward=False)
     case = Case(_Dropped, shard, _other_units_on_each_rank)
     compare_losses_with_unsharded(case, ctx.mesh_2d(2, 2))
 

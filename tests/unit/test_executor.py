@@ -29,22 +29,32 @@ class NotedReduction:
         return note
 
 
-def _group(reduce: Callable[[], object]) -> Any:
-    mesh = SimpleNamespace(replicate=SimpleNamespace(size=2))
-    return SimpleNamespace(
-        mesh=mesh,
-        reduce_partial=reduce,
+def _unit(reduce: Callable[[], object]) -> Any:
+    """A unit whose group has partial gradients."""
+    gradients = SimpleNamespace(awaits_all_reduce=True)
+
+    def reduce_partial() -> object:
+        gradients.awaits_all_reduce = False
+        return reduce()
+
+    group = SimpleNamespace(
+        mesh=SimpleNamespace(replicate=SimpleNamespace(size=2)),
+        home=SimpleNamespace(is_staged=False),
+        gradients=gradients,
+        reduce=reduce,
+        reduce_partial=reduce_partial,
         on_work=None,
         lost=lambda what, error: CommunicationError(f"{what} of unit 'layer': {error}"),
     )
+    return SimpleNamespace(groups=(group,), watches=[])
 
 
 def _executor(*reductions: NotedReduction) -> Executor:
     """With all ``reductions`` in flight."""
     executor = Executor(torch.device("cpu"))
     executor.max_in_flight = len(reductions)
-    for reduction in reductions:
-        executor.reduce_partial(_group(lambda reduction=reduction: reduction))
+    executor.take([_unit(lambda reduction=reduction: reduction) for reduction in reversed(reductions)])
+    executor.reduce_partial()
     return executor
 
 
@@ -103,5 +113,7 @@ def test_reduction_over_replicas_that_cannot_start_names_the_unit() -> None:
     def refuse() -> NoReturn:
         raise CommunicationError("no peer")
 
+    executor = _executor()
+    executor.take([_unit(refuse)])
     with pytest.raises(CommunicationError, match="reduction of unit 'layer': no peer"):
-        _executor().reduce_partial(_group(refuse))
+        executor.land()

@@ -15,6 +15,7 @@ import fsdp2
 FOLDERS: list[set[str]] = [
     {"__main__"},
     {"tools", "tensors", "testing", "fsdp1"},
+    {"extras"},
     {"api"},
     {"runtime"},
     {"group"},

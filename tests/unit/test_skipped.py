@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from fsdp2.schedule import rank_skipping
-from fsdp2.schedule.rank_skipping import Event, Outcome, SkippedUnits, nested
+from fsdp2.extras import skipped_units
+from fsdp2.extras.skipped_units import Event, SkippedUnits, nested
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.schedule.states import Outcome
 
 Program = Sequence[int]
 FLAT = (None, 0, 0, 0, 0)
@@ -112,8 +113,8 @@ class Rank:
 
 
 def ranks_of(parents: Sequence[int | None] = FLAT, num_ranks: int = 2, frozen: Collection[int] = ()) -> list[Rank]:
-    root = UnitRules(after_forward=AfterForward.KEEP, ranks_may_skip=True)
-    rules = [root, *[UnitRules(ranks_may_skip=True)] * (len(parents) - 1)]
+    root = UnitRules(after_forward=AfterForward.KEEP, ranks_may_differ=True)
+    rules = [root, *[UnitRules(ranks_may_differ=True)] * (len(parents) - 1)]
     return [Rank(parents, rules, frozen) for _ in range(num_ranks)]
 
 
@@ -260,7 +261,7 @@ def test_ranks_compare_once_for_each_choice_of_frozen_units() -> None:
 
 
 def test_ranks_forget_the_oldest_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_skipping, "MAX_ORDERS", 2)
+    monkeypatch.setattr(skipped_units, "MAX_ORDERS", 2)
     ranks = ranks_of()
     compares = [_step_with_frozen(ranks, (unit,))[0] for unit in (1, 2, 1, 3, 1, 3)]
     assert compares == [True, True, False, True, True, False]

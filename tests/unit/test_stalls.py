@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
+from fsdp2.runtime.claims import Claim
 from fsdp2.runtime.stalls import Board, StallWatch
 
 
@@ -16,9 +17,9 @@ class _Root:
 
     is_running = True
 
-    def __init__(self, story: str, identity: str = "0", **trainable: bool) -> None:
+    def __init__(self, story: str, identity: str = "0", **claims: Claim) -> None:
         self.told, self.last_event = story, object()
-        self.identity, self.flags = identity, trainable
+        self.identity, self.claimed = identity, claims
 
     def story(self) -> str:
         return self.told
@@ -26,8 +27,8 @@ class _Root:
     def ranks(self) -> list[int]:
         return [0, 1]
 
-    def trainable(self) -> dict[str, bool]:
-        return self.flags
+    def claims(self) -> dict[str, Claim]:
+        return self.claimed
 
     def goes_on(self) -> None:
         self.last_event = object()
@@ -50,7 +51,10 @@ def test_message_has_the_last_events_of_all_roots() -> None:
     assert first == (
         "rank 3: no progress for 50 s. A collective waits for other ranks. The timeout of the backend is 100 s."
     )
-    assert last == "Compare the last events of all ranks: the ranks diverged at the first difference."
+    assert last == (
+        "Compare the last events of all ranks. The ranks diverged at the first difference. If they are meant to use "
+        "different units or parameters, call set_ranks_may_differ(True) on the root."
+    )
 
 
 def test_nothing_is_said_before_half_of_the_timeout() -> None:
@@ -92,7 +96,8 @@ def _beside(mine: _Root, other: _Root, *, runs_ahead: bool = False) -> tuple[Sta
 
 
 def test_flags_that_differ_are_named_when_all_ranks_wait() -> None:
-    roots = _Root("pre_forward a", entry=True, gain=True), _Root("post_forward b", entry=True, gain=False)
+    flags = {"entry": True, "gain": True}, {"entry": True, "gain": False}
+    roots = _Root("pre_forward a", requires_grad=flags[0]), _Root("post_forward b", requires_grad=flags[1])
     mine, other = _beside(*roots)
     assert [watch.look(now) for now in (4, 5) for watch in (mine, other)] == [None] * 4
     assert mine.look(now=6) is None  # the other rank has just shown where it stands
@@ -110,7 +115,7 @@ Last events on rank 1: post_forward b.""",
 
 def test_ranks_that_diverged_for_another_reason_are_told_on_the_cpu_only() -> None:
     for runs_ahead in (False, True):
-        roots = _Root("pre_forward a", x=True), _Root("pre_forward b", x=True)
+        roots = _Root("pre_forward a", gradients={"x": True}), _Root("pre_forward b", gradients={"x": True})
         mine, other = _beside(*roots, runs_ahead=runs_ahead)
         found = [watch.look(now) for now in (5, 6, 7) for watch in (mine, other)]
         said = "rank 0: no progress for 7 s. All ranks wait for each other.\nLast events on rank 0: pre_forward a."
@@ -119,7 +124,7 @@ def test_ranks_that_diverged_for_another_reason_are_told_on_the_cpu_only() -> No
 
 
 def test_nothing_is_compared_with_a_rank_that_goes_on() -> None:
-    roots = _Root("", x=True), _Root("", x=False)
+    roots = _Root("", gradients={"x": True}), _Root("", gradients={"x": False})
     mine, other = _beside(*roots)
     assert other.look(now=5) is None
     for now in range(6, 20):  # the other rank shows where it stands, and goes on, again and again
@@ -129,7 +134,7 @@ def test_nothing_is_compared_with_a_rank_that_goes_on() -> None:
 
 
 def test_nothing_is_compared_with_another_root() -> None:
-    mine, other = _beside(_Root("", x=True), _Root("", identity="1", x=False))
+    mine, other = _beside(_Root("", gradients={"x": True}), _Root("", identity="1", gradients={"x": False}))
     assert [watch.look(now) for now in (5, 6, 7, 8) for watch in (mine, other)] == [None] * 8
 
 

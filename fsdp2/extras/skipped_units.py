@@ -15,20 +15,13 @@ Pure: no tensor, no process group.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from enum import Enum
 from itertools import accumulate, chain
 from typing import NamedTuple
 
+from fsdp2.schedule.states import Outcome
+
 MAX_FORWARDS = 256  # forwards without a backward; if there are more, the oldest are forgotten
 MAX_ORDERS = 64  # that ranks have agreed on
-
-
-class Outcome(Enum):
-    """What the end of a unit's forward leads to."""
-
-    NOTHING = "nothing"  # its output needs no gradient
-    BACKWARD = "backward"
-    UNKNOWN = "unknown"  # gradients are off in this part of the forward: a checkpoint may run it again with them
 
 
 class Event(NamedTuple):

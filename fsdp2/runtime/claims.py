@@ -1,0 +1,106 @@
+"""What all ranks must do alike: which parameters they train, which units they use, which parameters get gradients.
+
+A rank *claims* what it does when that has changed. ``stalls`` waits until all ranks have claimed the same. So a step
+that is like the last one pays nothing, and a rank that parts from the others is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+# By name, whether it is so; or names in the order in which something happened to them.
+Claim = Mapping[str, bool] | Sequence[str]
+
+FLAGS, GRADIENTS, UNITS = "requires_grad", "gradients", "units"  # a claim about units goes on with the forward's name
+UNFINISHED = "..."  # behind the names, if more may follow
+
+_MAX_LINES = 4
+_ALIKE = (
+    "Let all ranks use the same units and parameters, or call set_ranks_may_differ(True) on the root.\n"
+    "See docs/advanced/ranks.md."
+)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How to speak of a claim. ``why``: behind "because"; ``differs``: of one name, between two lists of ranks."""
+
+    why: str
+    head: str
+    differs: str
+    advice: str
+
+
+_KINDS = {
+    FLAGS: _Kind(
+        "requires_grad differs",
+        "requires_grad differs between ranks:",
+        "parameter '{}' requires a gradient on {}, not on {}",
+        "Call requires_grad_() alike on all ranks, before the same forward or backward.",
+    ),
+    UNITS: _Kind(
+        "they use other units",
+        "ranks use other units in the same forward:",
+        "unit '{}' ran on {}, not on {}",
+        _ALIKE,
+    ),
+    GRADIENTS: _Kind(
+        "other parameters have gradients",
+        "parameters have a gradient on some ranks only:",
+        "parameter '{}' had a gradient on {}, not on {}",
+        _ALIKE,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """In what the claims of ranks differ. ``why``: in a few words. ``lines``: an error that says it."""
+
+    why: str
+    lines: Sequence[str]
+
+
+def difference(claims: Mapping[int, Mapping[str, Claim]]) -> Difference | None:
+    """The first difference between the claims of ranks; None if there is none. A rank need not have claimed all."""
+    names = dict.fromkeys(name for its in claims.values() for name in its)
+    for name in sorted(names, key=lambda name: list(_KINDS).index(name.partition(" ")[0])):
+        kind = _KINDS[name.partition(" ")[0]]
+        found = {rank: its[name] for rank, its in claims.items() if name in its}
+        lines = list(_differing(kind, found))
+        if lines:
+            more = len(lines) - _MAX_LINES
+            lines = lines[:_MAX_LINES] + ([f"and {more} more"] if more > 0 else [])
+            return Difference(kind.why, [kind.head, *(f"  {line}" for line in lines), kind.advice])
+    return None
+
+
+def _differing(kind: _Kind, found: Mapping[int, Claim]) -> Iterator[str]:
+    lengths = [len(its) - 1 for its in found.values() if not isinstance(its, Mapping) and its[-1:] == [UNFINISHED]]
+    if lengths:
+        found = {rank: list(its)[: min(lengths)] for rank, its in found.items()}
+    is_so = {rank: its if isinstance(its, Mapping) else dict.fromkeys(its, True) for rank, its in found.items()}
+    # A unit that is not in the list did not run; a parameter that is not in the mapping was not used yet.
+    if_missing = {rank: None if isinstance(its, Mapping) else False for rank, its in found.items()}
+    is_alike = True
+    for name in dict.fromkeys(name for its in is_so.values() for name in its):
+        has, lacks = (
+            [rank for rank, its in is_so.items() if its.get(name, if_missing[rank]) is value] for value in (True, False)
+        )
+        if has and lacks:
+            is_alike = False
+            yield kind.differs.format(name, named_ranks(has), named_ranks(lacks))
+    orders = {rank: its for rank, its in found.items() if not isinstance(its, Mapping)}
+    if is_alike and len(set(map(tuple, orders.values()))) > 1:
+        for place in zip_longest(*orders.values(), fillvalue="none"):
+            if len(set(place)) > 1:
+                ran = [f"'{name}' on rank {rank}" for rank, name in zip(orders, place, strict=True)]
+                yield f"the order differs: at the same place ran {', '.join(ran[:_MAX_LINES])}"
+                return
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """``ranks`` in a sentence."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
