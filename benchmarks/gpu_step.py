@@ -144,8 +144,7 @@ def planned_copies(model: nn.Module) -> gpu_trace.Planned:
     """What fsdp2's plans copy in a step of ``model``. Without strided buckets, which no case has.
 
     On the compute stream, so that gradients are freed at once: a kernel for each bucket of gradients, and the addresses
-    that it reads from the host; a cast for each direct one that is reduced in another dtype. Also from the host: for
-    each mesh, which parameters this rank has used.
+    that it reads from the host; a cast for each direct one that is reduced in another dtype.
     """
     groups = [group for unit in form_root(sharded_unit(model, "benchmark")).units for group in unit.groups]
     gathers = [group.unsharded.plan() for group in groups]
@@ -160,8 +159,7 @@ def planned_copies(model: nn.Module) -> gpu_trace.Planned:
                 num_buckets += Route.ROWS in routes
                 num_casts += is_cast * routes.count(Route.DIRECT)
             is_beside |= is_cast or plan.dtypes.reduce is not plan.dtypes.grad
-    meshes = {group.mesh.shard.group for group in groups if group.mesh.data_parallel_size > 1}
-    return gpu_trace.Planned(num_buckets + num_casts, num_buckets + len(meshes), is_beside)
+    return gpu_trace.Planned(num_buckets + num_casts, num_buckets, is_beside)
 
 
 def in_turns(clock: Callable[[Stepper, str], float], steppers: dict[str, Stepper], run: Run) -> dict[str, float]:

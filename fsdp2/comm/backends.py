@@ -139,6 +139,23 @@ def match_channels(axis: Axis) -> None:
         _next_channel[_identity(axis.group)] = max(exchange(axis, mine))
 
 
+def check_connections(group: dist.ProcessGroup) -> None:
+    """Find out, on the CPU, whether a rank of ``group`` is lost: gloo says that a connection is closed when it is to
+    send a message. Nobody receives this one.
+
+    Raises:
+        CommunicationError: a connection is closed.
+    """
+    if _torch.backend_name(group, torch.device("cpu")) == "gloo":
+        for target in range(group.size()):
+            if target != group.rank():
+                launched(group.send, [_NOTHING], target, _CHECKS)
+
+
+_CHECKS = _FIRST_CHANNEL - 1
+_NOTHING = torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+
 def _identity(group: dist.ProcessGroup) -> tuple[object, ...]:
     return (group.group_name, *dist.get_process_group_ranks(group))
 

@@ -192,6 +192,9 @@ class Streams:
     def reduce_after_compute(self) -> None:
         """Reduce stream waits for compute: compute has written gradients, and read memory of gradients freed since."""
 
+    def compute_after_reduce(self) -> None:
+        """Compute waits for all that is on the reduce stream: the optimizer reads the gradients."""
+
 
 class AcceleratorStreams(Streams):
     """CUDA and devices like it. One gather stream and one reduce stream for the whole model, both of high priority, so
@@ -251,6 +254,9 @@ class AcceleratorStreams(Streams):
 
     def reduce_after_compute(self) -> None:
         self._reduce.wait_stream(self._module.current_stream())
+
+    def compute_after_reduce(self) -> None:
+        self._module.current_stream().wait_stream(self._reduce)
 
 
 class ComputeStreamGathers(AcceleratorStreams):

@@ -143,7 +143,6 @@ class Reduction:
         self.copies: list[HostCopies] = []
         self._streams: Streams = bound.reduce.streams
         self._stages = deque(stages)
-        self._done: torch.Event | None = None
         if not self._works:  # the first stages wait for nothing
             with self._streams.on_reduce():
                 self._advance()
@@ -152,9 +151,10 @@ class Reduction:
         """Free what the reduce-scatter reads, once it has read it. Called once."""
         if self._works and not self._streams.runs_ahead:
             self._advance()
-        event = self._read or self._done
-        if event is not None:
-            self._streams.wait_here(event)  # compute waits for the reduce stream: compute frees what that read
+        if self._read is not None:
+            self._streams.wait_here(self._read)  # compute waits for the reduce stream: compute frees what that read
+        elif self._streams.runs_ahead:  # gradients that land without a copy
+            self._streams.compute_after_reduce()
         self._inputs = None
 
     def land(self) -> None:
@@ -164,17 +164,12 @@ class Reduction:
                 while self._stages:
                     self._advance()
 
-    def wait(self) -> None:
-        """Called after ``land``. Then the current stream may use the gradients of this and all earlier reductions."""
-        self._streams.wait_here(self._done)  # compute waits for the reduce stream: the optimizer reads the gradients
-
     def drop(self) -> None:
         """Wait for what is in flight, but do not land it."""
         self._stages.clear()
         with self._streams.on_reduce():
             self._advance()
         self.finish()
-        self.wait()
 
     def _advance(self) -> None:
         """Wait for what is in flight, then run stages up to the next collective."""
@@ -182,8 +177,6 @@ class Reduction:
         wait_for(works)  # on an accelerator, the reduce stream waits
         while self._stages and not self._works:
             self._works = self._stages.popleft()(self)
-        if not self._stages:
-            self._done = self._streams.record()
 
 
 class GroupGradients:

@@ -90,7 +90,7 @@ class Executor:
         self.filter: ActionFilter | None = None
         self._pending: list[tuple[ParamGroup, Reduction]] = []  # oldest first
         self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands after the launch of the next one
-        self._last: Reduction | None = None  # has landed, but the current stream has not waited for it
+        self._has_landed = False  # gradients for which the current stream has not waited
         self._offloaded: list[ParamGroup] = []
         self._replicated: list[ParamGroup] = []
         self._has_reduced = False
@@ -178,7 +178,7 @@ class Executor:
             with suppress(CommunicationError):  # the first error is the cause
                 self.drop()
             raise
-        self._wait_for_last()
+        self._wait_for_landed()
 
     def land_down_to(self, count: int) -> None:
         """Land the oldest reductions until no more than ``count`` are in flight."""
@@ -202,7 +202,7 @@ class Executor:
                 reduction.drop()
             except CommunicationError as error:
                 failed = failed or group.lost("reduction", error)
-        self._wait_for_last()
+        self._wait_for_landed()
         for group in self._offloaded:
             group.gradients.drop_copies()
         if failed is not None:
@@ -235,13 +235,13 @@ class Executor:
             return
         (group, reduction), self._landing = self._landing, None
         _run("reduce_land", group, reduction.land)
-        self._last = reduction
+        self._has_landed = True
 
-    def _wait_for_last(self) -> None:
-        """Make the current stream wait for all that has landed: reductions land in order."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()
+    def _wait_for_landed(self) -> None:
+        """Make the current stream wait for all that has landed."""
+        if self._has_landed:
+            self._has_landed = False
+            self.streams.compute_after_reduce()
 
     # Between passes
 

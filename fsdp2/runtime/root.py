@@ -230,7 +230,7 @@ class Root:
     def _claim(self, name: str, claim: Claim) -> None:
         """This rank has changed what it does. Wait until all ranks have done the same."""
         self._claims = {**self._claims, name: claim}  # other threads may read the old ones
-        await_claim(self, name, claim)
+        self.agree(f"the comparison of {name}", partial(await_claim, self, name, claim))
 
     def claims(self) -> dict[str, Claim]:
         """What this rank does, of what all ranks must do alike. Other threads may ask."""

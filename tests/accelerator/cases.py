@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -78,6 +78,12 @@ def offloaded(runtime: Runtime, model: Any, mesh: DeviceMesh, *, pin_memory: boo
     sharded(runtime, model, mesh, offload_policy=runtime.CPUOffloadPolicy(pin_memory=pin_memory))
 
 
+def on_each_rank_alone(runtime: Runtime, model: Any, mesh: DeviceMesh) -> None:
+    """Gradients land as they are: no copy, no collective."""
+    alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("ranks", "alone"))["alone"]
+    sharded(runtime, model, alone)
+
+
 def prefetch_two(model: Any, runtime: Runtime) -> None:
     blocks = list(model.blocks)
     for index, block in enumerate(blocks):
@@ -117,6 +123,11 @@ def _update(parameter: Any) -> None:
     with torch.no_grad():
         parameter.sub_(parameter.grad, alpha=0.1)
     parameter.grad = None
+
+
+def reduce_twice(step: Step, model: Any) -> list[Tensor]:
+    """The second backward adds to the gradients of the first one."""
+    return [*one_backward(step, model), *one_backward(step, model)]
 
 
 def unshard_by_hand(step: Step, model: Any) -> list[Tensor]:
@@ -416,6 +427,7 @@ CASES: dict[str, Trained] = {
     "transformer": Trained(model=Transformer, is_exact=False),
     "kept after forward": Trained(options=_of(policy=bf16, reshard_after_forward=False)),
     "accumulated": Trained(step=accumulate, options=_of(policy=bf16_fp32)),
+    "on each rank alone": Trained(step=reduce_twice, shard=on_each_rank_alone),
     "checkpointed": Trained(options=_of(policy=bf16_fp32, then=checkpoint_blocks)),
     "prefetched two ahead": Trained(model=partial(MLP, num_blocks=4), options=_of(policy=bf16, then=prefetch_two)),
     "gathered on the compute stream": Trained(options=_of(policy=bf16, then=gather_on_compute_stream)),

@@ -59,7 +59,7 @@ WAITS = [
     Wait("wait_here", "group.all_gather.Gather.wait", "plain", "late gathers"),
     Wait("gather_after_compute", "group.all_gather.release", "direct", "side streams first"),
     Wait("wait_here", "group.gradients.Reduction.finish", "direct", "late reductions"),
-    Wait("wait_here", "group.gradients.Reduction.wait", "bf16", "compute first"),
+    Wait("compute_after_reduce", "runtime.executor.Executor._wait_for_landed", "bf16", "compute first"),
     Wait("gather_after_compute", "runtime.root.Root.order_gathers", "plain", "side streams first"),
     Wait("gather_after_compute", "runtime.root.Root.begin_backward", "reads what forward wrote", "side streams first"),
     Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment", "side streams first"),
@@ -73,7 +73,6 @@ WAITS = [
     Wait("on, in front", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "late reductions"),
     Wait("on, behind", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "compute first"),
     Wait("record", "group.all_gather.Gather.issue", "plain", "late gathers"),
-    Wait("record", "group.gradients.Reduction._advance", "bf16", "compute first"),
     Wait("record", "comm.offload.FlatStage.fetch", "offloaded, evaluated", "late copies"),
     Wait("record", "comm.offload.HostCopies.__init__", "offloaded", "late copies"),
 ]
@@ -88,6 +87,7 @@ WAITS_OF_4 = [
     Wait("record", "group.reduce_scatter.Reduce.launch", "replicated, direct", "late reductions"),
 ]
 UNSEEN = [  # the memory that is written again too early gets the same values
+    Wait("compute_after_reduce", "group.gradients.Reduction.finish", "on each rank alone", "side streams first"),
     Wait("gather_after_compute", "group.all_gather.Gather.release", "kept storage", "side streams first"),
 ]
 UNSEEN_OF_4 = [  # what would be read too late is thrown away
