@@ -136,8 +136,8 @@ def _answer(context: RankContext, call: Call) -> bytes:
 
 
 def _make_as_many_groups_as_other_ranks() -> None:
-    """torch counts the groups of a rank in the name of a group that only some ranks make: tests before this one may have
-    made more on one rank than on another, and then torch's own runtime waits for a group of another name."""
+    """torch counts the groups of a rank in the name of a group that only some ranks make. Tests before this one may
+    have made more on one rank than on another, and then torch's own runtime waits for a group of another name."""
     count = torch.tensor(_torch.num_groups())
     dist.all_reduce(count, dist.ReduceOp.MAX)
     for _ in range(int(count) - _torch.num_groups()):
