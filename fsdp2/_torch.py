@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,6 +75,19 @@ running_backward: Callable[[], int] = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """Whether the autograd engine is executing a graph on this thread."""
     return running_backward() != -1
+
+
+def backward_depth() -> tuple[int, int]:
+    """This thread, and how many backwards are on its stack: a nested one is on top of the one that it is nested in. A
+    device has a thread of its own, which does not count the outermost one."""
+    depth, frame = 0, sys._getframe()
+    while (caller := frame.f_back) is not None:
+        depth += caller.f_code is _RUN_BACKWARD
+        frame = caller
+    return threading.get_ident(), depth
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.

@@ -31,6 +31,7 @@ from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
 from fsdp2.runtime.executor import ActionFilter, Executor
 from fsdp2.runtime.rank_checks import check_agreement
+from fsdp2.runtime.running_backward import RunningBackward
 from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.runtime.stalls import await_claim, watch_for_stalls
 from fsdp2.runtime.ties import movable_ties
@@ -81,6 +82,7 @@ class Root:
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
         self._has_raised = False  # the forward that was the whole pass
+        self._backward = RunningBackward()
         self.identity = ""
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
@@ -306,6 +308,8 @@ class Root:
     @_torch.outside_transforms
     def pre_recompute(self, unit: Unit) -> Phase:
         """``unit`` is about to compute again, in a backward. Returns the phase it is in now."""
+        if self.schedule.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
         self.start_recompute(unit)
         return self.schedule.phases[unit.index]
 
@@ -404,6 +408,8 @@ class Root:
     def pre_backward(self, unit: Unit) -> None:
         """A gradient has reached ``unit``: the gradient of its output, or of an output of something inside it."""
         schedule, index = self.schedule, unit.index
+        if schedule.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
         if not schedule.in_backward:
             self.begin_backward()
         elif schedule.phases[index] is Phase.BACKWARD:
@@ -422,12 +428,20 @@ class Root:
             return
         if index in schedule.reduced_last:
             return
+        if schedule.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
         if not schedule.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
         self.stop_backward(unit)
 
+    def _recover_backward(self) -> None:
+        """Another backward than the one that has begun computes. If that one raised, clean up after it."""
+        if self._backward.has_raised():
+            self.reset()
+
     def begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
+        self._backward.begin()
         self._take_flags()
         self.agree_on_flags()
         _torch.at_end_of_backward(self.end_backward)

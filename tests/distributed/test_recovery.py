@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CommunicationError, FSDPModule, MixedPrecisionPolicy, Observer, fully_shard, no_sync, unsharded
 from fsdp2.tools import trace
@@ -27,6 +29,7 @@ from tests.distributed.support import (
 )
 from tests.harness.comms import CountingReduceScatter
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import long
 
 
 class Faulty(Stack):
@@ -100,6 +103,45 @@ def test_step_after_an_exception_is_right_without_a_reset(ctx: RankContext, faul
     _fail(model, fault)
     model.zero_grad()
     _assert_step_is_right(model)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("checkpoints", [None, *long("blocks", "blocks, nested")])
+@pytest.mark.parametrize("num_failures", [1, *long(2)])
+@distributed(2)
+def test_backward_is_repeated_on_the_kept_graph(ctx: RankContext, num_failures: int, checkpoints: str | None) -> None:
+    """A gradient hook raises in the middle. The graph was kept, so the user zeroes the gradients and tries again."""
+    found = {}
+    for name, model in (("sharded", shard(ctx, seeded(Stack))), ("plain", seeded(Stack))):
+        if checkpoints is not None:
+            for block in model.blocks:
+                is_nested = checkpoints == "blocks, nested"
+                block.forward = partial(checkpoint, block.forward, use_reentrant=is_nested)
+        for seed in range(3):
+            failures = [InjectedError] * num_failures if seed == 1 else []
+
+            def raise_once(_: Tensor, failures: list[type[Exception]] = failures) -> None:
+                if failures:
+                    raise failures.pop()
+
+            def tell(_: nn.Module, __: object, output: Tensor, hook: Any = raise_once) -> None:
+                if output.requires_grad:  # not where a checkpoint runs the block for its output only
+                    output.register_hook(hook)
+
+            handle = model.blocks[1].register_forward_hook(tell)
+            loss = model(batch(seed)).square().mean()
+            handle.remove()
+            while failures:
+                with pytest.raises(InjectedError):
+                    loss.backward(retain_graph=True)
+                model.zero_grad()
+            loss.backward()
+            for param_name, param in model.named_parameters():
+                grad = param.grad
+                found[name, seed, param_name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            model.zero_grad()
+    for (name, *where), value in found.items():
+        torch.testing.assert_close(value, found["plain", *where], msg=f"{name} {where}")
 
 
 class _FailsAlone(nn.Module):
