@@ -28,6 +28,7 @@ from fsdp2.types import (
 )
 
 if TYPE_CHECKING:
+    from fsdp2.extras.inner_losses import allow_inner_losses
     from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
     from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
     from fsdp2.tools import trace
@@ -65,6 +66,7 @@ __all__ = [
     "TiedWeights",
     "UnshardHandle",
     "Workload",
+    "allow_inner_losses",
     "auto_shard",
     "clip_grad_norm_",
     "extensions",
@@ -90,6 +92,7 @@ __all__ = [
 
 # By module, what is imported at its first use: training needs none of it.
 _LAZY = {
+    "extras.inner_losses": ("allow_inner_losses",),
     "fsdp1": ("FSDPExtensions", "FullyShardedDataParallel", "set_fsdp_extensions"),
     "tools": ("trace",),
     "tools.auto_shard": ("AutoShard", "auto_shard"),

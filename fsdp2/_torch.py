@@ -582,20 +582,39 @@ def changes_what_it_loads(module: nn.Module, is_known: Callable[[object], bool])
 _MIXED = "mixed torch.Tensor and DTensor"  # what torch says if an operation gets a plain tensor and a DTensor
 
 
+# The attribute of a module that its calls run, if it is set: ``Module.compile`` sets it. Copies and pickles of a module
+# leave it behind. With a forward hook, a call takes 11 thousand instructions more.
+CALL = "_compiled_call_impl"
+
+
+def guarded_call(module: nn.Module, on_shards: Callable[[RuntimeError], None]) -> Callable[..., Any]:
+    """What calls of ``module`` run, and then, if a call raised because it got shards, ``on_shards``, which may raise a
+    better error."""
+    call = module._call_impl
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if type(error) is RuntimeError and _MIXED in str(error):
+                on_shards(error)
+            raise
+
+    _keep_out_of_graphs(guarded)
+    return guarded
+
+
 def watch_calls(
     module: nn.Module,
     hook: GradientHook,
     find_tensors: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]],
     is_late: Callable[[], bool],
-    on_shards: Callable[[RuntimeError], None],
 ) -> None:
     """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it.
-    ``is_late``: whether the hook would change nothing, for a call inside a backward, which recomputes. ``on_shards``
-    is called if a call raised because it got shards; it may raise a better error.
+    ``is_late``: whether the hook would change nothing, for a call inside a backward, which recomputes.
 
-    With a forward hook, a call takes 11 thousand instructions more. This is the attribute that ``Module.compile`` sets.
-    Copies and pickles of the module leave it behind. The compiler looks at it in modules with hooks, such as those of
-    tensor parallelism, and then traces ``watched``.
+    The compiler looks at ``CALL`` in modules with hooks, such as those of tensor parallelism, and then traces
+    ``watched``.
     """
     is_traced = torch.compiler.is_dynamo_compiling
     call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
@@ -604,12 +623,7 @@ def watch_calls(
     def watched(*args: Any, **kwargs: Any) -> Any:
         if is_traced():
             return call(*args, **kwargs)
-        try:
-            output = call(*args, **kwargs)
-        except RuntimeError as error:
-            if type(error) is RuntimeError and _MIXED in str(error):
-                on_shards(error)
-            raise
+        output = call(*args, **kwargs)
         if type(output) is not torch.Tensor:
             for tensor in find_tensors(output, []):
                 if tensor.requires_grad:
@@ -625,7 +639,7 @@ def watch_calls(
         return output
 
     _keep_out_of_graphs(watched)
-    module.__dict__["_compiled_call_impl"] = watched
+    vars(module)[CALL] = watched
 
 
 def _keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False) -> None:

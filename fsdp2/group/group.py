@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
 def forget(group: ParamGroup) -> None:
     """``group`` manages nothing any more: its parameters were put back."""
     _alive.discard(group)
+    group.guard(())
 
 
 class ParamGroup:
@@ -84,6 +86,12 @@ class ParamGroup:
         _alive.add(self)
 
     # What the user configures
+
+    def guard(self, guards: Sequence[Guard]) -> None:
+        """Put ``guards`` around calls of modules from now on, while their parameters are shards. Shards are bound."""
+        self._bindings.take_guards()
+        self._bindings.guards = guards
+        self._bindings.put_guards()
 
     def attach(
         self, name: str, story: Callable[[], str], running: Callable[[], Pass], on_flags: Callable[[], object]
@@ -169,8 +177,9 @@ class ParamGroup:
     def _follow_params(self) -> None:
         """``params`` or their slots have changed, before the first use."""
         self._unbind()
-        self._bindings = Bindings(self.params)
+        guards, self._bindings = self._bindings.guards, Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
+        self.guard(guards)
 
     def take_replaced(self) -> None:
         """Bind the shards, and take over parameters that the user has put in their place."""
@@ -304,6 +313,7 @@ class ParamGroup:
         """Bind what compute reads. The unsharded parameters are there."""
         parameters = self.unsharded.parameters
         self.is_stale |= self._bindings.rebind(parameters if self.shows is None else self.shows(parameters))
+        self._bindings.take_guards()
 
     def wait_if_unsharding(self) -> None:
         """Wait for a gather that the user started, unless it was already waited for or undone."""
@@ -326,6 +336,7 @@ class ParamGroup:
             if before is not GroupState.UNSHARDED and unsharded.post_forward is not None:
                 unsharded.post_forward.release()
             self.is_stale |= self._bindings.rebind(self.shards.sharded)
+            self._bindings.put_guards()
             if before is not GroupState.SHARDED_POST_FORWARD:
                 self._release()
 
@@ -351,6 +362,7 @@ class ParamGroup:
         if before is GroupState.UNSHARDED:
             self.take_flags()
             self.is_stale |= self._bindings.rebind(self.unsharded.cut())
+            self._bindings.put_guards()
             self._release()
 
     def lend(self) -> None:
@@ -433,12 +445,20 @@ class ParamGroup:
             self.gradients.keep_unreduced()
 
 
+class Guard(NamedTuple):
+    """``call``: what a module with these ``attributes`` is to run while its parameters are shards."""
+
+    attributes: dict[str, Any]
+    call: Callable[..., Any]
+
+
 class Bindings:
     """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible.
     It does not overwrite what the user has put into a slot since.
 
     Attributes:
         forms: what was bound last, per parameter of the group.
+        guards: of modules that compute with the parameters.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -451,6 +471,19 @@ class Bindings:
                 else:
                     self._custom.append((module, name, index))
         self.forms: Sequence[nn.Parameter] = ()
+        self.guards: Sequence[Guard] = ()
+
+    def put_guards(self) -> None:
+        """Shards are bound. A call that the user has compiled stays."""
+        for attributes, call in self.guards:
+            if attributes.get(_torch.CALL) is None:
+                attributes[_torch.CALL] = call
+
+    def take_guards(self) -> None:
+        """Compute can read what is bound."""
+        for attributes, call in self.guards:
+            if attributes.get(_torch.CALL) is call:
+                attributes[_torch.CALL] = None
 
     def bind(self, forms: Sequence[nn.Parameter]) -> None:
         """Bind ``forms[i]`` in the slots of parameter i, whatever is bound there."""

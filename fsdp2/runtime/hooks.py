@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.group.group import Guard
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
-from fsdp2.runtime.inner_gradients import watch_submodules
 from fsdp2.runtime.loading import check_loaded
+from fsdp2.runtime.outside_calls import guards_of
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, unit_of, units_under
 from fsdp2.schedule.schedule import Phase
@@ -85,6 +86,7 @@ class ModuleHooks:
     Attributes:
         modules: the modules with these hooks.
         functions: the functions that were registered on ``modules``.
+        guards: of the unit's submodules.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -98,6 +100,7 @@ class ModuleHooks:
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
         self._marked_version = 0  # its version then
         self._handled = 0  # the identity of the exception that the user handled when the last forward began
+        self.guards: list[Guard] = []
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
         for module in unit.modules:
@@ -114,7 +117,9 @@ class ModuleHooks:
     def hold(self, modules: Iterable[nn.Module]) -> None:
         """Install what the unit's modules need, and those that hold parameters of the unit directly."""
         holders = list(dict.fromkeys(modules))
-        watch_submodules(self._unit, holders)
+        self.guards += guards_of(self._unit, holders)
+        for group in self._unit.groups:
+            group.guard(self.guards)
         self.modules += holders
         self.functions += _install_state_dict_hooks(holders, self._unit)
 

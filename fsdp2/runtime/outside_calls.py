@@ -2,19 +2,53 @@
 
 torch names an operation: "mixed torch.Tensor and DTensor". A module ran outside the forward of its unit, or it reads
 the parameters of an inner unit without a call of that unit. Rule: in any other state, torch's error stands.
+
+While parameters are unsharded, calls pay nothing: the group removes the guard when it binds what compute reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 from torch import nn
 
+from fsdp2 import _torch
+from fsdp2.group.group import Guard
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.schedule import Phase
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError
 
 
-def explain_shards(unit: Unit, module: nn.Module, error: RuntimeError) -> None:
+def guards_of(unit: Unit, holders: Iterable[nn.Module]) -> list[Guard]:
+    """Guards for the submodules of ``unit`` that compute with parameters of the modules ``holders``. A submodule with
+    units inside may read their shards in its unit's forward, so its guard stays."""
+    guards = []
+    for module in called_with(unit.modules, holders):
+        guard = Guard(vars(module), _torch.guarded_call(module, partial(_explain_shards, unit, module)))
+        if next(units_under(module), None) is None:
+            guards.append(guard)
+        elif guard.attributes.get(_torch.CALL) is None:
+            guard.attributes[_torch.CALL] = guard.call
+    return guards
+
+
+def called_with(modules: tuple[nn.Module, ...], holders: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules below ``modules`` that compute with the parameters of ``holders``. The module around it replaces a
+    holder without a forward, such as a list of parameters."""
+    around = {child: module for each in modules for module in each.modules() for child in module.children()}
+    found: dict[nn.Module, None] = {}
+    for holder in holders:
+        module: nn.Module | None = holder
+        while module is not None and module not in modules and type(module).forward is nn.Module.forward:
+            module = around.get(module)
+        if module is not None and module not in modules:
+            found[module] = None
+    return list(found)
+
+
+def _explain_shards(unit: Unit, module: nn.Module, error: RuntimeError) -> None:
     """A call of ``module``, which is inside ``unit``, has raised ``error``: an operation got shards.
 
     Raises:

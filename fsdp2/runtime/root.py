@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import lost
+from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
@@ -353,6 +354,10 @@ class Root:
                 "mode copies what autograd has saved, but fsdp2 frees the saved parameters and gathers them again. "
                 "Leave the block, and clone what you write in place."
             )
+        for index, unit in enumerate(self.units):
+            for group in unit.groups:
+                if group.state is not GroupState.SHARDED and not self.schedule.owes(index):
+                    _check_reduced(unit, group)
         if self._seen_version != ModuleTrees.version:
             self._collect()
         if not self._is_agreed:  # before ranks wait for each other
@@ -634,6 +639,21 @@ def form_root(unit: Unit) -> Root:
     if unit.root is None:
         unit.check_rank()
     return unit.root or Root(unit)
+
+
+def _check_reduced(unit: Unit, group: ParamGroup) -> None:
+    """Check that no backward has left gradients on ``group``, which stays unsharded, without an event.
+
+    Raises:
+        ScheduleError: a backward has.
+    """
+    for param in group.params:
+        if param.unsharded_grad is not None:
+            raise ScheduleError(
+                f"parameter '{param.full_name}' has a gradient that was never reduced: a backward reached it, but no "
+                f"output of its unit '{unit.name}'. Call fsdp2.allow_inner_losses(model) once, after all calls of "
+                "fully_shard. To go on without this gradient, call reset_iter_state() on the root."
+            )
 
 
 def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:

@@ -175,6 +175,10 @@ class Schedule:
         """Whether some forward of ``unit`` was recorded that no backward has reached. Users may drop its output."""
         return unit in self._uses
 
+    def owes(self, unit: int) -> bool:
+        """Whether the gradients of ``unit`` are kept until they are reduced."""
+        return unit in self._owed
+
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
         """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no
         gradient, or they took no part), and units in ``ended`` a second time."""

@@ -243,6 +243,8 @@ class _Move:
         is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
         made.unsharded.use_post_forward_mesh(post_forward_mesh(mesh, size) if is_smaller and size else None)
         made.on_parameters = old.on_parameters
+        assert unit.hooks is not None
+        made.guard(unit.hooks.guards)
 
     def _fill(self, param: ShardedParam, moving: dict[Any, _Moving], received: _Received, home: Home) -> None:
         """Give ``param`` its values, its gradient and its states on the new mesh."""

@@ -141,7 +141,7 @@ def test_backward_is_repeated_on_the_kept_graph(ctx: RankContext, num_failures: 
                 found[name, seed, param_name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
             model.zero_grad()
     for (name, *where), value in found.items():
-        torch.testing.assert_close(value, found["plain", *where], msg=f"{name} {where}")
+        torch.testing.assert_close(value, found[("plain", *where)], msg=f"{name} {where}")
 
 
 class _FailsAlone(nn.Module):

@@ -283,7 +283,7 @@ MUTATIONS = [
         "pass",
         (
             "distributed/test_memory.py",
-            "distributed/test_inner_gradients.py",
+            "distributed/test_inner_losses.py",
             "distributed/test_misuse.py",
             "distributed/test_staleness.py",
         ),

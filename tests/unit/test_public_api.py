@@ -94,6 +94,7 @@ ScheduleError
 TiedWeights
 UnshardHandle
 Workload
+allow_inner_losses
 auto_shard
 clip_grad_norm_
 extensions

@@ -26,7 +26,7 @@ class _Twice(nn.Module):
 def _watched(*, nested: bool = False, is_late: bool = False) -> tuple[_Twice, list[Tensor]]:
     module, seen = _Twice(nested=nested), []
     module.hook = _torch.GradientHook(lambda gradient: seen.append(gradient.clone()))  # type: ignore[assignment]
-    _torch.watch_calls(module, module.hook, find_tensors, lambda: is_late, lambda error: None)  # type: ignore[arg-type]
+    _torch.watch_calls(module, module.hook, find_tensors, lambda: is_late)  # type: ignore[arg-type]
     return module, seen
 
 

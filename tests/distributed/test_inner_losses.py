@@ -104,10 +104,16 @@ class _Model(nn.Module):
         return self.exit(x)
 
 
-def _sharded(ctx: RankContext, model: Any = None, **options: Any) -> Any:
-    model = model or seeded(_Model)
+def _default(ctx: RankContext, **options: Any) -> Any:
+    model = seeded(_Model)
     for unit in (model.blocks[0], model.blocks[1].inner, model.blocks[1], model.blocks[2], model):
         fsdp2.fully_shard(unit, mesh=ctx.mesh_1d(), **options)
+    return model
+
+
+def _sharded(ctx: RankContext, **options: Any) -> Any:
+    model = _default(ctx, **options)
+    fsdp2.allow_inner_losses(model)
     return model
 
 
@@ -207,7 +213,9 @@ def test_a_backward_inside_of_a_backward_is_seen(ctx: RankContext) -> None:
 @distributed(2)
 def test_copies_unshard_their_own_units(ctx: RankContext) -> None:
     model = _sharded(ctx)
-    _assert_trains_like_unsharded(ctx, copy.deepcopy(model), LOSSES["relu of a layer"])
+    copied = copy.deepcopy(model)
+    fsdp2.allow_inner_losses(copied)
+    _assert_trains_like_unsharded(ctx, copied, LOSSES["relu of a layer"])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -269,12 +277,51 @@ class _Scaled(nn.Module):
 def test_parameter_that_the_root_itself_used_is_reduced_if_the_loss_reaches_nothing_else(ctx: RankContext) -> None:
     """Neither an output nor an input that needs a gradient tells of this backward."""
     model, references = fsdp2.fully_shard(seeded(_Scaled), mesh=ctx.mesh_1d()), [seeded(_Scaled) for _ in range(2)]
+    for _ in range(2):  # the second call changes nothing
+        fsdp2.allow_inner_losses(model)
     for _ in range(2):
         for rank, each in [*enumerate(references), (ctx.rank, model)]:
             each(batch(seed=rank))
             _loss(each.kept).backward()
     grads = [reference.scale.grad for reference in references]
     assert torch.allclose(model.scale.grad.full_tensor(), sum(grads) / 2, atol=1e-6)
+
+
+# Without allow_inner_losses
+
+
+@distributed(2)
+def test_a_loss_that_has_the_units_output_too_needs_nothing(ctx: RankContext) -> None:
+    def run(model: Any, x: Tensor) -> None:
+        (_loss(model(x)) + _of(model, 1, "hidden") + _of(model, 2, "value")).backward()
+
+    _assert_trains_like_unsharded(ctx, _default(ctx), run)
+
+
+def _left_alone(ctx: RankContext, kept: bool) -> str:
+    model = _default(ctx, reshard_after_forward=not kept)
+    run = _alone(2, "hidden") if not kept else _hook_of_the_root
+    error = error_of(lambda: [run(model, batch()) for _ in range(2)])
+    model.reset_iter_state()
+    model.zero_grad()
+    _assert_trains_like_unsharded(ctx, model, lambda model, x: _loss(model(x)).backward())
+    return error
+
+
+def test_freed_parameters_are_not_read() -> None:
+    """torch's own error: debugging.md explains it."""
+    assert_expected_inline(same_on_all_ranks(_left_alone, kept=False), """\
+RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
+operation: [torch.FloatTensor [32, 32]], which is output 0 of AsStrided, is at version 2; expected
+version 1 instead. Hint: enable anomaly detection to find the operation that failed to compute its
+gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False).""")
+
+
+def test_gradients_that_nobody_has_reduced_are_not_lost_in_silence() -> None:
+    assert_expected_inline(same_on_all_ranks(_left_alone, kept=True), """\
+ScheduleError: parameter 'entry.weight' has a gradient that was never reduced: a backward reached
+it, but no output of its unit '(root)'. Call fsdp2.allow_inner_losses(model) once, after all calls
+of fully_shard. To go on without this gradient, call reset_iter_state() on the root.""")
 
 
 class _Forces(nn.Module):

@@ -1,7 +1,8 @@
-"""Backwards that do not enter a unit at its outputs: for example, a loss on an activation that the user kept.
+"""Losses on what a unit computes inside, not on what it returns: for example, on an activation that the user kept.
 
-A unit's parameters must be gathered before the first node runs that saved a parameter. Such nodes belong to the forward
-of a submodule with parameters. So gradients of the outputs of these submodules start the unit's backward, too.
+A unit's backward begins at the gradient of its output. A loss that reaches something inside the unit first, or only
+that, would find freed parameters. The first node that has saved a parameter belongs to the forward of a submodule with
+parameters. So gradients of the outputs of these submodules start the unit's backward, too.
 
 Operations on a parameter outside such a submodule call are not seen: ``self.scale * x`` in the unit's own forward, or
 ``F.linear(x, self.proj.weight)``. A loss only on their results raises if the unit is resharded (I16). If the unit is
@@ -13,8 +14,7 @@ Compiled graphs are left alone: each graph is one node, and the unit's output is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -23,17 +23,30 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.trees import find_tensors
-from fsdp2.runtime.outside_calls import explain_shards
+from fsdp2.runtime.outside_calls import called_with
 from fsdp2.runtime.root import form_root
-from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.schedule import Phase
 
+_allowing: weakref.WeakSet[Unit] = weakref.WeakSet()
 
-def watch_submodules(unit: Unit, holders: Iterable[nn.Module]) -> None:
-    """Let gradients of what the submodules ``holders`` return start the backward of ``unit``; and let their calls, if
-    its parameters are shards, raise an error that says so. ``holders``: modules that hold parameters of the unit
-    directly."""
 
+def allow_inner_losses(module: nn.Module) -> None:
+    """Let losses begin inside the units of ``module``, too: on an activation that the user has kept, without the unit's
+    output, or in a backward that reaches the activation first. Call it once, after all calls of ``fully_shard``.
+
+    From then on, each call of a submodule with parameters costs some microseconds. Losses that also depend on the
+    unit's output do not need it: autograd comes to the output first. All ranks must use the same losses.
+
+    A copy of the module does not allow it until you call this function on the copy.
+    """
+    for _, unit in units_under(module):
+        if unit not in _allowing:
+            _allowing.add(unit)
+            _watch(unit)
+
+
+def _watch(unit: Unit) -> None:
     @_torch.runs_between_graphs
     def on_gradient(_: torch.Tensor) -> None:
         """Usually, backward began at the unit's output. In the unit's forward, the user computes gradients."""
@@ -46,13 +59,14 @@ def watch_submodules(unit: Unit, holders: Iterable[nn.Module]) -> None:
     def has_begun() -> bool:
         return unit.root is not None and unit.root.schedule.phases[unit.index] is Phase.BACKWARD
 
-    around = {child: module for each in unit.modules for module in each.modules() for child in module.children()}
     hook = _torch.GradientHook(on_gradient)
-    for module in _called(unit.modules, holders, around):
-        _torch.watch_calls(module, hook, find_tensors, has_begun, partial(explain_shards, unit, module))
+    holders = [slot.module for group in unit.groups for param in group.params for slot in param.slots]
+    for submodule in called_with(unit.modules, holders):
+        _torch.watch_calls(submodule, hook, find_tensors, has_begun)
     for group in unit.groups:
         if any(slot.module in unit.modules for param in group.params for slot in param.slots):
             group.on_parameters = _OwnGradients(unit.modules, on_gradient)
+            group.on_parameters(group)
 
 
 class _OwnGradients:
@@ -77,18 +91,3 @@ class _OwnGradients:
             for param in own
             if param.unsharded is not None and param.unsharded.requires_grad
         ]
-
-
-def _called(
-    modules: tuple[nn.Module, ...], holders: Iterable[nn.Module], around: Mapping[nn.Module, nn.Module]
-) -> list[nn.Module]:
-    """The modules below ``modules`` that compute with the parameters of ``holders``. The module ``around`` it replaces
-    a holder without a forward, such as a list of parameters."""
-    found: dict[nn.Module, None] = {}
-    for holder in holders:
-        module: nn.Module | None = holder
-        while module is not None and module not in modules and type(module).forward is nn.Module.forward:
-            module = around.get(module)
-        if module is not None and module not in modules:
-            found[module] = None
-    return list(found)
