@@ -310,18 +310,24 @@ def _left_alone(ctx: RankContext, kept: bool) -> str:
 
 def test_freed_parameters_are_not_read() -> None:
     """torch's own error: debugging.md explains it."""
-    assert_expected_inline(same_on_all_ranks(_left_alone, kept=False), """\
+    assert_expected_inline(
+        same_on_all_ranks(_left_alone, kept=False),
+        """\
 RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
 operation: [torch.FloatTensor [32, 32]], which is output 0 of AsStrided, is at version 2; expected
 version 1 instead. Hint: enable anomaly detection to find the operation that failed to compute its
-gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False).""")
+gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False).""",
+    )
 
 
 def test_gradients_that_nobody_has_reduced_are_not_lost_in_silence() -> None:
-    assert_expected_inline(same_on_all_ranks(_left_alone, kept=True), """\
+    assert_expected_inline(
+        same_on_all_ranks(_left_alone, kept=True),
+        """\
 ScheduleError: parameter 'entry.weight' has a gradient that was never reduced: a backward reached
 it, but no output of its unit '(root)'. Call fsdp2.allow_inner_losses(model) once, after all calls
-of fully_shard. To go on without this gradient, call reset_iter_state() on the root.""")
+of fully_shard. To go on without this gradient, call reset_iter_state() on the root.""",
+    )
 
 
 class _Forces(nn.Module):
