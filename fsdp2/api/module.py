@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -26,15 +26,15 @@ from fsdp2.types import AllGather, ReduceScatter, ScheduleError
 class UnshardHandle:
     """A pending :meth:`FSDPModule.unshard`."""
 
-    def __init__(self, groups: Iterable[ParamGroup]) -> None:
-        self._groups = tuple(groups)
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Bind the unsharded parameters. The current stream may then read them. Later calls do nothing."""
-        groups, self._groups = self._groups, ()
-        for group in groups:
-            group.wait_if_unsharding()
-            group.note_writes()
+        """Bind the unsharded parameters. The current stream may then read them. If shards were written since
+        ``unshard``, by an optimizer for example, gather again. Later calls do nothing."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            form_root(unit).finish_unshard(unit)
 
 
 class GradientReductionHandle:
@@ -100,7 +100,7 @@ class FSDPModule:
         backward. With ``async_op``, return a handle at once; the next forward waits without the handle, too."""
         unit = self._unit()
         form_root(unit).unshard(unit)
-        handle = UnshardHandle(unit.groups)
+        handle = UnshardHandle(unit)
         if async_op:
             return handle
         handle.wait()

@@ -370,7 +370,7 @@ class FullyShardedDataParallel(nn.Module):
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this wrapper's parameters ahead of its next forward. With ``async_op``, return a handle at once."""
         form_root(self._unit).unshard(self._unit)
-        handle = UnshardHandle(self._unit.groups)
+        handle = UnshardHandle(self._unit)
         if async_op:
             return handle
         handle.wait()

@@ -217,6 +217,11 @@ class GroupGradients:
         has_grad = any(param.sharded.grad is not None for param in self.params)
         return GradientState.REDUCED if has_grad else GradientState.NONE
 
+    @property
+    def are_hooked(self) -> bool:
+        """Whether users have hooks that run when gradients land."""
+        return any(_torch.post_accumulate_grad_hooks(param.sharded) for param in self.params)
+
     def unbind(self) -> None:
         """Forget compiled plans: dtypes, layouts or streams have changed."""
         self._bound.clear()

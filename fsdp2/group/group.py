@@ -275,7 +275,7 @@ class ParamGroup:
             else:
                 self._in_flight.issue()
         except BaseException as error:
-            self.state = before  # nothing is in flight: a refused gather leaves the group as it was
+            self._return_to(before)  # nothing is in flight: a refused gather leaves the group as it was
             if isinstance(error, CommunicationError):
                 raise self.lost("all-gather", error) from error.__cause__
             raise
@@ -296,7 +296,7 @@ class ParamGroup:
             if is_first:
                 unsharded.adopt()
         except BaseException as error:
-            self.state = before
+            self._return_to(before)
             if isinstance(error, CommunicationError):
                 raise self.lost("all-gather", error) from error.__cause__
             raise
@@ -314,11 +314,6 @@ class ParamGroup:
         parameters = self.unsharded.parameters
         self.is_stale |= self._bindings.rebind(parameters if self.shows is None else self.shows(parameters))
         self._bindings.take_guards()
-
-    def wait_if_unsharding(self) -> None:
-        """Wait for a gather that the user started, unless it was already waited for or undone."""
-        if self.state is GroupState.UNSHARDING:
-            self.wait()
 
     def reshard(self) -> None:
         """Bind the shards and release the unsharded parameters."""
@@ -436,6 +431,12 @@ class ParamGroup:
             self.on_transition(before, after)  # called first: if it raises, nothing has changed
         self.state = after
         return before
+
+    def _return_to(self, before: GroupState) -> None:
+        """What the last event asks for has failed."""
+        after, self.state = self.state, before
+        if self.on_transition is not None:
+            self.on_transition(after, before)
 
     # Gradients
 

@@ -152,6 +152,11 @@ class Executor:
         """How many reductions are in flight."""
         return len(self._pending)
 
+    @property
+    def has_unwaited(self) -> bool:
+        """Whether some reduction has not landed, or the current stream has not waited for one that has."""
+        return bool(self._pending) or self._landing is not None or self._has_landed
+
     def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
         if group.state is not GroupState.SHARDED:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
@@ -178,7 +183,7 @@ class Executor:
             with suppress(CommunicationError):  # the first error is the cause
                 self.drop()
             raise
-        self._wait_for_landed()
+        self.wait_for_landed()
 
     def land_down_to(self, count: int) -> None:
         """Land the oldest reductions until no more than ``count`` are in flight."""
@@ -202,7 +207,7 @@ class Executor:
                 reduction.drop()
             except CommunicationError as error:
                 failed = failed or group.lost("reduction", error)
-        self._wait_for_landed()
+        self.wait_for_landed()
         for group in self._offloaded:
             group.gradients.drop_copies()
         if failed is not None:
@@ -237,7 +242,7 @@ class Executor:
         _run("reduce_land", group, reduction.land)
         self._has_landed = True
 
-    def _wait_for_landed(self) -> None:
+    def wait_for_landed(self) -> None:
         """Make the current stream wait for all that has landed."""
         if self._has_landed:
             self._has_landed = False

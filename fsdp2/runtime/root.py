@@ -555,12 +555,17 @@ class Root:
 
     def order_gathers(self) -> None:
         """Order later gathers behind the optimizer's writes; the user may have given an event that marks these."""
+        groups = [group for unit in self.units for group in unit.groups]
+        if self.executor.has_unwaited and any(group.gradients.are_hooked for group in groups):
+            # Hooks update shards when gradients land: an optimizer in backward, and no backward has ended the step.
+            self.executor.land_down_to(0)
+            self.executor.wait_for_landed()
         streams, event = self.executor.streams, self.post_optim_event
         if event is None:
             streams.gather_after_compute()
             return
         streams.gather_after(event)
-        if any(group.gathers_on_compute for unit in self.units for group in unit.groups):
+        if any(group.gathers_on_compute for group in groups):
             streams.wait_here(event)  # compute waits for the optimizer: compute reads the shards itself
 
     def unshard(self, unit: Unit) -> None:
@@ -569,6 +574,19 @@ class Root:
         for group in unit.groups:
             group.reshard_if_outdated()
         self.perform(Action.UNSHARD, unit)
+        for group in unit.groups:
+            group.note_writes()
+
+    def finish_unshard(self, unit: Unit) -> None:
+        """The user waits for ``unshard``, unless somebody has waited for it, or has resharded since. Where shards were
+        written meanwhile, the gather may have read a part of what was written: gather again."""
+        pending = [group for group in unit.groups if group.state is GroupState.UNSHARDING]
+        for group in pending:
+            group.reshard_if_outdated()
+        if any(group.state is not GroupState.UNSHARDING for group in pending):
+            self.unshard(unit)
+        for group in pending:
+            group.wait()
         for group in unit.groups:
             group.note_writes()
 

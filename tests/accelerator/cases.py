@@ -125,6 +125,33 @@ def _update(parameter: Any) -> None:
     parameter.grad = None
 
 
+def update_in_each_backward(step: Step, model: Any) -> list[Tensor]:
+    """As above, in two backwards of a step: the second forward computes with what the first backward has written."""
+    if step.index == 0:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_update)
+    step.control(model).set_is_last_backward(False)
+    losses = one_backward(step, model)
+    step.control(model).set_is_last_backward(True)
+    return [*losses, *one_backward(step, model)]
+
+
+def unshard_and_write(step: Step, model: Any) -> list[Tensor]:
+    """The host writes the shards between ``unshard(async_op=True)`` and the forward that waits for it."""
+    losses = []
+    with torch.no_grad():
+        for factor in (1.0, 0.9):
+            handles = [block.unshard(async_op=True) for block in model.blocks]
+            for parameter in model.parameters():
+                parameter.to_local().mul_(factor)
+            for block, handle in zip(model.blocks, handles, strict=True):
+                handle.wait()
+                losses.append(block.up.weight.sum())
+            for block in model.blocks:
+                block.reshard()
+    return [*losses, *one_backward(step, model)]
+
+
 def reduce_twice(step: Step, model: Any) -> list[Tensor]:
     """The second backward adds to the gradients of the first one."""
     return [*one_backward(step, model), *one_backward(step, model)]
@@ -433,6 +460,7 @@ CASES: dict[str, Trained] = {
     "gathered on the compute stream": Trained(options=_of(policy=bf16, then=gather_on_compute_stream)),
     "hook on a stream of its own": Trained(options=_of(policy=bf16_fp32, then=halve_on_own_stream)),
     "updated in backward": Trained(step=update_in_backward, options=_of(policy=bf16_fp32)),
+    "updated in each backward": Trained(beyond_torch=True, step=update_in_each_backward, options=_of(policy=bf16_fp32)),
     "unsharded by hand": Trained(step=unshard_by_hand, options=_of(policy=bf16)),
     "optimizer's event": Trained(step=with_optimizer_event, options=_of(policy=bf16)),
     "optimizer on a stream of its own": Trained(
@@ -475,6 +503,7 @@ CASES: dict[str, Trained] = {
     ),
     "offloaded": Trained(shard=offloaded),
     "offloaded, evaluated": Trained(beyond_torch=True, shard=offloaded, step=evaluate_and_write),
+    "offloaded, written while unsharded": Trained(beyond_torch=True, shard=offloaded, step=unshard_and_write),
     "offloaded, accumulated": Trained(step=accumulate, shard=offloaded),
     "offloaded, not pinned": Trained(shard=partial(offloaded, pin_memory=False)),
     "replicated only": Trained(shape=(2, 1), options=_of(policy=bf16_fp32)),

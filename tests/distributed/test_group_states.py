@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fsdp2 import ScheduleError
 from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import unit_of
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
-from tests.distributed.support import Stack, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import InjectedError, Stack, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import wrapped
 
@@ -145,6 +146,24 @@ def test_illegal_event_tells_the_story_and_changes_nothing(
     assert transitions == []
     assert _form(block) == form
     group.take_back() if state is S.LENT else group.reshard()
+    group.unshard()
+    group.wait()
+    assert _form(block) == "unsharded"
+    group.reshard()
+
+
+@pytest.mark.parametrize("fails", ["issue", "wait"])
+@distributed(4)
+def test_observers_are_told_of_the_way_back_if_a_gather_fails(ctx: RankContext, fails: str) -> None:
+    block, group = _group(ctx, S.SHARDED)
+    told: list[tuple[GroupState, GroupState]] = []
+    group.on_transition = lambda before, after: told.append((before, after))
+    gather = group.unsharded.gather
+    with mock.patch.object(gather, fails, side_effect=InjectedError), pytest.raises(InjectedError):
+        group.unshard()
+        group.wait()
+    assert told[-1][1] is group.state
+    assert [before for before, _ in told[1:]] == [after for _, after in told[:-1]]
     group.unshard()
     group.wait()
     assert _form(block) == "unsharded"

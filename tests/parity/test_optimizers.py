@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -122,14 +123,18 @@ def _step_in_backward(model: Any) -> dict[Any, Optimizer]:
     return optimizers
 
 
-def _trained_in_backward(setup: Setup, runtime: Runtime, ctx: RankContext, keep: bool) -> Any:
+def _trained_in_backward(
+    setup: Setup, runtime: Runtime, ctx: RankContext, *, keep: bool = False, last: Sequence[int] = range(3)
+) -> Any:
+    """``last``: the backwards that are said to be the last of a step."""
     model = setup.sharded(runtime, ctx)
     model.set_reshard_after_backward(not keep)
     optimizers = _step_in_backward(model)
     losses = []
     for index in range(3):
+        model.set_is_last_backward(index in last)
         losses += one_backward(Step(index, ctx.rank, runtime), model)
-        assert all(parameter.grad is None for parameter in optimizers)
+        assert index not in last or all(parameter.grad is None for parameter in optimizers)
     return whole([[loss.detach() for loss in losses], list(optimizers)])
 
 
@@ -144,10 +149,19 @@ def _trained_as_usual(setup: Setup, ctx: RankContext) -> Any:
 @distributed(2)
 def test_optimizer_that_steps_in_backward(ctx: RankContext, setup: str) -> None:
     where = SETUPS[setup]
-    found = _trained_in_backward(where, subject(), ctx, keep=False)
+    found = _trained_in_backward(where, subject(), ctx)
     compare_values("against stepping after backward", found, _trained_as_usual(where, ctx))
     if ctx.world_size == 2:
-        compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx, keep=False))
+        compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx))
+
+
+@setups("kept", long=("uneven", "hsdp"))
+@distributed(2)
+def test_optimizer_that_steps_in_backward_has_stepped_before_the_next_forward(ctx: RankContext, setup: str) -> None:
+    """Also where the backward is not the last one of a step, so that nobody waits for its reductions."""
+    where = SETUPS[setup]
+    found = _trained_in_backward(where, subject(), ctx, last=[2])
+    compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx, last=[2]))
 
 
 @beyond_torch("computes with the parameters that were gathered before the optimizer wrote the shards")
