@@ -443,8 +443,8 @@ class HookedParams:
             self._params = [HookedParam(param, mesh, home) for param in params]
             return [hooked.report() for hooked in self._params]
 
-        self._reports = _agree(mesh, bind, agreed)  # I9
-        self._is_made: bool = self._reports is agreed  # on all ranks, the post-hooks have made the unsharded tensors
+        self._reports = _agree(mesh, bind)  # I9
+        self._is_made: bool = self._reports == agreed  # on all ranks, the post-hooks have made the unsharded tensors
         self._is_agreed: bool = (
             earlier is not None and self._is_made and earlier._is_agreed
         )  # they have filled them, too
@@ -530,7 +530,7 @@ class HookedParams:
         if self._is_agreed:
             act()
         else:
-            _agree(self._mesh, act, None)
+            _agree(self._mesh, act)
         self.have_failed = False
         _torch.set_versions(versioned, tuple(versions))  # I10
         self.storages = [inner for hooked in self._params for inner in hooked.param.inner]
@@ -542,9 +542,8 @@ class HookedParams:
         return tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
 
 
-def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: list[T] | None) -> list[T]:
-    """Run ``act`` on every rank. Returns its results, one per rank of the shard axis. If ``act`` returned the same as
-    in ``earlier``, returns ``earlier`` itself without communication.
+def _agree(mesh: ParallelMesh, act: Callable[[], T]) -> list[T]:
+    """Run ``act`` on every rank. Returns its results, one per rank of the shard axis.
 
     Raises:
         ExtensionError: ``act`` raised on some rank, or replicas returned different values; all ranks raise.
@@ -555,10 +554,6 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T], earlier: list[T] | None) ->
         mine = act()
     except Exception as error:  # any exception: the other ranks wait for this rank
         failure = error
-    if failure is not None and earlier is not None:
-        raise failure  # the other ranks may not communicate here
-    if earlier is not None and mine == earlier[mesh.shard.rank]:
-        return earlier
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and _failure_text(failure), mine)))
     if failure is not None:

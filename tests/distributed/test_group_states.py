@@ -159,9 +159,10 @@ def test_observers_are_told_of_the_way_back_if_a_gather_fails(ctx: RankContext, 
     told: list[tuple[GroupState, GroupState]] = []
     group.on_transition = lambda before, after: told.append((before, after))
     gather = group.unsharded.gather
-    with mock.patch.object(gather, fails, side_effect=InjectedError), pytest.raises(InjectedError):
+    if fails == "wait":
         group.unshard()
-        group.wait()
+    with mock.patch.object(gather, fails, side_effect=InjectedError), pytest.raises(InjectedError):
+        group.unshard() if fails == "issue" else group.wait()
     assert told[-1][1] is group.state
     assert [before for before, _ in told[1:]] == [after for _, after in told[:-1]]
     group.unshard()
