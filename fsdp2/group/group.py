@@ -89,9 +89,10 @@ class ParamGroup:
 
     def guard(self, guards: Sequence[Guard]) -> None:
         """Put ``guards`` around calls of modules from now on, while their parameters are shards. Shards are bound."""
-        self._bindings.take_guards()
-        self._bindings.guards = guards
-        self._bindings.put_guards()
+        bindings = self._bindings
+        self.is_stale |= bindings.rebind(bindings.forms, are_shards=False)
+        bindings.guards = guards
+        self.is_stale |= bindings.rebind(bindings.forms, are_shards=True)
 
     def attach(
         self, name: str, story: Callable[[], str], running: Callable[[], Pass], on_flags: Callable[[], object]
@@ -312,8 +313,8 @@ class ParamGroup:
     def show(self) -> None:
         """Bind what compute reads. The unsharded parameters are there."""
         parameters = self.unsharded.parameters
-        self.is_stale |= self._bindings.rebind(parameters if self.shows is None else self.shows(parameters))
-        self._bindings.take_guards()
+        shown = parameters if self.shows is None else self.shows(parameters)
+        self.is_stale |= self._bindings.rebind(shown, are_shards=False)
 
     def reshard(self) -> None:
         """Bind the shards and release the unsharded parameters."""
@@ -330,8 +331,7 @@ class ParamGroup:
         finally:
             if before is not GroupState.UNSHARDED and unsharded.post_forward is not None:
                 unsharded.post_forward.release()
-            self.is_stale |= self._bindings.rebind(self.shards.sharded)
-            self._bindings.put_guards()
+            self.is_stale |= self._bindings.rebind(self.shards.sharded, are_shards=True)
             if before is not GroupState.SHARDED_POST_FORWARD:
                 self._release()
 
@@ -356,8 +356,7 @@ class ParamGroup:
         before = self._transition(GroupEvent.RESHARD_POST_FORWARD)
         if before is GroupState.UNSHARDED:
             self.take_flags()
-            self.is_stale |= self._bindings.rebind(self.unsharded.cut())
-            self._bindings.put_guards()
+            self.is_stale |= self._bindings.rebind(self.unsharded.cut(), are_shards=True)
             self._release()
 
     def lend(self) -> None:
@@ -474,18 +473,6 @@ class Bindings:
         self.forms: Sequence[nn.Parameter] = ()
         self.guards: Sequence[Guard] = ()
 
-    def put_guards(self) -> None:
-        """Shards are bound. A call that the user has compiled stays."""
-        for attributes, call in self.guards:
-            if attributes.get(_torch.CALL) is None:
-                attributes[_torch.CALL] = call
-
-    def take_guards(self) -> None:
-        """Compute can read what is bound."""
-        for attributes, call in self.guards:
-            if attributes.get(_torch.CALL) is call:
-                attributes[_torch.CALL] = None
-
     def bind(self, forms: Sequence[nn.Parameter]) -> None:
         """Bind ``forms[i]`` in the slots of parameter i, whatever is bound there."""
         for parameters, name, index in self._plain:
@@ -494,9 +481,10 @@ class Bindings:
             setattr(module, name, forms[index])
         self.forms = forms
 
-    def rebind(self, forms: Sequence[nn.Parameter]) -> bool:
-        """Bind ``forms[i]`` in each slot that still holds the form bound before. Returns whether the user has replaced
-        parameters: the next gather takes these over."""
+    def rebind(self, forms: Sequence[nn.Parameter], *, are_shards: bool) -> bool:
+        """Bind ``forms[i]`` in each slot that still holds the form bound before; put the guards in place if these are
+        shards, and take them away if compute can read them. Returns whether the user has replaced parameters: the next
+        gather takes these over."""
         before, self.forms, are_replaced = self.forms, forms, False
         for parameters, name, index in self._plain:
             if parameters.get(name) is before[index]:
@@ -508,6 +496,10 @@ class Bindings:
                 setattr(module, name, forms[index])
             else:
                 are_replaced = True
+        for attributes, call in self.guards:
+            expected, wanted = (None, call) if are_shards else (call, None)
+            if attributes.get(_torch.CALL) is expected:  # else the user has compiled the module
+                attributes[_torch.CALL] = wanted
         return are_replaced
 
     def are_intact(self) -> bool:

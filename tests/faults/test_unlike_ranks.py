@@ -70,29 +70,26 @@ def test_clocks_of_ranks_may_differ(ctx: RankContext) -> None:
 
 
 def _with_software(ctx: RankContext, other: str) -> str:
-    mine = other if ctx.rank else "torch 2.11.0, fsdp2 with source a"
+    mine = other if ctx.rank else "torch 2.11.0, fsdp2 0.1.0"
     with mock.patch.object(rank_checks, "software", return_value=mine):
         return error_of(lambda: step(sharded(ctx)))
 
 
-@pytest.mark.parametrize("other", ["torch 2.12.0, fsdp2 with source a", "torch 2.11.0, fsdp2 with source b"])
+@pytest.mark.parametrize("other", ["torch 2.12.0, fsdp2 0.1.0", "torch 2.11.0, fsdp2 0.2.0"])
 def test_ranks_that_run_other_software_are_named_before_the_first_step(other: str) -> None:
     found = same_on_all_ranks(_with_software, other=other)
     assert found.split("\n") == [
         "ScheduleError: the ranks do not run the same software:",
-        "  rank 0: torch 2.11.0, fsdp2 with source a",
+        "  rank 0: torch 2.11.0, fsdp2 0.1.0",
         f"  rank 1: {other}",
         "Install the same torch and the same fsdp2 on all ranks.",
     ]
 
 
-def test_software_names_torch_and_the_source_of_the_package() -> None:
-    found = rank_checks.software()
-    assert found.startswith(f"torch {torch.__version__}, fsdp2 with source ")
-    with mock.patch("pathlib.Path.read_bytes", return_value=b""):
-        rank_checks.software.cache_clear()
-        assert rank_checks.software() != found
-    rank_checks.software.cache_clear()
+def test_software_names_torch_and_the_package() -> None:
+    """Not a hash of the source: a comment that is edited on one node must not stop a job."""
+    own = r"fsdp2 (\d+\.\S+|not installed)"
+    assert re.fullmatch(f"torch {re.escape(torch.__version__)}, {own}", rank_checks.software())
 
 
 def _freezes_on_one_rank(ctx: RankContext, mesh: DeviceMesh, after_forward: bool) -> tuple[list[str], str]:

@@ -1034,4 +1034,35 @@ MUTATIONS = [
         "pass",
         ("distributed/test_recovery.py",),
     ),
+    # Backwards that raise, losses inside units, optimizers in backward, guards
+    Mutation(
+        "group/group.py",
+        "            if attributes.get(_torch.CALL) is expected:",
+        "            if False:",
+        ("distributed/test_misuse.py",),
+    ),
+    Mutation(
+        "runtime/running_backward.py",
+        "        if thread == its_thread and depth <= its_depth:",
+        "        if False:",
+        ("distributed/test_recovery.py",),
+    ),
+    Mutation(
+        "runtime/root.py",
+        "        if param.unsharded_grad is not None:",
+        "        if False:",
+        ("distributed/test_inner_losses.py",),
+    ),
+    Mutation(
+        "runtime/root.py",
+        "            self.executor.land_down_to(0)\n            self.executor.wait_for_landed()",
+        "            pass",
+        ("parity/test_optimizers.py",),
+    ),
+    Mutation(
+        "runtime/executor.py",
+        "            self.streams.compute_after_reduce()",
+        "            pass",
+        ("unit/test_executor.py", "accelerator/test_left_out_waits.py"),
+    ),
 ]
