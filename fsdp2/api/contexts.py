@@ -45,7 +45,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         )
     with ExitStack() as stack:
         for unit in units:
-            stack.callback(unit.configure, reduces=unit.rules.reduces)
+            stack.callback(unit.configure, reduces=unit.config.reduces)
             unit.configure(reduces=False)
             for group in unit.groups:
                 stack.callback(group.configure, requires_all_reduce=group.options.requires_all_reduce)

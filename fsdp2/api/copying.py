@@ -7,6 +7,7 @@ memo first, so a copied optimizer refers to the copied parameters.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -85,14 +86,13 @@ def _copied_parameter(param: ShardedParam, memo: Memo) -> nn.Parameter:
 
 def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit:
     groups = tuple(_copied_group(group, memo) for group in unit.groups)
-    made = Unit(modules, groups, unit.mesh, unit.policy, None if unit.auto_reshard else unit.rules.after_forward)
-    made.rules, made.max_reductions, made.memory_limit = unit.rules, unit.max_reductions, unit.memory_limit
-    made.post_forward_size = unit.post_forward_size
+    config = replace(unit.config, forward_prefetch=None, backward_prefetch=None)
+    made = Unit(modules, groups, unit.mesh, unit.policy, config)
     made.left_alone = {Slot(memo[id(slot.module)], slot.name) for slot in unit.left_alone if id(slot.module) in memo}
     made.left_out = [Slot(memo[id(slot.module)], slot.name) for slot in unit.left_out]
     for name in ("forward_prefetch", "backward_prefetch"):
-        if getattr(unit, name) is not None:
-            memo.setdefault(_PENDING, []).append((made, name, getattr(unit, name)))
+        if (listed := getattr(unit.config, name)) is not None:
+            memo.setdefault(_PENDING, []).append((made, name, listed))
     _renew_hooks(unit, made, memo)
     if unit.finalizes_by_hand:
         form_root(made).schedule.finalizes_by_hand = True
@@ -139,4 +139,4 @@ def _resolve_prefetch(memo: Memo) -> None:
     """Set each prefetch list once all its units are copied. A list with a unit outside the copy is never set."""
     for made, name, units in memo.get(_PENDING, ()):
         if all(memo.get(id(unit)) is not None for unit in units):
-            setattr(made, name, [memo[id(unit)] for unit in units])
+            made.configure(**{name: tuple(memo[id(unit)] for unit in units)})

@@ -33,7 +33,7 @@ from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit import Unit, UnitConfig, unit_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, TiedWeights
 
@@ -311,10 +311,10 @@ class PreparedUnit:
             group.unsharded.use_post_forward_mesh(item.post_forward)
             for param in group.params:
                 setattr(param.sharded, SHARDED_AS, param.name)
-        unit = Unit(self.roots, groups, self.parallel, self.policy, self.after_forward)
+        config = UnitConfig(after_forward=self.after_forward, post_forward_size=self.post_forward_size)
+        unit = Unit(self.roots, groups, self.parallel, self.policy, config)
         unit.left_alone.update(self.left_alone)
         unit.left_out = self.left_out
-        unit.post_forward_size = self.post_forward_size
         unit.hooks = ModuleHooks(unit)
         return unit
 

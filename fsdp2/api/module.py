@@ -121,29 +121,26 @@ class FSDPModule:
                 f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}. "
                 "Pass a number of ranks to fully_shard instead."
             )
-        for unit in self._units(recurse):
-            unit.auto_reshard, unit.post_forward_size = False, None
-            unit.configure(after_forward=AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP)
+        after_forward = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
+        self._configure_units(recurse, after_forward=after_forward, post_forward_size=None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """If False, parameters stay unsharded after backward, and the next forward gathers nothing."""
-        self._set_rules(recurse, reshard_after_backward=reshard_after_backward)
+        self._configure_units(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this unit. Pass False if backward does not read its parameters, as for an
         embedding."""
-        self._set_rules(False, unshard_in_backward=unshard_in_backward)
+        self._configure_units(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's forward, start gathering ``modules`` instead of the unit that came next in the last forward.
         Each gather in flight takes the memory of its unsharded parameters."""
-        self._unit().forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
-        self._unit().update_rules()
+        self._unit().configure(forward_prefetch=_units_of(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's backward, start gathering ``modules`` instead of the unit whose forward ran before."""
-        self._unit().backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
-        self._unit().update_rules()
+        self._unit().configure(backward_prefetch=_units_of(modules, "set_modules_to_backward_prefetch"))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the gathers of the next forward wait for ``event`` only. Record ``event`` after the optimizer step; call
@@ -166,17 +163,17 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If False, each rank accumulates unsharded ones, in reduce dtype."""
-        self._configure(recurse, requires_all_reduce=requires_gradient_sync)
-        self._set_rules(recurse, reduces=requires_gradient_sync)
+        self._configure_groups(recurse, requires_all_reduce=requires_gradient_sync)
+        self._configure_units(recurse, reduces=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward also reduces over the replicate axis (HSDP). If False, sums over the shards accumulate."""
-        self._configure(recurse, requires_all_reduce=requires_all_reduce)
+        self._configure_groups(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a trainable parameter gets a gradient of zeros, not ``None``, if this rank has none. With True,
         ranks may use other parameters of a unit."""
-        self._configure(recurse, fills_gradients=reduce_scatter_unused_params)
+        self._configure_groups(recurse, fills_gradients=reduce_scatter_unused_params)
 
     def set_ranks_may_differ(self, ranks_may_differ: bool, *, recurse: bool = True) -> None:
         """Whether ranks may use other units, or other parameters of a unit, than the other ranks do in the same pass:
@@ -190,7 +187,7 @@ class FSDPModule:
         Without it, ranks that differ are found out when a rank does something else than in its last step: it waits for
         the others to do the same. If these go on, a ``ScheduleError`` names the units or the parameters and the ranks.
         """
-        self._set_rules(recurse, ranks_may_differ=ranks_may_differ)
+        self._configure_units(recurse, ranks_may_differ=ranks_may_differ)
         note_tree_change()  # the root may have to be another one
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -207,7 +204,7 @@ class FSDPModule:
                 f"set_gradient_divide_factor: factor is {factor}, expected a positive number. Pass 1 for the sum over "
                 "all ranks."
             )
-        self._configure(False, gradient_divide_factor=factor)
+        self._configure_groups(False, gradient_divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of :meth:`set_gradient_divide_factor`."""
@@ -223,7 +220,7 @@ class FSDPModule:
 
         Otherwise, a backend that supports it (NCCL) computes the mean itself, without a kernel that divides.
         """
-        self._configure(False, divides_behind_hook=enable)
+        self._configure_groups(False, divides_behind_hook=enable)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
@@ -351,8 +348,7 @@ class FSDPModule:
             ValueError: ``max_input_buffers`` is less than 1.
         """
         _check_at_least_one("set_reduce_scatter_max_input_buffers", max_input_buffers, "an int")
-        for unit in self._units(recurse):
-            unit.max_reductions = max_input_buffers
+        self._configure_units(recurse, max_reductions=max_input_buffers)
 
     def set_temporary_memory_limit(self, nbytes: int | None) -> None:
         """Hold at most ``nbytes`` on each rank, without shards, their gradients and activations. Takes effect with the
@@ -371,7 +367,7 @@ class FSDPModule:
         """
         if nbytes is not None:
             _check_at_least_one("set_temporary_memory_limit", nbytes, "an int or None", " byte")
-        self._root_unit("set_temporary_memory_limit").memory_limit = nbytes
+        self._root_unit("set_temporary_memory_limit").configure(memory_limit=nbytes)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether resharding keeps the memory of unsharded parameters allocated, for example for CUDA graphs."""
@@ -388,7 +384,7 @@ class FSDPModule:
             ValueError: the unit has several groups.
         """
         self._check_comm("set_custom_all_gather", comm, "AllGather")
-        self._configure(False, all_gather=comm)
+        self._configure_groups(False, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this unit's gradients by ``comm``. See :class:`ReduceScatter`.
@@ -398,7 +394,7 @@ class FSDPModule:
             ValueError: the unit has several groups.
         """
         self._check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
-        self._configure(False, reduce_scatter=comm)
+        self._configure_groups(False, reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether messages are copied into memory of the backend's allocator, if it has one, such as NCCL's registered
@@ -462,11 +458,11 @@ class FSDPModule:
     def _groups(self, recurse: bool) -> list[ParamGroup]:
         return [group for unit in self._units(recurse) for group in unit.groups]
 
-    def _configure(self, recurse: bool, **changes: Any) -> None:
+    def _configure_groups(self, recurse: bool, **changes: Any) -> None:
         for group in self._groups(recurse):
             group.configure(**changes)
 
-    def _set_rules(self, recurse: bool, **changes: Any) -> None:
+    def _configure_units(self, recurse: bool, **changes: Any) -> None:
         for unit in self._units(recurse):
             unit.configure(**changes)
 
@@ -533,13 +529,13 @@ def sharded_unit(module: nn.Module, caller: str) -> Unit:
     return unit
 
 
-def _units_of(modules: list[FSDPModule], caller: str) -> list[Unit]:
+def _units_of(modules: list[FSDPModule], caller: str) -> tuple[Unit, ...]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 f"{caller}: expected modules that fully_shard was called on, got a {type(module).__name__}."
             )
-    return [module._unit() for module in modules]
+    return tuple(module._unit() for module in modules)
 
 
 def _check_at_least_one(caller: str, value: object, expected: str, unit: str = "") -> None:

@@ -15,7 +15,6 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -127,7 +126,7 @@ class Root:
                 if watch not in unit.watches:
                     watch.add(unit)
         root_class = Root
-        if _Registered.where_ranks_differ is not None and any(unit.rules.ranks_may_differ for unit in self.units):
+        if _Registered.where_ranks_differ is not None and any(unit.config.ranks_may_differ for unit in self.units):
             root_class = _Registered.where_ranks_differ
         if self.units != before or type(self) is not root_class:
             self.__class__ = root_class  # it stays the root of its units, and keeps what is in flight
@@ -153,18 +152,22 @@ class Root:
         self.schedule.rules[unit.index] = self._rules_of(unit)
 
     def _rules_of(self, unit: Unit) -> UnitRules:
-        rules = unit.rules
-        if all(group.mesh.data_parallel_size == 1 for group in unit.groups):
-            rules = replace(rules, ranks_may_differ=False)
-        if unit.auto_reshard and unit is self.unit:  # backward would gather the root again at once
-            rules = replace(rules, after_forward=AfterForward.KEEP)
-        return replace(
-            rules,
-            forward_prefetch=self._indices(unit.forward_prefetch),
-            backward_prefetch=self._indices(unit.backward_prefetch),
+        config = unit.config
+        # By default, the root stays: backward would gather it again at once.
+        default = AfterForward.KEEP if unit is self.unit else AfterForward.RESHARD
+        has_others = any(group.mesh.data_parallel_size > 1 for group in unit.groups)
+        return UnitRules(
+            after_forward=config.after_forward or default,
+            keeps_alone=len(unit.modules) > 1,
+            unshard_in_backward=config.unshard_in_backward,
+            reshard_after_backward=config.reshard_after_backward,
+            reduces=config.reduces,
+            ranks_may_differ=config.ranks_may_differ and has_others,
+            forward_prefetch=self._indices(config.forward_prefetch),
+            backward_prefetch=self._indices(config.backward_prefetch),
         )
 
-    def _indices(self, units: list[Unit] | None) -> tuple[int, ...] | None:
+    def _indices(self, units: Sequence[Unit] | None) -> tuple[int, ...] | None:
         return None if units is None else tuple(unit.index for unit in units if unit.root is self)
 
     def is_in_tree(self, unit: Unit) -> bool:
@@ -370,8 +373,8 @@ class Root:
         """A forward pass begins with ``unit`` as its outermost unit."""
         self.order_gathers()
         self.post_optim_event = None
-        if self._memory_limit != self.unit.memory_limit:
-            self._memory_limit = limit = self.unit.memory_limit
+        if self._memory_limit != self.unit.config.memory_limit:
+            self._memory_limit = limit = self.unit.config.memory_limit
             make = _Registered.limits_memory
             self.executor.filter = None if limit is None or make is None else make(limit, self)
         if self.executor.filter is not None:
@@ -452,7 +455,7 @@ class Root:
         _torch.at_end_of_backward(self.end_backward)
         if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
             self._watch_for_lost_gradients()
-        self.executor.max_in_flight = max([unit.max_reductions for unit in self.units])
+        self.executor.max_in_flight = max([unit.config.max_reductions for unit in self.units])
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:
             # Pre-hooks may read what was written since forward began.
             self.executor.streams.gather_after_compute()
@@ -465,7 +468,7 @@ class Root:
         self.executor.do(self.schedule.pre_backward(unit.index))
         if GRADIENTS_FOLLOW_SHARDS:
             for group in unit.groups:
-                group.gradients.begin_backward(keeps=not unit.rules.reduces)
+                group.gradients.begin_backward(keeps=not unit.config.reduces)
 
     def stop_backward(self, unit: Unit) -> None:
         """The backward of ``unit`` is over."""
@@ -517,7 +520,7 @@ class Root:
         self.executor.finish_copies()
 
     def _settle(self) -> None:
-        if any(unit.rules.reduces for unit in self.units):
+        if any(unit.config.reduces for unit in self.units):
             self.settle()
 
     def settle(self) -> None:
@@ -683,7 +686,7 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
     for unit, name in units[1:]:
         settings = (
             (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
-            (unit.memory_limit is not None, "set_temporary_memory_limit", "None"),
+            (unit.config.memory_limit is not None, "set_temporary_memory_limit", "None"),
         )
         for is_set, method, default in settings:
             if is_set:

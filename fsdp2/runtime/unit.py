@@ -7,7 +7,7 @@ is for its root (``root``), and the unit works under no root before its first pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.schedule.schedule import Action, AfterForward, UnitRules
+from fsdp2.schedule.schedule import Action, AfterForward
 from fsdp2.schedule.states import GroupState, Lent, Pass
 from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
 
@@ -43,16 +43,38 @@ def note_tree_change() -> None:
     ModuleTrees.version += 1
 
 
+@dataclass(frozen=True)
+class UnitConfig:
+    """What the user has configured for one unit. Setters replace it; the root makes the schedule's rules of it.
+
+    Attributes:
+        after_forward: None if the user did not set ``reshard_after_forward``: then only a root stays unsharded.
+        post_forward_size: over how many ranks the user wants shards between forward and backward, if not all.
+        reduces: else gradients stay on this rank.
+        ranks_may_differ: other ranks may use the unit, or other parameters of it.
+        forward_prefetch, backward_prefetch: the units that the user lists; None: the one that is predicted.
+        max_reductions: how many reductions may be in flight; the largest number of all units counts.
+        memory_limit: how many bytes of temporary memory are allowed, if the unit is the root.
+    """
+
+    after_forward: AfterForward | None = None
+    post_forward_size: int | None = None
+    unshard_in_backward: bool = True
+    reshard_after_backward: bool = True
+    reduces: bool = True
+    ranks_may_differ: bool = False
+    forward_prefetch: tuple[Unit, ...] | None = None
+    backward_prefetch: tuple[Unit, ...] | None = None
+    max_reductions: int = 1
+    memory_limit: int | None = None
+
+
 class Unit:
     """One ``fully_shard`` call: its modules and its parameter groups, none if it manages no parameter.
 
     Attributes:
         modules: the module given, or the modules given together.
         root: the unit's root; None before its first pass.
-        auto_reshard: the user did not set ``reshard_after_forward``, so only a unit that is no root reshards.
-        post_forward_size: over how many ranks the user wants shards between forward and backward, if not all.
-        max_reductions: how many reductions the user allows in flight; the largest number of all units counts.
-        memory_limit: how many bytes of temporary memory the user allows, if the unit is the root.
         missing_modules: of several modules, those whose forward has not run in this pass.
         left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
         left_out: slots whose tied parameters stay plain until a unit around this one takes them.
@@ -66,19 +88,13 @@ class Unit:
         groups: tuple[ParamGroup, ...],
         mesh: ParallelMesh,
         policy: MixedPrecisionPolicy,
-        after_forward: AfterForward | None,
+        config: UnitConfig,
     ) -> None:
         self.modules = modules
         self.groups = groups
         self.mesh = mesh
         self.policy = policy
-        self.auto_reshard = after_forward is None
-        self.rules = UnitRules(after_forward=after_forward or AfterForward.RESHARD, keeps_alone=len(modules) > 1)
-        self.post_forward_size: int | None = None
-        self.max_reductions = 1
-        self.memory_limit: int | None = None
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
+        self.config = config
         self.missing_modules: set[nn.Module] = set()
         self.left_alone: set[Slot] = set()
         self.left_out: list[Slot] = []
@@ -152,12 +168,8 @@ class Unit:
             (watch.observer.on_start if starts else watch.observer.on_stop)(work, self.name)
 
     def configure(self, **changes: object) -> None:
-        """Replace rules of the schedule."""
-        self.rules = replace(self.rules, **changes)  # type: ignore[arg-type]
-        self.update_rules()
-
-    def update_rules(self) -> None:
-        """Copy rules and prefetch lists to the schedule."""
+        """The user changes ``config``; the schedule follows."""
+        self.config = replace(self.config, **changes)  # type: ignore[arg-type]
         if self.root is not None:
             self.root.update_rules(self)
 

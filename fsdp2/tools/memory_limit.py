@@ -54,7 +54,7 @@ class MemoryLimit:
         Raises:
             MemoryLimitError: the unit does not fit.
         """
-        rules = self._units[unit].rules
+        rules = self._units[unit].config
         self._measure(unit)
         ways = {"gathers": rules.unshard_in_backward, "reshards": rules.reshard_after_backward}
         self._make_room(unit, self._ledger.to_run_backward(unit, **ways))
@@ -110,7 +110,7 @@ class MemoryLimit:
 
     def _in_backward(self, index: int) -> int:
         """What a unit takes at most from the start of its backward to the start of its reduction."""
-        sizes, rules = self._ledger.sizes[index], self._units[index].rules
+        sizes, rules = self._ledger.sizes[index], self._units[index].config
         computes = sizes.backward(reshards=True)
         if rules.after_forward is AfterForward.KEEP:  # it is there already
             return sizes.unsharded + computes

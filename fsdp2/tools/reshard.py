@@ -173,7 +173,7 @@ class _Move:
     # One unit
 
     def _move_unit(self, unit: Unit) -> None:
-        size = unit.post_forward_size
+        size = unit.config.post_forward_size
         if size is not None:
             is_smaller = size < self._new.shard.size
             unit.configure(after_forward=AfterForward.RESHARD_TO_SMALLER_MESH if is_smaller else AfterForward.RESHARD)
@@ -238,7 +238,7 @@ class _Move:
 
     def _set_up(self, unit: Unit, old: ParamGroup, made: ParamGroup) -> None:
         """Take over what the user has set on ``old``."""
-        mesh, size = made.mesh, unit.post_forward_size
+        mesh, size = made.mesh, unit.config.post_forward_size
         made.set_up_like(old, _moved_options(old.options, mesh))
         is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
         made.unsharded.use_post_forward_mesh(post_forward_mesh(mesh, size) if is_smaller and size else None)

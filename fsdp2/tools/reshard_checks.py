@@ -177,7 +177,7 @@ class Survey:
             group.shards.check_ready()
 
     def _check_settings(self, name: str, unit: Unit) -> None:
-        size, num_shards = unit.post_forward_size, self.new.shard.size
+        size, num_shards = unit.config.post_forward_size, self.new.shard.size
         if size is not None and size < num_shards and num_shards % size:
             raise ValueError(
                 f"{CALLER}: unit '{name}' has reshard_after_forward={size}, which does not divide the {num_shards} "

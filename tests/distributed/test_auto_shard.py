@@ -138,7 +138,7 @@ def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContex
 
 
 def after_forward(model: nn.Module) -> dict[str, AfterForward]:
-    return {name: unit.rules.after_forward for name, unit in units_under(model) if name}
+    return {name: unit.config.after_forward for name, unit in units_under(model) if name}
 
 
 @distributed(2)

@@ -681,7 +681,7 @@ MUTATIONS = [
     # api/contexts.py
     Mutation(
         "api/contexts.py",
-        "stack.callback(unit.configure, reduces=unit.rules.reduces)",
+        "stack.callback(unit.configure, reduces=unit.config.reduces)",
         "pass",
         (
             "distributed/test_scopes.py",
