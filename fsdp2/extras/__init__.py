@@ -1,2 +1,2 @@
-"""What goes beyond torch's ``fully_shard`` in a step: one file per feature, off until asked for. The core imports none
-of them."""
+"""What goes beyond torch's ``fully_shard`` in a step, each behind one seam. The core imports none of it. ``alike``
+watches every root; the other features are off until asked for."""

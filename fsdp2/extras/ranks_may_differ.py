@@ -13,11 +13,11 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 
+from fsdp2.extras.rank_checks import by_mesh, compare, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
 from fsdp2.group.gradients import Landed, deposit
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.rank_checks import by_mesh, compare, reduce
 from fsdp2.runtime.root import Root, register_root_where_ranks_differ
 from fsdp2.runtime.unit import Unit, note_tree_change
 from fsdp2.schedule.schedule import Action, Phase
@@ -63,7 +63,7 @@ class RootWhereRanksDiffer(Root):
         """If the forward was the first of its kind with these trainable units, find out what other ranks have used."""
         trainable: set[int] = set()
         if self.skipping.forward.has_gradients:  # else no backward follows, which would depend on them
-            self.agree_on_flags()
+            self.checks.agree_on_flags()
             units = enumerate(self.units)
             trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
         used = self.skipping.end_forward(trainable)

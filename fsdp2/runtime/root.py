@@ -9,13 +9,10 @@ The first unit whose forward runs becomes the root. If a unit around it runs lat
 
 from __future__ import annotations
 
-import itertools
 import warnings
-import zlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -28,12 +25,9 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
-from fsdp2.runtime.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
 from fsdp2.runtime.executor import ActionFilter, Executor
-from fsdp2.runtime.rank_checks import check_agreement
 from fsdp2.runtime.running_backward import RunningBackward
 from fsdp2.runtime.split_backward import SplitBackwards
-from fsdp2.runtime.stalls import await_claim, watch_for_stalls
 from fsdp2.runtime.ties import movable_ties
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
 from fsdp2.schedule.schedule import Action, AfterForward, Phase, Schedule, UnitRules
@@ -43,7 +37,6 @@ from fsdp2.types import CommunicationError, ScheduleError
 _STORY_LENGTH = 12
 _MAX_NAMES = 4
 
-_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)  # of roots, by their ranks
 _T = TypeVar("_T")
 
 
@@ -52,6 +45,7 @@ class _Registered:
 
     limits_memory: Callable[[int, Root], ActionFilter] | None = None
     where_ranks_differ: type[Root] | None = None
+    checks: Callable[[Root], RankChecks] = lambda root: RankChecks()
 
 
 def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
@@ -64,6 +58,30 @@ def register_root_where_ranks_differ(root_class: type[Root]) -> None:
     _Registered.where_ranks_differ = root_class
 
 
+def register_rank_checks(make: Callable[[Root], RankChecks]) -> None:
+    """Use ``make`` for the checks of every root."""
+    _Registered.checks = make
+
+
+class RankChecks:
+    """What a root asks so that all ranks do alike. Here it asks nothing."""
+
+    def begin_pass(self) -> None:
+        """A pass begins. What the user has changed in the tree is known."""
+
+    def note_flags(self) -> None:
+        """A group has found flags that the user has changed."""
+
+    def agree_on_flags(self) -> None:
+        """What is communicated next follows from flags."""
+
+    def end_forward(self, unit: Unit) -> None:
+        """The forward of ``unit``, a whole pass, is over."""
+
+    def end_step(self) -> None:
+        """A step's gradients have landed."""
+
+
 class Root:
     """What the units under one root share: their passes, and the cleanup after an exception.
 
@@ -71,7 +89,7 @@ class Root:
         unit: the root itself.
         units: all units; the units inside a unit follow that unit.
         is_reducing: ``finalize_backward`` has started to reduce, and nobody has waited for it yet.
-        identity: tells roots apart, and is the same on all ranks of a model: these form their roots in the same order.
+        checks: what makes sure that all ranks do alike.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -83,23 +101,15 @@ class Root:
         self.is_reducing = False
         self._has_raised = False  # the forward that was the whole pass
         self._backward = RunningBackward()
-        self.identity = ""
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
         self._split = SplitBackwards()
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
-        self._is_agreed = False  # the ranks have compared their units
-        self._has_new_flags = False  # some group has found flags that the user has changed
-        self._claims: dict[str, Claim] = {}  # what this rank did last, of what all ranks must do alike
-        self._orders: dict[tuple[int, bool], Sequence[int]] = {}  # the units of the last forward of each kind
-        self._used: list[bytes] = []  # which parameters had gradients in the last step
         self._memory_limit: int | None = None
         self._seen_version = 0
         note_tree_change()  # for roots around this one, which have not seen its units yet
         self._collect()
-        ranks = zlib.crc32(repr(self.ranks()).encode())
-        self.identity = f"{ranks:x}/{next(_numbers[ranks])}"
-        watch_for_stalls(self, self.executor.streams, unit.mesh)
+        self.checks = _Registered.checks(self)
 
     # The tree
 
@@ -113,7 +123,6 @@ class Root:
         for tie in ties:
             tie.join()
         before, self.units = self.units, list(found)
-        self._is_agreed = self._is_agreed and self.units == before
         self._seen_version = ModuleTrees.version
         for unit in dict.fromkeys([*before, *self.units]):
             if (unit.root is self) is not (unit in found):
@@ -203,55 +212,6 @@ class Root:
     def is_running(self) -> bool:
         """Whether a forward or backward runs."""
         return self.schedule.running is not Pass.IDLE and not self._has_raised
-
-    def ranks(self) -> list[int]:
-        """All ranks that hold a part of the model."""
-        return sorted(
-            {rank for unit in self.units for group in unit.groups for row in group.mesh.ranks for rank in row}
-        )
-
-    def trainable(self) -> dict[str, bool]:
-        """Of each parameter that was used, whether it required a gradient then. Other threads may ask."""
-        groups = [group for unit in self.units for group in unit.groups]
-        flags = [(group.params, group.unsharded.requires_grad) for group in groups]
-        return {param.full_name: flag for params, its in flags for param, flag in zip(params, its, strict=False)}
-
-    def note_changed_flags(self) -> None:
-        """A group has found flags that the user has changed."""
-        self._has_new_flags = True
-
-    def agree_on_flags(self) -> None:
-        """What is communicated next follows from flags. If these are not those that the ranks have agreed on, wait
-        until all ranks have set them alike. A forward without gradients between two changes needs no agreement.
-
-        Raises:
-            ScheduleError: another rank has not.
-        """
-        if self._has_new_flags:
-            flags = self.trainable()
-            if flags != self._claims.get(FLAGS):
-                self._claim(FLAGS, flags)
-            self._has_new_flags = False
-
-    def _claim(self, name: str, claim: Claim) -> None:
-        """This rank has changed what it does. Wait until all ranks have done the same."""
-        self._claims = {**self._claims, name: claim}  # other threads may read the old ones
-        self.agree(f"the comparison of {name}", partial(await_claim, self, name, claim))
-
-    def claims(self) -> dict[str, Claim]:
-        """What this rank does, of what all ranks must do alike. Other threads may ask."""
-        schedule, claims = self.schedule, {**self._claims, FLAGS: self.trainable()}
-        if (running := schedule.forward_root) is not None:
-            name, units = self._used_units(running, schedule.order)
-            claims[name] = [*units, UNFINISHED]
-        return claims
-
-    def _used_units(self, outermost: int, units: Sequence[int]) -> tuple[str, list[str]]:
-        """What this rank claims of a forward of the unit ``outermost``, which has used ``units``."""
-        used = [self.units[index] for index in units]
-        names = [unit.name for unit in used if any(group.mesh.data_parallel_size > 1 for group in unit.groups)]
-        gradients = "with" if self.schedule.records_uses else "without"
-        return f"{UNITS} of {self.units[outermost].name}, {gradients} gradients", names
 
     def agree(self, what: str, agree: Callable[[], _T]) -> _T:
         """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
@@ -363,11 +323,7 @@ class Root:
                     _check_reduced(unit, group)
         if self._seen_version != ModuleTrees.version:
             self._collect()
-        if not self._is_agreed:  # before ranks wait for each other
-            self.agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))
-            self._is_agreed = True
-            self._take_flags()
-            self._has_new_flags, self._claims = False, {FLAGS: self.trainable()}
+        self.checks.begin_pass()
 
     def begin_forward(self, unit: Unit) -> None:
         """A forward pass begins with ``unit`` as its outermost unit."""
@@ -401,14 +357,8 @@ class Root:
         self.executor.do(self.schedule.post_forward(unit.index))
 
     def end_forward(self, unit: Unit) -> None:
-        """The forward of ``unit``, a whole pass, is over. Others of its kind have used the same units, or all ranks say
-        that they have used these."""
-        units, kind = self.schedule.last_order, (unit.index, self.schedule.records_uses)
-        if self.schedule.records_uses:  # else no backward follows, which would depend on flags
-            self.agree_on_flags()
-        if units != self._orders.get(kind):
-            self._orders[kind] = units
-            self._claim(*self._used_units(unit.index, units))
+        """The forward of ``unit``, a whole pass, is over."""
+        self.checks.end_forward(unit)
 
     # Backward
 
@@ -450,8 +400,8 @@ class Root:
     def begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
         self._backward.begin()
-        self._take_flags()
-        self.agree_on_flags()
+        self.take_flags()
+        self.checks.agree_on_flags()
         _torch.at_end_of_backward(self.end_backward)
         if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
             self._watch_for_lost_gradients()
@@ -501,8 +451,8 @@ class Root:
             ScheduleError: the gradients of parameters were to be computed later, and are lost.
         """
         self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
-        self._take_flags()
-        self.agree_on_flags()
+        self.take_flags()
+        self.checks.agree_on_flags()
         self.note("finalize_backward()", self.unit)
         self.forget_passes()
         self.executor.do(self.schedule.finalize())
@@ -524,18 +474,10 @@ class Root:
             self.settle()
 
     def settle(self) -> None:
-        """A step's gradients have landed. The parameters that have some had some in the last step, too; or all ranks
-        say that these have."""
-        groups = [group for unit in self.units for group in unit.groups if group.mesh.data_parallel_size > 1]
-        used = [group.gradients.take_used() for group in groups]
-        if used != self._used and any(used):  # else gradients are kept for a later step
-            self._used = used
-            claim: dict[str, bool] = {}
-            for group, its in zip(groups, used, strict=True):
-                claim.update(group.gradients.described(its))
-            self._claim(GRADIENTS, claim)
+        """A step's gradients have landed."""
+        self.checks.end_step()
 
-    def _take_flags(self) -> None:
+    def take_flags(self) -> None:
         for unit in self.units:
             for group in unit.groups:
                 group.take_flags()

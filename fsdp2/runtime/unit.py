@@ -150,7 +150,7 @@ class Unit:
         """Work under ``root`` from now on, under ``name``, the module's name from there."""
         self.root, self.index, self.name = root, index, name or "(root)"
         for group in self.groups:
-            group.attach(name, root.story, lambda: self.running, root.note_changed_flags)
+            group.attach(name, root.story, lambda: self.running, lambda: root.checks.note_flags())
 
     def tell(self, watches: list[Watch]) -> None:
         """Tell ``watches`` what happens to the unit from now on. Groups have no callback while nothing watches."""

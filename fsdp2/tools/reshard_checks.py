@@ -22,13 +22,13 @@ from fsdp2.api.contexts import check_idle
 from fsdp2.api.module import FSDPModule, sharded_unit
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.custom import SymmetricMemory
+from fsdp2.extras.rank_checks import first_difference
 from fsdp2.group.gradients import GradientState
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import Axis, ParallelMesh, parallel_mesh
 from fsdp2.plan.trees import find_tensors
-from fsdp2.runtime.rank_checks import first_difference
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError

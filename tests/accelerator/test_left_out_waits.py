@@ -69,7 +69,7 @@ WAITS = [
     Wait("wait_on_cpu", "comm.offload.FlatStage.wait", "offloaded, evaluated", "late copies"),
     Wait("wait_on_cpu", "comm.offload.HostCopies.wait", "offloaded", "late copies"),
     Wait("work", "group.all_gather.Gather._wait_for_works", "gathered on the compute stream", "late gathers"),
-    Wait("work", "runtime.rank_checks.reduce", "partly used, ranks may differ", "late reductions"),
+    Wait("work", "extras.rank_checks.reduce", "partly used, ranks may differ", "late reductions"),
     Wait("on, in front", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "late reductions"),
     Wait("on, behind", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "compute first"),
     Wait("record", "group.all_gather.Gather.issue", "plain", "late gathers"),

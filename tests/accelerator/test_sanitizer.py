@@ -118,7 +118,7 @@ def check_without(ctx: RankContext, wait: Wait) -> None:
 
 
 # For copies, the CPU waits. What rank checks compare decides what a rank does next: without the wait, ranks may hang.
-_OF_STREAMS = [wait for wait in WAITS if not wait.place.startswith(("comm.offload.", "runtime.rank_checks."))]
+_OF_STREAMS = [wait for wait in WAITS if not wait.place.startswith(("comm.offload.", "extras.rank_checks."))]
 
 
 @pytest.mark.parametrize("wait", [*UNSEEN, *_OF_STREAMS[:3], *long(*_OF_STREAMS[3:])], ids=str)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.runtime import rank_checks, root, stalls
+from fsdp2.extras import alike, rank_checks, stalls
 from fsdp2.types import Observer
 from tests.distributed.support import DIM, Block, batch, same_on_all_ranks, seeded, sharded, step
 from tests.faults.ranks import World
@@ -202,7 +202,7 @@ def _waits_of_steps(ctx: RankContext) -> list[list[int]]:
         other = int(number >= 3)
         waits = mock.Mock(wraps=stalls.await_claim)
         reduces = mock.Mock(wraps=dist.all_reduce)
-        with mock.patch.object(root, "await_claim", waits), mock.patch.object(dist, "all_reduce", reduces):
+        with mock.patch.object(alike, "await_claim", waits), mock.patch.object(dist, "all_reduce", reduces):
             model(batch(number), gate=other, expert=other).square().mean().backward()
         found.append([waits.call_count, reduces.call_count])
     return found

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
+from fsdp2.extras.stalls import StallWatch
 from fsdp2.runtime.root import form_root
-from fsdp2.runtime.stalls import StallWatch
 from tests.gpu.support import batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
 from tests.harness.messages import Heard

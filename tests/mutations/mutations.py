@@ -290,7 +290,7 @@ MUTATIONS = [
     ),
     Mutation(
         "group/group.py",
-        "self.state = before  # nothing is in flight: a refused gather leaves the group as it was",
+        "self._return_to(before)  # nothing is in flight: a refused gather leaves the group as it was",
         "pass",
         (
             "distributed/test_hook_errors.py",
@@ -524,8 +524,8 @@ MUTATIONS = [
     ),
     # runtime/root.py
     Mutation(
-        "runtime/root.py",
-        'self.agree("the comparison of the models", partial(check_agreement, self.class_name, self.units))',
+        "extras/alike.py",
+        'root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))',
         "pass",
         ("distributed/test_agreement.py",),
     ),
@@ -567,8 +567,8 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/root.py",
-        "if all(group.mesh.data_parallel_size == 1 for group in unit.groups):",
-        "if False:",
+        "ranks_may_differ=config.ranks_may_differ and has_others,",
+        "ranks_may_differ=config.ranks_may_differ,",
         (
             *_TRACES,
             *_RANDOM,
@@ -577,7 +577,7 @@ MUTATIONS = [
             "parity/test_training.py",
         ),
     ),
-    # runtime/rank_checks.py
+    # extras/rank_checks.py
     Mutation(
         "extras/ranks_may_differ.py",
         "used[start + at :]",
@@ -620,9 +620,9 @@ MUTATIONS = [
             "accelerator/test_left_out_waits.py",
         ),
     ),
-    # runtime/rank_checks.py
+    # extras/rank_checks.py
     Mutation(
-        "runtime/rank_checks.py",
+        "extras/rank_checks.py",
         "wait_for(launched(_torch.counted_as, None, partial(all_reduce, axis, values, op)))",
         "pass",
         (
@@ -997,12 +997,12 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/root.py",
-        "self.agree_on_flags()\n        _torch.at_end_of_backward",
+        "self.checks.agree_on_flags()\n        _torch.at_end_of_backward",
         "_torch.at_end_of_backward",
         ("faults/test_unlike_ranks.py",),
     ),
     Mutation(
-        "runtime/stalls.py",
+        "extras/stalls.py",
         "if others != before or any(",
         "if any(",
         ("unit/test_stalls.py",),
@@ -1020,8 +1020,8 @@ MUTATIONS = [
         ("faults/test_endings.py",),
     ),
     # What all ranks must do alike
-    Mutation("runtime/root.py", "if used != self._used and any(used):", "if False:", ("faults/test_unlike_ranks.py",)),
-    Mutation("runtime/root.py", "if units != self._orders.get(kind):", "if False:", ("faults/test_unlike_ranks.py",)),
+    Mutation("extras/alike.py", "if used != self._used and any(used):", "if False:", ("faults/test_unlike_ranks.py",)),
+    Mutation("extras/alike.py", "if units != self._orders.get(kind):", "if False:", ("faults/test_unlike_ranks.py",)),
     Mutation(
         "runtime/hooks.py",
         "_torch.before_in_place(view, self._on_input_gradient)",

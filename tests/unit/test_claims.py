@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from expecttest import assert_expected_inline
 
-from fsdp2.runtime.claims import Claim, difference
+from fsdp2.extras.claims import Claim, difference
 
 UNITS = "units of (root), with gradients"
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
-from fsdp2.runtime.claims import Claim
-from fsdp2.runtime.stalls import Board, StallWatch
+from fsdp2.extras.claims import Claim
+from fsdp2.extras.stalls import Board, StallWatch
 
 
 class _Root:

@@ -18,19 +18,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import check_connections
 from fsdp2.comm.streams import Streams, waiting
+from fsdp2.extras.claims import Claim, difference
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.claims import Claim, difference
 from fsdp2.types import CommunicationError, ScheduleError
-
-if TYPE_CHECKING:  # it imports this module
-    from fsdp2.runtime.root import Root
 
 _LOOK_S = 1.0
 _MAX_PAUSE_S = 0.05
@@ -42,6 +39,26 @@ _ADVICE = (
 )
 
 _log = logging.getLogger("fsdp2")
+
+
+class Watched(Protocol):
+    """A root, as far as other threads may ask it.
+
+    Attributes:
+        identity: tells roots apart, and is the same on all ranks.
+        last_event: a different object for each event; None before the first.
+        is_running: whether a forward or backward runs.
+    """
+
+    @property
+    def identity(self) -> str: ...
+    @property
+    def last_event(self) -> object: ...
+    @property
+    def is_running(self) -> bool: ...
+    def story(self) -> str: ...
+    def claims(self) -> Mapping[str, Claim]: ...
+    def ranks(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,7 @@ class StallWatch:
         self._runs_ahead = runs_ahead
         self._look_s, self._until_compared_s = min(_LOOK_S, timeout_s / 40), min(_UNTIL_COMPARED_S, timeout_s / 8)
         self._lock = threading.Lock()
-        self._roots: weakref.WeakSet[Root] = weakref.WeakSet()
+        self._roots: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._has_ended = False
         self._ends = threading.Event()
         self._seen: dict[str, object] = {}  # the last event of each root, by the root's identity
@@ -111,7 +128,7 @@ class StallWatch:
         self._has_told = False
         self.differing: Sequence[str] = ()  # what holds the ranks up, in this stall
 
-    def add(self, root: Root) -> bool:
+    def add(self, root: Watched) -> bool:
         """Watch ``root``, too. False if ``run`` has ended, or is about to: then nobody would look."""
         with self._lock:
             if not self._has_ended:
@@ -141,7 +158,7 @@ class StallWatch:
         self._has_told = message is not None
         return message
 
-    def _compared(self, root: Root, waited_s: float) -> str | None:
+    def _compared(self, root: Watched, waited_s: float) -> str | None:
         """What to say if all ranks of ``root`` wait: they do if they stood at the same place at the last look, too."""
         assert self._board is not None
         if self._shown is None:
@@ -164,7 +181,7 @@ class StallWatch:
             return "\n".join([f"{head}, because {found.why}:", *found.lines[1:], *stories])
         return "\n".join([f"{head}.", *stories, _ADVICE])
 
-    def _alone(self, roots: Iterable[Root], waited_s: float) -> str:
+    def _alone(self, roots: Iterable[Watched], waited_s: float) -> str:
         stories = "".join(f"Last events on rank {self._rank}: {root.story()}.\n" for root in roots)
         return (
             f"rank {self._rank}: no progress for {waited_s:.0f} s. A collective waits for other ranks. The timeout of "
@@ -195,16 +212,15 @@ class StallWatch:
             return not self._has_ended
 
 
-def await_claim(root: Root, name: str, claim: Claim) -> None:
-    """Wait until all ranks of ``root`` have claimed the same under ``name``. If one of them goes on without, this rank
-    must not communicate: messages would differ.
+def await_claim(root: Watched, mesh: ParallelMesh, name: str, claim: Claim) -> None:
+    """Wait until all ranks of ``root``, which is on ``mesh``, have claimed the same under ``name``. If one of them goes
+    on without, this rank must not communicate: messages would differ.
 
     Raises:
         ScheduleError: other ranks wait for this one, and do something else. Names what and the ranks.
         CommunicationError: a rank is lost, or has not come within the timeout of the process group.
     """
-    mesh, look_at = root.unit.mesh, time.monotonic() + _LOOK_S
-    timeout_s = _timeout_s(mesh)
+    timeout_s, look_at = _timeout_s(mesh), time.monotonic() + _LOOK_S
     if timeout_s is None:  # nobody else is there
         return
     store = dist.PrefixStore(f"fsdp2/claims/{root.identity}", _torch.default_store())
@@ -239,7 +255,7 @@ _awaited: dict[str, tuple[int, Sequence[str]]] = {}
 _watches: dict[object, tuple[StallWatch, threading.Thread]] = {}
 
 
-def watch_for_stalls(root: Root, streams: Streams, mesh: ParallelMesh) -> None:
+def watch_for_stalls(root: Watched, streams: Streams, mesh: ParallelMesh) -> None:
     """Let a thread of this process watch ``root`` from now on, if ``mesh`` has other ranks. The thread ends with the
     process, or with its roots."""
     timeout_s = _timeout_s(mesh)
