@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import extensions
-from fsdp2.api.contexts import no_sync, unsharded
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.api.no_sync import no_sync
 from fsdp2.extras import alike as _alike, ranks_may_differ as _ranks_may_differ
+from fsdp2.extras.lending import unsharded
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.root import Root, register_memory_limit
 from fsdp2.types import (

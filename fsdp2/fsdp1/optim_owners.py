@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.contexts import all_ranks
+from fsdp2.extras.lending import all_ranks
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.names import saved_name, wrappers_in
 from fsdp2.fsdp1.state_dict import Entry, entries_of

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import _torch
-from fsdp2.api.contexts import gathered_together
 from fsdp2.comm.streams import wait_for
+from fsdp2.extras.lending import gathered_together
 from fsdp2.fsdp1.names import Wrapper
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.api.contexts import check_idle
 from fsdp2.api.module import FSDPModule, sharded_unit
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.custom import SymmetricMemory
+from fsdp2.extras.lending import check_idle
 from fsdp2.extras.rank_checks import first_difference
 from fsdp2.group.gradients import GradientState
 from fsdp2.group.group import ParamGroup

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.api.contexts import check_idle, gathered, gathered_together, joined, packed
 from fsdp2.api.empty_buffers import empty_buffers
 from fsdp2.api.state import bound_state
 from fsdp2.comm.together import axis_of, together
+from fsdp2.extras.lending import check_idle, gathered, gathered_together, joined, packed
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot

@@ -108,7 +108,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("comm.custom._Message.wait", "work"): (
         "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
     ),
-    ("api.contexts.gathered_together", "work"): (
+    ("extras.lending.gathered_together", "work"): (
         "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
     ),
     ("fsdp1.state_values.locals_of_flat", "work"): (

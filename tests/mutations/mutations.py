@@ -678,9 +678,9 @@ MUTATIONS = [
     Mutation(
         "api/resolve.py", "return placement.dim % param.dim()", "return placement.dim", ("parity/test_placement.py",)
     ),
-    # api/contexts.py
+    # extras/lending.py
     Mutation(
-        "api/contexts.py",
+        "api/no_sync.py",
         "stack.callback(unit.configure, reduces=unit.config.reduces)",
         "pass",
         (
@@ -689,7 +689,7 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "api/contexts.py",
+        "api/no_sync.py",
         "group.configure(requires_all_reduce=False)",
         "pass",
         (
@@ -697,7 +697,7 @@ MUTATIONS = [
             "parity/test_accumulation.py",
         ),
     ),
-    Mutation("api/contexts.py", "stack.callback(group.take_back)", "pass", ("distributed/test_scopes.py",)),
+    Mutation("extras/lending.py", "stack.callback(group.take_back)", "pass", ("distributed/test_scopes.py",)),
     # api/fully_shard.py
     Mutation(
         "api/fully_shard.py",

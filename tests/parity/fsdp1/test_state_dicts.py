@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
-from fsdp2.api.contexts import gathered_together
+from fsdp2.extras.lending import gathered_together
 from fsdp2.fsdp1 import state_values
 from tests.harness.distributed import RankContext, distributed
 from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, batch, same

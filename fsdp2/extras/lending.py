@@ -1,4 +1,4 @@
-"""``with`` blocks: ``unsharded`` binds whole parameters, ``no_sync`` keeps gradients on this rank.
+"""Whole parameters for a while, in a ``with`` block.
 
 ``unsharded`` lends the slots of parameters to the user. The whole parameters have their own memory. Forwards that
 record gradients are refused, since nothing would reduce the gradients. Before and after the block, the shards are the
@@ -26,31 +26,6 @@ from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState, Lent, Pass
 from fsdp2.types import ScheduleError
-
-
-@contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Backwards inside the block reduce nothing. The next backward after the block reduces their gradients with its
-    own.
-
-    All units under ``module`` get ``set_requires_gradient_sync(False)``; the block restores their settings at its end.
-
-    Raises:
-        ValueError: nothing under ``module`` is sharded.
-    """
-    units = [unit for _, unit in units_under(module)]
-    if not units:
-        raise ValueError(
-            f"no_sync: nothing under this {type(module).__name__} was given to fully_shard. Pass the sharded model."
-        )
-    with ExitStack() as stack:
-        for unit in units:
-            stack.callback(unit.configure, reduces=unit.config.reduces)
-            unit.configure(reduces=False)
-            for group in unit.groups:
-                stack.callback(group.configure, requires_all_reduce=group.options.requires_all_reduce)
-                group.configure(requires_all_reduce=False)
-        yield
 
 
 @contextmanager
