@@ -151,10 +151,10 @@ class Reduction:
         """Free what the reduce-scatter reads, once it has read it. Called once."""
         if self._works and not self._streams.runs_ahead:
             self._advance()
-        if self._read is not None:
-            self._streams.wait_here(self._read)  # compute waits for the reduce stream: compute frees what that read
-        elif self._streams.runs_ahead:  # gradients that land without a copy
+        if self.bound.reduce.lands_gradients:  # the reduce stream reads them until they have landed
             self._streams.compute_after_reduce()
+        else:
+            self._streams.wait_here(self._read)  # compute waits for the reduce stream: compute frees what that read
         self._inputs = None
 
     def land(self) -> None:

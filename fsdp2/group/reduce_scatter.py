@@ -46,7 +46,11 @@ class Launched(NamedTuple):
 
 
 class Reduce:
-    """The reduce plans of a group, one per combination of dtypes. One launch carries all of them."""
+    """The reduce plans of a group, one per combination of dtypes. One launch carries all of them.
+
+    Attributes:
+        lands_gradients: some gradients land as they are, without a copy.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class Reduce:
         self._parts = [_Part(plan, mesh, is_hooked=hook is not None) for plan in plans]
         self._hook = hook
         self._averages = any(plan.factors.averages for plan in plans)  # if one plan averages, all do
-        self._lands_gradients = any(part.is_local for part in self._parts)
+        self.lands_gradients = any(part.is_local for part in self._parts)
 
     def launch(self, grads: list[torch.Tensor]) -> Launched:
         """Start reducing ``grads``, one per step of the plans, in their unsharded shapes. Empties the list.
@@ -84,7 +88,7 @@ class Reduce:
                     raise CommunicationError(str(error)) from error
                 raise
             # Gradients that land without a copy must live longer.
-            read = None if self._lands_gradients else streams.record()
+            read = None if self.lands_gradients else streams.record()
         return Launched(sums, works, held, read)
 
     def add(self, sums: Sums, others: Sums) -> None:
