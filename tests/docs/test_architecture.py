@@ -9,7 +9,10 @@ import pytest
 import fsdp2.group.gradients
 import fsdp2.schedule.schedule
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
+from fsdp2.tools import trace
+from tests.distributed.support import same_on_all_ranks, sharded, step
 from tests.docs.markdown import ROOT
+from tests.harness.distributed import RankContext
 from tests.unit.test_layers import FOLDERS, PACKAGE
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -29,6 +32,25 @@ def test_group_states_are_those_of_the_code() -> None:
     expected = _group_states()
     (shown,) = re.findall(r"<!-- group states -->\n(.*)<!-- /group states -->", TEXT, re.DOTALL)
     assert shown.strip() == expected, f"put this table into {PAGE.name}:\n\n{expected}\n"
+
+
+def _recorded(ctx: RankContext) -> list[tuple[str, str]]:
+    """Events and their actions in the second step of three units."""
+    model = sharded(ctx, 2)
+    step(model)
+    with trace.record(model) as recorded:
+        step(model)
+    rows: list[tuple[str, list[str]]] = []
+    for entry in recorded.entries:
+        name = f"{entry.name} {entry.unit}"
+        rows.append((f"`{name}`", [])) if entry.kind == "event" else rows[-1][1].append(name)
+    return [(event, ", ".join(actions)) for event, actions in rows]
+
+
+def test_the_step_that_is_shown_is_one_that_was_recorded() -> None:
+    (shown,) = re.findall(r"<!-- one step -->\n(.*)<!-- /one step -->", TEXT, re.DOTALL)
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in shown.strip().splitlines()[2:]]
+    assert rows == same_on_all_ranks(_recorded)
 
 
 @pytest.mark.parametrize(
