@@ -7,26 +7,25 @@ the same (``claims``, ``stalls``). So a step that is like the last one sends not
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
-from fsdp2.extras.rank_checks import check_agreement
+from fsdp2.extras.rank_checks import check_agreement, compare
 from fsdp2.extras.stalls import await_claim, watch_for_stalls
 from fsdp2.runtime.root import RankChecks, Root, register_rank_checks
 from fsdp2.runtime.unit import Unit
 
-_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)  # of roots, by their ranks
+_next_number: defaultdict[int, int] = defaultdict(int)  # of a root that runs for the first time, by its ranks
 
 
 class Alike(RankChecks):
     """The checks of one root.
 
     Attributes:
-        identity: tells roots apart, and is the same on all ranks of a model: these form their roots in the same order.
+        identity: tells roots apart. The same on all ranks, once these have compared their models.
     """
 
     def __init__(self, root: Root) -> None:
@@ -36,8 +35,7 @@ class Alike(RankChecks):
         self._claims: dict[str, Claim] = {}  # what this rank did last, of what all ranks must do alike
         self._orders: dict[tuple[int, bool], Sequence[int]] = {}  # the units of the last forward of each kind
         self._used: list[bytes] = []  # which parameters had gradients in the last step
-        ranks = zlib.crc32(repr(self.ranks()).encode())
-        self.identity = f"{ranks:x}/{next(_numbers[ranks])}"
+        self.identity = f"new/{id(self):x}"
         watch_for_stalls(self, root.executor.streams, root.unit.mesh)
 
     # What happens
@@ -51,9 +49,18 @@ class Alike(RankChecks):
         root = self._root
         if root.units != self._agreed:
             root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))
+            if not self._agreed and len(self.ranks()) > 1:
+                self._agree_on_identity()
             self._agreed = list(root.units)
             root.take_flags()
             self._has_new_flags, self._claims = False, {FLAGS: self._trainable()}
+
+    def _agree_on_identity(self) -> None:
+        """Some ranks may have run more roots before than others, in worlds that are gone."""
+        root, ranks = self._root, zlib.crc32(repr(self.ranks()).encode())
+        number = max(root.agree("the comparison of the models", partial(compare, root.units, _next_number[ranks])))
+        self.identity = f"{ranks:x}/{number}"
+        _next_number[ranks] = number + 1
 
     def note_flags(self) -> None:
         self._has_new_flags = True

@@ -30,7 +30,7 @@ from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.types import CommunicationError, ScheduleError
 
 _LOOK_S = 1.0
-_MAX_PAUSE_S = 0.05
+_MAX_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.001  # so the store has to answer some 1,000 questions per second at most
 _UNTIL_COMPARED_S = 5.0
 _UNTIL_TOLD = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
 _ADVICE = (
@@ -227,9 +227,11 @@ def await_claim(root: Watched, mesh: ParallelMesh, name: str, claim: Claim) -> N
     number, earlier = _awaited.get(root.identity, (0, ()))
     counter = f"{number}/{hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest()}"
     all_came = f"{number}/all came"
-    if store.add(counter, 1) == len(root.ranks()):
+    num_ranks = len(root.ranks())
+    if store.add(counter, 1) == num_ranks:
         store.set(all_came, "")
     deadline, pause_s = time.monotonic() + timeout_s, 1e-4
+    max_pause_s = max(_MAX_PAUSE_S, num_ranks * _PAUSE_PER_RANK_S)
     with waiting():
         while not store.check([all_came]):
             differing = next((stalls.differing for stalls, _ in _watches.values() if stalls.differing), None)
@@ -243,7 +245,7 @@ def await_claim(root: Watched, mesh: ParallelMesh, name: str, claim: Claim) -> N
                     check_connections(group)
             if now > deadline:
                 raise CommunicationError(f"no answer within {timeout_s:.0f} s")
-            time.sleep(pause_s := min(2 * pause_s, _MAX_PAUSE_S))
+            time.sleep(pause_s := min(2 * pause_s, max_pause_s))
     for key in earlier:  # all ranks have left that wait
         store.delete_key(key)
     _awaited[root.identity] = number + 1, (counter, all_came)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+import zlib
 from collections.abc import Callable
 from unittest import mock
 
@@ -210,4 +211,17 @@ def _waits_of_steps(ctx: RankContext) -> list[list[int]]:
 
 def test_steps_that_are_like_the_last_one_cost_nothing() -> None:
     """The first one compares the models. Ranks that change what they do alike wait for each other, by the store."""
-    assert same_on_all_ranks(_waits_of_steps) == [[2, 1], [0, 0], [0, 0], [2, 0], [0, 0]]
+    assert same_on_all_ranks(_waits_of_steps) == [[2, 2], [0, 0], [0, 0], [2, 0], [0, 0]]
+
+
+@distributed(2)
+def test_a_rank_that_has_run_more_roots_before_is_waited_for(ctx: RankContext) -> None:
+    """A process of a pool may have had other worlds before. Roots are told apart by what all ranks agree on."""
+    ranks = zlib.crc32(repr([0, 1]).encode())
+    with mock.patch.object(alike, "_next_number", {ranks: 100 + 3 * ctx.rank}):
+        for _ in range(2):
+            model = sharded(ctx)
+            step(model)
+            checks = model._unit().root.checks
+            assert checks.identity == f"{ranks:x}/{alike._next_number[ranks] - 1}"
+        assert alike._next_number[ranks] == 105
