@@ -107,5 +107,6 @@ def _collectives_of_a_step(ctx: RankContext, ranks_may_differ: bool) -> list[int
 
 @pytest.mark.parametrize(("ranks_may_differ", "expected"), [(False, [2, 2, 2, 2]), (True, [3, 3, 4, 4])])
 def test_ranks_compare_once(ranks_may_differ: bool, expected: list[int]) -> None:
-    """Their units, and how the root is called; and where they may differ, what the first forward with gradients used, and the first without."""
+    """Their units, and how the root is called; and where they may differ, what the first forward with gradients used,
+    and the first without."""
     assert same_on_all_ranks(_collectives_of_a_step, ranks_may_differ=ranks_may_differ) == expected
