@@ -150,13 +150,14 @@ class GradientHook:
             node._register_hook_dict(self.owner)
 
 
-def before_in_place(view: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
-    """``view`` was written in place, so that its graph is another one, and its hooks are lost. Call ``function`` in
-    backward with the gradient of the tensor under it, as that was before the first write."""
+def before_in_place(view: torch.Tensor, num_writes: int, function: Callable[[torch.Tensor], None]) -> None:
+    """``view`` was written in place ``num_writes`` times, so that its graph is another one, and its hooks are lost. Call
+    ``function`` in backward with the gradient of the tensor under it, as that was before these writes."""
     base = view._base
     node = None if base is None else base.grad_fn
-    while node is not None and node.name() == "CopySlices":
-        node = node.next_functions[0][0]
+    for _ in range(num_writes):  # a write without gradients leaves no node
+        if node is not None and node.name().endswith("CopySlices"):  # behind the name of its namespace
+            node = node.next_functions[0][0]
     if node is not None:
         node.register_prehook(lambda gradients: function(gradients[0]))
 

@@ -30,8 +30,8 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Bind the unsharded parameters. The current stream may then read them. If shards were written since
-        ``unshard``, by an optimizer for example, gather again. Later calls do nothing."""
+        """Bind the unsharded parameters. The current stream may then read them. If an optimizer has stepped since
+        ``unshard``, gather again. Write shards in no other way before you wait. Later calls do nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
             form_root(unit).finish_unshard(unit)

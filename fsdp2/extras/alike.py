@@ -1,24 +1,60 @@
 """Makes sure that all ranks do alike, as torch expects: the same model, flags, units and gradients.
 
-Models are compared once, by one small all-reduce per mesh (``rank_checks``). Later a rank compares what it does with
-its own last pass. Where that has changed, it *claims* what it does, and waits in the store until all ranks have claimed
-the same (``claims``, ``stalls``). So a step that is like the last one sends nothing, and reads nothing from the device.
+Models are compared once, by small all-reduces on each mesh (``rank_checks``). Later a rank compares what it does with
+its own last pass. Where that has changed, it *claims* what it does, and waits in the store until all ranks that
+communicate with it have claimed the same (``claims``, ``stalls``). So a step that is like the last one sends nothing,
+and reads nothing from the device.
+
+Claims are about the groups of one mesh, and go to its ranks: what other ranks do on other meshes is their own affair.
+What a forward uses goes to the ranks that gather together; replicas run their own forwards until a backward begins.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
+import torch.distributed as dist
+
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
-from fsdp2.extras.rank_checks import check_agreement, compare
-from fsdp2.extras.stalls import await_claim, watch_for_stalls
+from fsdp2.extras.rank_checks import by_mesh, check_agreement, compare_on
+from fsdp2.extras.stalls import Meeting, await_claim, watch_for_stalls
+from fsdp2.group.group import ParamGroup
+from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.root import RankChecks, Root, register_rank_checks
 from fsdp2.runtime.unit import Unit
 
-_next_number: defaultdict[int, int] = defaultdict(int)  # of a root that runs for the first time, by its ranks
+_next_number: defaultdict[int, int] = defaultdict(int)  # of a scope, by its ranks
+
+
+class _Scope:
+    """The groups of a root on one mesh, and the ranks that must do alike with them.
+
+    Attributes:
+        everyone: where all ranks of the mesh meet; they reduce together.
+        gathering: where the ranks of this shard axis meet; they gather together.
+        used: of each group, which parameters had gradients in the last step.
+    """
+
+    def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup], units: Sequence[Unit], identity: str) -> None:
+        self.groups, self.is_replicated = groups, mesh.replicate.size > 1
+        self._names = {index: unit.name for index, unit in enumerate(units) if any(g in groups for g in unit.groups)}
+        everyone = tuple(rank for row in mesh.ranks for rank in row)
+        row = next((tuple(row) for row in mesh.ranks if dist.get_rank() in row), ())
+        self.everyone = Meeting(mesh, identity, everyone)
+        self.gathering = self.everyone if row == everyone else Meeting(mesh, identity, row)
+        self.used: list[bytes] = []
+
+    def named(self, units: Iterable[int]) -> list[str]:
+        """The names of those ``units`` that have groups here."""
+        return [self._names[index] for index in units if index in self._names]
+
+    def trainable(self) -> dict[str, bool]:
+        """Of each parameter that was used, whether it required a gradient then. Other threads may ask."""
+        flags = [(group.params, group.unsharded.requires_grad) for group in self.groups]
+        return {param.full_name: flag for params, its in flags for param, flag in zip(params, its, strict=False)}
 
 
 class Alike(RankChecks):
@@ -31,10 +67,11 @@ class Alike(RankChecks):
     def __init__(self, root: Root) -> None:
         self._root = root
         self._agreed: Sequence[Unit] = ()  # the units that the ranks have compared
+        self._scopes: Sequence[_Scope] = ()
         self._has_new_flags = False
-        self._claims: dict[str, Claim] = {}  # what this rank did last, of what all ranks must do alike
-        self._orders: dict[tuple[int, bool], Sequence[int]] = {}  # the units of the last forward of each kind
-        self._used: list[bytes] = []  # which parameters had gradients in the last step
+        self._claims: dict[str, Claim] = {}  # what this rank did last, of what ranks must do alike
+        self._orders: dict[int, Sequence[int]] = {}  # by the outermost unit, the units of its last forward
+        self._expected: Sequence[int] = ()  # the units that the last backward was to reach
         self.identity = f"new/{id(self):x}"
         watch_for_stalls(self, root.executor.streams, root.unit.mesh)
 
@@ -47,20 +84,24 @@ class Alike(RankChecks):
             ScheduleError: they differ.
         """
         root = self._root
-        if root.units != self._agreed:
-            root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))
-            if not self._agreed and len(self.ranks()) > 1:
-                self._agree_on_identity()
-            self._agreed = list(root.units)
-            root.take_flags()
-            self._has_new_flags, self._claims = False, {FLAGS: self._trainable()}
+        if root.units == self._agreed:
+            return
+        root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))
+        groups = [group for unit in root.units for group in unit.groups if group.mesh.data_parallel_size > 1]
+        self._scopes = [self._scope(mesh, its) for mesh, its in by_mesh(groups)]
+        self._agreed = list(root.units)
+        root.take_flags()
+        self._has_new_flags, self._orders, self._expected = False, {}, ()
+        self._claims = {_named(FLAGS, scope.everyone): scope.trainable() for scope in self._scopes}
 
-    def _agree_on_identity(self) -> None:
-        """Some ranks may have run more roots before than others, in worlds that are gone."""
-        root, ranks = self._root, zlib.crc32(repr(self.ranks()).encode())
-        number = max(root.agree("the comparison of the models", partial(compare, root.units, _next_number[ranks])))
-        self.identity = f"{ranks:x}/{number}"
+    def _scope(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> _Scope:
+        """Its name is agreed on: some ranks may have had more roots before than others, in worlds that are gone."""
+        ranks = zlib.crc32(repr(mesh.ranks).encode())
+        found = self._root.agree("the comparison of the models", partial(compare_on, mesh, _next_number[ranks]))
+        number = max(found)
         _next_number[ranks] = number + 1
+        self.identity = f"{ranks:x}/{number}"  # in the end, that of the largest mesh
+        return _Scope(mesh, groups, self._root.units, self.identity)
 
     def note_flags(self) -> None:
         self._has_new_flags = True
@@ -73,37 +114,52 @@ class Alike(RankChecks):
             ScheduleError: another rank has not.
         """
         if self._has_new_flags:
-            flags = self._trainable()
-            if flags != self._claims.get(FLAGS):
-                self._claim(FLAGS, flags)
+            for scope in self._scopes:
+                self._claim(scope.everyone, FLAGS, scope.trainable())
             self._has_new_flags = False
 
     def end_forward(self, unit: Unit) -> None:
         """Others of its kind have used the same units, or all ranks say that they have used these."""
         schedule = self._root.schedule
-        units, kind = schedule.last_order, (unit.index, schedule.records_uses)
+        units = schedule.last_order
         if schedule.records_uses:  # else no backward follows, which would depend on flags
             self.agree_on_flags()
-        if units != self._orders.get(kind):
-            self._orders[kind] = units
-            self._claim(*self._used_units(unit.index, units))
+        if units != self._orders.get(unit.index):
+            for scope in self._scopes:
+                self._claim(scope.gathering, f"{UNITS} of {unit.name}", scope.named(units))
+            self._orders[unit.index] = units
+
+    def begin_backward(self) -> None:
+        """Replicas have used the same units in the forwards that it may reach, or say that they have used these."""
+        units = list(dict.fromkeys(self._root.schedule.uses))
+        if units != self._expected:
+            for scope in self._scopes:
+                if scope.is_replicated:
+                    self._claim(scope.everyone, f"{UNITS} before backward", scope.named(units))
+            self._expected = units
 
     def end_step(self) -> None:
         """The parameters that have gradients had some in the last step, too; or all ranks say that these have."""
-        groups = [group for unit in self._root.units for group in unit.groups if group.mesh.data_parallel_size > 1]
-        used = [group.gradients.take_used() for group in groups]
-        if used != self._used and any(used):  # else gradients are kept for a later step
-            self._used = used
-            claim: dict[str, bool] = {}
-            for group, its in zip(groups, used, strict=True):
-                claim.update(group.gradients.described(its))
-            self._claim(GRADIENTS, claim)
+        used = {group: group.gradients.take_used() for unit in self._root.units for group in unit.groups}
+        for scope in self._scopes:
+            its = [used[group] for group in scope.groups]
+            if its != scope.used and any(its):  # else gradients are kept for a later step
+                claim: dict[str, bool] = {}
+                for group in scope.groups:
+                    claim.update(group.gradients.described(used[group]))
+                self._claim(scope.everyone, GRADIENTS, claim)
+                scope.used = its
 
-    def _claim(self, name: str, claim: Claim) -> None:
-        """This rank has changed what it does. Wait until all ranks have done the same."""
-        self._claims = {**self._claims, name: claim}  # other threads may read the old ones
-        root = self._root
-        root.agree(f"the comparison of {name}", partial(await_claim, self, root.unit.mesh, name, claim))
+    def _claim(self, meeting: Meeting, what: str, claim: Claim) -> None:
+        """If this rank has changed what it does, wait until all ranks of ``meeting`` have done the same."""
+        name, before = _named(what, meeting), self._claims
+        if claim != before.get(name):
+            self._claims = {**before, name: claim}  # other threads may read the old ones
+            try:
+                self._root.agree(f"the comparison of {what}", partial(await_claim, meeting, name, claim))
+            except BaseException:
+                self._claims = before  # so the next pass claims again
+                raise
 
     # What other threads ask for
 
@@ -127,26 +183,18 @@ class Alike(RankChecks):
         return sorted({rank for group in groups for row in group.mesh.ranks for rank in row})
 
     def claims(self) -> dict[str, Claim]:
-        """What this rank does, of what all ranks must do alike."""
-        schedule, claims = self._root.schedule, {**self._claims, FLAGS: self._trainable()}
-        if (running := schedule.forward_root) is not None:
-            name, units = self._used_units(running, schedule.order)
-            claims[name] = [*units, UNFINISHED]
+        """What this rank does, of what ranks must do alike."""
+        schedule, claims = self._root.schedule, dict(self._claims)
+        for scope in self._scopes:
+            claims[_named(FLAGS, scope.everyone)] = scope.trainable()
+            if (running := schedule.forward_root) is not None:
+                name = _named(f"{UNITS} of {self._root.units[running].name}", scope.gathering)
+                claims[name] = [*scope.named(schedule.order), UNFINISHED]
         return claims
 
-    def _trainable(self) -> dict[str, bool]:
-        """Of each parameter that was used, whether it required a gradient then."""
-        groups = [group for unit in self._root.units for group in unit.groups]
-        flags = [(group.params, group.unsharded.requires_grad) for group in groups]
-        return {param.full_name: flag for params, its in flags for param, flag in zip(params, its, strict=False)}
 
-    def _used_units(self, outermost: int, units: Sequence[int]) -> tuple[str, list[str]]:
-        """What this rank claims of a forward of the unit ``outermost``, which has used ``units``."""
-        root = self._root
-        used = [root.units[index] for index in units]
-        names = [unit.name for unit in used if any(group.mesh.data_parallel_size > 1 for group in unit.groups)]
-        gradients = "with" if root.schedule.records_uses else "without"
-        return f"{UNITS} of {root.units[outermost].name}, {gradients} gradients", names
+def _named(what: str, meeting: Meeting) -> str:
+    return f"{what} @ {meeting.key}"
 
 
 def register() -> None:

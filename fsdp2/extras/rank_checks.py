@@ -58,7 +58,11 @@ def compare(units: Sequence[Unit], found: _T) -> list[_T]:
     """The values ``found`` on the ranks of the largest mesh of ``units``, in rank order; one entry if all are equal.
     ``found``: plain values."""
     meshes = [group.mesh for unit in units for group in unit.groups]
-    mesh = max(meshes, key=lambda mesh: mesh.data_parallel_size)
+    return compare_on(max(meshes, key=lambda mesh: mesh.data_parallel_size), found)
+
+
+def compare_on(mesh: ParallelMesh, found: _T) -> list[_T]:
+    """The values ``found`` on the ranks of ``mesh``, in rank order; one entry if all are equal."""
     if _is_agreed(mesh, repr(found)):
         return [found]
     return _from_all(mesh, found)

@@ -89,6 +89,9 @@ class RootWhereRanksDiffer(Root):
         super().begin_backward()
         self.skipping.begin_backward()
 
+    def compare_uses(self) -> None:
+        """Ranks may have used others."""
+
     def start_backward(self, unit: Unit, event: str = "pre_backward") -> None:
         self._join_backward(self.skipping.backward.begin(unit.index))
         super().start_backward(unit, event)

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -212,47 +213,65 @@ class StallWatch:
             return not self._has_ended
 
 
-def await_claim(root: Watched, mesh: ParallelMesh, name: str, claim: Claim) -> None:
-    """Wait until all ranks of ``root``, which is on ``mesh``, have claimed the same under ``name``. If one of them goes
-    on without, this rank must not communicate: messages would differ.
+class Meeting:
+    """Where ``ranks``, some of those of ``mesh``, wait for each other: in the store, once per claim.
+
+    Attributes:
+        key: the same on these ranks, and that of no other meeting.
+    """
+
+    def __init__(self, mesh: ParallelMesh, identity: str, ranks: Sequence[int]) -> None:
+        self.mesh, self.ranks = mesh, ranks
+        self.key = f"{identity}/{zlib.crc32(repr(ranks).encode()):x}"
+        self.number = 0  # how many claims the ranks have met for
+        self.sent = ""  # this rank's part in the present one
+        self.earlier: Sequence[str] = ()  # the keys of the last one
+
+
+def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
+    """Wait until all ranks of ``meeting`` have claimed the same under ``name``. If one of them goes on without, this
+    rank must not communicate: messages would differ. After an interrupt, the same claim may be made again, or another.
 
     Raises:
         ScheduleError: other ranks wait for this one, and do something else. Names what and the ranks.
         CommunicationError: a rank is lost, or has not come within the timeout of the process group.
     """
-    timeout_s, look_at = _timeout_s(mesh), time.monotonic() + _LOOK_S
-    if timeout_s is None:  # nobody else is there
+    timeout_s, num_ranks = _timeout_s(meeting.mesh), len(meeting.ranks)
+    if timeout_s is None or num_ranks < 2:  # nobody else is there
         return
-    store = dist.PrefixStore(f"fsdp2/claims/{root.identity}", _torch.default_store())
-    number, earlier = _awaited.get(root.identity, (0, ()))
-    counter = f"{number}/{hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest()}"
-    all_came = f"{number}/all came"
-    num_ranks = len(root.ranks())
-    if store.add(counter, 1) == num_ranks:
-        store.set(all_came, "")
-    deadline, pause_s = time.monotonic() + timeout_s, 1e-4
-    max_pause_s = max(_MAX_PAUSE_S, num_ranks * _PAUSE_PER_RANK_S)
-    with waiting():
-        while not store.check([all_came]):
-            differing = next((stalls.differing for stalls, _ in _watches.values() if stalls.differing), None)
-            if differing is not None:
-                time.sleep(3 * _LOOK_S)  # when this rank ends, others get an error: let them see the cause first
-                raise ScheduleError("\n".join(differing))
-            now = time.monotonic()
-            if now > look_at and mesh.device.type == "cpu":  # a device's backend tells nobody
-                look_at = now + _LOOK_S
-                for group in mesh.process_groups:
-                    check_connections(group)
-            if now > deadline:
-                raise CommunicationError(f"no answer within {timeout_s:.0f} s")
-            time.sleep(pause_s := min(2 * pause_s, max_pause_s))
-    for key in earlier:  # all ranks have left that wait
-        store.delete_key(key)
-    _awaited[root.identity] = number + 1, (counter, all_came)
+    store = dist.PrefixStore(f"fsdp2/claims/{meeting.key}", _torch.default_store())
+    digest, met_for = hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest(), ""
+    while met_for != digest:  # else this rank had claimed something else, and others have come for that
+        counter, all_came = f"{meeting.number}/{digest}", f"{meeting.number}/all came"
+        if meeting.sent != counter:
+            meeting.sent = counter
+            if store.add(counter, 1) == num_ranks:
+                store.set(all_came, digest)
+        with waiting():
+            _await_all(meeting, store, all_came, timeout_s)
+        met_for = store.get(all_came).decode()
+        for key in meeting.earlier:  # all ranks have left that one
+            store.delete_key(key)
+        meeting.earlier, meeting.number = (f"{meeting.number}/{met_for}", all_came), meeting.number + 1
 
 
-# By root: the number of the next ``await_claim``, and the keys of the last one.
-_awaited: dict[str, tuple[int, Sequence[str]]] = {}
+def _await_all(meeting: Meeting, store: dist.Store, all_came: str, timeout_s: float) -> None:
+    begun = looked = time.monotonic()
+    pause_s, max_pause_s = 1e-4, max(_MAX_PAUSE_S, len(meeting.ranks) * _PAUSE_PER_RANK_S)
+    while not store.check([all_came]):
+        differing = next((stalls.differing for stalls, _ in _watches.values() if stalls.differing), None)
+        if differing is not None:
+            time.sleep(3 * _LOOK_S)  # when this rank ends, others get an error: let them see the cause first
+            raise ScheduleError("\n".join(differing))
+        now = time.monotonic()
+        if now > looked + _LOOK_S and meeting.mesh.device.type == "cpu":  # a device's backend tells nobody
+            looked = now
+            for group in meeting.mesh.process_groups:
+                check_connections(group)
+        if now > begun + timeout_s:
+            raise CommunicationError(f"no answer within {timeout_s:.0f} s")
+        time.sleep(pause_s := min(2 * pause_s, max_pause_s))
+
 
 _watches: dict[object, tuple[StallWatch, threading.Thread]] = {}
 

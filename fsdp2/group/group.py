@@ -375,6 +375,11 @@ class ParamGroup:
         if self.state is not GroupState.SHARDED and self.stamp is None:
             self.stamp = self.shards.write_stamp()
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped since ``note_writes``. All ranks say the same: none looks at its shards."""
+        return self.stamp is not None and self.stamp[0] != self.shards.num_steps
+
     def reshard_if_outdated(self) -> None:
         """Reshard if shards were written (by an optimizer) or replaced since ``note_writes``: so the next use gathers
         the parameters again."""

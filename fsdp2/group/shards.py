@@ -213,8 +213,14 @@ class GroupShards:
         self._versioned.append(tensor)
         self._placed_versions += _torch.versions_of([tensor])
 
+    @property
+    def num_steps(self) -> int:
+        """How often optimizers have stepped the parameters."""
+        return self._num_steps[0]
+
     def write_stamp(self) -> list[int]:
-        """A stamp that changes when a shard is written, and with every optimizer step, which may write shards."""
+        """A stamp that changes when a shard is written, and with every optimizer step, which may write shards. The
+        number of steps comes first."""
         return [self._num_steps[0], *_torch.versions_of(self._versioned)]
 
     def check_ready(self) -> None:

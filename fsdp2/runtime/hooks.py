@@ -273,9 +273,9 @@ class ModuleHooks:
         elif torch.is_grad_enabled():
             found = (output,) if type(output) is torch.Tensor else find_tensors(output, [])
             if self._marked is not None and (view := self._marked()) is not None:
-                if view._version != self._marked_version:
+                if (num_writes := view._version - self._marked_version) > 0:
                     self._marked_version = view._version
-                    _torch.before_in_place(view, self._on_input_gradient)
+                    _torch.before_in_place(view, num_writes, self._on_input_gradient)
                 if id(view) in map(id, found):
                     output = _viewed(output, view)
                     found = find_tensors(output, [])

@@ -78,6 +78,9 @@ class RankChecks:
     def end_forward(self, unit: Unit) -> None:
         """The forward of ``unit``, a whole pass, is over."""
 
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
     def end_step(self) -> None:
         """A step's gradients have landed."""
 
@@ -318,8 +321,8 @@ class Root:
                 "Leave the block, and clone what you write in place."
             )
         for index, unit in enumerate(self.units):
-            for group in unit.groups:
-                if group.state is not GroupState.SHARDED and not self.schedule.owes(index):
+            if unit.config.reduces and not self.schedule.owes(index):
+                for group in unit.groups:
                     _check_reduced(unit, group)
         if self._seen_version != ModuleTrees.version:
             self._collect()
@@ -402,6 +405,7 @@ class Root:
         self._backward.begin()
         self.take_flags()
         self.checks.agree_on_flags()
+        self.compare_uses()
         _torch.at_end_of_backward(self.end_backward)
         if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
             self._watch_for_lost_gradients()
@@ -409,6 +413,10 @@ class Root:
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:
             # Pre-hooks may read what was written since forward began.
             self.executor.streams.gather_after_compute()
+
+    def compare_uses(self) -> None:
+        """A backward begins: it reaches the units that forwards have used."""
+        self.checks.begin_backward()
 
     def start_backward(self, unit: Unit, event: str = "pre_backward") -> None:
         """The backward of ``unit`` begins, in a backward that has begun."""
@@ -523,12 +531,13 @@ class Root:
             group.note_writes()
 
     def finish_unshard(self, unit: Unit) -> None:
-        """The user waits for ``unshard``, unless somebody has waited for it, or has resharded since. Where shards were
-        written meanwhile, the gather may have read a part of what was written: gather again."""
+        """The user waits for ``unshard``, unless somebody has waited for it, or has resharded since. If an optimizer
+        has stepped meanwhile, the gather may have read a part of what that has written: gather again."""
         pending = [group for group in unit.groups if group.state is GroupState.UNSHARDING]
-        for group in pending:
-            group.reshard_if_outdated()
-        if any(group.state is not GroupState.UNSHARDING for group in pending):
+        stepped = [group for group in pending if group.has_stepped]
+        for group in stepped:
+            group.reshard()
+        if stepped:
             self.unshard(unit)
         for group in pending:
             group.wait()
@@ -605,17 +614,19 @@ def form_root(unit: Unit) -> Root:
 
 
 def _check_reduced(unit: Unit, group: ParamGroup) -> None:
-    """Check that no backward has left gradients on ``group``, which stays unsharded, without an event.
+    """Check that an optimizer has stepped with all gradients of ``group``. A backward that reaches no output of the
+    unit leaves them on the unsharded parameters: the next one reduces them, but that may come too late.
 
     Raises:
-        ScheduleError: a backward has.
+        ScheduleError: an optimizer has stepped without.
     """
-    for param in group.params:
+    for param in group.params if group.state is not GroupState.SHARDED and group.has_stepped else ():
         if param.unsharded_grad is not None:
             raise ScheduleError(
-                f"parameter '{param.full_name}' has a gradient that was never reduced: a backward reached it, but no "
-                f"output of its unit '{unit.name}'. Call fsdp2.allow_inner_losses(model) once, after all calls of "
-                "fully_shard. To go on without this gradient, call reset_iter_state() on the root."
+                f"parameter '{param.full_name}' had a gradient that was not reduced when the optimizer stepped: a "
+                f"backward reached it, but no output of its unit '{unit.name}'. Call fsdp2.allow_inner_losses(model) "
+                "once, after all calls of fully_shard. To go on without this gradient, call reset_iter_state() on the "
+                "root."
             )
 
 

@@ -98,7 +98,7 @@ class Schedule:
         self.order: list[int] = []  # units in the order in which they began in the running forward
         self._cursor = 0  # position of the running forward in last_order
         self._prefetched: set[int] = set()  # units prefetched in the running pass and not used so far
-        self._uses: list[int] = []  # units in the order in which their forwards ended; no backward has reached these
+        self.uses: list[int] = []  # units in the order in which their forwards ended; no backward has reached these
         self._owed: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule) -> None:
@@ -144,7 +144,7 @@ class Schedule:
         if phase is Phase.RECOMPUTE:  # its backward follows at once, and reshards
             return ()
         if self.records_uses:
-            self._uses.append(unit)
+            self.uses.append(unit)
         rules, is_root = self.rules[unit], unit == self.forward_root
         reshard = _AFTER_FORWARD.get(rules.after_forward)
         actions = () if reshard is None or (is_root and rules.keeps_alone) else ((reshard, unit),)
@@ -173,7 +173,7 @@ class Schedule:
 
     def expects(self, unit: int) -> bool:
         """Whether some forward of ``unit`` was recorded that no backward has reached. Users may drop its output."""
-        return unit in self._uses
+        return unit in self.uses
 
     def owes(self, unit: int) -> bool:
         """Whether the gradients of ``unit`` are kept until they are reduced."""
@@ -216,7 +216,7 @@ class Schedule:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._uses.clear()
+        self.uses.clear()
         self.reduced_last.clear()
 
     def _come_to_rest(self) -> None:
@@ -273,7 +273,7 @@ class Schedule:
 
     def _predicted_in_backward(self, unit: int) -> Sequence[int]:
         """The unit that ended before the last recorded use of ``unit`` in a forward. Removes that use."""
-        uses = self._uses
+        uses = self.uses
         for position in reversed(range(len(uses))):
             if uses[position] == unit:
                 del uses[position]

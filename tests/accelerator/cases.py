@@ -137,19 +137,17 @@ def update_in_each_backward(step: Step, model: Any) -> list[Tensor]:
 
 
 def unshard_and_write(step: Step, model: Any) -> list[Tensor]:
-    """The host writes the shards between ``unshard(async_op=True)`` and the forward that waits for it."""
-    losses = []
-    with torch.no_grad():
-        for factor in (1.0, 0.9):
-            handles = [block.unshard(async_op=True) for block in model.blocks]
-            for parameter in model.parameters():
-                parameter.to_local().mul_(factor)
-            for block, handle in zip(model.blocks, handles, strict=True):
-                handle.wait()
-                losses.append(block.up.weight.sum())
-            for block in model.blocks:
-                block.reshard()
-    return [*losses, *one_backward(step, model)]
+    """An optimizer writes the shards on the host between ``unshard(async_op=True)`` and ``wait``."""
+    losses = one_backward(step, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    handles = [block.unshard(async_op=True) for block in model.blocks]
+    optimizer.step()
+    for block, handle in zip(model.blocks, handles, strict=True):
+        handle.wait()
+        losses.append(block.up.weight.detach().sum())
+    for block in model.blocks:
+        block.reshard()
+    return losses
 
 
 def reduce_twice(step: Step, model: Any) -> list[Tensor]:

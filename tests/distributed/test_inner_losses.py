@@ -301,7 +301,8 @@ def test_a_loss_that_has_the_units_output_too_needs_nothing(ctx: RankContext) ->
 def _left_alone(ctx: RankContext, kept: bool) -> str:
     model = _default(ctx, reshard_after_forward=not kept)
     run = _alone(2, "hidden") if not kept else _hook_of_the_root
-    error = error_of(lambda: [run(model, batch()) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    error = error_of(lambda: [(run(model, batch()), optimizer.step()) for _ in range(2)])
     model.reset_iter_state()
     model.zero_grad()
     _assert_trains_like_unsharded(ctx, model, lambda model, x: _loss(model(x)).backward())
@@ -324,9 +325,10 @@ def test_gradients_that_nobody_has_reduced_are_not_lost_in_silence() -> None:
     assert_expected_inline(
         same_on_all_ranks(_left_alone, kept=True),
         """\
-ScheduleError: parameter 'entry.weight' has a gradient that was never reduced: a backward reached
-it, but no output of its unit '(root)'. Call fsdp2.allow_inner_losses(model) once, after all calls
-of fully_shard. To go on without this gradient, call reset_iter_state() on the root.""",
+ScheduleError: parameter 'entry.weight' had a gradient that was not reduced when the optimizer
+stepped: a backward reached it, but no output of its unit '(root)'. Call
+fsdp2.allow_inner_losses(model) once, after all calls of fully_shard. To go on without this
+gradient, call reset_iter_state() on the root.""",
     )
 
 

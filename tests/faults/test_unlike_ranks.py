@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import re
 import time
-import zlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2.extras import alike, rank_checks, stalls
 from fsdp2.types import Observer
-from tests.distributed.support import DIM, Block, batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import DIM, Block, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.faults.ranks import World
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import Heard, error_of
@@ -217,11 +219,97 @@ def test_steps_that_are_like_the_last_one_cost_nothing() -> None:
 @distributed(2)
 def test_a_rank_that_has_run_more_roots_before_is_waited_for(ctx: RankContext) -> None:
     """A process of a pool may have had other worlds before. Roots are told apart by what all ranks agree on."""
-    ranks = zlib.crc32(repr([0, 1]).encode())
-    with mock.patch.object(alike, "_next_number", {ranks: 100 + 3 * ctx.rank}):
+    numbers: Any = defaultdict(lambda: 100 + 3 * ctx.rank)
+    with mock.patch.object(alike, "_next_number", numbers):
         for _ in range(2):
             model = sharded(ctx)
             step(model)
-            checks = model._unit().root.checks
-            assert checks.identity == f"{ranks:x}/{alike._next_number[ranks] - 1}"
-        assert alike._next_number[ranks] == 105
+            (number,) = numbers.values()
+            assert model._unit().root.checks.identity.endswith(f"/{number - 1}")
+        assert number == 105
+
+
+# What torch runs, though ranks do not do the same
+
+
+def _experts_on(ctx: RankContext, meshes: Callable[[str], DeviceMesh | None], names: Sequence[str]) -> Any:
+    """A root on all ranks. Each rank has the experts ``names``, each on the mesh that ``meshes`` says."""
+    model = nn.ModuleDict({"entry": nn.Linear(DIM, DIM), **{name: nn.Linear(DIM, DIM) for name in names}})
+    for name in names:
+        fsdp2.fully_shard(model[name], mesh=meshes(name))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: torch.Tensor, used: Sequence[str]) -> torch.Tensor:
+            x = self.parts["entry"](x)
+            for name in used:
+                x = self.parts[name](x)
+            return x
+
+    return fsdp2.fully_shard(Model(), mesh=ctx.mesh_1d())
+
+
+@distributed(2)
+def test_a_rank_chooses_among_experts_that_it_has_alone(ctx: RankContext) -> None:
+    model = _experts_on(ctx, lambda name: ctx.mesh_of_one(), ["expert0", "expert1"])
+    for number in range(4):
+        used = ["expert0"] if ctx.rank == 0 or number < 2 else ["expert1", "expert0"]
+        model(batch(number), used).square().mean().backward()
+        if number == 2:
+            model.parts["entry"].weight.requires_grad_(False)
+
+
+@distributed(4)
+def test_pairs_of_ranks_have_and_choose_experts_of_their_own(ctx: RankContext) -> None:
+    """Expert parallelism: what other pairs have and use is not compared."""
+    pair = ctx.mesh(pairs=2, experts=2)["experts"]
+    first = 2 * (ctx.rank // 2)
+    names = [f"expert{first}", f"expert{first + 1}"]
+    model = _experts_on(ctx, lambda name: pair, names)
+    for number in range(4):
+        used = names[: 1 + (first == 0 and number > 1)]
+        model(batch(number), used).square().mean().backward()
+        model.parts["entry"].weight.requires_grad_(number % 2 == 0)
+
+
+@distributed(4)
+def test_a_replica_evaluates_alone_and_grad_modes_differ(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_2d(2, 2))
+    for number in range(2):
+        step(model, number)
+        with torch.set_grad_enabled(ctx.rank % 2 == 0):  # messages are the same
+            if number or ctx.rank < 2:
+                model(batch(number))
+        if ctx.rank < 2:
+            with torch.no_grad():
+                model(batch(number))
+
+
+@distributed(2)
+def test_what_one_rank_alone_asks_of_another_root_delays_nobody(ctx: RankContext) -> None:
+    first, second = sharded(ctx), sharded(ctx)
+    if ctx.rank == 0:
+        fsdp2.memory_plan(second)
+        second.set_is_last_backward(True)
+    for model in (first, second, first):
+        step(model)
+
+
+@distributed(2)
+def test_a_claim_that_was_interrupted_is_made_again(ctx: RankContext) -> None:
+    """A signal ends a rank's wait; the others come for what it had claimed. Then it goes on as they do."""
+    model = sharded(ctx)
+    met = stalls._await_all
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    wait, ends = (interrupted, pytest.raises(KeyboardInterrupt)) if ctx.rank == 0 else (met, nullcontext())
+    with torch.no_grad(), mock.patch.object(stalls, "_await_all", wait), ends:
+        model(batch())
+    for number in range(3):
+        step(model, number)
+        model.blocks[0].linear.weight.requires_grad_(number % 2 == 1)

@@ -997,7 +997,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/root.py",
-        "self.checks.agree_on_flags()\n        _torch.at_end_of_backward",
+        "self.checks.agree_on_flags()\n        self.compare_uses()",
         "_torch.at_end_of_backward",
         ("faults/test_unlike_ranks.py",),
     ),
@@ -1020,11 +1020,13 @@ MUTATIONS = [
         ("faults/test_endings.py",),
     ),
     # What all ranks must do alike
-    Mutation("extras/alike.py", "if used != self._used and any(used):", "if False:", ("faults/test_unlike_ranks.py",)),
-    Mutation("extras/alike.py", "if units != self._orders.get(kind):", "if False:", ("faults/test_unlike_ranks.py",)),
+    Mutation("extras/alike.py", "if its != scope.used and any(its):", "if False:", ("faults/test_unlike_ranks.py",)),
+    Mutation(
+        "extras/alike.py", "if units != self._orders.get(unit.index):", "if False:", ("faults/test_unlike_ranks.py",)
+    ),
     Mutation(
         "runtime/hooks.py",
-        "_torch.before_in_place(view, self._on_input_gradient)",
+        "_torch.before_in_place(view, num_writes, self._on_input_gradient)",
         "pass",
         ("distributed/test_traces.py",),
     ),
