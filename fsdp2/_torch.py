@@ -151,8 +151,8 @@ class GradientHook:
 
 
 def before_in_place(view: torch.Tensor, num_writes: int, function: Callable[[torch.Tensor], None]) -> None:
-    """``view`` was written in place ``num_writes`` times, so that its graph is another one, and its hooks are lost. Call
-    ``function`` in backward with the gradient of the tensor under it, as that was before these writes."""
+    """``view`` was written in place ``num_writes`` times, so that its graph is another one, and its hooks are lost.
+    Call ``function`` in backward with the gradient of the tensor under it, as that was before these writes."""
     base = view._base
     node = None if base is None else base.grad_fn
     for _ in range(num_writes):  # a write without gradients leaves no node

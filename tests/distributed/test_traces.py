@@ -87,7 +87,7 @@ class _InPlaceAround(Stack):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.forward = lambda x, block=block: x.mul_(2).add_(block.linear(x * 1)).tanh()
+            block.forward = lambda x, block=block: x.mul_(2).add_(block.linear(x * 1)) * 0.5
 
 
 @pytest.mark.parametrize("made", [_InPlace, _InPlaceAround])
