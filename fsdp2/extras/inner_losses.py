@@ -28,7 +28,7 @@ from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.schedule import Phase
 
-_allowing: weakref.WeakSet[Unit] = weakref.WeakSet()
+_watched: weakref.WeakKeyDictionary[Unit, set[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def allow_inner_losses(module: nn.Module) -> None:
@@ -38,12 +38,11 @@ def allow_inner_losses(module: nn.Module) -> None:
     From then on, each call of a submodule with parameters costs some microseconds. Losses that also depend on the
     unit's output do not need it: autograd comes to the output first. All ranks must use the same losses.
 
-    A copy of the module does not allow it until you call this function on the copy.
+    Call it again for a copy of the module, and if you have tied sharded parameters since: these move in the next
+    forward.
     """
     for _, unit in units_under(module):
-        if unit not in _allowing:
-            _allowing.add(unit)
-            _watch(unit)
+        _watch(unit)
 
 
 def _watch(unit: Unit) -> None:
@@ -61,8 +60,11 @@ def _watch(unit: Unit) -> None:
 
     hook = _torch.GradientHook(on_gradient)
     holders = [slot.module for group in unit.groups for param in group.params for slot in param.slots]
+    watched = _watched.setdefault(unit, set())
     for submodule in called_with(unit.modules, holders):
-        _torch.watch_calls(submodule, hook, find_tensors, has_begun)
+        if submodule not in watched:
+            watched.add(submodule)
+            _torch.watch_calls(submodule, hook, find_tensors, has_begun)
     for group in unit.groups:
         if any(slot.module in unit.modules for param in group.params for slot in param.slots):
             group.on_parameters = _OwnGradients(unit.modules, on_gradient)

@@ -39,6 +39,9 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_extensions.test_payload_that_is_a_wrapper_tensor": (
             f"{_IN_PYTHON}, where wrapper tensors come apart; fsdp2 gathers what they hold"
         ),
+        "test_optimizers.test_optimizer_that_steps_in_backward_has_stepped_before_the_next_forward": (
+            "torch's next gathers do not wait for what the hooks write; test_training has this case without torch"
+        ),
         "test_offload.test_default_policy_on_a_cpu_mesh_pins_nothing": "is about meshes on the CPU",
         "test_offload.test_policy_on_a_cpu_mesh_trains_as_torchs": "is about meshes on the CPU",
         "test_state.test_meta_model_is_initialised_by_reset_parameters": (

@@ -68,7 +68,7 @@ _WAITS = [
     ("gather_after_compute", "group.all_gather.release", scenarios.resting_on_a_smaller_mesh),
     ("gather_after_compute", "group.all_gather.release", scenarios.kept_storage),
     ("wait_here", "group.gradients.finish", scenarios.direct_cast),
-    ("wait_here", "group.gradients.wait", scenarios.plain),
+    ("compute_after_reduce", "runtime.executor.wait_for_landed", scenarios.plain),
     ("gather_after_compute", "runtime.root.order_gathers", scenarios.plain),
     ("reduce_after_compute", "group.reduce_scatter.launch", scenarios.direct),
     ("reduce_after_compute", "group.gradients._start_landing", scenarios.partial_sums_carried_on_alone),

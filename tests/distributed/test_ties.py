@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import MixedPrecisionPolicy, ScheduleError, fully_shard
+from fsdp2 import MixedPrecisionPolicy, ScheduleError, allow_inner_losses, fully_shard
 from fsdp2.tools import trace
 from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
@@ -164,6 +164,9 @@ def test_a_loss_inside_a_block_finds_the_weight_that_the_root_has_taken(ctx: Ran
     model, reference = sharded(ctx, reshard_after_forward=True), seeded(Stack)
     for each in (model, reference):
         _tie(each, LATE["two blocks"])
+        each(batch())  # moves the weight
+    allow_inner_losses(model)
+    for each in (model, reference):
         each.blocks[1].register_forward_hook(lambda *args: kept.append(args[2]))
         each(batch())
     for output in kept:
