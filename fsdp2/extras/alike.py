@@ -66,7 +66,7 @@ class Alike(RankChecks):
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._agreed: Sequence[Unit] = ()  # the units that the ranks have compared
+        self._agreed: Sequence[tuple[Unit, Sequence[ParamGroup]]] = ()  # the units that the ranks have compared
         self._scopes: Sequence[_Scope] = ()
         self._has_new_flags = False
         self._claims: dict[str, Claim] = {}  # what this rank did last, of what ranks must do alike
@@ -84,12 +84,13 @@ class Alike(RankChecks):
             ScheduleError: they differ.
         """
         root = self._root
-        if root.units == self._agreed:
+        units = [(unit, unit.groups) for unit in root.units]  # a tie may have moved a parameter to another group
+        if units == self._agreed:
             return
         root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))
         groups = [group for unit in root.units for group in unit.groups if group.mesh.data_parallel_size > 1]
         self._scopes = [self._scope(mesh, its) for mesh, its in by_mesh(groups)]
-        self._agreed = list(root.units)
+        self._agreed = units
         root.take_flags()
         self._has_new_flags, self._orders, self._expected = False, {}, ()
         self._claims = {_named(FLAGS, scope.everyone): scope.trainable() for scope in self._scopes}

@@ -323,7 +323,8 @@ class Root:
         for index, unit in enumerate(self.units):
             if unit.config.reduces and not self.schedule.owes(index):
                 for group in unit.groups:
-                    _check_reduced(unit, group)
+                    if group.state is not GroupState.SHARDED and group.has_stepped:
+                        _check_reduced(unit, group)
         if self._seen_version != ModuleTrees.version:
             self._collect()
         self.checks.begin_pass()
@@ -614,13 +615,13 @@ def form_root(unit: Unit) -> Root:
 
 
 def _check_reduced(unit: Unit, group: ParamGroup) -> None:
-    """Check that an optimizer has stepped with all gradients of ``group``. A backward that reaches no output of the
+    """An optimizer has stepped: check that it had all gradients of ``group``. A backward that reaches no output of the
     unit leaves them on the unsharded parameters: the next one reduces them, but that may come too late.
 
     Raises:
         ScheduleError: an optimizer has stepped without.
     """
-    for param in group.params if group.state is not GroupState.SHARDED and group.has_stepped else ():
+    for param in group.params:
         if param.unsharded_grad is not None:
             raise ScheduleError(
                 f"parameter '{param.full_name}' had a gradient that was not reduced when the optimizer stepped: a "

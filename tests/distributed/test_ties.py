@@ -158,6 +158,46 @@ def test_one_unit_manages_what_was_tied_across_units(ctx: RankContext) -> None:
     assert torch.equal(step(made), step(model))
 
 
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.first, self.second = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.own(x)))  # type: ignore[no-any-return]
+
+
+class _WithPair(nn.Module):
+    uses_pair = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.pair = nn.Linear(DIM, DIM), _Pair()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        return self.pair(x) if self.uses_pair else x
+
+
+@distributed(2)
+def test_units_that_no_forward_has_used_may_be_tied_later(ctx: RankContext) -> None:
+    """One of them is left without parameters, and the ranks that wait for each other forget it."""
+    model, reference = seeded(_WithPair), seeded(_WithPair)
+    for unit in (model.pair.first, model.pair.second, model.pair, model):
+        fully_shard(unit, mesh=ctx.mesh_1d())
+    for each in (model, reference):
+        step(each)
+        each.pair.second.weight = each.pair.first.weight
+    model.load_state_dict(model.state_dict())  # the root looks for ties
+    for seed in range(2):
+        for each in (model, reference):
+            each.uses_pair = True
+            each.zero_grad()
+            step(each, seed)
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
 @distributed(2)
 def test_a_loss_inside_a_block_finds_the_weight_that_the_root_has_taken(ctx: RankContext) -> None:
     kept: list[Tensor] = []
