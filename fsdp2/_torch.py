@@ -6,7 +6,6 @@ touches a private name.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import threading
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 T = TypeVar("T")
 _Called = TypeVar("_Called", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Autograd: gradients, versions and hooks
 
@@ -94,18 +95,12 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def outside_transforms(function: _Called) -> _Called:
-    """``function``, which runs as if no transform of ``torch.func`` were active: what it makes and writes is no part of
-    what is transformed. The transforms take it for one more operation of the function that they transform."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not in_transform():
-            return function(*args, **kwargs)
-        with temporarily_clear_interpreter_stack():
-            return function(*args, **kwargs)
-
-    return cast(_Called, run)
+def outside_transforms(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """What ``function`` returns, which runs as if no transform of ``torch.func`` were active: what it makes and writes
+    is no part of what is transformed. The transforms take it for one more operation of the function that they
+    transform."""
+    with temporarily_clear_interpreter_stack():
+        return function(*args, **kwargs)
 
 
 def transform_of(tensor: torch.Tensor) -> str | None:

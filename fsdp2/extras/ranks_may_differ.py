@@ -1,12 +1,12 @@
 """Ranks that use other units, or other parameters of a unit: all end a step with the same gradients.
 
-``set_ranks_may_differ(True)`` asks for it. ``RootWhereRanksDiffer`` inserts the events of units that this rank skips
+``set_ranks_may_differ(True)`` asks for it. ``JoiningSchedule`` inserts the events of units that this rank skips
 (``skipped_units``). At the end of a step, one small all-reduce tells which parameters had a gradient on some rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import compress
 
@@ -18,123 +18,136 @@ from fsdp2.extras.skipped_units import Event, SkippedUnits
 from fsdp2.group.gradients import Landed, deposit
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.root import Root, register_root_where_ranks_differ
+from fsdp2.runtime.root import RankChecks, Root, register_where_ranks_differ
 from fsdp2.runtime.unit import Unit, note_tree_change
-from fsdp2.schedule.schedule import Action, Phase
+from fsdp2.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import Outcome
 
 
-class RootWhereRanksDiffer(Root):
-    """A root whose passes go through the units that this rank skips, too."""
+class JoiningSchedule(Schedule):
+    """The schedule of a root whose passes go through the units that this rank skips, too. Where other ranks come to
+    such a unit, this rank performs at once what they do, without computing.
 
-    # The tree
+    Attributes:
+        skipping: which units these are.
+    """
 
-    def take_units(self) -> None:
-        self.skipping = SkippedUnits(self.parents)
-        super().take_units()
-        groups = [group for unit in self.units for group in unit.groups]
-        self._used_params = [UsedParams(*each) for each in by_mesh(groups)]
+    def __init__(self, root: Root) -> None:
+        self._root, self.skipping = root, SkippedUnits(root.parents)
+        super().__init__([root.rules_of(unit) for unit in root.units])
+        for unit, rules in enumerate(self.rules):
+            self.set_rules(unit, rules)
 
-    def update_rules(self, unit: Unit) -> None:
-        super().update_rules(unit)
-        self.skipping.may_skip(unit.index, enabled=self.schedule.rules[unit.index].ranks_may_differ)
+    def set_rules(self, unit: int, rules: UnitRules) -> None:
+        super().set_rules(unit, rules)
+        self.skipping.may_skip(unit, enabled=rules.ranks_may_differ)
 
-    # Forward
+    def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
+        if not in_backward:
+            if self.forward_root is None:
+                self.skipping.begin_forward(unit, grad_enabled=grad_enabled)
+            self._join_forward(self.skipping.forward.begin(unit), grad_enabled=grad_enabled)
+        elif self.phases[unit] is not Phase.BACKWARD:
+            self._join_backward(self.skipping.backward.recompute(unit))
+        return super().pre_forward(unit, in_backward=in_backward, grad_enabled=grad_enabled)
 
-    def begin_forward(self, unit: Unit) -> None:
-        super().begin_forward(unit)
-        self.skipping.begin_forward(unit.index, grad_enabled=torch.is_grad_enabled())
+    def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
+        if self.phases[unit] is Phase.FORWARD:
+            self._join_forward(self.skipping.forward.end(unit, leads_to), grad_enabled=torch.is_grad_enabled())
+        return super().post_forward(unit, leads_to)
 
-    def start_forward(self, unit: Unit, event: str = "pre_forward") -> None:
-        self._join_forward(self.skipping.forward.begin(unit.index))
-        super().start_forward(unit, event)
+    def begin_backward(self) -> None:
+        self.skipping.begin_backward()
 
-    def start_recompute(self, unit: Unit) -> None:
-        if self.schedule.phases[unit.index] is not Phase.BACKWARD:
-            self._join_backward(self.skipping.backward.recompute(unit.index))
-        super().start_recompute(unit)
+    def pre_backward(self, unit: int) -> Actions:
+        self._join_backward(self.skipping.backward.begin(unit))
+        return super().pre_backward(unit)
 
-    def stop_forward(self, unit: Unit, leads_to: Outcome) -> None:
-        if self.schedule.phases[unit.index] is Phase.FORWARD:
-            self._join_forward(self.skipping.forward.end(unit.index, leads_to))
-        super().stop_forward(unit, leads_to)
+    def post_backward(self, unit: int, *, is_last_use: bool = True) -> Actions:
+        backward = self.skipping.backward
+        self._join_backward(backward.end(unit))
+        return () if unit in backward.ended else super().post_backward(unit, is_last_use=backward.is_last_use)
 
-    def end_forward(self, unit: Unit) -> None:
-        """If the forward was the first of its kind with these trainable units, find out what other ranks have used."""
-        trainable: set[int] = set()
-        if self.skipping.forward.has_gradients:  # else no backward follows, which would depend on them
-            self.checks.agree_on_flags()
-            units = enumerate(self.units)
-            trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
-        used = self.skipping.end_forward(trainable)
-        if used is not None:
-            used_by_all = self.agree("the agreement on the order of units", partial(compare, self.units, used))
-            self.schedule.last_order = self.skipping.agree(used_by_all, trainable)
+    def end_backward(self, ended: Collection[int] = ()) -> Actions:
+        is_last = self.is_last_backward and not self.finalizes_by_hand
+        self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not self.finalizes_by_hand))
+        return super().end_backward(self.skipping.backward.ended)
 
-    def _join_forward(self, events: Sequence[Event]) -> None:
+    def finalize(self) -> Actions:
+        self.skipping.reset()
+        return super().finalize()
+
+    def by_hand(self, action: Action, unit: int) -> Actions:
+        if action is Action.UNSHARD:
+            self.skipping.by_hand.add(unit)
+        elif action is Action.RESHARD:
+            self.skipping.by_hand.discard(unit)
+        return super().by_hand(action, unit)
+
+    def reset(self) -> None:
+        self.skipping.reset()
+        super().reset()
+
+    def _join_forward(self, events: Sequence[Event], *, grad_enabled: bool) -> None:
         """Gather units that this rank skips and other ranks may use."""
+        root = self._root
         for event in events:
-            unit = self.units[event.unit]
-            if not self.is_in_tree(unit):
+            unit = root.units[event.unit]
+            if not root.is_in_tree(unit):
                 self.skipping.forward.events.remove(event)
                 note_tree_change()
             elif event.begins:
-                super().start_forward(unit, "join_forward")
+                actions = super().pre_forward(event.unit, in_backward=False, grad_enabled=grad_enabled)
+                root.executor.do(actions, "join_forward", unit)
             else:
-                self.executor.do(self.schedule.post_forward(event.unit))
-
-    # Backward
-
-    def begin_backward(self) -> None:
-        super().begin_backward()
-        self.skipping.begin_backward()
-
-    def compare_uses(self) -> None:
-        """Ranks may have used others."""
-
-    def start_backward(self, unit: Unit, event: str = "pre_backward") -> None:
-        self._join_backward(self.skipping.backward.begin(unit.index))
-        super().start_backward(unit, event)
-
-    def stop_backward(self, unit: Unit) -> None:
-        backward = self.skipping.backward
-        self._join_backward(backward.end(unit.index))
-        if unit.index not in backward.ended:
-            self.note("post_backward", unit)
-            self.executor.do(self.schedule.post_backward(unit.index, is_last_use=backward.is_last_use))
-
-    def stop_units(self) -> None:
-        by_hand = self.schedule.finalizes_by_hand
-        is_last = self.schedule.is_last_backward and not by_hand
-        self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not by_hand))
-        self.executor.do(self.schedule.end_backward(self.skipping.backward.ended))
+                root.executor.do(super().post_forward(event.unit))
 
     def _join_backward(self, events: Sequence[Event]) -> None:
         """Gather and reduce units that this rank skips and other ranks may use."""
+        root = self._root
         for event in events:
             if event.begins:  # its backward ends
-                self.executor.do(self.schedule.post_backward(event.unit, is_last_use=event.is_last_use))
+                root.executor.do(super().post_backward(event.unit, is_last_use=event.is_last_use))
             else:
-                super().start_backward(self.units[event.unit], "join_backward")
+                root.enter_backward("join_backward", root.units[event.unit], super().pre_backward(event.unit))
 
-    def settle(self) -> None:
+
+class ChecksWhereRanksDiffer(RankChecks):
+    """Instead of comparing which units and parameters were used, the ranks tell each other. ``usual``: the checks of
+    everything else."""
+
+    def __init__(self, root: Root, schedule: JoiningSchedule, usual: RankChecks) -> None:
+        self._root, self._schedule, self._usual = root, schedule, usual
+        groups = [group for unit in root.units for group in unit.groups]
+        self._used_params = [UsedParams(*each) for each in by_mesh(groups)]
+
+    def begin_pass(self) -> None:
+        self._usual.begin_pass()
+
+    def note_flags(self) -> None:
+        self._usual.note_flags()
+
+    def agree_on_flags(self) -> None:
+        self._usual.agree_on_flags()
+
+    def end_forward(self, unit: Unit) -> None:
+        """If the forward was the first of its kind with these trainable units, find out what other ranks have used."""
+        root, schedule, skipping = self._root, self._schedule, self._schedule.skipping
+        trainable: set[int] = set()
+        if skipping.forward.has_gradients:  # else no backward follows, which would depend on them
+            self.agree_on_flags()
+            units = enumerate(root.units)
+            trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
+        used = skipping.end_forward(trainable)
+        if used is not None:
+            used_by_all = root.agree("the agreement on the order of units", partial(compare, root.units, used))
+            schedule.last_order = skipping.agree(used_by_all, trainable)
+
+    def end_step(self) -> None:
         for used in self._used_params:
-            self.agree("the agreement on which parameters had gradients", used.settle)
+            self._root.agree("the agreement on which parameters had gradients", used.settle)
 
-    # Between passes
-
-    def perform(self, action: Action, unit: Unit) -> None:
-        super().perform(action, unit)
-        if action is Action.UNSHARD:
-            self.skipping.by_hand.add(unit.index)
-        elif action is Action.RESHARD:
-            self.skipping.by_hand.discard(unit.index)
-
-    def forget_passes(self) -> None:
-        self.skipping.reset()
-
-    def reset(self) -> None:
-        super().reset()
+    def drop_step(self) -> None:
         for used in self._used_params:
             used.forget()
 
@@ -200,6 +213,11 @@ def _withhold(withheld: list[tuple[int, Landed]], at: int, landed: Landed) -> No
     withheld.append((at, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
+def _plug_in(root: Root, usual: RankChecks) -> tuple[Schedule, RankChecks]:
+    schedule = JoiningSchedule(root)
+    return schedule, ChecksWhereRanksDiffer(root, schedule, usual)
+
+
 def register() -> None:
-    """Use this root where users have asked for it."""
-    register_root_where_ranks_differ(RootWhereRanksDiffer)
+    """Use these where users have asked for it."""
+    register_where_ranks_differ(_plug_in)

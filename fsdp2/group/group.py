@@ -247,9 +247,11 @@ class ParamGroup:
     # From form to form
 
     def unshard(self) -> None:
-        """Start gathering the unsharded parameters, unless they are there or in flight."""
-        before = self._transition(GroupEvent.UNSHARD)
+        """Start gathering the unsharded parameters, unless they are there or in flight, and up to date."""
         in_backward = _torch.running_backward() != -1
+        if self.stamp is not None and not in_backward:
+            self.reshard_if_outdated()
+        before = self._transition(GroupEvent.UNSHARD)
         if self.state is before:
             if not in_backward:
                 self.take_flags()

@@ -6,6 +6,7 @@ units, but not why they run.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,8 @@ from fsdp2.types import CommunicationError
 
 Programs = Mapping[tuple[Action, int], Callable[[], object]]
 _T = TypeVar("_T")
+
+_STORY_LENGTH = 12
 
 _REDUCTIONS = (Action.REDUCE, Action.REDUCE_JOINTLY)
 _OF_GROUPS = {
@@ -88,6 +91,7 @@ class Executor:
         self.max_in_flight = 1
         self.programs: Programs = {}
         self.filter: ActionFilter | None = None
+        self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._pending: list[tuple[ParamGroup, Reduction]] = []  # oldest first
         self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands after the launch of the next one
         self._has_landed = False  # gradients for which the current stream has not waited
@@ -113,8 +117,21 @@ class Executor:
             runs = [partial(_OF_GROUPS[action], group) for group in unit.groups]
         return runs[0] if len(runs) == 1 else partial(_run_all, runs)
 
-    def do(self, actions: Actions) -> None:
-        """Perform ``actions``."""
+    @property
+    def last_event(self) -> object:
+        """A different object for each event; None before the first."""
+        return self._story[-1] if self._story else None
+
+    def story(self) -> str:
+        """The last events, oldest first."""
+        return ", ".join(f"{event} {unit}" for event, unit in self._story.copy()) or "none"
+
+    def do(self, actions: Actions, event: str = "", unit: Unit | None = None) -> None:
+        """Perform ``actions``, which follow from what has happened to ``unit``, if that is given."""
+        if unit is not None:
+            self._story.append((event, unit.name))
+            for watch in unit.watches:
+                watch.observer.on_event(event, unit.name)
         programs, units = self.programs if self.filter is None else self.filter.programs, self.units
         for action in actions:
             if units[action[1]].watches:

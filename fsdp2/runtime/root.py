@@ -1,8 +1,7 @@
 """The passes that units go through under one root.
 
 ``Root`` is what the units under one root share. Hooks report events to the root; each event is one method: the schedule
-says which actions follow, the executor performs them. ``extras.ranks_may_differ`` has another root, for ranks that use
-other units or other parameters.
+says which actions follow, the executor performs them. ``extras`` plug in here: another schedule and other checks.
 
 The first unit whose forward runs becomes the root. If a unit around it runs later, that unit becomes the root.
 """
@@ -10,7 +9,6 @@ The first unit whose forward runs becomes the root. If a unit around it runs lat
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
@@ -30,11 +28,10 @@ from fsdp2.runtime.running_backward import RunningBackward
 from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.runtime.ties import movable_ties
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
-from fsdp2.schedule.schedule import Action, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import GroupState, Outcome, Pass
 from fsdp2.types import CommunicationError, ScheduleError
 
-_STORY_LENGTH = 12
 _MAX_NAMES = 4
 
 _T = TypeVar("_T")
@@ -44,8 +41,8 @@ class _Registered:
     """What higher layers plug in."""
 
     limits_memory: Callable[[int, Root], ActionFilter] | None = None
-    where_ranks_differ: type[Root] | None = None
     checks: Callable[[Root], RankChecks] = lambda root: RankChecks()
+    where_ranks_differ: Callable[[Root, RankChecks], tuple[Schedule, RankChecks]] | None = None
 
 
 def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
@@ -53,14 +50,15 @@ def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
     _Registered.limits_memory = make
 
 
-def register_root_where_ranks_differ(root_class: type[Root]) -> None:
-    """Use ``root_class`` where ranks may differ in some unit."""
-    _Registered.where_ranks_differ = root_class
-
-
 def register_rank_checks(make: Callable[[Root], RankChecks]) -> None:
     """Use ``make`` for the checks of every root."""
     _Registered.checks = make
+
+
+def register_where_ranks_differ(make: Callable[[Root, RankChecks], tuple[Schedule, RankChecks]]) -> None:
+    """Use ``make``, of a root and its usual checks, for the schedule and the checks where ranks may differ in some
+    unit."""
+    _Registered.where_ranks_differ = make
 
 
 class RankChecks:
@@ -83,6 +81,9 @@ class RankChecks:
 
     def end_step(self) -> None:
         """A step's gradients have landed."""
+
+    def drop_step(self) -> None:
+        """The step is given up."""
 
 
 class Root:
@@ -107,12 +108,12 @@ class Root:
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
         self._split = SplitBackwards()
-        self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._memory_limit: int | None = None
+        self._may_differ = False  # ranks may use other units, or other parameters of a unit
         self._seen_version = 0
         note_tree_change()  # for roots around this one, which have not seen its units yet
+        self._usual_checks = self.checks = _Registered.checks(self)
         self._collect()
-        self.checks = _Registered.checks(self)
 
     # The tree
 
@@ -121,7 +122,7 @@ class Root:
         recorded anew."""
         found = {unit: name for module in self.unit.modules for name, unit in units_under(module)}
         named = list(found.items())
-        ties = movable_ties(named, lambda unit: self._rules_of(unit).after_forward is AfterForward.KEEP)
+        ties = movable_ties(named, lambda unit: self.rules_of(unit).after_forward is AfterForward.KEEP)
         _check_tree(self.class_name, named)
         for tie in ties:
             tie.join()
@@ -137,33 +138,35 @@ class Root:
             for watch in [] if around is None else self.units[around].watches:
                 if watch not in unit.watches:
                     watch.add(unit)
-        root_class = Root
-        if _Registered.where_ranks_differ is not None and any(unit.config.ranks_may_differ for unit in self.units):
-            root_class = _Registered.where_ranks_differ
-        if self.units != before or type(self) is not root_class:
-            self.__class__ = root_class  # it stays the root of its units, and keeps what is in flight
-            self.take_units()
+        may_differ = any(unit.config.ranks_may_differ for unit in self.units)
+        if self.units != before or may_differ is not self._may_differ:
+            self._may_differ = may_differ
+            self._take_units()
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         warned = _warn_of_unsharded(self.unit.modules, known)
         self.unit.left_alone.update(warned)
         leave_alone(getattr(slot.module, slot.name) for slot in warned)
 
-    def take_units(self) -> None:
-        earlier, self.schedule = self.schedule, Schedule([self._rules_of(unit) for unit in self.units])
-        self.schedule.take_over(earlier)
+    def _take_units(self) -> None:
         for unit in self.units:
-            self.update_rules(unit)
             for group in unit.groups:
                 group.gradients.on_missing = None
+        earlier, make = self.schedule, _Registered.where_ranks_differ if self._may_differ else None
+        if make is None:
+            self.schedule, self.checks = Schedule([self.rules_of(unit) for unit in self.units]), self._usual_checks
+        else:
+            self.schedule, self.checks = make(self, self._usual_checks)
+        self.schedule.take_over(earlier)
         self.executor.take(self.units)
         self._memory_limit = None
 
     def update_rules(self, unit: Unit) -> None:
         """``unit`` was configured."""
-        self.schedule.rules[unit.index] = self._rules_of(unit)
+        self.schedule.set_rules(unit.index, self.rules_of(unit))
 
-    def _rules_of(self, unit: Unit) -> UnitRules:
+    def rules_of(self, unit: Unit) -> UnitRules:
+        """What the schedule has to know of the configuration of ``unit``."""
         config = unit.config
         # By default, the root stays: backward would gather it again at once.
         default = AfterForward.KEEP if unit is self.unit else AfterForward.RESHARD
@@ -196,20 +199,14 @@ class Root:
 
     # What is noted
 
-    def note(self, event: str, unit: Unit) -> None:
-        """``event`` happened to ``unit``."""
-        self._story.append((event, unit.name))
-        for watch in unit.watches:
-            watch.observer.on_event(event, unit.name)
-
     @property
     def last_event(self) -> object:
         """A different object for each event; None before the first."""
-        return self._story[-1] if self._story else None
+        return self.executor.last_event
 
     def story(self) -> str:
         """The last events, oldest first."""
-        return ", ".join(f"{event} {unit}" for event, unit in self._story.copy()) or "none"
+        return self.executor.story()
 
     @property
     def is_running(self) -> bool:
@@ -258,9 +255,10 @@ class Root:
             inner = self.parents[inner]
         return inner == unit.index and not unit.missing_modules
 
-    @_torch.outside_transforms
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
+        if _torch.in_transform():
+            return _torch.outside_transforms(self.pre_forward, unit)
         schedule, index = self.schedule, unit.index
         running = schedule.forward_root
         # Most units are inside a forward that goes on.
@@ -268,21 +266,29 @@ class Root:
             self._recover(unit)
             if schedule.forward_root is None:
                 self._take_changes(unit)
-                self.begin_forward(unit)
-        self.start_forward(unit)
-        return self.schedule.phases[unit.index]
+                self._begin_forward()
+                schedule = self.schedule  # the tree may have changed
+                index = unit.index
+        actions = schedule.pre_forward(index, in_backward=False, grad_enabled=torch.is_grad_enabled())
+        self.executor.do(actions, "pre_forward", unit)
+        return schedule.phases[index]
 
-    @_torch.outside_transforms
     def pre_recompute(self, unit: Unit) -> Phase:
-        """``unit`` is about to compute again, in a backward. Returns the phase it is in now."""
-        if self.schedule.in_backward and _torch.running_backward() != self._backward.task:
+        """``unit`` is about to compute again, in a backward. Returns the phase it is in now. It prefetches nothing; the
+        unit's own backward does."""
+        if _torch.in_transform():
+            return _torch.outside_transforms(self.pre_recompute, unit)
+        schedule = self.schedule
+        if schedule.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
-        self.start_recompute(unit)
-        return self.schedule.phases[unit.index]
+        actions = schedule.pre_forward(unit.index, in_backward=True, grad_enabled=torch.is_grad_enabled())
+        self.executor.do(actions, "pre_forward", unit)
+        return schedule.phases[unit.index]
 
-    @_torch.outside_transforms
     def resume_forward(self, unit: Unit) -> Phase:
         """``unit``'s forward goes on in another of its modules or methods; the user may have resharded before."""
+        if _torch.in_transform():
+            return _torch.outside_transforms(self.resume_forward, unit)
         self.executor.do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
         return self.schedule.phases[unit.index]
 
@@ -297,16 +303,18 @@ class Root:
         self.forget_forward(unit)
         self._has_raised = self.schedule.forward_root == unit.index
 
-    @_torch.outside_transforms
     def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
         """``unit`` has computed, in a forward or a recomputation. ``leads_to``: what its output leads to."""
+        if _torch.in_transform():
+            return _torch.outside_transforms(self.post_forward, unit, leads_to)
         schedule, index = self.schedule, unit.index
         is_root = schedule.forward_root == index
-        self.stop_forward(unit, leads_to)
+        self.executor.do(schedule.post_forward(index, leads_to), "post_forward", unit)
         if schedule.forward_root is None:
             self._end_pass()
             if is_root:
-                self.end_forward(unit)
+                self.checks.end_forward(unit)
+        return None
 
     def _take_changes(self, unit: Unit) -> None:
         """Take over what the user has changed since the last pass. ``unit`` is the outermost one of the next pass.
@@ -329,8 +337,8 @@ class Root:
             self._collect()
         self.checks.begin_pass()
 
-    def begin_forward(self, unit: Unit) -> None:
-        """A forward pass begins with ``unit`` as its outermost unit."""
+    def _begin_forward(self) -> None:
+        """A forward pass begins."""
         self.order_gathers()
         self.post_optim_event = None
         if self._memory_limit != self.unit.config.memory_limit:
@@ -340,73 +348,61 @@ class Root:
         if self.executor.filter is not None:
             self.executor.filter.begin_forward()
 
-    def start_forward(self, unit: Unit, event: str = "pre_forward") -> None:
-        """The forward of ``unit`` begins, in a pass that has begun."""
-        for group in unit.groups:
-            if group.stamp is not None:
-                group.reshard_if_outdated()
-        self.note(event, unit)
-        actions = self.schedule.pre_forward(unit.index, in_backward=False, grad_enabled=torch.is_grad_enabled())
-        self.executor.do(actions)
-
-    def start_recompute(self, unit: Unit) -> None:
-        """The forward of ``unit`` begins again, in a backward. It prefetches nothing; the unit's own backward does."""
-        self.note("pre_forward", unit)
-        actions = self.schedule.pre_forward(unit.index, in_backward=True, grad_enabled=torch.is_grad_enabled())
-        self.executor.do(actions)
-
-    def stop_forward(self, unit: Unit, leads_to: Outcome) -> None:
-        """The forward of ``unit`` is over, or what is computed again."""
-        self.note("post_forward", unit)
-        self.executor.do(self.schedule.post_forward(unit.index))
-
-    def end_forward(self, unit: Unit) -> None:
-        """The forward of ``unit``, a whole pass, is over."""
-        self.checks.end_forward(unit)
-
     # Backward
 
-    @_torch.outside_transforms
     def pre_backward(self, unit: Unit) -> None:
         """A gradient has reached ``unit``: the gradient of its output, or of an output of something inside it."""
+        if _torch.in_transform():
+            return _torch.outside_transforms(self.pre_backward, unit)
         schedule, index = self.schedule, unit.index
         if schedule.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
         if not schedule.in_backward:
-            self.begin_backward()
+            self._begin_backward()
         elif schedule.phases[index] is Phase.BACKWARD:
-            return
-        self.start_backward(unit)
+            return None
+        return self.enter_backward("pre_backward", unit, schedule.pre_backward(index))
 
-    @_torch.outside_transforms
+    def enter_backward(self, event: str, unit: Unit, actions: Actions) -> None:
+        """``event`` begins the backward of ``unit``, in a backward that has begun: perform ``actions``."""
+        if self.executor.filter is not None:
+            self.executor.filter.begin_backward(unit.index)
+        self.executor.do(actions, event, unit)
+        if GRADIENTS_FOLLOW_SHARDS:
+            for group in unit.groups:
+                group.gradients.begin_backward(keeps=not unit.config.reduces)
+
     def post_backward(self, unit: Unit) -> None:
         """The gradients of ``unit``'s parameters are there."""
+        if _torch.in_transform():
+            return _torch.outside_transforms(self.post_backward, unit)
         schedule, index = self.schedule, unit.index
         if schedule.phases[index] is Phase.FORWARD:  # the unit's own forward computes gradients inside
             if torch.is_grad_enabled():
                 # With create_graph, and on an accelerator, what this made has low sequence numbers: autograd comes to
                 # it last, behind the gradient of the unit's input.
                 schedule.reduced_last.add(index)
-            return
+            return None
         if index in schedule.reduced_last:
-            return
+            return None
         if schedule.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
         if not schedule.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
-        self.stop_backward(unit)
+        return self.executor.do(schedule.post_backward(index), "post_backward", unit)
 
     def _recover_backward(self) -> None:
         """Another backward than the one that has begun computes. If that one raised, clean up after it."""
         if self._backward.has_raised():
             self.reset()
 
-    def begin_backward(self) -> None:
+    def _begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
         self._backward.begin()
         self.take_flags()
         self.checks.agree_on_flags()
-        self.compare_uses()
+        self.checks.begin_backward()
+        self.schedule.begin_backward()
         _torch.at_end_of_backward(self.end_backward)
         if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
             self._watch_for_lost_gradients()
@@ -415,43 +411,22 @@ class Root:
             # Pre-hooks may read what was written since forward began.
             self.executor.streams.gather_after_compute()
 
-    def compare_uses(self) -> None:
-        """A backward begins: it reaches the units that forwards have used."""
-        self.checks.begin_backward()
-
-    def start_backward(self, unit: Unit, event: str = "pre_backward") -> None:
-        """The backward of ``unit`` begins, in a backward that has begun."""
-        self.note(event, unit)
-        if self.executor.filter is not None:
-            self.executor.filter.begin_backward(unit.index)
-        self.executor.do(self.schedule.pre_backward(unit.index))
-        if GRADIENTS_FOLLOW_SHARDS:
-            for group in unit.groups:
-                group.gradients.begin_backward(keeps=not unit.config.reduces)
-
-    def stop_backward(self, unit: Unit) -> None:
-        """The backward of ``unit`` is over."""
-        self.note("post_backward", unit)
-        self.executor.do(self.schedule.post_backward(unit.index))
-
-    @_torch.outside_transforms
     def end_backward(self) -> None:
         """Autograd has executed the last node of a backward."""
-        self.note("end_backward", self.unit)
+        if _torch.in_transform():
+            return _torch.outside_transforms(self.end_backward)
+        self.executor.do((), "end_backward", self.unit)
         torch.clear_autocast_cache()  # as after a forward without gradients: see ModuleHooks
         for unit in self.units:
             unit.missing_modules.clear()
-        self.stop_units()
+        self.executor.do(self.schedule.end_backward())
         self._end_pass()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
             self._split.forget()
             self._settle()
         else:
             self._split.end()
-
-    def stop_units(self) -> None:
-        """A backward is over: also that of units whose end no hook has reported."""
-        self.executor.do(self.schedule.end_backward())
+        return None
 
     def finalize_backward(self) -> None:
         """Start reducing the gradients that backwards have left; the user asks for it.
@@ -462,9 +437,7 @@ class Root:
         self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
         self.take_flags()
         self.checks.agree_on_flags()
-        self.note("finalize_backward()", self.unit)
-        self.forget_passes()
-        self.executor.do(self.schedule.finalize())
+        self.executor.do(self.schedule.finalize(), "finalize_backward()", self.unit)
         self.executor.reduce_partial()
         self.is_reducing = True
 
@@ -480,11 +453,7 @@ class Root:
 
     def _settle(self) -> None:
         if any(unit.config.reduces for unit in self.units):
-            self.settle()
-
-    def settle(self) -> None:
-        """A step's gradients have landed."""
-        self.checks.end_step()
+            self.checks.end_step()
 
     def take_flags(self) -> None:
         for unit in self.units:
@@ -525,8 +494,6 @@ class Root:
     def unshard(self, unit: Unit) -> None:
         """Start gathering ``unit`` because the user asks; returns before the data has arrived."""
         self.order_gathers()
-        for group in unit.groups:
-            group.reshard_if_outdated()
         self.perform(Action.UNSHARD, unit)
         for group in unit.groups:
             group.note_writes()
@@ -547,8 +514,7 @@ class Root:
 
     def perform(self, action: Action, unit: Unit) -> None:
         """Perform ``action`` on ``unit`` because the user asks."""
-        self.note(f"{action.value}()", unit)
-        self.executor.do([(action, unit.index)])
+        self.executor.do(self.schedule.by_hand(action, unit.index), f"{action.value}()", unit)
         if action is Action.RESHARD:
             self.executor.wait_for_reads()
 
@@ -572,6 +538,7 @@ class Root:
         finally:
             self._split.forget()
             self.schedule.awaits_finalization = False
+            self.checks.drop_step()
             for unit in self.units:
                 for group in unit.groups:
                     group.gradients.take_used()
@@ -581,7 +548,6 @@ class Root:
         """Give up what is in flight, and bind the shards. If a collective has failed, raise its error afterwards."""
         self.is_reducing = self._has_raised = False
         self.schedule.reset()
-        self.forget_passes()
         with ExitStack() as stack:  # calls all of these, last ones first, whichever raises
             stack.callback(self._end_pass)
             for unit in reversed(self.units):
@@ -589,9 +555,6 @@ class Root:
                 for group in unit.groups:
                     stack.callback(group.reshard)
             stack.callback(self.executor.drop)
-
-    def forget_passes(self) -> None:
-        """The passes that have begun are over, or given up."""
 
     def _end_pass(self) -> None:
         for unit in self.units:
@@ -602,7 +565,6 @@ class Root:
             self.executor.finish_copies()
 
 
-@_torch.outside_transforms
 def form_root(unit: Unit) -> Root:
     """The root of ``unit``. A unit without one becomes a root itself.
 
@@ -611,6 +573,8 @@ def form_root(unit: Unit) -> Root:
     """
     if unit.root is None:
         unit.check_rank()
+        if _torch.in_transform():
+            return _torch.outside_transforms(Root, unit)
     return unit.root or Root(unit)
 
 

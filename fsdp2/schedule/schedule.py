@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fsdp2.schedule.states import Pass
+from fsdp2.schedule.states import Outcome, Pass
 
 
 class Action(Enum):
@@ -135,8 +135,8 @@ class Schedule:
         self._prefetched.discard(unit)
         return *gather, *self._prefetch_in_forward(unit)
 
-    def post_forward(self, unit: int) -> Actions:
-        """``unit`` has computed."""
+    def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
+        """``unit`` has computed. ``leads_to``: what its output leads to."""
         phase = self.phases[unit]
         if phase is Phase.BACKWARD:
             return ()
@@ -152,6 +152,9 @@ class Schedule:
             return actions
         self.forward_root, self.last_order = None, self.order
         return *actions, *((Action.RESHARD, other) for other in self._take_unused())
+
+    def begin_backward(self) -> None:
+        """The backward of the first unit is about to begin."""
 
     def pre_backward(self, unit: int) -> Actions:
         """The gradient of an output of ``unit`` has been computed."""
@@ -206,6 +209,14 @@ class Schedule:
         self.awaits_finalization = False
         self._forget_step()
         return actions
+
+    def by_hand(self, action: Action, unit: int) -> Actions:
+        """The user asks for ``action`` on ``unit``."""
+        return ((action, unit),)
+
+    def set_rules(self, unit: int, rules: UnitRules) -> None:
+        """The user has configured ``unit``."""
+        self.rules[unit] = rules
 
     def reset(self) -> None:
         """An exception has ended the pass: forget the pass. The order of the last complete forward stays."""
