@@ -78,7 +78,39 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
-def backward_depth() -> tuple[int, int]:
+_NO_BACKWARD = -1
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+class RunningBackward:
+    """The last backward that has begun under a root. Autograd tells of the end of a backward only if nothing raises.
+
+    Attributes:
+        task: autograd's number of it.
+    """
+
+    def __init__(self) -> None:
+        self.task, self._nested = _NO_BACKWARD, _NO_BACKWARD
+        self._place = (0, 0)
+
+    def begin(self) -> None:
+        """A backward has begun."""
+        self.task, self._place = running_backward(), _backward_depth()
+
+    def has_raised(self) -> bool:
+        """Whether it is over, since autograd now runs another one that is not nested in it. A backward on another
+        thread counts as nested."""
+        now = running_backward()
+        if now in (self.task, self._nested):
+            return False
+        (thread, depth), (its_thread, its_depth) = _backward_depth(), self._place
+        if thread == its_thread and depth <= its_depth:
+            return True
+        self._nested = now
+        return False
+
+
+def _backward_depth() -> tuple[int, int]:
     """This thread, and how many backwards are on its stack: a nested one is on top of the one that it is nested in. A
     device has a thread of its own, which does not count the outermost one."""
     depth, frame = 0, sys._getframe()
@@ -86,9 +118,6 @@ def backward_depth() -> tuple[int, int]:
         depth += caller.f_code is _RUN_BACKWARD
         frame = caller
     return threading.get_ident(), depth
-
-
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.

@@ -122,8 +122,8 @@ class Alike(RankChecks):
     def end_forward(self, unit: Unit) -> None:
         """Others of its kind have used the same units, or all ranks say that they have used these."""
         schedule = self._root.schedule
-        units = schedule.last_order
-        if schedule.records_uses:  # else no backward follows, which would depend on flags
+        units = schedule.tape.expected
+        if schedule.tape.records:  # else no backward follows, which would depend on flags
             self.agree_on_flags()
         if units != self._orders.get(unit.index):
             for scope in self._scopes:
@@ -132,7 +132,7 @@ class Alike(RankChecks):
 
     def begin_backward(self) -> None:
         """Replicas have used the same units in the forwards that it may reach, or say that they have used these."""
-        units = list(dict.fromkeys(self._root.schedule.uses))
+        units = list(dict.fromkeys(self._root.schedule.tape.ended))
         if units != self._expected:
             for scope in self._scopes:
                 if scope.is_replicated:
@@ -190,7 +190,7 @@ class Alike(RankChecks):
             claims[_named(FLAGS, scope.everyone)] = scope.trainable()
             if (running := schedule.forward_root) is not None:
                 name = _named(f"{UNITS} of {self._root.units[running].name}", scope.gathering)
-                claims[name] = [*scope.named(schedule.order), UNFINISHED]
+                claims[name] = [*scope.named(schedule.tape.began), UNFINISHED]
         return claims
 
 

@@ -141,7 +141,7 @@ class ChecksWhereRanksDiffer(RankChecks):
         used = skipping.end_forward(trainable)
         if used is not None:
             used_by_all = root.agree("the agreement on the order of units", partial(compare, root.units, used))
-            schedule.last_order = skipping.agree(used_by_all, trainable)
+            schedule.tape.expected = skipping.agree(used_by_all, trainable)
 
     def end_step(self) -> None:
         for used in self._used_params:

@@ -253,8 +253,6 @@ class ParamGroup:
             self.reshard_if_outdated()
         before = self._transition(GroupEvent.UNSHARD)
         if self.state is before:
-            if not in_backward:
-                self.take_flags()
             return
         unsharded = self.unsharded
         is_replaceable = before is GroupState.SHARDED and not in_backward  # backward needs the old ones
@@ -263,8 +261,6 @@ class ParamGroup:
                 self._refresh()
             if unsharded.hooked is not None and unsharded.hooked.have_failed:
                 self._unbind()
-            if not in_backward:
-                self.take_flags()
             if not unsharded.parameters:  # the first gather, or hooks failed before
                 unsharded.bind()
             self._in_flight = unsharded.gather
@@ -285,6 +281,8 @@ class ParamGroup:
 
     def wait(self) -> None:
         """Bind the unsharded parameters. After this call, the current stream may read them."""
+        if _torch.running_backward() == -1:
+            self.take_flags()
         before = self._transition(GroupEvent.WAIT)
         if before is GroupState.UNSHARDED:
             return
@@ -311,6 +309,12 @@ class ParamGroup:
         elif unsharded.versioned:  # they hold the values again that autograd has saved
             _torch.set_versions(unsharded.versioned, unsharded.saved_versions)
         self.show()
+
+    def use(self) -> None:
+        """Make the unsharded parameters usable: gather, unless they are there or in flight, and bind them."""
+        if self.state is not GroupState.UNSHARDING or self.stamp is not None:
+            self.unshard()
+        self.wait()
 
     def show(self) -> None:
         """Bind what compute reads. The unsharded parameters are there."""

@@ -19,7 +19,7 @@ from fsdp2.comm.streams import streams_for
 from fsdp2.group.gradients import Reduction
 from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
-from fsdp2.schedule.schedule import Action, Actions
+from fsdp2.schedule.schedule import Action, Actions, in_parts
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import CommunicationError
 
@@ -30,6 +30,7 @@ _STORY_LENGTH = 12
 
 _REDUCTIONS = (Action.REDUCE, Action.REDUCE_JOINTLY)
 _OF_GROUPS = {
+    Action.USE: ParamGroup.use,
     Action.UNSHARD: ParamGroup.unshard,
     Action.PREFETCH: ParamGroup.unshard,
     Action.WAIT: ParamGroup.wait,
@@ -135,7 +136,8 @@ class Executor:
         programs, units = self.programs if self.filter is None else self.filter.programs, self.units
         for action in actions:
             if units[action[1]].watches:
-                self._do_observed(action, programs)
+                for part in in_parts((action,)):
+                    self._do_observed(part, programs)
             else:
                 programs[action]()
 

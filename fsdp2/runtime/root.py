@@ -24,7 +24,6 @@ from fsdp2.group.param import Slot
 from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.executor import ActionFilter, Executor
-from fsdp2.runtime.running_backward import RunningBackward
 from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.runtime.ties import movable_ties
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
@@ -104,10 +103,10 @@ class Root:
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
         self._has_raised = False  # the forward that was the whole pass
-        self._backward = RunningBackward()
+        self._backward = _torch.RunningBackward()
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
-        self._split = SplitBackwards()
+        self._split: SplitBackwards | None = None  # while a step has several backwards
         self._memory_limit: int | None = None
         self._may_differ = False  # ranks may use other units, or other parameters of a unit
         self._seen_version = 0
@@ -289,7 +288,7 @@ class Root:
         """``unit``'s forward goes on in another of its modules or methods; the user may have resharded before."""
         if _torch.in_transform():
             return _torch.outside_transforms(self.resume_forward, unit)
-        self.executor.do(((Action.UNSHARD, unit.index), (Action.WAIT, unit.index)))
+        self.executor.do(((Action.USE, unit.index),))
         return self.schedule.phases[unit.index]
 
     def forget_forward(self, unit: Unit) -> None:
@@ -422,9 +421,9 @@ class Root:
         self.executor.do(self.schedule.end_backward())
         self._end_pass()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
-            self._split.forget()
+            self._split = None
             self._settle()
-        else:
+        elif self._split is not None:
             self._split.end()
         return None
 
@@ -434,7 +433,8 @@ class Root:
         Raises:
             ScheduleError: the gradients of parameters were to be computed later, and are lost.
         """
-        self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
+        if self._split is not None:
+            self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
         self.take_flags()
         self.checks.agree_on_flags()
         self.executor.do(self.schedule.finalize(), "finalize_backward()", self.unit)
@@ -472,6 +472,7 @@ class Root:
         if resharded:
             groups = [group for unit, _ in kept for group in unit.groups]
             params = [group.params[index] for group in groups for index in group.unsharded.trainable]
+            self._split = self._split or SplitBackwards()
             self._split.begin(resharded[0], params)
 
     # Between passes
@@ -536,7 +537,7 @@ class Root:
         try:
             self._come_to_rest()
         finally:
-            self._split.forget()
+            self._split = None
             self.schedule.awaits_finalization = False
             self.checks.drop_step()
             for unit in self.units:

@@ -35,10 +35,6 @@ class SplitBackwards:
             self._losers.append(self._unit)
         self._params = ()
 
-    def forget(self) -> None:
-        """A step is over, or given up."""
-        self._params, self._losers = (), []
-
     def check(self, *, may_compute_shapes: bool) -> None:
         """The step is about to be reduced. ``may_compute_shapes``: one backward without gradients of parameters may be
         the one by which a pipeline finds out shapes.

@@ -15,7 +15,7 @@ Pure: no tensor, no stream, no process group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,9 +27,10 @@ class Action(Enum):
 
     __hash__ = object.__hash__  # Enum's own is Python; actions are looked up in the hot path
 
+    USE = "use"  # unshard, and wait: the parameters are usable when this returns
     UNSHARD = "unshard"  # start gathering, unless the parameters are there or in flight
     PREFETCH = "prefetch"  # the same, for a unit that is not needed yet
-    WAIT = "wait"  # the parameters are usable when this returns
+    WAIT = "wait"  # wait for what was gathered
     RESHARD = "reshard"  # back to the shards
     RESHARD_POST_FORWARD = "reshard_post_forward"  # back to shards on the smaller mesh
     REDUCE = "reduce"  # start reducing the gradients that the backward left, if any
@@ -40,6 +41,8 @@ class Action(Enum):
 
 class AfterForward(Enum):
     """What happens to a unit's parameters between its forward and its backward."""
+
+    __hash__ = object.__hash__
 
     KEEP = "keep"
     RESHARD = "reshard"
@@ -72,33 +75,79 @@ class UnitRules:
 
 Actions = Sequence[tuple[Action, int]]
 
+
+def in_parts(actions: Actions) -> Iterator[tuple[Action, int]]:
+    """``actions``, with what USE consists of in its place, for whoever looks at these parts."""
+    for action, unit in actions:
+        yield from ((Action.UNSHARD, unit), (Action.WAIT, unit)) if action is Action.USE else ((action, unit),)
+
+
 _AFTER_FORWARD = {
     AfterForward.RESHARD: Action.RESHARD,
     AfterForward.RESHARD_TO_SMALLER_MESH: Action.RESHARD_POST_FORWARD,
 }
 
 
+class Tape:
+    """What has run in the forwards of a step. Forward predicts from the last complete forward; backward reads what
+    forwards have recorded, from the end.
+
+    Attributes:
+        began: units in the order in which they began in the running forward, or in the last one.
+        expected: ``began`` of the last complete forward. Whoever can predict the next one better may replace it.
+        ended: units in the order in which forwards that record gradients ended; no backward has reached these.
+        records: whether the last forward has recorded gradients.
+    """
+
+    def __init__(self) -> None:
+        self.began: list[int] = []
+        self.expected: Sequence[int] = ()
+        self.ended: list[int] = []
+        self.records = False
+        self._position = 0  # of the running forward in ``expected``
+
+    def start(self, *, records: bool) -> None:
+        """A forward pass begins."""
+        self.began, self._position, self.records = [], 0, records
+
+    def begin(self, unit: int) -> Sequence[int]:
+        """The forward of ``unit`` begins. Returns the unit after this use of ``unit`` in the last forward; none if this
+        forward takes another order."""
+        self.began.append(unit)
+        expected, position = self.expected, self._position
+        if position >= len(expected) or expected[position] != unit:
+            if unit not in expected[position:]:
+                return ()
+            position = expected.index(unit, position)
+        self._position = position + 1
+        return expected[position + 1 : position + 2]
+
+    def reach(self, unit: int) -> Sequence[int]:
+        """A backward reaches the last recorded use of ``unit``. Returns the unit that ended before."""
+        ended = self.ended
+        for position in reversed(range(len(ended))):
+            if ended[position] == unit:
+                del ended[position]
+                return ended[position - 1 : position] if position else ()
+        return ()
+
+
 class Schedule:
-    """The order of units, and the phase of each unit. The owner may replace ``rules`` between passes. It may replace
-    ``last_order`` if it can predict the order of the next forward."""
+    """Decides from the phase of each unit and from the tape. The owner may replace ``rules`` between passes."""
 
     def __init__(self, rules: Sequence[UnitRules]) -> None:
         self.rules = list(rules)
+        self.tape = Tape()
         # Built once: looking up members of an Enum is slow in Python 3.11.
-        self._gather = [((Action.UNSHARD, unit), (Action.WAIT, unit)) for unit in range(len(self.rules))]
+        self._use = [((Action.USE, unit),) for unit in range(len(self.rules))]
         self.phases = [Phase.IDLE] * len(self.rules)
         self.forward_root: int | None = None  # the unit whose forward is the whole pass, while the pass runs
         self.in_backward = False  # a backward has reached a unit and has not ended
-        self.last_order: Sequence[int] = ()  # units in the order in which they began in the last complete forward
         self.is_last_backward = True  # set by the user: the next backward is the last of the step
         self.finalizes_by_hand = False  # set by the user: ``finalize`` ends the step, not a backward
         self.reduced_last: set[int] = set()  # units that are reduced when the whole backward is over
         self.awaits_finalization = False  # a backward has ended, and ``finalize`` was not called since
-        self.records_uses = False  # the last forward has recorded gradients
-        self.order: list[int] = []  # units in the order in which they began in the running forward
-        self._cursor = 0  # position of the running forward in last_order
         self._prefetched: set[int] = set()  # units prefetched in the running pass and not used so far
-        self.uses: list[int] = []  # units in the order in which their forwards ended; no backward has reached these
         self._owed: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule) -> None:
@@ -119,21 +168,26 @@ class Schedule:
         """``unit`` is about to compute; ``in_backward``: autograd is running."""
         if self.in_backward and not in_backward:  # the last backward raised
             self.reset()
-        gather = self._gather[unit]
+        use = self._use[unit]
         if self.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: it stays in its own backward
-            return gather
+            return use
         if in_backward:
             self.phases[unit] = Phase.RECOMPUTE
-            return gather
+            return use
         if self.forward_root == unit:  # its last forward raised
             self.reset()
         if self.forward_root is None:
-            self.forward_root, self.records_uses = unit, grad_enabled
-            self.order, self._cursor = [], 0
+            self.forward_root = unit
+            self.tape.start(records=grad_enabled)
         self.phases[unit] = Phase.FORWARD
-        self.order.append(unit)
+        predicted, listed = self.tape.begin(unit), self.rules[unit].forward_prefetch
         self._prefetched.discard(unit)
-        return *gather, *self._prefetch_in_forward(unit)
+        actions = list(use)
+        for target in predicted if listed is None else listed:
+            actions.append((Action.PREFETCH, target))
+            if self.phases[target] is not Phase.FORWARD:
+                self._prefetched.add(target)
+        return actions
 
     def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
         """``unit`` has computed. ``leads_to``: what its output leads to."""
@@ -143,14 +197,14 @@ class Schedule:
         self.phases[unit] = Phase.IDLE
         if phase is Phase.RECOMPUTE:  # its backward follows at once, and reshards
             return ()
-        if self.records_uses:
-            self.uses.append(unit)
+        if self.tape.records:
+            self.tape.ended.append(unit)
         rules, is_root = self.rules[unit], unit == self.forward_root
         reshard = _AFTER_FORWARD.get(rules.after_forward)
         actions = () if reshard is None or (is_root and rules.keeps_alone) else ((reshard, unit),)
         if not is_root:
             return actions
-        self.forward_root, self.last_order = None, self.order
+        self.forward_root, self.tape.expected = None, self.tape.began
         return *actions, *((Action.RESHARD, other) for other in self._take_unused())
 
     def begin_backward(self) -> None:
@@ -163,8 +217,14 @@ class Schedule:
             return ()
         self.phases[unit] = Phase.BACKWARD
         self._prefetched.discard(unit)
-        gather = self._gather[unit] if self.rules[unit].unshard_in_backward else ()
-        return *gather, *self._prefetch_in_backward(unit)
+        rules, predicted = self.rules[unit], self.tape.reach(unit)
+        actions = list(self._use[unit]) if rules.unshard_in_backward else []
+        for target in predicted if rules.backward_prefetch is None else rules.backward_prefetch:
+            if self.rules[target].unshard_in_backward:
+                actions.append((Action.PREFETCH, target))
+                if self.phases[target] is Phase.REDUCED:
+                    self._prefetched.add(target)
+        return actions
 
     def post_backward(self, unit: int, *, is_last_use: bool = True) -> Actions:
         """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward adds to
@@ -176,7 +236,7 @@ class Schedule:
 
     def expects(self, unit: int) -> bool:
         """Whether some forward of ``unit`` was recorded that no backward has reached. Users may drop its output."""
-        return unit in self.uses
+        return unit in self.tape.ended
 
     def owes(self, unit: int) -> bool:
         """Whether the gradients of ``unit`` are kept until they are reduced."""
@@ -227,7 +287,7 @@ class Schedule:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self.uses.clear()
+        self.tape.ended.clear()
         self.reduced_last.clear()
 
     def _come_to_rest(self) -> None:
@@ -253,40 +313,3 @@ class Schedule:
         """Return the units that this pass has prefetched and not used, and forget them."""
         unused, self._prefetched = self._prefetched, set()
         return sorted(unused)
-
-    def _prefetch_in_forward(self, unit: int) -> Actions:
-        explicit = self.rules[unit].forward_prefetch
-        targets = self._predicted_in_forward(unit) if explicit is None else explicit
-        for target in targets:
-            if self.phases[target] is not Phase.FORWARD:
-                self._prefetched.add(target)
-        return [(Action.PREFETCH, target) for target in targets]
-
-    def _predicted_in_forward(self, unit: int) -> Sequence[int]:
-        """The unit after this use of ``unit`` in the last forward; none if this forward took another order."""
-        order, cursor = self.last_order, self._cursor
-        if cursor >= len(order) or order[cursor] != unit:
-            if unit not in order[cursor:]:
-                return ()
-            cursor = order.index(unit, cursor)
-        self._cursor = cursor + 1
-        return order[cursor + 1 : cursor + 2]
-
-    def _prefetch_in_backward(self, unit: int) -> Actions:
-        explicit, predicted = self.rules[unit].backward_prefetch, self._predicted_in_backward(unit)
-        actions = []
-        for target in predicted if explicit is None else explicit:
-            if self.rules[target].unshard_in_backward:
-                actions.append((Action.PREFETCH, target))
-                if self.phases[target] is Phase.REDUCED:
-                    self._prefetched.add(target)
-        return actions
-
-    def _predicted_in_backward(self, unit: int) -> Sequence[int]:
-        """The unit that ended before the last recorded use of ``unit`` in a forward. Removes that use."""
-        uses = self.uses
-        for position in reversed(range(len(uses))):
-            if uses[position] == unit:
-                del uses[position]
-                return uses[position - 1 : position] if position else ()
-        return ()

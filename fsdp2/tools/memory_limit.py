@@ -13,7 +13,7 @@ import torch
 
 from fsdp2.runtime.executor import Programs
 from fsdp2.runtime.root import Root
-from fsdp2.schedule.schedule import Action, AfterForward
+from fsdp2.schedule.schedule import Action, AfterForward, in_parts
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.memory_plan import Ledger, UnitBytes, unit_bytes
 from fsdp2.types import MemoryLimitError
@@ -61,6 +61,10 @@ class MemoryLimit:
         self._ledger.run_backward(unit, **ways)
 
     def _perform(self, action: Action, index: int) -> None:
+        if action is Action.USE:
+            for part in in_parts(((action, index),)):
+                self._perform(*part)
+            return
         states = {group.state for group in self._units[index].groups}
         if action is Action.UNSHARD and states & {GroupState.SHARDED, GroupState.SHARDED_POST_FORWARD}:
             self._measure(index)

@@ -22,7 +22,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.plan.plan import GatherStep, Lifetime, ReducePlan, Route, cut_after_forward
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, parents_of
-from fsdp2.schedule.schedule import Action, Actions, Schedule
+from fsdp2.schedule.schedule import Action, Actions, Schedule, in_parts
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _peak(root: Root, *, overlaps: bool) -> int:
     if not overlaps:
         rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
     schedule, sizes = Schedule(rules), [unit_bytes(unit) for unit in units]
-    order, parents = root.schedule.last_order or range(len(units)), parents_of(units)
+    order, parents = root.schedule.tape.expected or range(len(units)), parents_of(units)
     simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
     ledger = Ledger(sizes)
     simulate(schedule, order, parents, ledger, overlaps=overlaps)
@@ -338,7 +338,7 @@ def simulate(
     ``ledger`` counts. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
 
     def replay(actions: Actions) -> None:
-        for action, unit in actions:
+        for action, unit in in_parts(actions):
             ledger.count(action, unit)
 
     events = nested(order, parents)

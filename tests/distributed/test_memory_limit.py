@@ -89,8 +89,8 @@ def test_prefetch_that_does_not_fit_is_withheld_and_what_is_needed_makes_room() 
     assert_expected_inline(
         backward,
         """\
-br P2 | b2 W2 withhold(1, 8448) | /b2 R2 D2 | b1 make_room(1, 10560) U1 W1 withhold(0, 8448) | /b1 R1 D1 | b0
-    make_room(0, 10560) U0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
+br P2 | b2 W2 withhold(1, 8448) | /b2 R2 D2 make_room(1, 10560) | b1 U1 W1 withhold(0, 8448) | /b1 R1 D1
+    make_room(0, 10560) | b0 U0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
     )
 
 

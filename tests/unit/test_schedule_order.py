@@ -150,7 +150,7 @@ def test_wrong_prediction_in_backward_is_freed_at_its_end() -> None:
     actions += schedule.end_backward()
     gathered: set[int] = set()
     for action, unit in actions:
-        if action in (Action.UNSHARD, Action.PREFETCH):
+        if action in (Action.USE, Action.PREFETCH):
             gathered.add(unit)
         elif action is Action.RESHARD:
             gathered.discard(unit)
@@ -212,7 +212,7 @@ def test_recompute_inside_a_unit_gathers_and_does_not_reshard_before_the_backwar
     schedule.pre_backward(0)
     schedule.pre_backward(1)
     for unit in (2, 3):
-        assert _recompute(schedule, unit) == ((Action.UNSHARD, unit), (Action.WAIT, unit))
+        assert _recompute(schedule, unit) == ((Action.USE, unit),)
         assert schedule.running is Pass.RECOMPUTE
         assert schedule.post_forward(unit) == ()
         assert schedule.running is Pass.BACKWARD

@@ -16,7 +16,7 @@ def test_unit_that_backward_does_not_read_is_neither_gathered_nor_prefetched_but
     assert prefetches(schedule.pre_backward(0)) == [3]
     assert prefetches(schedule.pre_backward(3)) == [2]
     schedule.post_backward(3)
-    assert text(schedule.pre_backward(2)) == "unshard 2, wait 2"
+    assert text(schedule.pre_backward(2)) == "use 2"
     schedule.post_backward(2)
     assert text(schedule.pre_backward(1)) == ""
     assert text(schedule.post_backward(1)) == "reshard 1, reduce 1"
@@ -31,7 +31,7 @@ def test_listed_prefetch_of_a_unit_that_backward_does_not_read_is_left_out() -> 
 def test_unit_that_backward_does_not_read_prefetches_what_comes_after_it() -> None:
     schedule = schedule_of(unit3=UnitRules(unshard_in_backward=False))
     forward(schedule, [1, 2, 3])
-    assert text(schedule.pre_backward(0)) == "unshard 0, wait 0"
+    assert text(schedule.pre_backward(0)) == "use 0"
     assert text(schedule.pre_backward(3)) == "prefetch 2"
 
 
@@ -39,7 +39,7 @@ def test_recomputed_forward_gathers_even_what_backward_does_not_read() -> None:
     schedule = schedule_of(unit1=UnitRules(unshard_in_backward=False))
     forward(schedule, [1])
     schedule.pre_backward(1)
-    assert text(schedule.pre_forward(1, in_backward=True, grad_enabled=True)) == "unshard 1, wait 1"
+    assert text(schedule.pre_forward(1, in_backward=True, grad_enabled=True)) == "use 1"
 
 
 def test_unit_of_several_modules_stays_unsharded_after_a_forward_on_its_own_only() -> None:

@@ -47,7 +47,7 @@ class Rank:
         return self.skipped.end_forward(self._trainable)
 
     def agree(self, used: Sequence[object]) -> None:
-        self.schedule.last_order = self.skipped.agree(used, self._trainable)  # type: ignore[arg-type]
+        self.schedule.tape.expected = self.skipped.agree(used, self._trainable)  # type: ignore[arg-type]
 
     def backward(self, *, unreached: Collection[int] = (), unreported: Collection[int] = ()) -> None:
         """Back through the last forward. ``unreached``: units that no gradient reaches; ``unreported``: whose end
@@ -101,7 +101,7 @@ class Rank:
 
     def _do(self, actions: Actions) -> None:
         for action, unit in actions:
-            if action in (Action.UNSHARD, Action.PREFETCH) and unit not in self.unsharded:
+            if action in (Action.USE, Action.PREFETCH) and unit not in self.unsharded:
                 self.unsharded.add(unit)
                 self.log.append(f"all-gather {unit}")
             elif action is Action.RESHARD:

@@ -21,11 +21,3 @@ def test_a_backward_that_computes_no_gradient_of_a_parameter_is_refused_at_the_e
     backwards.end()
     with pytest.raises(ScheduleError, match=r"unit 'layers\.0' is resharded"):
         backwards.check(may_compute_shapes=False)
-
-
-def test_a_step_that_is_given_up_is_forgotten() -> None:
-    backwards = SplitBackwards()
-    backwards.begin("layers.0", [_param()])
-    backwards.end()
-    backwards.forget()
-    backwards.check(may_compute_shapes=False)

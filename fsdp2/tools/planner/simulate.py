@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp2.schedule.schedule import Action, Actions, Schedule, UnitRules
+from fsdp2.schedule.schedule import Action, Actions, Schedule, UnitRules, in_parts
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
 from fsdp2.tools.planner.groups import Flight, GroupCost
 from fsdp2.tools.planner.machine import Contention
@@ -107,7 +107,7 @@ class Accelerator:
         self.memory.add(Held.REDUCED, -self.memory.now[Held.REDUCED])
 
     def do(self, actions: Actions) -> None:
-        for action, unit in actions:
+        for action, unit in in_parts(actions):
             if self._perform[action](unit):
                 self.performed.append((action, unit))
 

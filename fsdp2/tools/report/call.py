@@ -112,7 +112,7 @@ def report(
     problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
     if problem is not None:
         raise ValueError(problem)
-    synced, is_first_use, found = time.perf_counter(), not root.schedule.last_order, Report()
+    synced, is_first_use, found = time.perf_counter(), not root.schedule.tape.expected, Report()
     recorder = Recorder(DeviceClock(mesh.device, root.units) if on_device else HostClock(), steps)
     with attached(recorder, model, root.class_name, operations):
         yield found
