@@ -77,7 +77,7 @@ class OneBlock:
         plan = compile_gather(dict(enumerate(inputs)), comm.routing)
         self.num_direct = len(plan.on_route(Route.DIRECT))
         memory = GatheredMemory(plan, where)
-        with self._streams.on_gather():
+        with self._streams.on_gather:
             self._gather = Gather(plan, flat_shards(plan, where), memory, 0, comm, self._streams, None)
         plans = compile_reduces(inputs, comm.routing, num_ranks, averages=self._streams.runs_ahead)
         one_rank = init_device_mesh(where.type, (1,))

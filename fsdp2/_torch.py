@@ -210,12 +210,6 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 )
 
 
-def grads_and_hooks_of(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], bool]:
-    """``grad`` of each, and whether the user registered a hook on any of the sharded ``params``."""
-    with plain_access():
-        return list(map(_get_grad, params)), any(map(_get_hooks, params))
-
-
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
     """Hooks that the user registered on a sharded parameter; autograd never accumulates into it, so we call them."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
@@ -380,6 +374,18 @@ def set_grads(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -
     with plain_access():
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
+
+
+def set_first_grads(
+    params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor | None], bool]:
+    """``set_grads``, unless some have a gradient already. Returns ``grad`` of each before, and whether the user
+    registered a hook on any of the sharded ``params``."""
+    with plain_access():
+        before, has_hooks = list(map(_get_grad, params)), any(map(_get_hooks, params))
+    if before.count(None) == len(before):
+        set_grads(params, locals_)
+    return before, has_hooks
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

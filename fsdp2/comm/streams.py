@@ -145,23 +145,19 @@ class Streams:
     Attributes:
         runs_ahead: whether this thread goes on before what it has enqueued is done.
         gathers_are_async: whether the backend is to run all-gathers beside the stream that issues them.
+        on_gather, on_reduce: ``with`` one of these, what follows runs on the stream of all-gathers, or on that of
+            gradient reductions.
     """
 
     runs_ahead = False
     gathers_are_async = True
+    on_gather: AbstractContextManager[object] = _HERE
+    on_reduce: AbstractContextManager[object] = _HERE
 
     @property
     def gathering_on_compute(self) -> Streams:
         """Those of groups that gather on the compute stream. The CPU has no streams."""
         return self
-
-    def on_gather(self) -> AbstractContextManager[object]:
-        """Run what follows on the stream of all-gathers."""
-        return _HERE
-
-    def on_reduce(self) -> AbstractContextManager[object]:
-        """Run what follows on the stream of gradient reductions."""
-        return _HERE
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Run what follows on the user's ``stream``, in order with what is on the current one; None is that one."""
@@ -212,10 +208,12 @@ class AcceleratorStreams(Streams):
     def gathering_on_compute(self) -> Streams:
         return ComputeStreamGathers(self)
 
-    def on_gather(self) -> AbstractContextManager[object]:
+    @property
+    def on_gather(self) -> AbstractContextManager[object]:  # type: ignore[override]
         return self._module.stream(self._gather)
 
-    def on_reduce(self) -> AbstractContextManager[object]:
+    @property
+    def on_reduce(self) -> AbstractContextManager[object]:  # type: ignore[override]
         return self._module.stream(self._reduce)
 
     @contextmanager
@@ -268,8 +266,7 @@ class ComputeStreamGathers(AcceleratorStreams):
     def __init__(self, shared: AcceleratorStreams) -> None:
         self._module, self._gather, self._reduce = shared._module, shared._gather, shared._reduce
 
-    def on_gather(self) -> AbstractContextManager[object]:
-        return _HERE
+    on_gather = _HERE
 
     def gather_after_compute(self) -> None:
         """Nothing to wait for: it is the compute stream that gathers."""

@@ -153,7 +153,7 @@ class Gather:
         collective writes it directly, else when the buckets have arrived. If that fails, all memory is freed, unless
         messages may be in flight: then it stays."""
         assert not self._is_in_flight
-        with self._streams.on_gather():
+        with self._streams.on_gather:
             payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
             try:
                 allocate(self._at_issue)

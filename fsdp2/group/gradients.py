@@ -132,6 +132,7 @@ class Reduction:
     collective that runs beside that stream (an all-reduce over replicas), and the rest in ``land``.
 
     Attributes:
+        stages: those that have not run.
         sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
         present: per step of the plans, whether this rank had a gradient.
         copies: copies of offloaded gradients, in flight to the host.
@@ -142,9 +143,9 @@ class Reduction:
         self.sums, self._works, self._inputs, self._read = launched
         self.copies: list[HostCopies] = []
         self._streams: Streams = bound.reduce.streams
-        self._stages = deque(stages)
+        self.stages = deque(stages)
         if not self._works:  # the first stages wait for nothing
-            with self._streams.on_reduce():
+            with self._streams.on_reduce:
                 self._advance()
 
     def finish(self) -> None:
@@ -153,21 +154,20 @@ class Reduction:
             self._advance()
         if self.bound.reduce.lands_gradients:  # the reduce stream reads them until they have landed
             self._streams.compute_after_reduce()
-        else:
+        elif self._read is not None:
             self._streams.wait_here(self._read)  # compute waits for the reduce stream: compute frees what that read
         self._inputs = None
 
     def land(self) -> None:
         """Run the remaining stages. Called after ``finish``."""
-        if self._stages:
-            with self._streams.on_reduce():
-                while self._stages:
-                    self._advance()
+        with self._streams.on_reduce:
+            while self.stages:
+                self._advance()
 
     def drop(self) -> None:
         """Wait for what is in flight, but do not land it."""
-        self._stages.clear()
-        with self._streams.on_reduce():
+        self.stages.clear()
+        with self._streams.on_reduce:
             self._advance()
         self.finish()
 
@@ -175,8 +175,8 @@ class Reduction:
         """Wait for what is in flight, then run stages up to the next collective."""
         works, self._works = self._works, ()  # if one fails, no later call waits for them again
         wait_for(works)  # on an accelerator, the reduce stream waits
-        while self._stages and not self._works:
-            self._works = self._stages.popleft()(self)
+        while self.stages and not self._works:
+            self._works = self.stages.popleft()(self)
 
 
 class GroupGradients:
@@ -485,10 +485,8 @@ def deposit(landed: Landed) -> None:
         params, shards = _rewrapped(zip(landed.parts, landed.shards, strict=True))
     else:
         params, shards = list(map(_sharded_of, landed.params)), list(landed.shards)
-    before, has_hooks = _torch.grads_and_hooks_of(params)
-    if before.count(None) == len(before):
-        _torch.set_grads(params, shards)
-    else:
+    before, has_hooks = _torch.set_first_grads(params, shards)
+    if before.count(None) < len(before):
         _add_gradients(params, shards, before)
     if has_hooks:
         for param in params:

@@ -77,7 +77,7 @@ class Reduce:
         streams.reduce_after_compute()
         outputs: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
-        with streams.on_reduce():
+        with streams.on_reduce:
             sums = [part.receive(mine, outputs, sent) for part, mine in zip(self._parts, packed, strict=True)]
             held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` once it was read
             del packed

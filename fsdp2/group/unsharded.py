@@ -82,7 +82,7 @@ class UnshardedParams:
         """Gather with ``all_gather`` from the next launch on; None means the backend's own."""
         self._all_gather = all_gather
         self.carrier = gather_comm(self.comm, self._mesh, all_gather)
-        with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather():
+        with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather:
             if isinstance(self.gather, Gather):
                 self.gather.set_comm(self.carrier)
             if self.post_forward is not None:
@@ -132,7 +132,7 @@ class UnshardedParams:
         self._shards.check_ready()
         self._warn_of_hooks()
         # These tensors live longer than the first pass.
-        with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather():
+        with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather:
             inputs = self._shards.plain_inputs()
             first_key = len(self._params)
             hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]

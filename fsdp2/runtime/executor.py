@@ -258,7 +258,8 @@ class Executor:
         if self._landing is None:
             return
         (group, reduction), self._landing = self._landing, None
-        _run("reduce_land", group, reduction.land)
+        if reduction.stages:
+            _run("reduce_land", group, reduction.land)
         self._has_landed = True
 
     def wait_for_landed(self) -> None:

@@ -328,9 +328,9 @@ class Root:
                 "Leave the block, and clone what you write in place."
             )
         for index, unit in enumerate(self.units):
-            if unit.config.reduces and not self.schedule.owes(index):
-                for group in unit.groups:
-                    if group.state is not GroupState.SHARDED and group.has_stepped:
+            for group in unit.groups:
+                if group.state is not GroupState.SHARDED and group.has_stepped:
+                    if unit.config.reduces and not self.schedule.owes(index):
                         _check_reduced(unit, group)
         if self._seen_version != ModuleTrees.version:
             self._collect()

@@ -24,7 +24,7 @@ def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankCont
         watch = StallWatch(ctx.rank, root.executor.streams.is_idle, TIMEOUT_S)
         watch.add(root)
         threading.Thread(target=watch.run, daemon=True).start()
-        with root.executor.streams.on_gather():
+        with root.executor.streams.on_gather:
             torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits
         torch.cuda.synchronize()
     assert len(heard.messages) == 1

@@ -121,9 +121,9 @@ def device_module(monkeypatch: pytest.MonkeyPatch) -> FakeDeviceModule:
 
 def test_gathers_and_reductions_run_on_streams_of_their_own(device_module: FakeDeviceModule) -> None:
     streams = AcceleratorStreams(torch.device("cuda", 0))
-    with streams.on_gather():
+    with streams.on_gather:
         gather = str(device_module.current_stream())
-    with streams.on_reduce():
+    with streams.on_reduce:
         reduce = str(device_module.current_stream())
     assert len({gather, reduce, "compute"}) == 3
     assert str(device_module.current_stream()) == "compute"
@@ -133,7 +133,7 @@ def test_gathers_and_reductions_run_on_streams_of_their_own(device_module: FakeD
 def test_events_are_recorded_and_awaited_on_the_current_stream(device_module: FakeDeviceModule) -> None:
     streams = AcceleratorStreams(torch.device("cuda", 0))
     event = streams.record()
-    with streams.on_gather():
+    with streams.on_gather:
         gather = str(device_module.current_stream())
         streams.wait_here(event)
     assert device_module.log == [f"{gather} waits for event of compute"]
@@ -146,7 +146,7 @@ def test_waiting_for_no_event_does_nothing(device_module: FakeDeviceModule) -> N
 
 def test_gather_stream_waits_for_compute_before_a_pass(device_module: FakeDeviceModule) -> None:
     streams = AcceleratorStreams(torch.device("cuda", 0))
-    with streams.on_gather():
+    with streams.on_gather:
         gather = str(device_module.current_stream())
     streams.gather_after_compute()
     assert device_module.log == [f"{gather} waits for compute"]
@@ -156,7 +156,7 @@ def test_gather_stream_waits_for_the_event_that_the_user_gave_and_for_nothing_el
     device_module: FakeDeviceModule,
 ) -> None:
     streams = AcceleratorStreams(torch.device("cuda", 0))
-    with streams.on_gather():
+    with streams.on_gather:
         gather = str(device_module.current_stream())
     streams.gather_after("the optimizer's event")  # type: ignore[arg-type]
     assert device_module.log == [f"{gather} waits for the optimizer's event"]
@@ -165,13 +165,13 @@ def test_gather_stream_waits_for_the_event_that_the_user_gave_and_for_nothing_el
 def test_without_a_gather_stream_gathers_run_where_compute_does(device_module: FakeDeviceModule) -> None:
     shared = AcceleratorStreams(torch.device("cuda", 0))
     streams = ComputeStreamGathers(shared)
-    with streams.on_gather():
+    with streams.on_gather:
         assert str(device_module.current_stream()) == "compute"
     streams.gather_after_compute()
     assert device_module.log == []
-    with shared.on_reduce():
+    with shared.on_reduce:
         reduce = str(device_module.current_stream())
-    with streams.on_reduce():
+    with streams.on_reduce:
         assert str(device_module.current_stream()) == reduce
     assert len(device_module.priorities) == 2  # it made no stream of its own
 

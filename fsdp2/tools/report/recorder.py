@@ -91,10 +91,10 @@ class DeviceClock(HostClock):
         streams: Streams = self._streams.get(unit, self._usual)
         side = None
         if work in _ON_GATHER_STREAM:
-            with streams.on_gather():
+            with streams.on_gather:
                 side = self._event()
         elif work in _ON_REDUCE_STREAM:
-            with streams.on_reduce():
+            with streams.on_reduce:
                 side = self._event()
         return None if work in _ON_NO_STREAM else self._event(), side
 
