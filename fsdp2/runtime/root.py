@@ -329,9 +329,9 @@ class Root:
             )
         for index, unit in enumerate(self.units):
             for group in unit.groups:
-                if group.state is not GroupState.SHARDED and group.has_stepped:
-                    if unit.config.reduces and not self.schedule.owes(index):
-                        _check_reduced(unit, group)
+                is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
+                if is_outdated and unit.config.reduces and not self.schedule.owes(index):
+                    _check_reduced(unit, group)
         if self._seen_version != ModuleTrees.version:
             self._collect()
         self.checks.begin_pass()
