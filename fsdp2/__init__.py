@@ -7,7 +7,7 @@ from fsdp2 import extensions
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.api.no_sync import no_sync
-from fsdp2.extras import alike as _alike, ranks_may_differ as _ranks_may_differ
+from fsdp2.extras import alike as _alike, copying as _copying, ranks_may_differ as _ranks_may_differ
 from fsdp2.extras.lending import unsharded
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.root import Root, register_memory_limit
@@ -127,6 +127,7 @@ def _limit_memory(limit: int, root: Root) -> Any:
 
 
 _alike.register()
+_copying.register()
 _ranks_may_differ.register()
 register_memory_limit(_limit_memory)
 del globals()["plan"]  # the folder, which hides the function

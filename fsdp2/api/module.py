@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.copying import copied_module
 from fsdp2.api.empty_buffers import empty_buffers, note_replaced
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter, SymmetricMemory
 from fsdp2.group.group import ParamGroup
@@ -21,6 +20,17 @@ from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, note_tree_change, unit_of, units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import AllGather, ReduceScatter, ScheduleError
+
+
+class _Registered:
+    """What higher layers plug in."""
+
+    copies: Callable[[nn.Module, dict[Any, Any]], nn.Module]
+
+
+def register_copying(copied: Callable[[nn.Module, dict[Any, Any]], nn.Module]) -> None:
+    """Use ``copied``, of a sharded module and the memo of ``copy.deepcopy``, to copy it."""
+    _Registered.copies = copied
 
 
 class UnshardHandle:
@@ -78,7 +88,7 @@ class FSDPModule:
         Raises:
             ScheduleError: a forward or backward runs, or parameters are lent to ``unsharded``.
         """
-        return copied_module(cast(nn.Module, self), memo)
+        return _Registered.copies(cast(nn.Module, self), memo)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and similar methods to the shards."""

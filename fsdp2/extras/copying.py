@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.api.module import register_copying
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
@@ -140,3 +141,8 @@ def _resolve_prefetch(memo: Memo) -> None:
     for made, name, units in memo.get(_PENDING, ()):
         if all(memo.get(id(unit)) is not None for unit in units):
             made.configure(**{name: tuple(memo[id(unit)] for unit in units)})
+
+
+def register() -> None:
+    """Let ``copy.deepcopy`` copy sharded modules so."""
+    register_copying(copied_module)
