@@ -61,7 +61,7 @@ WAITS = [
     Wait("wait_here", "group.gradients.Reduction.finish", "direct", "late reductions"),
     Wait("compute_after_reduce", "runtime.executor.Executor.wait_for_landed", "bf16", "compute first"),
     Wait("gather_after_compute", "runtime.root.Root.order_gathers", "plain", "side streams first"),
-    Wait("gather_after_compute", "runtime.root.Root.begin_backward", "reads what forward wrote", "side streams first"),
+    Wait("gather_after_compute", "runtime.root.Root._begin_backward", "reads what forward wrote", "side streams first"),
     Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment", "side streams first"),
     Wait("gather_after", "runtime.root.Root.order_gathers", "optimizer's event", "side streams first"),
     Wait("wait_here", "runtime.root.Root.order_gathers", "optimizer on a stream of its own", "compute first"),
