@@ -339,7 +339,7 @@ class FSDPModule:
         root = form_root(self._unit())
         if not keep_unreduced:
             root.reset()
-        elif root.schedule.in_backward:
+        elif root.schedule.passes.in_backward:
             raise ScheduleError(
                 "reset_iter_state(keep_unreduced=True): an exception in backward has left incomplete sums in unreduced "
                 "gradients. Call reset_iter_state() and zero_grad(). Then repeat all micro-batches."

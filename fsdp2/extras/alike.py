@@ -188,7 +188,7 @@ class Alike(RankChecks):
         schedule, claims = self._root.schedule, dict(self._claims)
         for scope in self._scopes:
             claims[_named(FLAGS, scope.everyone)] = scope.trainable()
-            if (running := schedule.forward_root) is not None:
+            if (running := schedule.passes.root) is not None:
                 name = _named(f"{UNITS} of {self._root.units[running].name}", scope.gathering)
                 claims[name] = [*scope.named(schedule.tape.began), UNFINISHED]
         return claims

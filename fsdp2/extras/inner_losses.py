@@ -50,13 +50,13 @@ def _watch(unit: Unit) -> None:
     def on_gradient(_: torch.Tensor) -> None:
         """Usually, backward began at the unit's output. In the unit's forward, the user computes gradients."""
         root = unit.root
-        phase = Phase.IDLE if root is None else root.schedule.phases[unit.index]
+        phase = Phase.IDLE if root is None else root.schedule.passes.phases[unit.index]
         if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:
             (root or form_root(unit)).pre_backward(unit)
 
     @_torch.runs_between_graphs
     def has_begun() -> bool:
-        return unit.root is not None and unit.root.schedule.phases[unit.index] is Phase.BACKWARD
+        return unit.root is not None and unit.root.schedule.passes.phases[unit.index] is Phase.BACKWARD
 
     hook = _torch.GradientHook(on_gradient)
     holders = [slot.module for group in unit.groups for param in group.params for slot in param.slots]

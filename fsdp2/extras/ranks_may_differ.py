@@ -44,15 +44,15 @@ class JoiningSchedule(Schedule):
 
     def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
         if not in_backward:
-            if self.forward_root is None:
+            if self.passes.root is None:
                 self.skipping.begin_forward(unit, grad_enabled=grad_enabled)
             self._join_forward(self.skipping.forward.begin(unit), grad_enabled=grad_enabled)
-        elif self.phases[unit] is not Phase.BACKWARD:
+        elif self.passes.phases[unit] is not Phase.BACKWARD:
             self._join_backward(self.skipping.backward.recompute(unit))
         return super().pre_forward(unit, in_backward=in_backward, grad_enabled=grad_enabled)
 
     def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
-        if self.phases[unit] is Phase.FORWARD:
+        if self.passes.phases[unit] is Phase.FORWARD:
             self._join_forward(self.skipping.forward.end(unit, leads_to), grad_enabled=torch.is_grad_enabled())
         return super().post_forward(unit, leads_to)
 

@@ -139,7 +139,7 @@ class ModuleHooks:
         else:
             self._leads_to = Outcome.NOTHING
             phase = root.pre_recompute(unit) if in_backward else root.pre_forward(unit)
-        if self._moves_inputs and root.schedule.forward_root == unit.index:
+        if self._moves_inputs and root.schedule.passes.root == unit.index:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         found = None  # the tensors in args and kwargs, if somebody has looked for them
@@ -155,8 +155,7 @@ class ModuleHooks:
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
         if id(sys.exc_info()[1]) != self._handled:  # the forward has raised, or a hook of the user behind it
-            if unit.root is not None and _torch.running_backward() == -1:
-                unit.root.give_up_forward(unit)
+            self._pop_raised()
             return None
         if self._runs_method:
             return self._handed_out(output)
@@ -173,9 +172,9 @@ class ModuleHooks:
         unit = self._unit
         root = unit.root
         assert root is not None  # pre_forward has formed one
-        if root.schedule.phases[unit.index] is Phase.BACKWARD:
+        if root.schedule.passes.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-        if root.schedule.forward_root == unit.index:
+        if root.schedule.passes.root == unit.index:
             output = self._end_incomplete(root, output)
         output = self._handed_out(output)
         root.post_forward(unit, self._leads_to)
@@ -196,7 +195,7 @@ class ModuleHooks:
             try:
                 output = method(*args, **kwargs)
             except BaseException:
-                self._forget_forward()
+                self._pop_raised()
                 raise
             finally:
                 self._runs_method = False
@@ -212,7 +211,7 @@ class ModuleHooks:
         """Whether the unit's forward begins now: one of its several modules is the first to run. Outside of the root's
         forward, or in a backward, each module's call is a separate forward."""
         unit = self._unit
-        if in_backward or root.schedule.forward_root is None:
+        if in_backward or root.schedule.passes.root is None:
             return True
         is_first = not unit.missing_modules
         if is_first:
@@ -220,9 +219,10 @@ class ModuleHooks:
         return is_first
 
     @_torch.runs_between_graphs
-    def _forget_forward(self) -> None:
+    def _pop_raised(self) -> None:
+        """The unit's forward, or a method that runs like it, has raised."""
         if self._unit.root is not None:
-            self._unit.root.forget_forward(self._unit)
+            self._unit.root.schedule.passes.pop_raised(self._unit.index)
 
     @_torch.runs_between_graphs
     def _is_running(self) -> bool:
@@ -230,7 +230,7 @@ class ModuleHooks:
         unit = self._unit
         if self._runs_method or len(unit.modules) > 1:
             return self._runs_method
-        return unit.root is not None and unit.root.schedule.phases[unit.index] in (Phase.FORWARD, Phase.RECOMPUTE)
+        return unit.root is not None and unit.root.schedule.passes.is_computing(unit.index)
 
     @_torch.runs_between_graphs
     def _runs_plainly(self) -> bool:
@@ -254,7 +254,7 @@ class ModuleHooks:
     def _reshard_between_passes(self) -> None:
         """After a method like ``generate``, as in torch: an optimizer that is built then must find shards."""
         unit = self._unit
-        if unit.root is not None and unit.root.schedule.forward_root is None:
+        if unit.root is not None and unit.root.schedule.passes.root is None:
             unit.reshard()
 
     @_torch.runs_between_graphs

@@ -16,7 +16,6 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.group.group import Guard
 from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.schedule.schedule import Phase
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError
 
@@ -79,8 +78,7 @@ def _is_sharded(unit: Unit) -> bool:
 
 def _runs(unit: Unit) -> bool:
     """Whether a forward of ``unit`` has begun and not ended, so that the error may come from there."""
-    phase = Phase.IDLE if unit.root is None else unit.root.schedule.phases[unit.index]
-    return phase in (Phase.FORWARD, Phase.RECOMPUTE)
+    return unit.root is not None and unit.root.schedule.passes.is_computing(unit.index)
 
 
 def _name_of(module: nn.Module, unit: Unit) -> str:

@@ -102,7 +102,6 @@ class Root:
         self.schedule = Schedule(())
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
-        self._has_raised = False  # the forward that was the whole pass
         self._backward = _torch.RunningBackward()
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
@@ -210,7 +209,8 @@ class Root:
     @property
     def is_running(self) -> bool:
         """Whether a forward or backward runs."""
-        return self.schedule.running is not Pass.IDLE and not self._has_raised
+        passes = self.schedule.passes
+        return passes.running is not Pass.IDLE and not passes.has_raised
 
     def agree(self, what: str, agree: Callable[[], _T]) -> _T:
         """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
@@ -229,48 +229,38 @@ class Root:
             ScheduleError: one of several modules of a unit runs, but no module around them ever has; or nobody has
                 waited for the gradients that ``finalize_backward`` has started to reduce.
         """
-        schedule, running = self.schedule, self.schedule.forward_root
+        passes = self.schedule.passes
         if unit is self.unit and len(unit.modules) > 1:
             names = ", ".join(type(module).__name__ for module in unit.modules)
             raise ScheduleError(
                 f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
                 "Call fully_shard also on the module that contains these modules, and run that module first."
             )
-        if self.is_reducing and running is None:
+        if self.is_reducing and passes.root is None:
             raise ScheduleError(
                 f"forward of unit '{unit.name}': the handle of finalize_backward(async_op=True) is still pending. Call "
                 "wait() on that handle first."
             )
-        if schedule.in_backward:
+        if passes.in_backward:
             self.reset()
-        elif running is not None and (self._has_raised or (running >= unit.index and self._runs_again(unit, running))):
+        elif passes.has_raised or (not unit.missing_modules and passes.has_left_behind(unit.index, self.parents)):
             self.abandon_forward()
-
-    def _runs_again(self, unit: Unit, running: int) -> bool:
-        """Whether the unit ``running`` is ``unit``, or inside it, and so has raised: a module does not run inside its
-        own child."""
-        inner: int | None = running
-        while inner is not None and inner > unit.index:  # the units inside a unit follow that unit
-            inner = self.parents[inner]
-        return inner == unit.index and not unit.missing_modules
 
     def pre_forward(self, unit: Unit) -> Phase:
         """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
         if _torch.in_transform():
             return _torch.outside_transforms(self.pre_forward, unit)
-        schedule, index = self.schedule, unit.index
-        running = schedule.forward_root
+        passes = self.schedule.passes
         # Most units are inside a forward that goes on.
-        if running is None or running >= index or schedule.in_backward or self._has_raised:
+        if passes.root is None or passes.root >= unit.index or passes.in_backward or passes.has_raised:
             self._recover(unit)
-            if schedule.forward_root is None:
+            if passes.root is None:
                 self._take_changes(unit)
                 self._begin_forward()
-                schedule = self.schedule  # the tree may have changed
-                index = unit.index
+        schedule, index = self.schedule, unit.index  # the tree may have changed
         actions = schedule.pre_forward(index, in_backward=False, grad_enabled=torch.is_grad_enabled())
         self.executor.do(actions, "pre_forward", unit)
-        return schedule.phases[index]
+        return schedule.passes.phases[index]
 
     def pre_recompute(self, unit: Unit) -> Phase:
         """``unit`` is about to compute again, in a backward. Returns the phase it is in now. It prefetches nothing; the
@@ -278,38 +268,27 @@ class Root:
         if _torch.in_transform():
             return _torch.outside_transforms(self.pre_recompute, unit)
         schedule = self.schedule
-        if schedule.in_backward and _torch.running_backward() != self._backward.task:
+        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
         actions = schedule.pre_forward(unit.index, in_backward=True, grad_enabled=torch.is_grad_enabled())
         self.executor.do(actions, "pre_forward", unit)
-        return schedule.phases[unit.index]
+        return schedule.passes.phases[unit.index]
 
     def resume_forward(self, unit: Unit) -> Phase:
         """``unit``'s forward goes on in another of its modules or methods; the user may have resharded before."""
         if _torch.in_transform():
             return _torch.outside_transforms(self.resume_forward, unit)
         self.executor.do(((Action.USE, unit.index),))
-        return self.schedule.phases[unit.index]
-
-    def forget_forward(self, unit: Unit) -> None:
-        """``unit``'s forward has raised: the next call starts a new forward. In the unit's backward, the forward was a
-        recomputation; checkpointing ends these by an exception."""
-        if self.schedule.phases[unit.index] is not Phase.BACKWARD:
-            self.schedule.phases[unit.index] = Phase.IDLE
-
-    def give_up_forward(self, unit: Unit) -> None:
-        """``unit``'s forward has raised. If it was a whole pass, clean up before the next one."""
-        self.forget_forward(unit)
-        self._has_raised = self.schedule.forward_root == unit.index
+        return self.schedule.passes.phases[unit.index]
 
     def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
         """``unit`` has computed, in a forward or a recomputation. ``leads_to``: what its output leads to."""
         if _torch.in_transform():
             return _torch.outside_transforms(self.post_forward, unit, leads_to)
         schedule, index = self.schedule, unit.index
-        is_root = schedule.forward_root == index
+        is_root = schedule.passes.root == index
         self.executor.do(schedule.post_forward(index, leads_to), "post_forward", unit)
-        if schedule.forward_root is None:
+        if schedule.passes.root is None:
             self._end_pass()
             if is_root:
                 self.checks.end_forward(unit)
@@ -354,11 +333,11 @@ class Root:
         if _torch.in_transform():
             return _torch.outside_transforms(self.pre_backward, unit)
         schedule, index = self.schedule, unit.index
-        if schedule.in_backward and _torch.running_backward() != self._backward.task:
+        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
-        if not schedule.in_backward:
+        if not schedule.passes.in_backward:
             self._begin_backward()
-        elif schedule.phases[index] is Phase.BACKWARD:
+        elif schedule.passes.phases[index] is Phase.BACKWARD:
             return None
         return self.enter_backward("pre_backward", unit, schedule.pre_backward(index))
 
@@ -376,7 +355,7 @@ class Root:
         if _torch.in_transform():
             return _torch.outside_transforms(self.post_backward, unit)
         schedule, index = self.schedule, unit.index
-        if schedule.phases[index] is Phase.FORWARD:  # the unit's own forward computes gradients inside
+        if schedule.passes.phases[index] is Phase.FORWARD:  # the unit's own forward computes gradients inside
             if torch.is_grad_enabled():
                 # With create_graph, and on an accelerator, what this made has low sequence numbers: autograd comes to
                 # it last, behind the gradient of the unit's input.
@@ -384,9 +363,9 @@ class Root:
             return None
         if index in schedule.reduced_last:
             return None
-        if schedule.in_backward and _torch.running_backward() != self._backward.task:
+        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
-        if not schedule.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
+        if not schedule.passes.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
         return self.executor.do(schedule.post_backward(index), "post_backward", unit)
 
@@ -547,7 +526,7 @@ class Root:
 
     def _come_to_rest(self) -> None:
         """Give up what is in flight, and bind the shards. If a collective has failed, raise its error afterwards."""
-        self.is_reducing = self._has_raised = False
+        self.is_reducing = False
         self.schedule.reset()
         with ExitStack() as stack:  # calls all of these, last ones first, whichever raises
             stack.callback(self._end_pass)
@@ -562,7 +541,7 @@ class Root:
             for group in unit.groups:
                 if group.state is not GroupState.SHARDED:
                     group.note_writes()
-        if not self.schedule.in_backward:  # I12
+        if not self.schedule.passes.in_backward:  # I12
             self.executor.finish_copies()
 
 

@@ -122,7 +122,7 @@ class Unit:
     @property
     def running(self) -> Pass:
         """Which pass its root is in."""
-        return Pass.IDLE if self.root is None else self.root.schedule.running
+        return Pass.IDLE if self.root is None else self.root.schedule.passes.running
 
     @property
     def is_root(self) -> bool:
@@ -142,7 +142,7 @@ class Unit:
     def leave(self) -> None:
         """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
         inside its own child: if a forward of the present root still counts as running, that forward has raised."""
-        if self.root is not None and self.root.schedule.forward_root is not None:
+        if self.root is not None and self.root.schedule.passes.root is not None:
             self.root.abandon_forward()
         self.root = None
 

@@ -88,6 +88,56 @@ _AFTER_FORWARD = {
 }
 
 
+class PassStack:
+    """Which units run. Where the model stands follows from this, and from nothing else. A unit's forward is pushed when
+    it begins, and popped when it ends or raises; backwards of units are popped together, when the backward ends.
+
+    Attributes:
+        phases: of each unit, what it is in: the innermost of its passes.
+        root: the unit whose forward is the whole pass, while that runs.
+        in_backward: a backward has reached a unit and has not ended.
+        has_raised: the forward that is the whole pass has raised, and nobody has cleaned up since.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self.phases = [Phase.IDLE] * num_units
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing runs."""
+        self.phases = [Phase.IDLE] * len(self.phases)
+        self.root: int | None = None
+        self.in_backward = self.has_raised = False
+
+    @property
+    def running(self) -> Pass:
+        """Which pass the whole model is in."""
+        if self.in_backward:
+            return Pass.RECOMPUTE if Phase.RECOMPUTE in self.phases else Pass.BACKWARD
+        return Pass.IDLE if self.root is None else Pass.FORWARD
+
+    def is_computing(self, unit: int) -> bool:
+        """Whether a forward of ``unit`` runs, or what is computed again."""
+        return self.phases[unit] in (Phase.FORWARD, Phase.RECOMPUTE)
+
+    def pop_raised(self, unit: int) -> None:
+        """The forward of ``unit`` has raised. In the unit's backward, it was a recomputation: checkpointing ends these
+        by an exception."""
+        phase = self.phases[unit]
+        if phase is not Phase.BACKWARD:
+            self.phases[unit] = Phase.IDLE
+            self.has_raised = self.has_raised or (phase is Phase.FORWARD and unit == self.root)
+
+    def has_left_behind(self, unit: int, parents: Sequence[int | None]) -> bool:
+        """A forward of ``unit`` begins, outside of backward: whether the pass that seems to run has raised. It has if
+        its root is ``unit``, or inside it: a module does not run inside its own child. ``parents``: of each unit, the
+        unit around it; units inside a unit follow that unit."""
+        inner = self.root
+        while inner is not None and inner > unit:
+            inner = parents[inner]
+        return self.root is not None and (self.has_raised or inner == unit)
+
+
 class Tape:
     """What has run in the forwards of a step. Forward predicts from the last complete forward; backward reads what
     forwards have recorded, from the end.
@@ -133,16 +183,13 @@ class Tape:
 
 
 class Schedule:
-    """Decides from the phase of each unit and from the tape. The owner may replace ``rules`` between passes."""
+    """Decides from the passes that run and from the tape. The owner may replace ``rules`` between passes."""
 
     def __init__(self, rules: Sequence[UnitRules]) -> None:
         self.rules = list(rules)
-        self.tape = Tape()
+        self.passes, self.tape = PassStack(len(self.rules)), Tape()
         # Built once: looking up members of an Enum is slow in Python 3.11.
         self._use = [((Action.USE, unit),) for unit in range(len(self.rules))]
-        self.phases = [Phase.IDLE] * len(self.rules)
-        self.forward_root: int | None = None  # the unit whose forward is the whole pass, while the pass runs
-        self.in_backward = False  # a backward has reached a unit and has not ended
         self.is_last_backward = True  # set by the user: the next backward is the last of the step
         self.finalizes_by_hand = False  # set by the user: ``finalize`` ends the step, not a backward
         self.reduced_last: set[int] = set()  # units that are reduced when the whole backward is over
@@ -157,54 +204,48 @@ class Schedule:
         self.awaits_finalization = earlier.awaits_finalization
         self._owed = set(range(len(self.rules))) if earlier._owed else set()
 
-    @property
-    def running(self) -> Pass:
-        """Which pass the whole model is in."""
-        if self.in_backward:
-            return Pass.RECOMPUTE if Phase.RECOMPUTE in self.phases else Pass.BACKWARD
-        return Pass.IDLE if self.forward_root is None else Pass.FORWARD
-
     def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
         """``unit`` is about to compute; ``in_backward``: autograd is running."""
-        if self.in_backward and not in_backward:  # the last backward raised
+        passes, use = self.passes, self._use[unit]
+        if passes.in_backward and not in_backward:  # the last backward raised
             self.reset()
-        use = self._use[unit]
-        if self.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: it stays in its own backward
+        if passes.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: it stays in its own backward
             return use
         if in_backward:
-            self.phases[unit] = Phase.RECOMPUTE
+            passes.phases[unit] = Phase.RECOMPUTE
             return use
-        if self.forward_root == unit:  # its last forward raised
+        if passes.root == unit:  # its last forward raised
             self.reset()
-        if self.forward_root is None:
-            self.forward_root = unit
+        if passes.root is None:
+            passes.root = unit
             self.tape.start(records=grad_enabled)
-        self.phases[unit] = Phase.FORWARD
+        passes.phases[unit] = Phase.FORWARD
         predicted, listed = self.tape.begin(unit), self.rules[unit].forward_prefetch
         self._prefetched.discard(unit)
         actions = list(use)
         for target in predicted if listed is None else listed:
             actions.append((Action.PREFETCH, target))
-            if self.phases[target] is not Phase.FORWARD:
+            if passes.phases[target] is not Phase.FORWARD:
                 self._prefetched.add(target)
         return actions
 
     def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
         """``unit`` has computed. ``leads_to``: what its output leads to."""
-        phase = self.phases[unit]
+        passes = self.passes
+        phase = passes.phases[unit]
         if phase is Phase.BACKWARD:
             return ()
-        self.phases[unit] = Phase.IDLE
+        passes.phases[unit] = Phase.IDLE
         if phase is Phase.RECOMPUTE:  # its backward follows at once, and reshards
             return ()
         if self.tape.records:
             self.tape.ended.append(unit)
-        rules, is_root = self.rules[unit], unit == self.forward_root
+        rules, is_root = self.rules[unit], unit == passes.root
         reshard = _AFTER_FORWARD.get(rules.after_forward)
         actions = () if reshard is None or (is_root and rules.keeps_alone) else ((reshard, unit),)
         if not is_root:
             return actions
-        self.forward_root, self.tape.expected = None, self.tape.began
+        passes.root, self.tape.expected = None, self.tape.began
         return *actions, *((Action.RESHARD, other) for other in self._take_unused())
 
     def begin_backward(self) -> None:
@@ -212,17 +253,18 @@ class Schedule:
 
     def pre_backward(self, unit: int) -> Actions:
         """The gradient of an output of ``unit`` has been computed."""
-        self.in_backward = True
-        if self.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
+        passes = self.passes
+        passes.in_backward = True
+        if passes.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
             return ()
-        self.phases[unit] = Phase.BACKWARD
+        passes.phases[unit] = Phase.BACKWARD
         self._prefetched.discard(unit)
         rules, predicted = self.rules[unit], self.tape.reach(unit)
         actions = list(self._use[unit]) if rules.unshard_in_backward else []
         for target in predicted if rules.backward_prefetch is None else rules.backward_prefetch:
             if self.rules[target].unshard_in_backward:
                 actions.append((Action.PREFETCH, target))
-                if self.phases[target] is Phase.REDUCED:
+                if passes.phases[target] is Phase.REDUCED:
                     self._prefetched.add(target)
         return actions
 
@@ -230,7 +272,7 @@ class Schedule:
         """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward adds to
         them: nothing is reduced but what earlier backwards have kept, as in torch. Autograd has the gradient of a
         parameter behind the last use; so before that, there is nothing to reduce."""
-        self.phases[unit] = Phase.REDUCED
+        self.passes.phases[unit] = Phase.REDUCED
         reshard = self._reshard_after_backward(unit)
         return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self._owed else reshard
 
@@ -246,13 +288,13 @@ class Schedule:
         """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no
         gradient, or they took no part), and units in ``ended`` a second time."""
         actions: list[tuple[Action, int]] = []
-        for unit in reversed(range(len(self.phases))):
-            if self.phases[unit] is not Phase.REDUCED or unit in ended:
+        for unit in reversed(range(len(self.passes.phases))):
+            if self.passes.phases[unit] is not Phase.REDUCED or unit in ended:
                 actions += self._reshard_after_backward(unit)
                 actions.append(self._keep(unit) if self.finalizes_by_hand else self._reduce(unit, jointly=False))
         for unit in self._take_unused():
             actions += self._reshard_after_backward(unit)
-        self._come_to_rest()
+        self.passes.clear()
         self.awaits_finalization = self.finalizes_by_hand
         if self.is_last_backward and not self.finalizes_by_hand:
             self._forget_step()
@@ -262,7 +304,7 @@ class Schedule:
     def finalize(self) -> Actions:
         """The user says that no backward follows: reduce what the backwards have kept. The user starts the landing."""
         actions: list[tuple[Action, int]] = []
-        for unit in reversed(range(len(self.phases))):
+        for unit in reversed(range(len(self.passes.phases))):
             actions += self._reshard_after_backward(unit)
             if unit in self._owed:
                 actions.append(self._reduce(unit, jointly=True))
@@ -280,20 +322,15 @@ class Schedule:
 
     def reset(self) -> None:
         """An exception has ended the pass: forget the pass. The order of the last complete forward stays."""
-        if self.in_backward:
+        if self.passes.in_backward:
             self.awaits_finalization = False
-        self._come_to_rest()
+        self.passes.clear()
         self._prefetched.clear()
         self._forget_step()
 
     def _forget_step(self) -> None:
         self.tape.ended.clear()
         self.reduced_last.clear()
-
-    def _come_to_rest(self) -> None:
-        self.phases = [Phase.IDLE] * len(self.phases)
-        self.in_backward = False
-        self.forward_root = None
 
     def _reshard_after_backward(self, unit: int) -> Actions:
         return ((Action.RESHARD, unit),) if self.rules[unit].reshard_after_backward else ()

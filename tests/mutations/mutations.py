@@ -72,7 +72,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     },
     (*_SCHEDULE, *_RANDOM): {16: ("Schedule.end_backward", "actions.append((Action.LAND, 0))", "pass")},
     (*_SCHEDULE, "parity/test_activation_checkpointing.py"): {
-        17: ("Schedule.pre_forward", "self.phases[unit] is Phase.BACKWARD", "False")
+        17: ("Schedule.pre_forward", "passes.phases[unit] is Phase.BACKWARD", "False")
     },
     ("unit/test_skipped.py", "distributed/test_skipped_units.py"): {
         18: ("SkippedUnits.agree", "not present.issuperset(registered)", "False"),
@@ -189,9 +189,9 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     },
     ("distributed/test_recovery.py", "distributed/test_failure_at_every_event.py"): {
         58: ("Executor.drop", "reduction.drop()", "pass"),
-        63: ("Root._recover", "schedule.in_backward", "False"),
-        117: ("Root._runs_again", "inner == unit.index", "running == unit.index"),
-        132: ("Root.give_up_forward", "self._has_raised = self.schedule.forward_root == unit.index", "pass"),
+        63: ("Root._recover", "passes.in_backward", "False"),
+        117: ("PassStack.has_left_behind", "inner == unit", "self.root == unit"),
+        132: ("PassStack.pop_raised", "phase is Phase.FORWARD and unit == self.root", "False"),
         134: ("RunningBackward.has_raised", "thread == its_thread and depth <= its_depth", "False"),
     },
     ("distributed/test_finalization.py", "parity/test_step_control.py", "parity/test_pipeline_roots.py"): {

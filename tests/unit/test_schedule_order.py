@@ -190,12 +190,12 @@ def test_the_end_lands_once_and_last_and_returns_to_idle() -> None:
     schedule = schedule_of()
     forward(schedule, [1, 2, 3])
     schedule.pre_backward(0)
-    assert schedule.in_backward
+    assert schedule.passes.in_backward
     actions = [action for action, _ in schedule.end_backward()]
     assert actions.count(Action.LAND) == 1
     assert actions[-1] is Action.LAND
-    assert not schedule.in_backward
-    assert schedule.running is Pass.IDLE
+    assert not schedule.passes.in_backward
+    assert schedule.passes.running is Pass.IDLE
 
 
 # Activation checkpointing
@@ -213,9 +213,9 @@ def test_recompute_inside_a_unit_gathers_and_does_not_reshard_before_the_backwar
     schedule.pre_backward(1)
     for unit in (2, 3):
         assert _recompute(schedule, unit) == ((Action.USE, unit),)
-        assert schedule.running is Pass.RECOMPUTE
+        assert schedule.passes.running is Pass.RECOMPUTE
         assert schedule.post_forward(unit) == ()
-        assert schedule.running is Pass.BACKWARD
+        assert schedule.passes.running is Pass.BACKWARD
     assert prefetches(schedule.pre_backward(3)) == [2]
     assert reshards(schedule.post_backward(3)) == [3]
 
@@ -252,7 +252,7 @@ def test_backward_that_raised_is_forgotten_by_the_next_forward() -> None:
     schedule.pre_backward(0)
     schedule.pre_backward(3)  # raises here
     assert forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
-    assert not schedule.in_backward
+    assert not schedule.passes.in_backward
     assert backward(schedule, [3, 2, 1]) == {0: [3], 3: [2], 2: [1], 1: []}
 
 
@@ -262,8 +262,8 @@ def test_reset_returns_to_idle_and_keeps_the_order_of_the_last_complete_forward(
     pre_forward(schedule, 0)
     pre_forward(schedule, 3)
     schedule.reset()
-    assert schedule.running is Pass.IDLE
-    assert schedule.forward_root is None
+    assert schedule.passes.running is Pass.IDLE
+    assert schedule.passes.root is None
     assert forward(schedule, [1, 2, 3]) == {0: [1], 1: [2], 2: [3], 3: []}
 
 

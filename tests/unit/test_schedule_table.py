@@ -130,9 +130,9 @@ def test_the_table_has_every_cell() -> None:
 def test_cell(phase: Phase, event: str) -> None:
     schedule = _schedule()
     PHASES[phase](schedule)
-    assert schedule.phases[UNIT] is phase
+    assert schedule.passes.phases[UNIT] is phase
     actions = EVENTS[event](schedule)
-    assert (text(actions), schedule.phases[UNIT]) == CELLS[phase, event]
+    assert (text(actions), schedule.passes.phases[UNIT]) == CELLS[phase, event]
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_cell(phase: Phase, event: str) -> None:
 )
 def test_pass_follows_from_where_units_stand(phase: Phase, running: Pass) -> None:
     schedule = _schedule()
-    assert schedule.running is Pass.IDLE
+    assert schedule.passes.running is Pass.IDLE
     PHASES[phase](schedule)
-    assert schedule.running is running
+    assert schedule.passes.running is running
     schedule.reset()
-    assert schedule.running is Pass.IDLE
+    assert schedule.passes.running is Pass.IDLE
 
 
 @pytest.mark.parametrize(

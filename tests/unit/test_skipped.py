@@ -63,7 +63,7 @@ class Rank:
         self.end_backward()
 
     def begin_backward_of(self, unit: int) -> None:
-        if self.schedule.phases[unit] is not Phase.BACKWARD:
+        if self.schedule.passes.phases[unit] is not Phase.BACKWARD:
             self._join_backward(self.skipped.backward.begin(unit))
             self._do(self.schedule.pre_backward(unit))
 
@@ -83,7 +83,7 @@ class Rank:
 
     @property
     def is_at_rest(self) -> bool:
-        return set(self.schedule.phases) == {Phase.IDLE} and not self.unsharded and not self.owed
+        return set(self.schedule.passes.phases) == {Phase.IDLE} and not self.unsharded and not self.owed
 
     def _join_forward(self, events: Sequence[Event]) -> None:
         for event in events:
