@@ -316,7 +316,7 @@ class GroupGradients:
         for reduction in reductions:
             for copies in reduction.copies:
                 copies.wait()
-            self._hand_over(reduction)
+            self._hand_over(reduction, reduction.bound.reduce.shards(reduction.sums))
 
     def drop_copies(self) -> None:
         """Forget gradients in flight to the host."""
@@ -441,19 +441,19 @@ class GroupGradients:
         """Average, and hand over to the sharded parameters. If those live on the host, start copies instead;
         ``finish_copies`` waits for the copies and hands them over."""
         reduce = reduction.bound.reduce
-        reduction.sums = reduce.complete(reduction.sums)
         if not self._home.is_staged:
-            self._hand_over(reduction)
+            self._hand_over(reduction, reduce.landed(reduction.sums))
             return ()
-        reduction.copies = [HostCopies(buffers, self._home, reduce.streams) for buffers in reduction.sums]
+        buffers = reduce.complete(reduction.sums)
+        reduction.copies = [HostCopies(each, self._home, reduce.streams) for each in buffers]
         reduction.sums = [copies.tensors for copies in reduction.copies]  # so the memory on the device is freed
         self._to_host.append(reduction)
         return ()
 
-    def _hand_over(self, reduction: Reduction) -> None:
+    def _hand_over(self, reduction: Reduction, shards: Sequence[torch.Tensor]) -> None:
         """Hand over the gradients that this rank had."""
         bound, present = reduction.bound, reduction.present
-        landed = Landed(bound.parts, bound.params, bound.reduce.shards(reduction.sums), bound.is_wrapped)
+        landed = Landed(bound.parts, bound.params, shards, bound.is_wrapped)
         reduction.sums = []  # no longer needed; where ``.grad`` existed, the values are added to it
         used = bound.used
         if False in present:
