@@ -17,14 +17,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.harness.selection import LANDING
 from tests.mutations.mutations import MUTATIONS, Mutation
+from tests.mutations.places import Package, Place
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("noticed.md")
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("numbers", nargs="*", help="of mutations: 17, or 40-44; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at the same time")
     args = parser.parse_args()
-    numbers = sorted({number for text in args.numbers for number in _range(text)}) or range(len(MUTATIONS))
+    numbers = sorted({number for text in args.numbers for number in _range(text)}) or sorted(MUTATIONS)
     rows = _rows_of_table()
     with tempfile.TemporaryDirectory() as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
@@ -84,7 +83,7 @@ def _copy_of_package(tree: Path) -> Path:
 
 def _noticed_by(mutation: Mutation, tree: Path) -> tuple[str, str]:
     """The suite, and the first of its tests that fails."""
-    with mutated(tree / "fsdp2" / mutation.file, mutation):
+    with _place_of(mutation, tree).mutated(mutation.after):
         for suite, marked in (("short", "not long"), ("CI", "long and not rare"), ("in turns", "rare")):
             failed = first_failure(tree, mutation.tests, marked)
             if failed is not None:
@@ -92,14 +91,8 @@ def _noticed_by(mutation: Mutation, tree: Path) -> tuple[str, str]:
     return "neither", "no test"
 
 
-@contextmanager
-def mutated(path: Path, mutation: Mutation) -> Iterator[None]:
-    text = path.read_text()
-    path.write_text(text.replace(mutation.before, mutation.after))
-    try:
-        yield
-    finally:
-        path.write_text(text)
+def _place_of(mutation: Mutation, tree: Path) -> Place:
+    return Package(tree / "fsdp2").find(mutation.place, mutation.before, mutation.after)
 
 
 def first_failure(tree: Path, tests: tuple[str, ...], marked: str) -> str | None:
@@ -118,14 +111,13 @@ def first_failure(tree: Path, tests: tuple[str, ...], marked: str) -> str | None
 
 def _row(number: int, suite: str, test: str) -> str:
     mutation = MUTATIONS[number]
+    file = _place_of(mutation, ROOT).path.relative_to(ROOT / "fsdp2")
     before, after = (_in_one_line(text) for text in (mutation.before, mutation.after))
-    return f"| {number} | {mutation.file} | {before} | {after} | {suite} | {test.removeprefix('tests/')} |"
+    return f"| {number} | {file} | {before} | {after} | {suite} | {test.removeprefix('tests/')} |"
 
 
 def _in_one_line(text: str) -> str:
-    """The lines that differ matter, not how far they are indented."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"`{' ⏎ '.join(lines)}`".replace("|", "\\|") if lines else ""
+    return f"`{' ⏎ '.join(line.strip() for line in text.splitlines())}`".replace("|", "\\|")
 
 
 if __name__ == "__main__":

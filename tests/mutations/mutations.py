@@ -1,6 +1,9 @@
-"""One-line defects. Each must fail a test of those that are named with it: see ``__main__.py``.
+"""Small defects. Each must fail a test of those that it is listed under: see ``__main__.py``.
 
-``test_mutations.py`` checks that each still applies. If you change a line that one replaces, change the mutation, too.
+A defect is ``number: (place, before, after)``. ``place`` names a function or a class of the package by its qualified
+name, in whichever file. ``before`` is an expression or statements that occur there once, and ``after`` replaces it.
+Syntax trees are compared: a function that moves, another line break or comment do not matter (``places.py``).
+Where ``before`` occurs several times, ``place`` says which is meant: ``Class.method#1``.
 """
 
 from __future__ import annotations
@@ -13,20 +16,9 @@ _SCHEDULE = (
     "unit/test_schedule_table.py",
     "unit/test_skipped.py",
 )
-_TRACES = (
-    "distributed/test_traces.py",
-    "distributed/test_traces_of_variants.py",
-)
-_PLAN = (
-    "unit/test_plan.py",
-    "unit/test_layout.py",
-    "unit/test_extension_plans.py",
-)
-_STREAMS = (
-    "distributed/test_stream_order.py",
-    "unit/test_streams.py",
-)
-_IN_FLIGHT = ("distributed/test_messages_in_flight.py",)
+_TRACES = ("distributed/test_traces.py", "distributed/test_traces_of_variants.py")
+_PLAN = ("unit/test_plan.py", "unit/test_layout.py", "unit/test_extension_plans.py")
+_STREAMS = ("distributed/test_stream_order.py", "unit/test_streams.py")
 _RANDOM = ("fuzz/test_fuzz.py",)
 
 
@@ -35,1036 +27,335 @@ class Mutation:
     """A defect.
 
     Attributes:
-        file: in ``fsdp2/``.
-        before, after: text that occurs there once, and what replaces it.
+        place, before, after: what is replaced.
         tests: files in ``tests/``, in the order in which they are run until one fails.
     """
 
-    file: str
+    place: str
     before: str
     after: str
     tests: tuple[str, ...]
 
 
-MUTATIONS = [
-    # plan/layout.py
-    Mutation(
-        "plan/layout.py",
-        "return -(-self.size // self.num_shards)",
-        "return max(1, self.size // self.num_shards)",
-        (*_PLAN,),
-    ),
-    Mutation("plan/layout.py", "return self.chunk_numel * self.num_shards", "return self.numel", (*_PLAN,)),
-    Mutation("plan/layout.py", "end += -(-size // alignment) * alignment", "end += size", (*_PLAN,)),
-    Mutation(
-        "plan/layout.py",
-        "return self.dim == 0 and not any(self.sizes[first_short + 1 :])",
-        "return self.dim == 0",
-        (*_PLAN,),
-    ),
-    # plan/dtypes.py
-    Mutation(
-        "plan/dtypes.py",
-        "factor = float(world_size) if factor is None else factor",
-        "factor = float(world_size)",
-        (
-            *_RANDOM,
-            "unit/test_precision.py",
-            "parity/test_step_control.py",
+_LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
+    (*_RANDOM, "unit/test_precision.py", "parity/test_step_control.py"): {
+        4: ("divide_factors", "float(world_size) if factor is None else factor", "float(world_size)"),
+        5: (
+            "divide_factors",
+            "DivideFactors(before, factor / before, behind_hook=True)",
+            "DivideFactors(before, factor, behind_hook=True)",
         ),
-    ),
-    Mutation(
-        "plan/dtypes.py",
-        "return DivideFactors(before, factor / before, behind_hook=True)",
-        "return DivideFactors(before, factor, behind_hook=True)",
-        (
-            *_RANDOM,
-            "unit/test_precision.py",
+        6: ("param_dtypes", "policy.reduce_dtype or unless_told", "param"),
+        21: ("_PeerSum.wait", "[*others, self._mine]", "others"),
+        28: ("Gather.issue", "_torch.foreach_copy(self._cast_targets, self._cast_sources)", "pass"),
+        35: ("Reduce.complete", "plan.factors.after != 1.0", "False"),
+        48: ("Reduction._advance", "wait_for(works)", "pass"),
+    },
+    (*_PLAN, *_RANDOM): {
+        0: ("ShardLayout.chunk_size", "-(-self.size // self.num_shards)", "max(1, self.size // self.num_shards)"),
+        1: ("Layout.padded_numel", "self.chunk_numel * self.num_shards", "self.numel"),
+        2: ("pack", "-(-size // alignment) * alignment", "size"),
+        3: ("JoinedLayout.is_contiguous", "self.dim == 0 and not any(self.sizes[first_short + 1 :])", "self.dim == 0"),
+        7: ("_compile_reduce", "item.layout.chunk_numel", "item.layout.numel"),
+        8: ("_place_shards", "ALIGNMENT_NBYTES // step.source.itemsize if step.route is Route.DIRECT else 1", "1"),
+        9: ("_reduce_route", "item.layout.is_even or routing.reduces_uneven", "True"),
+    },
+    (*_PLAN, "parity/test_placement.py"): {10: ("_reduce_route", "item.layout.dim != 0", "False")},
+    (*_SCHEDULE, *_TRACES): {
+        11: ("Schedule.pre_forward", "self._prefetch_in_forward(unit)", "()"),
+        12: ("Schedule.post_forward", "self._take_unused()", "()"),
+        13: ("Schedule.post_backward", "self._reshard_after_backward(unit)", "()"),
+    },
+    (*_SCHEDULE, "parity/test_accumulation.py"): {
+        14: ("Schedule._reduce", "not rules.reduces", "False"),
+        15: ("Schedule.pre_backward", "self.rules[unit].unshard_in_backward", "True"),
+    },
+    (*_SCHEDULE, *_RANDOM): {16: ("Schedule.end_backward", "actions.append((Action.LAND, 0))", "pass")},
+    (*_SCHEDULE, "parity/test_activation_checkpointing.py"): {
+        17: ("Schedule.pre_forward", "self.phases[unit] is Phase.BACKWARD", "False")
+    },
+    ("unit/test_skipped.py", "distributed/test_skipped_units.py"): {
+        18: ("SkippedUnits.agree", "not present.issuperset(registered)", "False"),
+        108: ("Backward._reach", "each.unit not in self._reachable", "False"),
+        109: ("Backward._pass_to", "staying.update(event.unit for event in first)", "pass"),
+    },
+    (*_RANDOM, "distributed/test_comm.py", "parity/test_training.py"): {
+        20: ("PeerComm._reduce_one", "output[mine.numel() :].zero_()", "pass")
+    },
+    (
+        "distributed/test_comm.py",
+        "distributed/test_recovery.py",
+        "distributed/test_agreement.py",
+        "distributed/test_skipped_units.py",
+        "distributed/test_own_groups.py",
+        "distributed/test_lost_collectives.py",
+    ): {22: ("_new_channels", "_next_channel[_identity(group)] = first + 2", "pass")},
+    ("distributed/test_messages_in_flight.py",): {
+        24: ("_Messages.__init__", "_in_flight.add(self)", "pass"),
+        54: ("Gather._wait_for_works", "self.gathered.is_lost, self._works = True, ()", "self._works = ()"),
+        55: ("Gather.issue", "self.gathered.is_lost = True\nraise", "raise"),
+        56: ("PostForwardShards.release", "self.gather.gathered.is_lost", "False"),
+        107: (
+            "Gather.issue",
+            "self.gathered.is_lost = True\nraise CommunicationError(str(error)) from error",
+            "raise CommunicationError(str(error)) from error",
         ),
-    ),
-    Mutation(
-        "plan/dtypes.py",
-        "return ParamDtypes(orig, param, policy.reduce_dtype or unless_told, orig)",
-        "return ParamDtypes(orig, param, param, orig)",
-        (
-            *_RANDOM,
-            "unit/test_precision.py",
+    },
+    ("distributed/test_custom_comm.py",): {25: ("_allocated", "found != (numel, dtype, device.type, True)", "False")},
+    ("unit/test_offload.py", "distributed/test_offload.py", "parity/test_offload.py"): {
+        26: ("home_for", "is_elsewhere or isinstance(policy, StagedOffloadPolicy)", "is_elsewhere")
+    },
+    ("parity/test_communication.py", "distributed/test_custom_comm.py"): {
+        27: ("_allocated", "earlier.wait()", "pass"),
+        36: ("Reduce.complete", "self._hook is not None and plan.factors.behind_hook", "False"),
+        37: ("_Part.__init__", "torch.zeros if is_hooked else torch.empty", "torch.empty"),
+    },
+    (
+        *_RANDOM,
+        "distributed/test_comm.py",
+        "parity/test_mixed_precision.py",
+        "distributed/test_extension_training.py",
+        "parity/test_placement.py",
+    ): {29: ("Gather._direct", "output.narrow(0, self._rank * n, n)", "output.narrow(0, 0, n)")},
+    (
+        *_RANDOM,
+        "distributed/test_recovery.py",
+        "distributed/test_failure_at_every_event.py",
+        "distributed/test_extension_lifetimes.py",
+        "distributed/test_memory.py",
+    ): {30: ("Gather.drop", "self._wait_for_works()", "pass")},
+    (
+        "distributed/test_memory.py",
+        "distributed/test_inner_losses.py",
+        "distributed/test_misuse.py",
+        "distributed/test_staleness.py",
+    ): {
+        31: ("ParamGroup._release", "torch.autograd.graph.increment_version(unsharded.versioned)", "pass"),
+        44: ("Gather.release", "self._lasting if self._hooks is None else self._lasting + self._hooks.storages", "()"),
+    },
+    ("distributed/test_hook_errors.py", "distributed/test_misuse.py"): {
+        32: ("ParamGroup.unshard", "self._return_to(before)", "pass")
+    },
+    ("distributed/test_changed_flags.py", "distributed/test_staleness.py"): {
+        33: ("ParamGroup.take_flags", "sharded == noted and bound == noted", "sharded == noted"),
+        111: ("GroupGradients.owe", "self._has_kept", "False"),
+    },
+    ("distributed/test_changed_parameters.py", "distributed/test_copies.py", "distributed/test_misuse.py"): {
+        34: ("Bindings.rebind", "parameters.get(name) is before[index]", "True"),
+        110: ("ParamGroup.unshard", "before is GroupState.SHARDED and not in_backward", "before is GroupState.SHARDED"),
+    },
+    (*_RANDOM, "parity/test_accumulation.py"): {
+        38: ("GroupGradients.reduce", "earlier, self._partial = self._partial, None", "earlier = None"),
+        47: ("GroupGradients.reduce", "self._mesh.replicate.group is not None", "False"),
+        51: ("ShardedParam.keep_grad", "grad.to(dtype)", "grad"),
+    },
+    (*_TRACES, *_RANDOM, "parity/test_gradients.py", "parity/test_passes.py"): {
+        39: ("GroupGradients.reduce", "not jointly and True not in present", "False")
+    },
+    (*_STREAMS, "distributed/test_offload.py", "unit/test_offload.py"): {
+        40: ("GroupGradients.finish_copies", "copies.wait()", "pass")
+    },
+    ("parity/test_optimizers.py", "parity/test_offload.py"): {
+        41: ("deposit", "_torch.post_accumulate_grad_hooks(param)", "()"),
+        136: ("Root.order_gathers", "self.executor.land_down_to(0)\nself.executor.wait_for_landed()", "pass"),
+    },
+    (*_STREAMS, "accelerator/test_left_out_waits.py"): {
+        19: ("AcceleratorStreams.on", "stream.wait_stream(current)", "pass"),
+        42: ("Gather.wait", "self._streams.wait_here(self._done)", "pass"),
+        43: ("Gather.release", "self._streams.gather_after_compute()", "pass"),
+        46: ("Reduce.launch", "streams.reduce_after_compute()", "pass"),
+        72: ("Root.order_gathers", "streams.gather_after_compute()", "pass"),
+    },
+    (*_TRACES, "distributed/test_group_states.py"): {
+        45: ("ParamGroup._transition", "self.on_transition(before, after)", "pass"),
+        131: ("ModuleHooks._handed_out", "_torch.before_in_place(view, num_writes, self._on_input_gradient)", "pass"),
+    },
+    ("parity/test_extensions.py", "distributed/test_extension_protocol.py"): {
+        49: ("HookedParams._arrive_checked.act", "hooked.fill_first()", "pass")
+    },
+    (*_RANDOM, "parity/test_training.py"): {
+        50: ("GroupGradients._landing_stages", "self._mesh.replicate.size > 1", "False")
+    },
+    ("parity/fsdp1/test_behaviour.py", "parity/fsdp1/test_training.py"): {
+        52: ("GroupGradients.reduce", "(self.options.fills_beside_others and True in present)", "False")
+    },
+    ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"): {
+        53: ("UsedParams.settle", "param in anywhere", "True"),
+        68: ("UsedParams.settle", "used[start + at :]", "used[at :]"),
+        115: ("UsedParams.settle", "set(compress(gradients.params, used[start + at :]))", "set(gradients.params)"),
+    },
+    ("distributed/test_recovery.py", "distributed/test_memory.py", "accelerator/test_findings.py"): {
+        57: ("Gather.issue#1", "self._forget_memory()\nraise", "raise")
+    },
+    ("distributed/test_recovery.py", "distributed/test_failure_at_every_event.py"): {
+        58: ("Executor.drop", "reduction.drop()", "pass"),
+        63: ("Root._recover", "schedule.in_backward", "False"),
+        117: ("Root._runs_again", "inner == unit.index", "running == unit.index"),
+        132: ("Root.give_up_forward", "self._has_raised = self.schedule.forward_root == unit.index", "pass"),
+        134: ("RunningBackward.has_raised", "thread == its_thread and depth <= its_depth", "False"),
+    },
+    ("distributed/test_finalization.py", "parity/test_step_control.py", "parity/test_pipeline_roots.py"): {
+        59: ("Executor.reduce_partial", "group.gradients.awaits_all_reduce", "False")
+    },
+    ("distributed/test_lost_collectives.py",): {
+        60: ("_run", 'raise group.lost("reduction", error) from error.__cause__', "raise")
+    },
+    ("distributed/test_staleness.py", "distributed/test_changed_parameters.py"): {
+        62: ("Root.start_forward", "group.reshard_if_outdated()", "pass"),
+        118: ("GroupShards.refresh", "self._follow_locals()", "pass"),
+    },
+    ("distributed/test_changed_modules.py",): {
+        64: ("Root._take_changes", "self._seen_version != ModuleTrees.version", "self._seen_version is None")
+    },
+    ("distributed/test_skipped_units.py", "distributed/test_other_parameters_on_other_ranks.py"): {
+        65: (
+            "RootWhereRanksDiffer.settle",
+            'self.agree("the agreement on which parameters had gradients", used.settle)',
+            "pass",
         ),
-    ),
-    # plan/plan.py
-    Mutation(
-        "plan/plan.py",
-        "offset += item.layout.chunk_numel",
-        "offset += item.layout.numel",
-        (
-            *_PLAN,
-            *_RANDOM,
+        122: ("ModuleHooks._handed_out", "_viewed(output, view)", "output"),
+        123: ("watch_calls.watched", "output.view_as(output)", "output"),
+    },
+    ("parity/test_offload.py", "distributed/test_offload.py"): {
+        66: ("Root._land", "self.executor.finish_copies()", "pass")
+    },
+    (*_TRACES, *_RANDOM, "distributed/test_skipped_units.py", "parity/test_gradients.py", "parity/test_training.py"): {
+        67: ("Root._rules_of", "config.ranks_may_differ and has_others", "config.ranks_may_differ")
+    },
+    (*_TRACES, "distributed/test_memory.py", "parity/test_step_control.py"): {
+        69: ("Executor._reduce", "self._make_room(group)", "pass")
+    },
+    ("distributed/test_staleness.py", "parity/test_optimizers.py"): {
+        70: ("Executor._reduce", "group.note_writes()", "pass")
+    },
+    ("distributed/test_agreement.py", "distributed/test_skipped_units.py"): {
+        23: ("match_channels", "_next_channel[_identity(axis.group)] = max(exchange(axis, mine))", "pass"),
+        61: (
+            "Alike.begin_pass",
+            'root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))',
+            "pass",
         ),
-    ),
-    Mutation(
-        "plan/plan.py",
-        "alignment = ALIGNMENT_NBYTES // step.source.itemsize if step.route is Route.DIRECT else 1",
-        "alignment = 1",
-        (*_PLAN,),
-    ),
-    Mutation("plan/plan.py", "is_even = item.layout.is_even or routing.reduces_uneven", "is_even = True", (*_PLAN,)),
-    Mutation(
-        "plan/plan.py",
-        "if item.layout.dim != 0:",
-        "if False:",
-        (
-            *_PLAN,
-            "parity/test_placement.py",
+        73: ("reduce", "wait_for(launched(_torch.counted_as, None, partial(all_reduce, axis, values, op)))", "pass"),
+    },
+    ("parity/test_pipeline_roots.py", "distributed/test_finalization.py", "distributed/test_misuse.py"): {
+        74: ("SplitBackwards.check", "len(losers) > may_compute_shapes", "False")
+    },
+    ("unit/test_split_backward.py",): {
+        75: ("SplitBackwards.forget", "self._params, self._losers = (), []", "self._params = ()")
+    },
+    ("distributed/test_ties.py",): {
+        76: ("Tie.join", "self.unit.hooks.hold([slot.module for slot in moved])", "pass"),
+        77: ("movable_ties", "not all(keeps(member.unit) for member in members)", "False"),
+        78: ("_is_fresh", "group.unsharded.gather is None", "True"),
+    },
+    ("parity/test_placement.py",): {
+        79: ("_collect", "param in ignored", "False"),
+        81: ("_resolve_dim", "placement.dim % param.dim()", "placement.dim"),
+    },
+    ("distributed/test_refusals.py",): {
+        80: ("read_reshard_after_forward", "value < 1 or size % value != 0", "value < 1"),
+        86: ("_change_classes", "root.__class__ = original", "pass"),
+    },
+    ("distributed/test_scopes.py", "distributed/test_unusual_parameters.py"): {
+        82: ("no_sync", "stack.callback(unit.configure, reduces=unit.config.reduces)", "pass"),
+        84: ("lent_whole", "stack.callback(group.take_back)", "pass"),
+    },
+    ("distributed/test_scopes.py", "parity/test_accumulation.py"): {
+        83: ("no_sync", "group.configure(requires_all_reduce=False)", "pass")
+    },
+    ("accelerator/test_findings.py",): {
+        85: ("PreparedUnit.commit", "setattr(module, name, buffer.to(self.parallel.device))", "pass")
+    },
+    ("parity/test_clipping_on_mixed_meshes.py", "parity/test_clipping.py"): {
+        87: ("_groups_of", "mesh.size(axis) > 1", "False"),
+        88: ("clip_grad_norm_", "error_if_nonfinite and not torch.isfinite(total)", "False"),
+    },
+    (
+        "parity/test_clipping_on_mixed_meshes.py",
+        "unit/test_buffers.py",
+        "unit/test_flat_optimizer.py",
+        "unit/test_layers.py",
+    ): {89: ("joined_neighbours", "nbytes <= left", "True")},
+    (
+        "distributed/test_flat_optimizer_runs.py",
+        "distributed/test_flat_optimizer.py",
+        "distributed/test_flat_optimizer_states.py",
+    ): {90: ("FlatOptimizer._step_flat", "not layout.is_that_of(self.param_groups)", "False")},
+    ("distributed/test_flat_optimizer_states.py",): {91: ("FlatOptimizer.__setstate__", "self._layout = None", "pass")},
+    ("distributed/test_memory_limit.py", "unit/test_budget.py"): {
+        92: ("MemoryLimit._perform", "not self._ledger.fits(nbytes)", "False"),
+        93: ("MemoryLimit._make_room", "self._executor.land_down_to(ledger.num_reductions)", "pass"),
+        124: ("simulate", "uses[unit] == 0", "True"),
+    },
+    ("unit/test_weights.py", "distributed/test_weights.py"): {
+        94: ("_Checked._add_key", "shape != tuple(tensor.shape)", "False"),
+        95: ("_Checked.problems", "keys and strict", "False"),
+        96: ("_files", "cut[-1] and filled + entry.nbytes > max_nbytes", "False"),
+        97: ("_check_alike#1", "others", "False"),
+    },
+    ("unit/test_install.py", "distributed/test_install.py"): {
+        98: ("_refuse_our_modules", "unit_of(module) is not None", "False")
+    },
+    ("unit/test_int8_tensor.py",): {
+        99: (
+            "_blocks",
+            "yield floats[:, end:].unsqueeze(1), values[:, end:].unsqueeze(1), scales[:, num_full:]",
+            "pass",
+        )
+    },
+    ("unit/test_wire_tensors.py", "unit/test_check_all_gather_extension.py"): {
+        100: (
+            "WireFormatTensor._before_write",
+            "torch.autograd.graph.increment_version([self._data, self._origin])",
+            "pass",
         ),
-    ),
-    # schedule/schedule.py
-    Mutation(
-        "schedule/schedule.py",
-        "return *gather, *self._prefetch_in_forward(unit)",
-        "return gather",
-        (
-            *_SCHEDULE,
-            *_TRACES,
-        ),
-    ),
-    Mutation(
-        "schedule/schedule.py",
-        "return *actions, *((Action.RESHARD, other) for other in self._take_unused())",
-        "return actions",
-        (
-            *_SCHEDULE,
-            *_TRACES,
-        ),
-    ),
-    Mutation(
-        "schedule/schedule.py",
-        "reshard = self._reshard_after_backward(unit)\n        return",
-        "reshard: Actions = ()\n        return",
-        (
-            *_SCHEDULE,
-            *_TRACES,
-        ),
-    ),
-    Mutation(
-        "schedule/schedule.py",
-        "if not rules.reduces:",
-        "if False:",
-        (
-            *_SCHEDULE,
-            "parity/test_accumulation.py",
-        ),
-    ),
-    Mutation(
-        "schedule/schedule.py",
-        "gather = self._gather[unit] if self.rules[unit].unshard_in_backward else ()",
-        "gather = self._gather[unit]",
-        (*_SCHEDULE,),
-    ),
-    Mutation(
-        "schedule/schedule.py",
-        "actions.append((Action.LAND, 0))",
-        "pass",
-        (
-            *_SCHEDULE,
-            *_RANDOM,
-        ),
-    ),
-    Mutation(
-        "schedule/schedule.py",
-        "if self.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: it stays in its own backward",
-        "if False:",
-        (
-            *_SCHEDULE,
-            "parity/test_activation_checkpointing.py",
-        ),
-    ),
-    # extras/skipped_units.py
-    Mutation(
-        "extras/skipped_units.py",
-        "if not present.issuperset(registered):",
-        "if False:",
-        (
-            "unit/test_skipped.py",
-            "distributed/test_skipped_units.py",
-        ),
-    ),
-    # comm/streams.py
-    Mutation("comm/streams.py", "stream.wait_stream(current)  # user's", "pass  # user's", (*_STREAMS,)),
-    # comm/backends.py
-    Mutation(
-        "comm/backends.py",
-        "output[mine.numel() :].zero_()",
-        "pass",
-        (
-            *_RANDOM,
-            "distributed/test_comm.py",
-            "parity/test_training.py",
-        ),
-    ),
-    Mutation("comm/backends.py", "for other in [*others, self._mine]:", "for other in others:", (*_RANDOM,)),
-    Mutation(
-        "comm/backends.py",
-        "_next_channel[_identity(group)] = first + 2",
-        "pass",
-        (
-            "distributed/test_comm.py",
-            "distributed/test_recovery.py",
-            "distributed/test_agreement.py",
-            "distributed/test_skipped_units.py",
-            "distributed/test_own_groups.py",
-            "distributed/test_lost_collectives.py",
-        ),
-    ),
-    Mutation(
-        "comm/backends.py",
-        "_next_channel[_identity(axis.group)] = max(exchange(axis, mine))",
-        "pass",
-        ("distributed/test_agreement.py",),
-    ),
-    Mutation("comm/backends.py", "_in_flight.add(self)", "pass", _IN_FLIGHT),
-    # comm/custom.py
-    Mutation(
-        "comm/custom.py",
-        "if found != (numel, dtype, device.type, True):",
-        "if False:",
-        ("distributed/test_custom_comm.py",),
-    ),
-    # comm/offload.py
-    Mutation(
-        "comm/offload.py",
-        "is_staged = is_elsewhere or isinstance(policy, StagedOffloadPolicy)",
-        "is_staged = is_elsewhere",
-        (
-            "unit/test_offload.py",
-            "distributed/test_offload.py",
-            "parity/test_offload.py",
-        ),
-    ),
-    # comm/custom.py
-    Mutation(
-        "comm/custom.py",
-        "earlier.wait()  # copies its data out before the next message is written",
-        "pass",
-        (
-            "parity/test_communication.py",
-            "distributed/test_custom_comm.py",
-        ),
-    ),
-    # group/all_gather.py
-    Mutation("group/all_gather.py", "if self._cast_targets:", "if False:", (*_RANDOM,)),
-    Mutation(
-        "group/all_gather.py",
-        "mine = output.narrow(0, self._rank * n, n)  # the gather",
-        "mine = output.narrow(0, 0, n)  # the gather",
-        (
-            *_RANDOM,
-            "distributed/test_comm.py",
-            "parity/test_mixed_precision.py",
-            "distributed/test_extension_training.py",
-            "parity/test_placement.py",
-        ),
-    ),
-    Mutation(
-        "group/all_gather.py",
-        "            self._wait_for_works()\n            self._empty(self._passing)",
-        "            self._empty(self._passing)",
-        (
-            *_RANDOM,
-            "distributed/test_recovery.py",
-            "distributed/test_failure_at_every_event.py",
-            "distributed/test_extension_lifetimes.py",
-            "distributed/test_memory.py",
-        ),
-    ),
-    # group/group.py
-    Mutation(
-        "group/group.py",
-        "torch.autograd.graph.increment_version(unsharded.versioned)",
-        "pass",
-        (
-            "distributed/test_memory.py",
-            "distributed/test_inner_losses.py",
-            "distributed/test_misuse.py",
-            "distributed/test_staleness.py",
-        ),
-    ),
-    Mutation(
-        "group/group.py",
-        "self._return_to(before)  # nothing is in flight: a refused gather leaves the group as it was",
-        "pass",
-        (
-            "distributed/test_hook_errors.py",
-            "distributed/test_misuse.py",
-        ),
-    ),
-    Mutation(
-        "group/group.py",
-        "if sharded == noted and bound == noted:",
-        "if sharded == noted:",
-        ("distributed/test_changed_flags.py", "distributed/test_staleness.py"),
-    ),
-    Mutation(
-        "group/group.py",
-        "if parameters.get(name) is before[index]:\n                parameters[name] = forms[index]",
-        "if True:\n                parameters[name] = forms[index]",
-        (
-            "distributed/test_changed_parameters.py",
-            "distributed/test_copies.py",
-            "distributed/test_misuse.py",
-        ),
-    ),
-    # group/reduce_scatter.py
-    Mutation("group/reduce_scatter.py", "if plan.factors.after != 1.0:", "if False:", (*_RANDOM,)),
-    Mutation(
-        "group/reduce_scatter.py",
-        "if self._hook is not None and plan.factors.behind_hook:",
-        "if False:",
-        ("parity/test_communication.py",),
-    ),
-    Mutation(
-        "group/reduce_scatter.py",
-        "self._new_buffer = torch.zeros if is_hooked else torch.empty",
-        "self._new_buffer = torch.empty",
-        (
-            "parity/test_communication.py",
-            "distributed/test_custom_comm.py",
-        ),
-    ),
-    # group/gradients.py
-    Mutation(
-        "group/gradients.py",
-        "earlier, self._partial = self._partial, None\n        if earlier is not None and not",
-        "earlier = None\n        if earlier is not None and not",
-        (
-            *_RANDOM,
-            "parity/test_accumulation.py",
-        ),
-    ),
-    Mutation(
-        "group/gradients.py",
-        "elif not jointly and True not in present:",
-        "elif False:",
-        (
-            *_TRACES,
-            *_RANDOM,
-            "parity/test_gradients.py",
-            "parity/test_passes.py",
-        ),
-    ),
-    Mutation(
-        "group/gradients.py",
-        "copies.wait()",
-        "pass",
-        (
-            *_STREAMS,
-            "distributed/test_offload.py",
-            "unit/test_offload.py",
-        ),
-    ),
-    Mutation(
-        "group/gradients.py",
-        "            for hook in _torch.post_accumulate_grad_hooks(param):\n                hook(param)",
-        "            pass",
-        (
-            "parity/test_optimizers.py",
-            "parity/test_offload.py",
-        ),
-    ),
-    # group/all_gather.py
-    Mutation(
-        "group/all_gather.py",
-        "self._streams.wait_here(self._done)  # compute waits for the gather stream: compute reads what that fills",
-        "pass",
-        (
-            *_STREAMS,
-            "accelerator/test_left_out_waits.py",
-        ),
-    ),
-    Mutation(
-        "group/all_gather.py",
-        "            self._streams.gather_after_compute()\n            return",
-        "            return",
-        (
-            *_STREAMS,
-            "accelerator/test_left_out_waits.py",
-        ),
-    ),
-    Mutation(
-        "group/all_gather.py",
-        "release(self._lasting if self._hooks is None else self._lasting + self._hooks.storages, self._streams)",
-        "pass",
-        ("distributed/test_memory.py",),
-    ),
-    # group/group.py
-    Mutation(
-        "group/group.py",
-        "self.on_transition(before, after)  # called first: if it raises, nothing has changed",
-        "pass",
-        (
-            *_TRACES,
-            "distributed/test_group_states.py",
-        ),
-    ),
-    # group/reduce_scatter.py
-    Mutation(
-        "group/reduce_scatter.py",
-        "        streams.reduce_after_compute()\n",
-        "",
-        (
-            *_STREAMS,
-            "accelerator/test_left_out_waits.py",
-        ),
-    ),
-    # group/gradients.py
-    Mutation(
-        "group/gradients.py",
-        "keeps_partial = self._mesh.replicate.group is not None and not self.options.requires_all_reduce",
-        "keeps_partial = False",
-        (
-            *_RANDOM,
-            "parity/test_accumulation.py",
-        ),
-    ),
-    Mutation(
-        "group/gradients.py",
-        "        wait_for(works)  # on an accelerator, the reduce stream waits\n",
-        "        pass\n",
-        (*_RANDOM,),
-    ),
-    # group/hooked_params.py
-    Mutation(
-        "group/hooked_params.py",
-        "                        hooked.fill_first()",
-        "                        pass",
-        (
-            "parity/test_extensions.py",
-            "distributed/test_extension_protocol.py",
-        ),
-    ),
-    # group/gradients.py
-    Mutation(
-        "group/gradients.py",
-        "reduces = self._mesh.replicate.size > 1 and not self.options.hook_reduces",
-        "reduces = False",
-        (
-            *_RANDOM,
-            "parity/test_training.py",
-        ),
-    ),
-    Mutation(
-        "group/param.py",
-        "self.accumulated = grad.to(dtype)",
-        "self.accumulated = grad",
-        (
-            *_RANDOM,
-            "parity/test_accumulation.py",
-        ),
-    ),
-    Mutation(
-        "group/gradients.py",
-        "(self.options.fills_beside_others and True in present)",
-        "False",
-        (
-            "parity/fsdp1/test_behaviour.py",
-            "parity/fsdp1/test_training.py",
-        ),
-    ),
-    Mutation(
-        "extras/ranks_may_differ.py",
-        "late = [param in anywhere for param in landed.params]",
-        "late = [True for param in landed.params]",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
-    ),
-    # group/all_gather.py
-    Mutation("group/all_gather.py", "self.gathered.is_lost, self._works = True, ()", "self._works = ()", _IN_FLIGHT),
-    Mutation(
-        "group/all_gather.py",
-        "and some are not\n                self.gathered.is_lost = True\n",
-        "and some are not\n",
-        _IN_FLIGHT,
-    ),
-    # group/post_forward.py
-    Mutation("group/post_forward.py", "if self.gather.gathered.is_lost:", "if False:", _IN_FLIGHT),
-    # group/all_gather.py
-    Mutation(
-        "group/all_gather.py",
-        "                self._forget_memory()\n                raise\n            try:",
-        "                raise\n            try:",
-        (
-            "distributed/test_recovery.py",
-            "distributed/test_memory.py",
-            "accelerator/test_findings.py",
-        ),
-    ),
-    # runtime/executor.py
-    Mutation(
-        "runtime/executor.py",
-        "reduction.drop()",
-        "pass",
-        (
-            "distributed/test_recovery.py",
-            "distributed/test_failure_at_every_event.py",
-        ),
-    ),
-    Mutation(
-        "runtime/executor.py",
-        "if group.gradients.awaits_all_reduce:",
-        "if False:",
-        (
-            "distributed/test_finalization.py",
-            "parity/test_step_control.py",
-            "parity/test_pipeline_roots.py",
-        ),
-    ),
-    Mutation(
-        "runtime/executor.py",
-        'raise group.lost("reduction", error) from error.__cause__',
-        "raise",
-        ("distributed/test_lost_collectives.py",),
-    ),
-    # runtime/root.py
-    Mutation(
-        "extras/alike.py",
-        'root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))',
-        "pass",
-        ("distributed/test_agreement.py",),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "if group.stamp is not None:\n                group.reshard_if_outdated()",
-        "pass",
-        (
-            "distributed/test_staleness.py",
-            "distributed/test_changed_parameters.py",
-        ),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "if schedule.in_backward:\n            self.reset()",
-        "if False:\n            self.reset()",
-        ("distributed/test_recovery.py",),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "if self._seen_version != ModuleTrees.version:",
-        "if self._seen_version is None:",
-        ("distributed/test_changed_modules.py",),
-    ),
-    Mutation(
-        "extras/ranks_may_differ.py",
-        'self.agree("the agreement on which parameters had gradients", used.settle)',
-        "pass",
-        ("distributed/test_skipped_units.py", "distributed/test_other_parameters_on_other_ranks.py"),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "self.executor.do(((Action.LAND, self.unit.index),))\n        self.executor.finish_copies()",
-        "self.executor.do(((Action.LAND, self.unit.index),))",
-        (
-            "parity/test_offload.py",
-            "distributed/test_offload.py",
-        ),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "ranks_may_differ=config.ranks_may_differ and has_others,",
-        "ranks_may_differ=config.ranks_may_differ,",
-        (
-            *_TRACES,
-            *_RANDOM,
-            "distributed/test_skipped_units.py",
-            "parity/test_gradients.py",
-            "parity/test_training.py",
-        ),
-    ),
-    # extras/rank_checks.py
-    Mutation(
-        "extras/ranks_may_differ.py",
-        "used[start + at :]",
-        "used[at :]",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
-    ),
-    # runtime/executor.py
-    Mutation(
-        "runtime/executor.py",
-        "        self._make_room(group)\n        launch =",
-        "        launch =",
-        (
-            *_TRACES,
-            "distributed/test_memory.py",
-            "parity/test_step_control.py",
-        ),
-    ),
-    Mutation(
-        "runtime/executor.py",
-        "group.note_writes()  # before the reduction lands",
-        "pass  # before the reduction lands",
-        (
-            "distributed/test_staleness.py",
-            "parity/test_optimizers.py",
-        ),
-    ),
-    Mutation(
-        "runtime/executor.py",
-        "            with suppress(CommunicationError):  # the first error is the cause\n                self.drop()",
-        "            pass",
-        ("unit/test_executor.py",),
-    ),
-    # runtime/root.py
-    Mutation(
-        "runtime/root.py",
-        "        if event is None:\n            streams.gather_after_compute()\n            return",
-        "        if event is None:\n            return",
-        (
-            *_STREAMS,
-            "accelerator/test_left_out_waits.py",
-        ),
-    ),
-    # extras/rank_checks.py
-    Mutation(
-        "extras/rank_checks.py",
-        "wait_for(launched(_torch.counted_as, None, partial(all_reduce, axis, values, op)))",
-        "pass",
-        (
-            "distributed/test_agreement.py",
-            "distributed/test_skipped_units.py",
-        ),
-    ),
-    # runtime/split_backward.py
-    Mutation(
-        "runtime/split_backward.py",
-        "if len(losers) > may_compute_shapes:",
-        "if False:",
-        (
-            "parity/test_pipeline_roots.py",
-            "distributed/test_finalization.py",
-            "distributed/test_misuse.py",
-        ),
-    ),
-    Mutation(
-        "runtime/split_backward.py",
-        "self._params, self._losers = (), []",
-        "self._params = ()",
-        ("unit/test_split_backward.py",),
-    ),
-    # runtime/ties.py
-    Mutation(
-        "runtime/ties.py",
-        "self.unit.hooks.hold([slot.module for slot in moved])",
-        "pass",
-        ("distributed/test_ties.py",),
-    ),
-    Mutation(
-        "runtime/ties.py",
-        "if not all(keeps(member.unit) for member in members):",
-        "if False:",
-        ("distributed/test_ties.py",),
-    ),
-    Mutation(
-        "runtime/ties.py",
-        "return group.state is GroupState.SHARDED and group.unsharded.gather is None",
-        "return group.state is GroupState.SHARDED",
-        ("distributed/test_ties.py",),
-    ),
-    # api/fully_shard.py
-    Mutation("api/fully_shard.py", "if param in ignored:", "if False:", ("parity/test_placement.py",)),
-    # api/resolve.py
-    Mutation(
-        "api/resolve.py",
-        "if value < 1 or size % value != 0:",
-        "if value < 1:",
-        ("distributed/test_refusals.py",),
-    ),
-    Mutation(
-        "api/resolve.py", "return placement.dim % param.dim()", "return placement.dim", ("parity/test_placement.py",)
-    ),
-    # extras/lending.py
-    Mutation(
-        "api/no_sync.py",
-        "stack.callback(unit.configure, reduces=unit.config.reduces)",
-        "pass",
-        (
-            "distributed/test_scopes.py",
-            "distributed/test_unusual_parameters.py",
-        ),
-    ),
-    Mutation(
-        "api/no_sync.py",
-        "group.configure(requires_all_reduce=False)",
-        "pass",
-        (
-            "distributed/test_scopes.py",
-            "parity/test_accumulation.py",
-        ),
-    ),
-    Mutation("extras/lending.py", "stack.callback(group.take_back)", "pass", ("distributed/test_scopes.py",)),
-    # api/fully_shard.py
-    Mutation(
-        "api/fully_shard.py",
-        "setattr(module, name, buffer.to(self.parallel.device))",
-        "pass",
-        ("accelerator/test_findings.py",),
-    ),
-    Mutation(
-        "api/fully_shard.py",
-        "            root.__class__ = original\n        raise",
-        "            pass\n        raise",
-        ("distributed/test_refusals.py",),
-    ),
-    # tools/clip.py
-    Mutation(
-        "tools/clip.py",
-        "return tuple(mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1), mesh_device(mesh)",
-        "return (), mesh_device(mesh)",
-        ("parity/test_clipping_on_mixed_meshes.py",),
-    ),
-    Mutation(
-        "tools/clip.py",
-        "if error_if_nonfinite and not torch.isfinite(total):",
-        "if False:",
-        (
-            "parity/test_clipping_on_mixed_meshes.py",
-            "parity/test_clipping.py",
-        ),
-    ),
-    Mutation(
-        "tools/clip.py",
-        "if start == end and nbytes <= left and tensor.dtype is dtype and tensor.is_contiguous():",
-        "if start == end and tensor.dtype is dtype and tensor.is_contiguous():",
-        (
-            "parity/test_clipping_on_mixed_meshes.py",
-            "unit/test_buffers.py",
-            "unit/test_flat_optimizer.py",
-            "unit/test_layers.py",
-        ),
-    ),
-    # tools/flat_optimizer.py
-    Mutation(
-        "tools/flat_optimizer.py",
-        "if layout is None or not layout.is_that_of(self.param_groups):",
-        "if layout is None:",
-        (
-            "distributed/test_flat_optimizer_runs.py",
-            "distributed/test_flat_optimizer.py",
-            "distributed/test_flat_optimizer_states.py",
-        ),
-    ),
-    Mutation(
-        "tools/flat_optimizer.py",
-        "        self._layout = None\n        super().__setstate__(state)",
-        "        super().__setstate__(state)",
-        ("distributed/test_flat_optimizer_states.py",),
-    ),
-    # tools/memory_limit.py
-    Mutation(
-        "tools/memory_limit.py",
-        "if not self._ledger.fits(nbytes):",
-        "if False:",
-        (
-            "distributed/test_memory_limit.py",
-            "unit/test_budget.py",
-        ),
-    ),
-    Mutation(
-        "tools/memory_limit.py",
-        "self._executor.land_down_to(ledger.num_reductions)",
-        "pass",
-        ("distributed/test_memory_limit.py",),
-    ),
-    # tools/weights.py
-    Mutation(
-        "tools/weights.py",
-        "if shape != tuple(tensor.shape):",
-        "if False:",
-        (
-            "unit/test_weights.py",
-            "distributed/test_weights.py",
-        ),
-    ),
-    Mutation(
-        "tools/weights.py",
-        "if keys and strict:",
-        "if False:",
-        (
-            "unit/test_weights.py",
-            "distributed/test_weights.py",
-        ),
-    ),
-    # tools/save_weights.py
-    Mutation(
-        "tools/save_weights.py",
-        "if cut[-1] and filled + entry.nbytes > max_nbytes:",
-        "if False:",
-        (
-            "unit/test_weights.py",
-            "distributed/test_weights.py",
-        ),
-    ),
-    Mutation(
-        "tools/save_weights.py",
-        "if others:\n",
-        "if False:\n",
-        (
-            "unit/test_weights.py",
-            "distributed/test_weights.py",
-        ),
-    ),
-    # tools/install.py
-    Mutation(
-        "tools/install.py",
-        "if unit_of(module) is not None:",
-        "if False:",
-        (
-            "unit/test_install.py",
-            "distributed/test_install.py",
-        ),
-    ),
-    # tensors/int8.py
-    Mutation(
-        "tensors/int8.py",
-        "yield floats[:, end:].unsqueeze(1), values[:, end:].unsqueeze(1), scales[:, num_full:]",
-        "pass",
-        ("unit/test_int8_tensor.py",),
-    ),
-    # tensors/wire.py
-    Mutation(
-        "tensors/wire.py",
-        "torch.autograd.graph.increment_version([self._data, self._origin])",
-        "pass",
-        ("unit/test_wire_tensors.py",),
-    ),
-    # tensors/bfloat16.py
-    Mutation(
-        "tensors/bfloat16.py",
-        "padded[: self.size(0)].copy_(self._data)",
-        "pass",
-        (
-            "unit/test_wire_tensors.py",
-            "unit/test_check_all_gather_extension.py",
-        ),
-    ),
-    # fsdp1/optim_load.py
-    Mutation(
-        "fsdp1/optim_load.py",
-        "if not kinds <= {str} and not kinds <= {int}:",
-        "if False:",
-        (
-            "parity/fsdp1/test_optim_state_dicts.py",
-            "parity/fsdp1/test_optim_checkpoints.py",
-            "unit/fsdp1",
-        ),
-    ),
-    Mutation(
-        "fsdp1/optim_load.py",
-        "if theirs != ways[0]:",
-        "if False:",
-        (
-            "parity/fsdp1/test_optim_state_dicts.py",
-            "parity/fsdp1/test_optim_checkpoints.py",
-        ),
-    ),
-    Mutation(
-        "fsdp1/optim_load.py",
-        "if rank0_only and ways:",
-        "if False:",
-        (
-            "parity/fsdp1/test_optim_state_dicts.py",
-            "parity/fsdp1/test_optim_checkpoints.py",
-        ),
-    ),
-    # fsdp1/state_dict.py
-    Mutation(
-        "fsdp1/state_dict.py",
-        "values[param] = value if device is None else value.to(device)",
-        "values[param] = value",
-        (
-            "parity/fsdp1/test_state_dicts.py",
-            "accelerator/test_fsdp1.py",
-            "parity/fsdp1/test_extensions.py",
-        ),
-    ),
-    Mutation("fsdp1/state_dict.py", "if first != found:", "if False:", ("parity/fsdp1/test_state_dicts.py",)),
-    # group/all_gather.py
-    Mutation(
-        "group/all_gather.py",
-        "                    raise\n                self.gathered.is_lost = True\n",
-        "                    raise\n",
-        _IN_FLIGHT,
-    ),
-    # extras/skipped_units.py and group/group.py: several forwards, and changes between a forward and its backward
-    Mutation(
-        "extras/skipped_units.py",
-        "left += [each for each in around if each.unit not in self._reachable]",
-        "pass",
-        ("unit/test_skipped.py",),
-    ),
-    Mutation(
-        "extras/skipped_units.py",
-        "staying.update(event.unit for event in first)",
-        "pass",
-        ("unit/test_skipped.py",),
-    ),
-    Mutation(
-        "group/group.py",
-        "is_replaceable = before is GroupState.SHARDED and not in_backward",
-        "is_replaceable = before is GroupState.SHARDED",
-        ("distributed/test_changed_parameters.py",),
-    ),
-    Mutation(
-        "group/gradients.py",
-        "if self._has_kept or self.state is GradientState.UNREDUCED:",
-        "if self.state is GradientState.UNREDUCED:",
-        ("distributed/test_changed_flags.py",),
-    ),
-    # Units that run several times, or alone; compiled calls of modules with hooks
-    Mutation(
-        "extras/skipped_units.py",
-        "if self._is_following and self._num_uses[unit] > 0:",
-        "if False:",
-        ("unit/test_skipped.py", "distributed/test_repeated_units.py"),
-    ),
-    Mutation(
-        "extras/skipped_units.py",
-        "if unit in self._with_gradients:",
-        "if False:",
-        ("distributed/test_repeated_units.py",),
-    ),
-    Mutation(
-        "extras/skipped_units.py",
-        "units.num_passed.get(len(forwards), 1)",
-        "len(forwards)",
-        ("distributed/test_repeated_units.py",),
-    ),
-    Mutation(
-        "extras/ranks_may_differ.py",
-        "anywhere = set(compress(gradients.params, used[start + at :]))",
-        "anywhere = set(gradients.params)",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
-    ),
-    Mutation(
-        "_torch.py",
-        "        if is_traced():\n            return call(*args, **kwargs)\n",
-        "",
-        ("distributed/test_compiled_blocks.py",),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "return inner == unit.index and not unit.missing_modules",
-        "return running == unit.index and not unit.missing_modules",
-        ("distributed/test_recovery.py",),
-    ),
-    Mutation(
-        "group/shards.py",
-        "            self._follow_locals()\n            return False\n",
-        "            return False\n",
-        ("distributed/test_staleness.py",),
-    ),
-    Mutation(
-        "fsdp1/names.py",
-        'return clean_name(name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}"))',
-        "return clean_name(name)",
-        ("parity/fsdp1/test_optim_checkpoints.py",),
-    ),
-    Mutation(
-        "fsdp1/wrapper.py",
-        "return inside_checkpoint(self._unit.modules[0])",
-        "return self._unit.modules[0]",
-        ("parity/fsdp1/test_training.py",),
-    ),
-    Mutation(
-        "group/param.py",
-        "grad = self._take_unsharded_grad(dtype)",
-        "grad = self._take_unsharded_grad()",
-        ("parity/test_model_parallel.py",),
-    ),
-    Mutation(
-        "runtime/hooks.py",
-        "output = _viewed(output, view)",
-        "output = output",
-        ("distributed/test_skipped_units.py",),
-    ),
-    Mutation(
-        "_torch.py",
-        "output = output.view_as(output)",
-        "output = output",
-        ("distributed/test_skipped_units.py",),
-    ),
-    Mutation(
-        "tools/memory_plan.py",
-        "is_last_use=uses[unit] == 0",
-        "is_last_use=True",
-        ("distributed/test_memory_limit.py",),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "self.checks.agree_on_flags()\n        self.compare_uses()",
-        "self.compare_uses()",
-        ("faults/test_unlike_ranks.py",),
-    ),
-    Mutation(
-        "extras/stalls.py",
-        "if others != before or any(",
-        "if any(",
-        ("unit/test_stalls.py",),
-    ),
-    Mutation(
-        "_torch.py",
-        "with temporarily_clear_interpreter_stack():",
-        "if True:",
-        ("distributed/test_transforms.py",),
-    ),
-    Mutation(
-        "comm/backends.py",
-        "while _lent and time.monotonic() < until:",
-        "while False:",
-        ("faults/test_endings.py",),
-    ),
-    # What all ranks must do alike
-    Mutation("extras/alike.py", "if its != scope.used and any(its):", "if False:", ("faults/test_unlike_ranks.py",)),
-    Mutation(
-        "extras/alike.py", "if units != self._orders.get(unit.index):", "if False:", ("faults/test_unlike_ranks.py",)
-    ),
-    Mutation(
-        "runtime/hooks.py",
-        "_torch.before_in_place(view, num_writes, self._on_input_gradient)",
-        "pass",
-        ("distributed/test_traces.py",),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "self._has_raised = self.schedule.forward_root == unit.index",
-        "pass",
-        ("distributed/test_recovery.py",),
-    ),
-    # Backwards that raise, losses inside units, optimizers in backward, guards
-    Mutation(
-        "group/group.py",
-        "            if attributes.get(_torch.CALL) is expected:",
-        "            if False:",
-        ("distributed/test_misuse.py",),
-    ),
-    Mutation(
-        "runtime/running_backward.py",
-        "        if thread == its_thread and depth <= its_depth:",
-        "        if False:",
-        ("distributed/test_recovery.py",),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "        if param.unsharded_grad is not None:",
-        "        if False:",
-        ("distributed/test_inner_losses.py",),
-    ),
-    Mutation(
-        "runtime/root.py",
-        "            self.executor.land_down_to(0)\n            self.executor.wait_for_landed()",
-        "            pass",
-        ("parity/test_optimizers.py",),
-    ),
-    Mutation(
-        "runtime/executor.py",
-        "            self.streams.compute_after_reduce()",
-        "            pass",
-        ("unit/test_executor.py", "accelerator/test_left_out_waits.py"),
-    ),
-]
+        101: ("BFloat16AllGatherTensor.fsdp_pre_all_gather", "padded[: self.size(0)].copy_(self._data)", "pass"),
+    },
+    ("parity/fsdp1/test_optim_state_dicts.py", "parity/fsdp1/test_optim_checkpoints.py", "unit/fsdp1"): {
+        102: ("rekeyed", "not kinds <= {str} and not kinds <= {int}", "False"),
+        103: ("_check_alike", "theirs != ways[0]", "False"),
+        104: ("to_load", "rank0_only and ways", "False"),
+    },
+    ("parity/fsdp1/test_state_dicts.py", "accelerator/test_fsdp1.py", "parity/fsdp1/test_extensions.py"): {
+        105: ("replace_values", "value if device is None else value.to(device)", "value"),
+        106: ("_check_alike", "first != found", "False"),
+    },
+    ("unit/test_skipped.py", "distributed/test_repeated_units.py"): {
+        112: ("Backward._ends_last_use", "self._is_following and self._num_uses[unit] > 0", "False")
+    },
+    ("distributed/test_repeated_units.py",): {
+        113: ("Forward.differentiated", "unit in self._with_gradients", "False"),
+        114: ("Backward.__init__", "units.num_passed.get(len(forwards), 1)", "len(forwards)"),
+    },
+    ("distributed/test_compiled_blocks.py",): {116: ("watch_calls.watched", "is_traced()", "False")},
+    ("parity/fsdp1/test_optim_checkpoints.py",): {
+        119: ("saved_name", 'name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}")', "name")
+    },
+    ("parity/fsdp1/test_training.py",): {
+        120: (
+            "FullyShardedDataParallel._flat_owner",
+            "inside_checkpoint(self._unit.modules[0])",
+            "self._unit.modules[0]",
+        )
+    },
+    ("parity/test_model_parallel.py",): {
+        121: ("ShardedParam.keep_grad", "self._take_unsharded_grad(dtype)", "self._take_unsharded_grad()")
+    },
+    ("faults/test_unlike_ranks.py",): {
+        125: ("Root.begin_backward", "self.checks.agree_on_flags()", "pass"),
+        129: ("Alike.end_step", "its != scope.used and any(its)", "False"),
+        130: ("Alike.end_forward", "units != self._orders.get(unit.index)", "False"),
+    },
+    ("unit/test_stalls.py",): {126: ("StallWatch._compared", "others != before", "False")},
+    ("distributed/test_transforms.py",): {
+        127: ("outside_transforms.run", "temporarily_clear_interpreter_stack()", "memoryview(b'')")
+    },
+    ("faults/test_endings.py",): {128: ("_wait_for_lent", "_lent and time.monotonic() < until", "False")},
+    ("distributed/test_misuse.py",): {133: ("Bindings.rebind", "attributes.get(_torch.CALL) is expected", "False")},
+    ("distributed/test_inner_losses.py",): {135: ("_check_reduced", "param.unsharded_grad is not None", "False")},
+    ("unit/test_executor.py", "accelerator/test_left_out_waits.py"): {
+        71: ("Executor.land", "self.drop()", "pass"),
+        137: ("Executor.wait_for_landed", "self.streams.compute_after_reduce()", "pass"),
+    },
+}
+MUTATIONS = {number: Mutation(*listed[number], tests) for tests, listed in _LISTED.items() for number in listed}

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.__main__ import ROOT, first_failure, mutated
-from tests.mutations.mutations import MUTATIONS, Mutation
+from tests.mutations.__main__ import ROOT, first_failure
+from tests.mutations.mutations import MUTATIONS
+from tests.mutations.places import Package
 
 pytestmark = pytest.mark.long
 
 
 def test_mutations_apply_to_one_place_each_and_leave_python() -> None:
-    for number, mutation in enumerate(MUTATIONS):
-        text = (ROOT / "fsdp2" / mutation.file).read_text()
-        assert text.count(mutation.before) == 1, (number, mutation)
-        changed = ast.parse(text.replace(mutation.before, mutation.after))
-        assert ast.dump(changed) != ast.dump(ast.parse(text)), (number, mutation)
+    package, found = Package(ROOT / "fsdp2"), set()
+    for number, mutation in MUTATIONS.items():
+        place = package.find(mutation.place, mutation.before, mutation.after)
+        changed = ast.parse(place.replaced(mutation.after))
+        assert ast.dump(changed) != ast.dump(ast.parse(place.path.read_bytes())), (number, mutation)
         assert all((ROOT / "tests" / test).exists() for test in mutation.tests), (number, mutation)
-
-
-def test_places_are_listed_once() -> None:
-    assert len({(each.file, each.before) for each in MUTATIONS}) == len(MUTATIONS)
+        found.add(place)
+    assert len(found) == len(MUTATIONS)
+    assert sorted(MUTATIONS) == list(range(len(MUTATIONS)))
 
 
 def test_runner_names_the_test_that_fails_and_restores_the_file(tmp_path: Path) -> None:
@@ -33,8 +33,7 @@ def test_runner_names_the_test_that_fails_and_restores_the_file(tmp_path: Path) 
     )
     source = tmp_path / "total.py"
     source.write_text("def total(a, b):\n    return a + b\n")
-    mutation = Mutation("total.py", "a + b", "a - b", ("test_sum.py",))
-    assert first_failure(tmp_path, mutation.tests, "not long") is None
-    with mutated(source, mutation):
-        assert first_failure(tmp_path, mutation.tests, "not long") == "tests/test_sum.py::test_of_two"
+    assert first_failure(tmp_path, ("test_sum.py",), "not long") is None
+    with Package(tmp_path).find("total", "a + b", "a - b").mutated("a - b"):
+        assert first_failure(tmp_path, ("test_sum.py",), "not long") == "tests/test_sum.py::test_of_two"
     assert source.read_text() == "def total(a, b):\n    return a + b\n"
