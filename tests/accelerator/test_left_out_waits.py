@@ -91,7 +91,7 @@ UNSEEN = [  # the memory that is written again too early gets the same values
     Wait("gather_after_compute", "group.all_gather.Gather.release", "kept storage", "side streams first"),
 ]
 UNSEEN_OF_4 = [  # what would be read too late is thrown away
-    Wait("wait_here", "group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", "side streams first"),
+    Wait("wait_here", "group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", "side streams first")
 ]
 ELSEWHERE: dict[tuple[str, str], str] = {
     # collectives that the CPU waits for, as gloo's; _issued is for backends that return a work where NCCL returns none

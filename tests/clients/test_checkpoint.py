@@ -23,9 +23,10 @@ from torch.nn import functional as F
 
 from tests.clients.compare import client, files_in, parameters_of
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import Block
 from tests.harness.runtimes import oracle, subject
 
-WIDTH = 8
+WIDTH = 9  # which two ranks do not divide
 PRELOADED = ("torch.distributed.checkpoint.state_dict", "torch.distributed.checkpoint.hf_storage", "torch._dynamo")
 
 
@@ -33,19 +34,9 @@ def on_two_ranks(*packages: str) -> Any:
     return client(*packages, preload=PRELOADED)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(torch.relu(self.up(x)))
-        return result
-
-
 def sharded(fully_shard: Callable[..., Any], mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Block(WIDTH), Block(WIDTH))
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -54,11 +54,7 @@ def _use_separate_group(block: Any) -> None:
 
 @pytest.mark.parametrize(
     "configure",
-    [
-        _set_custom,
-        _use_memory_of_the_process_group,
-        _use_separate_group,
-    ],
+    [_set_custom, _use_memory_of_the_process_group, _use_separate_group],
     ids=["custom", "memory_of_the_process_group", "separate_group"],
 )
 @on_gpus
