@@ -74,24 +74,6 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-@on_two_ranks()
-def test_async_save_holds_the_state_of_its_call(rank: int, folder: Path) -> Any:
-    model, optimizer = by_the_client(seed=0)
-    before = train(model, optimizer, rank, range(2))
-    future = dcp.async_save(
-        state_of(model, optimizer),
-        checkpoint_id=folder / "checkpoint",
-        process_group=dist.new_group(backend="gloo"),  # training goes on in the default one
-    )
-    meanwhile = train(model, optimizer, rank, range(2, 4))
-    future.result()
-    model, optimizer = by_the_client(seed=1)
-    load(model, optimizer, folder / "checkpoint")
-    again = train(model, optimizer, rank, range(2, 4))
-    assert all(torch.equal(one, other) for one, other in zip(again, meanwhile, strict=True))
-    return before, again, parameters_of(model), files_in(folder)
-
-
 @pytest.mark.parametrize("consolidates", [True, False], ids=["one-file", "file-per-rank"])
 @on_two_ranks("safetensors")
 def test_safetensors_are_equal_and_are_read_back(rank: int, folder: Path, consolidates: bool) -> Any:
