@@ -58,6 +58,7 @@ def _race(seed: int) -> list[float]:
 
 @on_device(1)
 def test_a_seed_gives_one_order_and_seeds_give_many(ctx: RankContext) -> None:
+    _race(0)  # what a device does only once draws, too
     values = [_race(seed) for seed in range(8)]
     assert values == [_race(seed) for seed in range(8)]
     assert len({value[0] for value in values}) > 2

@@ -1,8 +1,8 @@
 """Each wait of the package is needed. Here is the list of all of them, with what notices that one is left out:
 
 - ``WAITS`` and ``WAITS_OF_4``: some run on the simulated accelerator gives other values. Tests below.
-- ``UNSEEN`` and ``UNSEEN_OF_4``: no value tells, but the order of accesses does. ``test_sanitizer.py``, and the clocks
-  of ``tests/distributed/test_stream_order.py``.
+- ``UNSEEN`` and ``UNSEEN_OF_4``: no value tells, but the order of accesses does: the clocks of
+  ``tests/distributed/test_stream_order.py``.
 - ``ELSEWHERE``: waits for gloo's messages, and those of tools. The test that is named with each.
 
 An event that is not recorded is not waited for, so records are in the list, too. ``comm/streams.py`` itself is not: all
