@@ -108,7 +108,7 @@ class Simulated(Device):
         written, read = ([self._extension.host_view(each) for each in group] for group in (outputs, inputs))
         message = _Message(functools.partial(start, written), functools.partial(finish, written, read))
         stream = torch.accelerator.current_stream().stream_id
-        self._extension.send(stream, kind, message, [*outputs], [*inputs])
+        self._extension.send(stream, kind, message)
         if self.is_serial:
             self.finish()
 

@@ -13,27 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.tensors import Float8AllGatherTensor, Int8AllGatherTensor
 from tests.accelerator import device
 from tests.accelerator.support import cpu_mesh
-from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
+from tests.harness.comms import direct_from
 from tests.harness.distributed import RankContext
 from tests.harness.extensions import Halved, Travelling, wrap
-from tests.harness.models import MLP, ParityModel, PartlyUsed, Transformer, Uneven
+from tests.harness.models import MLP, ParityModel, PartlyUsed
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import (
-    Case,
-    Step,
-    StepRecord,
-    accumulate,
-    frozen_by_turns,
-    one_backward,
-    shard_units_and_root,
-    train,
-)
+from tests.harness.training import Case, Step, StepRecord, accumulate, one_backward, shard_units_and_root, train
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "late gathers": {"late": ["all-gather"]},
@@ -56,57 +46,43 @@ def bf16(runtime: Runtime, reduce_dtype: torch.dtype = torch.bfloat16) -> dict[s
     return {"mp_policy": runtime.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)}
 
 
-def bf16_fp32(runtime: Runtime) -> dict[str, Any]:
-    return bf16(runtime, torch.float32)
+def default(runtime: Runtime) -> dict[str, Any]:
+    return {}
 
 
-def sharded(
-    runtime: Runtime,
-    model: Any,
-    mesh: DeviceMesh,
-    *,
-    policy: Callable[[Runtime], dict[str, Any]] = lambda runtime: {},
-    then: Callable[[Any, Runtime], object] = lambda model, runtime: None,
-    **options: Any,
-) -> None:
+def sharded(runtime: Runtime, model: Any, mesh: DeviceMesh, *, policy: Any, then: Any, **options: Any) -> None:
     """Every unit on its own, then the root; ``then`` sets up what else the case asks for."""
     shard_units_and_root(runtime, model, mesh, **policy(runtime), **options)
     then(model, runtime)
 
 
-def offloaded(runtime: Runtime, model: Any, mesh: DeviceMesh, *, pin_memory: bool = True) -> None:
-    sharded(runtime, model, mesh, offload_policy=runtime.CPUOffloadPolicy(pin_memory=pin_memory))
+bf16_fp32 = partial(bf16, reduce_dtype=torch.float32)
+nothing = partial(torch.optim.SGD, lr=0.0)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
 
 
-def on_each_rank_alone(runtime: Runtime, model: Any, mesh: DeviceMesh) -> None:
+def offloaded(runtime: Runtime, pin_memory: bool = True) -> dict[str, Any]:
+    return {"offload_policy": runtime.CPUOffloadPolicy(pin_memory=pin_memory)}
+
+
+def call(name: str, *args: Any) -> Callable[[Any, Runtime], object]:
+    """Sets up a case by a method of the root."""
+    return lambda model, runtime: getattr(model, name)(*args)
+
+
+gather_on_compute_stream = call("_set_unshard_async_op", True)
+
+
+def on_each_rank_alone(runtime: Runtime, model: Any, mesh: DeviceMesh, **options: Any) -> None:
     """Gradients land as they are: no copy, no collective."""
     alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("ranks", "alone"))["alone"]
-    sharded(runtime, model, alone)
-
-
-def prefetch_two(model: Any, runtime: Runtime) -> None:
-    blocks = list(model.blocks)
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
-        block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
-
-
-def checkpoint_blocks(model: Any, runtime: Runtime) -> None:
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-
-
-def gather_on_compute_stream(model: Any, runtime: Runtime) -> None:
-    model._set_unshard_async_op(True)
+    sharded(runtime, model, alone, **options)
 
 
 def halve_on_own_stream(model: Any, runtime: Runtime) -> None:
     """An all-reduce hook on a stream of the user's."""
-    if model.blocks[0].up.weight.device_mesh.device_type != device.DEVICE:
-        stream = None
-    else:
-        stream = torch.Stream(device=device.DEVICE)
+    is_on_device = model.blocks[0].up.weight.device_mesh.device_type == device.DEVICE
+    stream = torch.Stream(device=device.DEVICE) if is_on_device else None
     for module in [*model.units(), model]:
         module.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
 
@@ -127,11 +103,8 @@ def _update(parameter: Any) -> None:
 
 def update_in_each_backward(step: Step, model: Any) -> list[Tensor]:
     """As above, in two backwards of a step: the second forward computes with what the first backward has written."""
-    if step.index == 0:
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_update)
     step.control(model).set_is_last_backward(False)
-    losses = one_backward(step, model)
+    losses = update_in_backward(step, model)
     step.control(model).set_is_last_backward(True)
     return [*losses, *one_backward(step, model)]
 
@@ -218,20 +191,6 @@ class TimesFactor(Travelling):
         return (shard * TimesFactor.factor,)
 
 
-def clip(step: Step, model: Any) -> list[Tensor]:
-    losses = one_backward(step, model)
-    return [*losses, fsdp2.clip_grad_norm_(model.parameters(), 0.05)]
-
-
-def load_and_repeat(step: Step, model: Any) -> list[Tensor]:
-    """A backward, the state from before, and the same once more."""
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    losses = one_backward(step, model)
-    model.load_state_dict(state)
-    model.zero_grad()
-    return [*losses, *one_backward(step, model)]
-
-
 def look_into_and_write(step: Step, model: Any) -> list[Tensor]:
     """The unsharded parameters are read and written in a block of ``unsharded``."""
     with torch.no_grad(), fsdp2.unsharded(model):
@@ -239,31 +198,6 @@ def look_into_and_write(step: Step, model: Any) -> list[Tensor]:
         for parameter in model.parameters():
             parameter.mul_(0.9)
     return [total, *one_backward(step, model)]
-
-
-def fail_and_recover(step: Step, model: Any) -> list[Tensor]:
-    """An exception in forward, then one in backward; what was in flight is dropped."""
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("of the test")
-
-    for register in ("register_forward_hook", "register_full_backward_hook"):
-        handle = getattr(model.blocks[1].up, register)(fail)
-        with pytest.raises(RuntimeError, match="of the test"):
-            one_backward(step, model)
-        handle.remove()
-        model.zero_grad()
-    return one_backward(step, model)
-
-
-def finalize_by_hand(step: Step, model: Any) -> list[Tensor]:
-    model.set_manual_backward_finalization(True)
-    losses = []
-    for micro in range(2):
-        losses.append(step.loss(model, micro))
-        losses[-1].backward()
-    model.finalize_backward(async_op=True).wait()
-    return losses
 
 
 def flattened(parameters: Any) -> torch.optim.Optimizer:
@@ -285,30 +219,6 @@ def change_factor(step: Step, model: Any) -> list[Tensor]:
     TimesFactor.factor.mul_(0.5)
     loss.backward()
     return [loss]
-
-
-def communicate_by_hand(model: Any, runtime: Runtime) -> None:
-    """The user's own collectives, with one buffer per size for good."""
-    gather, reduce = CountingAllGather(persistent=True), CountingReduceScatter(persistent=True)
-    for module in [*model.units(), model]:
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(reduce)
-
-
-def reduce_in_own_group(model: Any, runtime: Runtime) -> None:
-    model.set_separate_reduce_scatter_group()
-
-
-def three_in_flight(model: Any, runtime: Runtime) -> None:
-    model.set_reduce_scatter_max_input_buffers(3)
-
-
-def let_ranks_differ(model: Any, runtime: Runtime) -> None:
-    model.set_ranks_may_differ(True)
-
-
-def keep_storage(model: Any, runtime: Runtime) -> None:
-    model.set_keep_unsharded_storage(True)
 
 
 def with_optimizer_event(step: Step, model: Any) -> list[Tensor]:
@@ -348,23 +258,11 @@ def _sgd(parameters: list[Any]) -> None:
             parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.1)
 
 
-def nothing(parameters: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.0)
-
-
 def without_side(step: Step, model: Any) -> list[Tensor]:
     batch = step.batch(model)
     loss = model.loss(model(*batch, use_side=step.index % 2 == 0), batch)
     loss.backward()
     return [loss]
-
-
-def reduce_unused(model: Any, runtime: Runtime) -> None:
-    model.set_reduce_scatter_unused_params(True)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
 
 
 @dataclass(frozen=True)
@@ -386,12 +284,14 @@ class Trained:
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     num_steps: int = 3
     beyond_torch: bool = False
+    policy: Callable[[Runtime], dict[str, Any]] = default
+    then: Callable[[Any, Runtime], object] = lambda model, runtime: None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def case(self, on: str) -> Case:
         return Case(
             model=partial(placed, self.model, on),
-            shard=partial(self.shard, **self.options),
+            shard=partial(self.shard, policy=self.policy, then=self.then, **self.options),
             step=self.step,
             optimizer=self.optimizer,
             num_steps=self.num_steps,
@@ -436,94 +336,86 @@ def names(size: int, *, beyond_torch: bool = True) -> list[Any]:
     return found
 
 
-def _of(**options: Any) -> Any:
-    return options
-
-
 CASES: dict[str, Trained] = {
     "plain": Trained(),
-    "adamw": Trained(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True)),
-    "bf16": Trained(options=_of(policy=bf16)),
-    "bf16 reduced in fp32": Trained(options=_of(policy=bf16_fp32)),
+    "bf16": Trained(policy=bf16),
+    "bf16 reduced in fp32": Trained(policy=bf16_fp32),
     "direct": Trained(model=WIDE),
-    "direct bf16": Trained(model=WIDE, options=_of(policy=bf16)),
-    "direct bf16 reduced in fp32": Trained(model=WIDE, options=_of(policy=bf16_fp32)),
-    "uneven": Trained(model=Uneven),
-    "transformer": Trained(model=Transformer, is_exact=False),
-    "kept after forward": Trained(options=_of(policy=bf16, reshard_after_forward=False)),
-    "accumulated": Trained(step=accumulate, options=_of(policy=bf16_fp32)),
+    "direct bf16": Trained(model=WIDE, policy=bf16),
+    "direct bf16 reduced in fp32": Trained(model=WIDE, policy=bf16_fp32),
+    "kept after forward": Trained(policy=bf16, options={"reshard_after_forward": False}),
+    "accumulated": Trained(step=accumulate, policy=bf16_fp32),
     "on each rank alone": Trained(step=reduce_twice, shard=on_each_rank_alone),
-    "checkpointed": Trained(options=_of(policy=bf16_fp32, then=checkpoint_blocks)),
-    "prefetched two ahead": Trained(model=partial(MLP, num_blocks=4), options=_of(policy=bf16, then=prefetch_two)),
-    "gathered on the compute stream": Trained(options=_of(policy=bf16, then=gather_on_compute_stream)),
-    "hook on a stream of its own": Trained(options=_of(policy=bf16_fp32, then=halve_on_own_stream)),
-    "updated in backward": Trained(step=update_in_backward, options=_of(policy=bf16_fp32)),
-    "updated in each backward": Trained(beyond_torch=True, step=update_in_each_backward, options=_of(policy=bf16_fp32)),
-    "unsharded by hand": Trained(step=unshard_by_hand, options=_of(policy=bf16)),
-    "optimizer's event": Trained(step=with_optimizer_event, options=_of(policy=bf16)),
+    "gathered on the compute stream": Trained(policy=bf16, then=gather_on_compute_stream),
+    "hook on a stream of its own": Trained(policy=bf16_fp32, then=halve_on_own_stream),
+    "updated in backward": Trained(step=update_in_backward, policy=bf16_fp32),
+    "updated in each backward": Trained(beyond_torch=True, step=update_in_each_backward, policy=bf16_fp32),
+    "unsharded by hand": Trained(step=unshard_by_hand, policy=bf16),
+    "optimizer's event": Trained(step=with_optimizer_event, policy=bf16),
     "optimizer on a stream of its own": Trained(
         beyond_torch=True,  # compute does not wait for the optimizer there
         step=step_aside_and_evaluate,
         optimizer=nothing,
-        options=_of(then=gather_on_compute_stream),
+        then=gather_on_compute_stream,
     ),
-    "partly used": Trained(model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32)),
+    "partly used": Trained(model=PartlyUsed, step=without_side, num_steps=4, policy=bf16_fp32),
     "partly used, zeros elsewhere": Trained(
-        model=PartlyUsed, step=without_side, num_steps=4, options=_of(policy=bf16_fp32, then=reduce_unused)
+        model=PartlyUsed,
+        step=without_side,
+        num_steps=4,
+        policy=bf16_fp32,
+        then=call("set_reduce_scatter_unused_params", True),
     ),
     "partly used, ranks may differ": Trained(
         beyond_torch=True,
         model=PartlyUsed,
         step=without_side,
         num_steps=4,
-        options=_of(policy=bf16_fp32, then=let_ranks_differ),
+        policy=bf16_fp32,
+        then=call("set_ranks_may_differ", True),
     ),
-    "loaded by assignment": Trained(step=load_by_assignment, options=_of(policy=bf16)),
-    "kept storage": Trained(beyond_torch=True, options=_of(policy=bf16, then=keep_storage)),
-    "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), options=_of(policy=bf16_fp32)),
+    "loaded by assignment": Trained(step=load_by_assignment, policy=bf16),
+    "kept storage": Trained(beyond_torch=True, policy=bf16, then=call("set_keep_unsharded_storage", True)),
+    "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), policy=bf16_fp32),
     "reads what forward wrote": Trained(model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor),
     "int8": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor)),
-    "int8, offloaded": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor), shard=offloaded),
+    "int8, offloaded": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor), policy=offloaded),
     "float8": Trained(beyond_torch=True, model=partial(wrapped, Float8AllGatherTensor)),
-    "clipped": Trained(beyond_torch=True, step=clip),
-    "flattened optimizer": Trained(beyond_torch=True, optimizer=flattened, options=_of(policy=bf16_fp32)),
-    "loaded and repeated": Trained(step=load_and_repeat),
+    "flattened optimizer": Trained(beyond_torch=True, optimizer=flattened, policy=bf16_fp32),
     "looked into": Trained(beyond_torch=True, step=look_into_and_write),
-    "recovered from exceptions": Trained(beyond_torch=True, step=fail_and_recover, options=_of(policy=bf16_fp32)),
-    "finalized by hand": Trained(beyond_torch=True, step=finalize_by_hand, options=_of(policy=bf16_fp32)),
-    "frozen by turns": Trained(step=frozen_by_turns),
-    "communicated by hand": Trained(beyond_torch=True, options=_of(policy=bf16, then=communicate_by_hand)),
     "reduced in a group of its own": Trained(
-        beyond_torch=True, model=WIDE, options=_of(policy=bf16, then=reduce_in_own_group)
+        beyond_torch=True, model=WIDE, policy=bf16, then=call("set_separate_reduce_scatter_group")
     ),
     "three reductions in flight": Trained(
-        beyond_torch=True, model=partial(MLP, num_blocks=5), options=_of(policy=bf16_fp32, then=three_in_flight)
+        beyond_torch=True,
+        model=partial(MLP, num_blocks=5),
+        policy=bf16_fp32,
+        then=call("set_reduce_scatter_max_input_buffers", 3),
     ),
-    "offloaded": Trained(shard=offloaded),
-    "offloaded, evaluated": Trained(beyond_torch=True, shard=offloaded, step=evaluate_and_write),
-    "offloaded, written while unsharded": Trained(beyond_torch=True, shard=offloaded, step=unshard_and_write),
-    "offloaded, accumulated": Trained(step=accumulate, shard=offloaded),
-    "offloaded, not pinned": Trained(shard=partial(offloaded, pin_memory=False)),
-    "replicated only": Trained(shape=(2, 1), options=_of(policy=bf16_fp32)),
-    "replicated": Trained(shape=(2, 2), options=_of(policy=bf16_fp32)),
-    "replicated, cast back": Trained(shape=(2, 2), model=lambda: MLP().bfloat16(), options=_of(policy=bf16_fp32)),
+    "offloaded": Trained(policy=offloaded),
+    "offloaded, evaluated": Trained(beyond_torch=True, policy=offloaded, step=evaluate_and_write),
+    "offloaded, written while unsharded": Trained(beyond_torch=True, policy=offloaded, step=unshard_and_write),
+    "offloaded, accumulated": Trained(step=accumulate, policy=offloaded),
+    "offloaded, not pinned": Trained(policy=partial(offloaded, pin_memory=False)),
+    "replicated only": Trained(shape=(2, 1), policy=bf16_fp32),
+    "replicated": Trained(shape=(2, 2), policy=bf16_fp32),
+    "replicated, cast back": Trained(shape=(2, 2), model=lambda: MLP().bfloat16(), policy=bf16_fp32),
     "replicated, direct": Trained(shape=(2, 2), model=WIDE),
     "replicated, partial sums": Trained(
-        shape=(2, 2), step=partial(accumulate, switch="set_requires_all_reduce"), options=_of(policy=bf16_fp32)
+        shape=(2, 2), step=partial(accumulate, switch="set_requires_all_reduce"), policy=bf16_fp32
     ),
-    "replicated, sums carried on alone": Trained(
-        shape=(2, 2), beyond_torch=True, step=sum_up_alone, options=_of(policy=bf16_fp32)
-    ),
+    "replicated, sums carried on alone": Trained(shape=(2, 2), beyond_torch=True, step=sum_up_alone, policy=bf16_fp32),
     "on a smaller mesh, gathered in vain": Trained(
         shape=(4,),
         model=WIDE,
         is_exact=False,
         beyond_torch=True,
         step=gather_in_vain,
-        options=_of(policy=bf16_fp32, reshard_after_forward=2),
+        policy=bf16_fp32,
+        options={"reshard_after_forward": 2},
     ),
     "on a smaller mesh after forward": Trained(
-        shape=(4,), model=WIDE, is_exact=False, options=_of(policy=bf16_fp32, reshard_after_forward=2)
+        shape=(4,), model=WIDE, is_exact=False, policy=bf16_fp32, options={"reshard_after_forward": 2}
     ),
 }
 

@@ -292,17 +292,7 @@ thread_local int64_t current_stream = 0;
 
 py::object* on_sync = nullptr;
 py::object* on_launch = nullptr;
-py::object* tracer = nullptr;
 
-// Tells `tracer`, by its method `what`, in the order in which the host asks. See `traced` of device.py.
-template <typename... Arguments>
-void trace(const char* what, const Arguments&... arguments) {
-  if (tracer == nullptr) return;
-  py::gil_scoped_acquire gil;
-  tracer->attr(what)(arguments...);
-}
-
-using Addresses = std::set<uintptr_t>;  // of memory of the device, by its start
 
 // The host is about to wait for the device.
 void count_sync(const std::string& what) {
@@ -330,12 +320,10 @@ struct AsOne {
 
 void synchronize(int64_t stream, const std::string& what) {
   count_sync(what);
-  trace("synchronize_stream", stream);
   device().run_until(device().record(stream));
 }
 
 void drain() {
-  trace("synchronize");
   device().run_until(nullptr);
 }
 
@@ -364,9 +352,7 @@ class SimAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return {nullptr, nullptr, &release, kSim};
     size_t rounded = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
-    Addresses freed;
-    Block* block = allocate_block(rounded, freed);
-    trace("allocate", reinterpret_cast<uintptr_t>(block->address), current_stream, freed);
+    Block* block = allocate_block(rounded);
     return {block->address, block->address, &release, kSim};
   }
 
@@ -374,9 +360,6 @@ class SimAllocator final : public c10::Allocator {
 
   void copy_data(void* to, const void* from, std::size_t nbytes) const override {
     count_launch("aten::copy_");
-    trace(
-        "launch", "aten::copy_", current_stream, Addresses{reinterpret_cast<uintptr_t>(from)},
-        Addresses{reinterpret_cast<uintptr_t>(to)});
     enqueue([=] { std::memcpy(to, from, nbytes); });
   }
 
@@ -402,14 +385,12 @@ class SimAllocator final : public c10::Allocator {
 
   static void release(void* address);
 
-  // Adds to `freed` where memory lies that may serve its stream again from here on.
-  Block* allocate_block(size_t rounded, Addresses& freed) {
+  Block* allocate_block(size_t rounded) {
     std::lock_guard<std::mutex> lock(device().mutex);
     TORCH_CHECK_WITH(
         OutOfMemoryError, limit == 0 || allocated + rounded <= limit, "simulated device: out of memory: ", rounded,
         " bytes asked for, ", allocated, " of ", limit, " in use");
     take_back_recorded();
-    for (Block* each : freed_[current_stream]) freed.insert(reinterpret_cast<uintptr_t>(each->address));
     spoil_freed();
     auto& free = free_[{current_stream, rounded}];
     Block* block;
@@ -562,12 +543,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event();
     static_cast<Event*>(*event)->mark = device().record(on.id());
-    trace("record_event", reinterpret_cast<uintptr_t>(*event), on.id());
   }
   void block(void* event, const c10::Stream& on) const override {
     count_launch("wait");
     if (event == nullptr || !static_cast<Event*>(event)->mark) return;
-    trace("wait_event", reinterpret_cast<uintptr_t>(event), on.id());
     device().block(on.id(), static_cast<Event*>(event)->mark);
   }
   bool queryEvent(void* event) const override {
@@ -577,7 +556,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     count_sync("event.synchronize");
     if (event == nullptr || !static_cast<Event*>(event)->mark) return;
-    trace("synchronize_event", reinterpret_cast<uintptr_t>(event));
     device().run_until(static_cast<Event*>(event)->mark);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {  // an operation takes 1 ms
@@ -680,21 +658,6 @@ Stack replaced(const Stack& values, c10::DeviceType type, const std::function<Te
   return result;
 }
 
-// Where the tensors among `values` lie that are the device's.
-Addresses addresses_of(const Stack& values) {
-  Addresses found;
-  replaced(values, c10::DeviceType::CPU, [&found](const Tensor& each) {
-    if (each.defined() && each.is_privateuseone() && each.numel() > 0)
-      found.insert(reinterpret_cast<uintptr_t>(each.storage().data()));
-    return each;
-  });
-  return found;
-}
-
-void trace_launch(const std::string& name, int64_t stream, const Stack& read, const Stack& written) {
-  if (tracer != nullptr) trace("launch", name, stream, addresses_of(read), addresses_of(written));
-}
-
 void copy_results(const Stack& targets, const Stack& results) {
   for (size_t i = 0; i < targets.size(); ++i) {
     if (targets[i].isTensor() && targets[i].toTensor().defined() && results[i].toTensor().numel() > 0)
@@ -770,7 +733,6 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
     Stack drawing = arguments;
     drawing[0] = drawn;
     op.callBoxed(&drawing);
-    trace_launch(schema.name(), current_stream, {}, {target});
     enqueue([to = on_host(target), drawn] { to.copy_(drawn); });
     stack->push_back(target);
     return;
@@ -819,10 +781,6 @@ void enqueue_operation(const c10::OperatorHandle& op, Stack* stack) {
       if (parameters[j].alias_info() != nullptr && *parameters[j].alias_info() == *info) outcome[i] = arguments[j];
   }
   Stack inputs = replaced(arguments, c10::DeviceType::CPU, argument_on_host);
-  Stack written = outcome;
-  for (size_t i = 0; i < parameters.size(); ++i)
-    if (is_written(parameters[i])) written.push_back(arguments[i]);
-  trace_launch(schema.name(), current_stream, arguments, written);
   enqueue([op, inputs = std::move(inputs), targets = std::move(targets)]() mutable {
     Stack results = inputs;
     op.callBoxed(&results);
@@ -851,7 +809,6 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   count_launch("aten::copy_");
   Tensor from = on_host(source), to = on_host(target);
   const bool is_across = source.is_cpu() || target.is_cpu();
-  trace_launch("aten::copy_", current_stream, {source}, {target});
   const bool is_pinned = is_across && pinned().holds(source.is_cpu() ? source.data_ptr() : target.data_ptr());
   if (!is_across || (non_blocking && is_pinned)) {
     enqueue([from, to] { to.copy_(from); }, is_across ? "copy" : "compute");
@@ -941,7 +898,6 @@ const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at:
 
 at::Scalar local_scalar(const Tensor& self) {
   Tensor value = on_host(self);
-  trace_launch("aten::item", current_stream, {self}, {});
   synchronize(current_stream, "item");
   return value.item();
 }
@@ -1002,9 +958,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("on_launch", [](py::object function) {
     on_launch = function.is_none() ? nullptr : new py::object(std::move(function));
   });
-  m.def("trace", [](py::object object) {
-    tracer = object.is_none() ? nullptr : new py::object(std::move(object));
-  });
   m.def("schedule", [](uint64_t seed, std::set<std::string> late, std::string first) {
     std::lock_guard<std::mutex> lock(device().mutex);
     auto& schedule = device().schedule;
@@ -1017,10 +970,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("spoil_all_free", [] { allocator().spoil_all_free(); });
   m.def("drop_all", [] { device().drop_all(); }, py::call_guard<py::gil_scoped_release>());
   m.def("host_view", [](const Tensor& tensor) { return on_host(tensor); });
-  m.def("send", [](int64_t stream, std::string kind, py::object message, const std::vector<Tensor>& written,
-                   const std::vector<Tensor>& read) {
+  m.def("send", [](int64_t stream, std::string kind, py::object message) {
     count_launch(kind);
-    trace_launch(kind, stream, {c10::List<Tensor>(read)}, {c10::List<Tensor>(written)});
     Item item;
     item.kind = std::move(kind);
     item.message = std::make_unique<Message>(std::move(message));

@@ -5,9 +5,7 @@ for the device, and only as far as it waits for. That is simpler than a thread p
 whatever no event orders can run in any order, however far apart it was enqueued, and one seed gives one order. It takes
 the shapes of results before there are results: torch's meta kernels know them. An operation without one drains the
 device and is noted (``ran_at_once``); no test of training has any. The other way is that operations run at once, beside
-the vector clocks of ``tests/harness/races.py``. It was not tried: clocks show that an order is missing, and no wrong
-value, and they see only what they are told to watch. As a cross-check, ``test_sanitizer.py`` has torch's own clocks
-listen to this device.
+the vector clocks of ``tests/harness/races.py``, which see an order that is missing, but no wrong value.
 
 **Left-out waits show as values.** Freed memory is filled with NaN in the order of its stream, and so are outputs of
 collectives that have not arrived. A stream that does not wait reads NaN, or what was there before.
@@ -23,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -89,34 +87,6 @@ def on_launch(note: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         load().on_launch(None)
-
-
-class Tracer(Protocol):
-    """What is told of all that orders accesses to memory, in the order in which the host asks for it. Memory is named
-    by the address of its start, whatever part of it a tensor is; streams and events by numbers."""
-
-    def launch(self, name: str, stream: int, read: set[int], written: set[int]) -> None:
-        """An operation or a collective. What is written may be read, too, and is then in both sets."""
-
-    def allocate(self, address: int, stream: int, freed: set[int]) -> None:
-        """Memory was allocated on ``stream``, where that in ``freed`` may be given out again from here on."""
-
-    def record_event(self, event: int, stream: int) -> None: ...
-    def wait_event(self, event: int, stream: int) -> None: ...
-    def synchronize_event(self, event: int) -> None: ...
-    def synchronize_stream(self, stream: int) -> None: ...
-    def synchronize(self) -> None:
-        """The host waits for all streams."""
-
-
-@contextmanager
-def traced(tracer: Tracer) -> Iterator[None]:
-    """Tell ``tracer`` inside the block."""
-    load().trace(tracer)
-    try:
-        yield
-    finally:
-        load().trace(None)
 
 
 class _StreamContext:

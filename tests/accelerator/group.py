@@ -339,12 +339,12 @@ class SimNCCL(dist.ProcessGroup):
     def _launch(self, message: Message, opts: Any, written: Sequence[Tensor], read: Sequence[Tensor]) -> Work | None:
         current = torch.accelerator.current_stream()
         if not getattr(opts, "asyncOp", True):
-            load().send(current.stream_id, message.name, message, written, read)
+            load().send(current.stream_id, message.name, message)
             return None
         if self._stream is None:
             self._stream = torch.Stream(device=DEVICE)
         self._stream.wait_stream(current)
-        load().send(self._stream.stream_id, message.name, message, written, read)
+        load().send(self._stream.stream_id, message.name, message)
         return Work(self._stream.record_event(), [*written, *read])
 
     def _on_cpu(self, name: str, *args: Any) -> Any:

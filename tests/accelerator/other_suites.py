@@ -20,12 +20,11 @@ import pytest
 import torch
 
 from tests.accelerator import device
-from tests.accelerator.cases import SCHEDULES
 from tests.accelerator.support import prepare
 from tests.harness.distributed import RankContext
 from tests.harness.pool import shared_pool
 
-SCHEDULE = SCHEDULES["late gathers and reductions"]
+LATE = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
 _AUTOCAST = "asks for autocast of the CPU, and the device has none"
 _PREFETCH = "on streams, hooks fill outputs as soon as a gather is enqueued, used or not"
@@ -94,7 +93,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
     },
 }
 
-# In the short suite.
+# In the short suite, or always in CI where the tests are.
 SAMPLE: dict[str, list[str]] = {
     "parity": [
         "test_accumulation.test_hsdp_without_gradient_sync_until_the_last_micro_batch",
@@ -106,6 +105,7 @@ SAMPLE: dict[str, list[str]] = {
         "test_finalization.test_handle_waits_once_and_gradients_are_there_then",
         "test_offload.test_units_may_be_offloaded_one_by_one",
         "test_recovery.test_reset_between_steps_changes_nothing",
+        "test_reshard_to.test_moving_back_and_forth_changes_no_bit",
     ],
 }
 
@@ -172,7 +172,7 @@ def run_body(ctx: RankContext, module: str, qualname: str, arguments: dict[str, 
     body = getattr(importlib.import_module(module), qualname).body
     prepare()
     device.load().spoil_all_free()  # else values of an earlier run stand in for those that came too late
-    device.schedule(**SCHEDULE)
+    device.schedule(late=LATE)
     try:
         with torch.device(device.DEVICE):
             body(ctx, **arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.accelerator import device
 from tests.accelerator.device import counted_syncs
@@ -29,31 +28,6 @@ def on(stream: torch.Stream) -> Any:
 
 
 # Streams and events
-
-
-@pytest.mark.ci
-@on_device(1)
-def test_nothing_runs_before_the_host_waits(ctx: RankContext) -> None:
-    x = torch.zeros(4, device=SIM)
-    event = torch.accelerator.current_stream().record_event()
-    assert not event.query()
-    event.synchronize()
-    assert event.query()
-    x.add_(1)
-    assert not torch.accelerator.current_stream().query()
-    assert x.tolist() == [1.0] * 4
-
-
-@on_device(1)
-def test_stream_that_does_not_wait_reads_what_was_there(ctx: RankContext) -> None:
-    device.schedule(0, first="compute")
-    x, side = torch.zeros(4, device=SIM), side_stream()
-    side.wait_stream(torch.accelerator.current_stream())
-    with on(side):
-        x.add_(1)
-    assert x.tolist() == [0.0] * 4
-    torch.accelerator.current_stream().wait_stream(side)
-    assert x.tolist() == [1.0] * 4
 
 
 @on_device(1)
@@ -84,23 +58,10 @@ def _race(seed: int) -> list[float]:
 
 @on_device(1)
 def test_a_seed_gives_one_order_and_seeds_give_many(ctx: RankContext) -> None:
+    _race(0)  # what a device does only once draws, too
     values = [_race(seed) for seed in range(8)]
     assert values == [_race(seed) for seed in range(8)]
     assert len({value[0] for value in values}) > 2
-
-
-@on_device(1)
-def test_late_operations_run_when_nothing_else_can(ctx: RankContext) -> None:
-    device.schedule(0, late=["copy"])
-    x = torch.ones(4).pin_memory()
-    side, y = side_stream(), torch.zeros(4, device=SIM)
-    side.wait_stream(torch.accelerator.current_stream())
-    with on(side):
-        y.copy_(x, non_blocking=True)
-    seen = y.clone()
-    assert seen.tolist() == [0.0] * 4
-    torch.accelerator.synchronize()
-    assert y.tolist() == [1.0] * 4
 
 
 @on_device(1)
@@ -137,35 +98,6 @@ def test_memory_that_was_freed_too_early_reads_as_nan(ctx: RankContext, dtype: t
     torch.empty(100, device=SIM)  # may lie there
     torch.accelerator.synchronize()
     assert y.isnan().all()
-
-
-@on_device(1)
-def test_memory_that_streams_have_waited_for_is_freed_in_time(ctx: RankContext) -> None:
-    device.schedule(0, first="compute")
-    x, side = torch.ones(4, device=SIM), side_stream()
-    side.wait_stream(torch.accelerator.current_stream())
-    with on(side):
-        y = x + 1
-    torch.accelerator.current_stream().wait_stream(side)
-    del x
-    torch.empty(100, device=SIM)
-    assert y.tolist() == [2.0] * 4
-
-
-@on_device(1)
-def test_recorded_stream_keeps_freed_memory(ctx: RankContext) -> None:
-    device.schedule(0, first="compute")
-    x, side = torch.ones(4, device=SIM), side_stream()
-    address = x.data_ptr()
-    side.wait_stream(torch.accelerator.current_stream())
-    with on(side):
-        y = x + 1
-    x.record_stream(side)
-    del x
-    assert torch.empty(4, device=SIM).data_ptr() != address
-    torch.accelerator.synchronize()
-    assert torch.empty(4, device=SIM).data_ptr() == address
-    assert y.tolist() == [2.0] * 4
 
 
 @on_device(1)
@@ -266,57 +198,7 @@ def test_pinned_memory_is_read_when_the_stream_comes_to_it(ctx: RankContext) -> 
     assert early.tolist() == [1.0] * 4
 
 
-@on_device(1)
-def test_copy_to_pinned_memory_arrives_when_the_host_has_waited(ctx: RankContext) -> None:
-    pinned = torch.zeros(4).pin_memory()
-    pinned.copy_(torch.ones(4, device=SIM), non_blocking=True)
-    assert pinned.tolist() == [0.0] * 4
-    torch.accelerator.synchronize()
-    assert pinned.tolist() == [1.0] * 4
-
-
 # Operations
-
-
-class Net(nn.Module):
-    """Kernels of many kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.norm, self.rms = nn.LayerNorm(8), nn.RMSNorm(8)
-        self.linear = nn.Linear(8, 6)
-        self.head = nn.Linear(6, 5, bias=False)
-
-    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
-        x = self.rms(self.norm(self.embedding(tokens)))
-        x = F.gelu(self.linear(x)) * torch.sigmoid(x.sum(-1, keepdim=True))
-        x = torch.bmm(x, x.transpose(1, 2).tril()[:, :6, :6])
-        x = torch.cat([F.silu(x[:, :3]), x[:, 3:].softmax(-1)], 1)
-        x = torch.where(x > 0, x, x.cumsum(1).clamp(-1, 1))
-        logits = self.head(x).reshape(-1, 5)
-        return F.cross_entropy(logits, target.reshape(-1)) + logits.logsumexp(-1).var() + torch.stack([x.amax()]).sum()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_device(1)
-def test_model_gives_the_bits_of_the_cpu(ctx: RankContext, dtype: torch.dtype) -> None:
-    model = Net().to(dtype)
-    twin = copy.deepcopy(model).to(SIM)
-    tokens, target = torch.randint(11, (2, 7)), torch.randint(5, (2, 7))
-    optimizers = [torch.optim.AdamW(each.parameters(), foreach=True) for each in (model, twin)]
-    for _ in range(2):
-        losses = [model(tokens, target), twin(tokens.to(SIM), target.to(SIM))]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            loss.backward()
-            optimizer.step()
-        assert torch.equal(losses[0], losses[1].cpu())
-        for (name, ours), theirs in zip(twin.named_parameters(), model.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(ours.grad.cpu(), theirs.grad), name
-            assert torch.equal(ours.cpu(), theirs), name
-    assert device.load().ran_at_once() == set()
 
 
 @on_device(1)

@@ -12,21 +12,21 @@ from torch import Tensor
 import fsdp2
 from tests.accelerator import device, group
 from tests.accelerator.cases import (
-    WIDE,
     Trained,
     bf16_fp32,
+    call,
+    default,
     differences,
-    gather_on_compute_stream,
     nothing,
     placed,
     run,
-    sharded,
     step_on_a_side_stream,
 )
 from tests.accelerator.support import cpu_mesh, on_device
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP
 from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.training import shard_units_and_root
 
 SIM: Any = device.DEVICE
 
@@ -35,83 +35,35 @@ def losses(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if "loss" in name}
 
 
-def check_event(mesh: Any, like: Any, runtime: Runtime, **options: Any) -> None:
-    case = Trained(step=step_on_a_side_stream, optimizer=nothing, options=options)
-    expected = losses(run(case, like, subject()))
-    found = losses(run(case, mesh, runtime, first="compute"))
+@pytest.mark.parametrize("gathers_on_compute", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
+@on_device(2)
+def test_forward_waits_for_the_event_of_the_optimizer(
+    ctx: RankContext, shape: tuple[int, ...], gathers_on_compute: bool
+) -> None:
+    then = call("_set_unshard_async_op", gathers_on_compute)
+    case = Trained(step=step_on_a_side_stream, optimizer=nothing, then=then)
+    expected = losses(run(case, cpu_mesh(*shape), subject()))
+    mesh = ctx.mesh_1d() if len(shape) == 1 else ctx.mesh_2d(*shape)
+    found = losses(run(case, mesh, subject(), first="compute"))
     assert not differences(found, expected), (found, expected)
 
 
-@on_device(2)
-def test_forward_waits_for_the_event_of_the_optimizer(ctx: RankContext) -> None:
-    check_event(ctx.mesh_1d(), cpu_mesh(2), subject())
-
-
-@on_device(2)
-def test_forward_waits_for_the_event_of_the_optimizer_on_a_shard_axis_of_one(ctx: RankContext) -> None:
-    check_event(ctx.mesh_2d(2, 1), cpu_mesh(2, 1), subject())
-
-
-@on_device(2)
-def test_forward_that_gathers_on_the_compute_stream_waits_for_the_event_of_the_optimizer(ctx: RankContext) -> None:
-    check_event(ctx.mesh_1d(), cpu_mesh(2), subject(), then=gather_on_compute_stream)
-
-
-def launches_of_a_step(ctx: RankContext, runtime: Runtime) -> list[str]:
-    """Reduce-scatters and all-reduces in the order in which the device came to them, all-reduces being slow."""
+@pytest.mark.parametrize("runtime", [subject, oracle])
+@on_device(4)
+def test_reduce_scatters_overlap_with_the_slow_all_reduce_of_the_first_unit(ctx: RankContext, runtime: Any) -> None:
     case = Trained(shape=(2, 2), num_steps=1, model=partial(MLP, num_blocks=4))
     group.launches.clear()
-    run(case, ctx.mesh_2d(2, 2), runtime, late=["all-reduce"])
-    return [each for each in group.launches if "reduce" in each]
-
-
-def assert_overlap(found: list[str]) -> None:
-    """The slow all-reduce of the first unit holds up no reduce-scatter."""
+    run(case, ctx.mesh_2d(2, 2), runtime(), late=["all-reduce"])
+    found = [each for each in group.launches if "reduce" in each]
     found = found[found.index("reduce-scatter starts") :]  # before, ranks compare their models
     assert found[: found.index("all-reduce ends")].count("reduce-scatter ends") > 1, found
 
 
-@on_device(4)
-def test_reduce_scatter_overlaps_with_the_all_reduce_of_the_unit_before(ctx: RankContext) -> None:
-    assert_overlap(launches_of_a_step(ctx, subject()))
-
-
-@on_device(4)
-def test_torch_overlaps_reduce_scatter_and_all_reduce(ctx: RankContext) -> None:
-    assert_overlap(launches_of_a_step(ctx, oracle()))
-
-
-def built(runtime: Runtime, mesh: Any, make: Any = WIDE, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = placed(make, SIM)
-    sharded(runtime, model, mesh, **options)
-    return model
-
-
-@on_device(2)
-def test_gather_that_finds_no_memory_keeps_none(ctx: RankContext) -> None:
-    model = built(subject(), ctx.mesh_1d())
-    extension = device.load()
-    block = model.blocks[0]
-    block.unshard()
-    block.reshard()
-    torch.accelerator.synchronize()
-    model(*model.batch(torch.Generator().manual_seed(0)))  # carries out deferred releases
-    model.reshard()
-    before = extension.memory_allocated()
-    whole = 2 * 128 * 256 * 4 + 128 * 4 + 256 * 4
-    extension.set_memory_limit(before + whole + 512)  # no place for the bucket
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            block.unshard()
-    finally:
-        extension.set_memory_limit(0)
-    assert extension.memory_allocated() == before, extension.memory_allocated() - before
-
-
-def peak_of_a_step(ctx: RankContext, runtime: Runtime, **options: Any) -> int:
+def peak_of_a_step(ctx: RankContext, runtime: Runtime, policy: Any) -> int:
     """Bytes above what is there before a step, at its highest."""
-    model = built(runtime, ctx.mesh_1d(), partial(MLP, num_blocks=4, dim=128), **options)
+    model: Any = placed(partial(MLP, num_blocks=4, dim=128), SIM)
+    shard_units_and_root(runtime, model, ctx.mesh_1d(), **policy(runtime))
     for _ in range(2):
         batch = model.batch(torch.Generator().manual_seed(ctx.rank))
         loss = model.loss(model(*batch), batch)
@@ -122,17 +74,15 @@ def peak_of_a_step(ctx: RankContext, runtime: Runtime, **options: Any) -> int:
         loss.backward()
         del loss
         peak = device.load().max_memory_allocated() - before
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         torch.accelerator.synchronize()
     return peak
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16, fp32"])
+@pytest.mark.parametrize("policy", [default, bf16_fp32], ids=["fp32", "bf16, fp32"])
 @on_device(2)
-def test_peak_of_backward_is_not_above_that_of_torch(ctx: RankContext, policy: str) -> None:
-    options = {} if policy == "fp32" else {"policy": bf16_fp32}
-    ours, theirs = peak_of_a_step(ctx, subject(), **options), peak_of_a_step(ctx, oracle(), **options)
+def test_peak_of_backward_is_not_above_that_of_torch(ctx: RankContext, policy: Any) -> None:
+    ours, theirs = (peak_of_a_step(ctx, runtime, policy) for runtime in (subject(), oracle()))
     assert ours <= theirs, (ours, theirs)
 
 

@@ -1,5 +1,5 @@
-"""State dicts of ``FullyShardedDataParallel`` on the simulated accelerator: the values of the same model on the CPU,
-on the device or offloaded; and loaded again from there, whatever the order of streams."""
+"""State dicts of ``FullyShardedDataParallel`` and of its optimizers on the simulated accelerator: the values of the
+same model on the CPU, on the device or offloaded; and loaded again from there, whatever the order of streams."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
     StateDictType,
@@ -34,16 +36,16 @@ KINDS: dict[str, tuple[StateDictType, type[StateDictConfig], bool]] = {
 }
 
 
-def stepped(ctx: RankContext, mesh: DeviceMesh | None, seed: int = 0, **options: Any) -> FullyShardedDataParallel:
-    """A model after a step, so that the device still writes the shards when the state dict is asked for."""
+def stepped(ctx: RankContext, mesh: DeviceMesh | None, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    """A model and its optimizer after a step, so that the device still writes shards and states when asked for them."""
     torch.manual_seed(seed)
-    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(64, 65), device_mesh=mesh, **options), nn.BatchNorm1d(65))
-    model = FullyShardedDataParallel(model, device_mesh=mesh, **options)
+    inner = FullyShardedDataParallel(nn.Linear(64, 65), device_mesh=mesh, **options)
+    model = FullyShardedDataParallel(nn.Sequential(inner, nn.BatchNorm1d(65)), device_mesh=mesh, **options)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(ctx.rank))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, foreach=False)
     model(x.to(model.compute_device)).square().mean().backward()
     optimizer.step()
-    return model
+    return model, optimizer
 
 
 def state_of(model: FullyShardedDataParallel, kind: str, **options: bool) -> dict[str, Any]:
@@ -52,16 +54,17 @@ def state_of(model: FullyShardedDataParallel, kind: str, **options: bool) -> dic
         return model.state_dict()
 
 
-def parts(state: dict[str, Any]) -> dict[str, Tensor]:
-    """This rank's values."""
-    return {
-        name: value.to_local()
-        if isinstance(value, DTensor)
-        else torch.cat([shard.tensor.detach() for shard in value.local_shards()])
-        if hasattr(value, "local_shards")
-        else value
-        for name, value in state.items()
-    }
+def part_of(value: Any) -> Tensor:
+    """What this rank has of it."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return torch.cat([s.tensor.detach() for s in value.local_shards()]) if hasattr(value, "local_shards") else value
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Any], is_on_cpu: bool) -> None:
+    assert {value.device.type for value in found.values()} == {"cpu" if is_on_cpu else device.DEVICE}
+    for name in expected:
+        torch.testing.assert_close(found[name].cpu(), part_of(expected[name]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("schedule", FEW)
@@ -70,24 +73,46 @@ def parts(state: dict[str, Any]) -> dict[str, Tensor]:
 @on_device(2)
 def test_state_dict_has_the_values_of_the_cpu(ctx: RankContext, kind: str, offload_to_cpu: bool, schedule: str) -> None:
     which, _, has_mesh = KINDS[kind]
-    on_cpu = stepped(ctx, cpu_mesh(2))
+    on_cpu, _ = stepped(ctx, cpu_mesh(2))
     expected = on_cpu.state_dict()
     device.schedule(**SCHEDULES[schedule])
     meshes = [init_device_mesh(device.DEVICE, (2,)) if has_mesh else None for _ in range(2)]
     options = {"cpu_offload": CPUOffload(True)} if "offloaded" in kind else {}
-    model, other = (stepped(ctx, mesh, seed, **options) for seed, mesh in enumerate(meshes))
+    model, other = (stepped(ctx, mesh, seed, **options)[0] for seed, mesh in enumerate(meshes))
     state = state_of(model, kind, offload_to_cpu=offload_to_cpu)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()  # later steps change nothing
-    found = parts(state)
-    wanted = "cpu" if offload_to_cpu else device.DEVICE
-    assert {value.device.type for value in found.values()} == {wanted}
-    if kind != "local":
-        like = expected if "full" in kind else parts(state_of(on_cpu, "DTensors"))
-        for name, value in found.items():
-            torch.testing.assert_close(value.cpu(), like[name], rtol=0, atol=0)
+    like = {} if kind == "local" else expected if "full" in kind else state_of(on_cpu, "DTensors")
+    check({name: part_of(value) for name, value in state.items()}, like, offload_to_cpu)
     with FullyShardedDataParallel.state_dict_type(other, which):
         other.load_state_dict(state)
-    for name, value in other.state_dict().items():
-        torch.testing.assert_close(value.cpu(), expected[name], rtol=0, atol=0)
+    check({name: value.cpu() for name, value in other.state_dict().items()}, expected, is_on_cpu=True)
+
+
+def momenta(model: Any, optimizer: Any, *, is_full: bool, offload_to_cpu: bool) -> dict[str, Tensor]:
+    which, config, _ = KINDS["full" if is_full else "DTensors"]
+    of_optimizer = (FullOptimStateDictConfig if is_full else ShardedOptimStateDictConfig)(offload_to_cpu)
+    with FullyShardedDataParallel.state_dict_type(model, which, config(), of_optimizer):
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    return {name: part_of(each["momentum_buffer"]) for name, each in state.items()}
+
+
+@pytest.mark.parametrize("schedule", FEW)
+@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_device(2)
+def test_states_of_optimizers_have_the_values_of_the_cpu(
+    ctx: RankContext, use_orig_params: bool, is_full: bool, schedule: str
+) -> None:
+    on_cpu = stepped(ctx, cpu_mesh(2), use_orig_params=use_orig_params)
+    expected = momenta(*on_cpu, is_full=is_full, offload_to_cpu=True)
+    assert expected
+    device.schedule(**SCHEDULES[schedule])
+    model, optimizer = stepped(ctx, init_device_mesh(device.DEVICE, (2,)), use_orig_params=use_orig_params)
+    for offload in (False, True):
+        check(momenta(model, optimizer, is_full=is_full, offload_to_cpu=offload), expected, offload)
+        saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        for states in optimizer.state.values():
+            states["momentum_buffer"].zero_()
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +35,20 @@ def script(out: Path, *arguments: str, timeout_s: float = 280) -> tuple[int, lis
     return done.returncode, verdicts
 
 
-def failed(verdicts: Sequence[dict[str, Any]]) -> str:
-    others = [each for each in verdicts if each["status"] != PASS]
-    return "\n".join(f"{each['status']} {each['part']}: {each['detail']}" for each in others)
-
-
-def of(verdicts: Sequence[dict[str, Any]], name: str) -> list[str]:
-    return [each["status"] for each in verdicts if each["name"] == name]
-
-
 # On the simulated accelerator
 
 
-@pytest.mark.long
-def test_contract_and_training_through_it_hold_on_the_simulated_accelerator(tmp_path: Path) -> None:
-    status, verdicts = script(tmp_path, "--device", "sim", "--only", "1")
-    assert status == 0, failed(verdicts)
-    assert of(verdicts, "contract") == [PASS] * 8
-    assert of(verdicts, "forced") == [PASS] * 3
-
-
-@pytest.mark.long
-def test_late_collectives_and_shared_devices_hold_on_the_simulated_accelerator(tmp_path: Path) -> None:
-    status, verdicts = script(tmp_path, "--device", "sim", "--only", "2", "4")
-    assert status == 0, failed(verdicts)
-    assert of(verdicts, "late") == [PASS] * 9
-    assert of(verdicts, "ranks 2") == of(verdicts, "ranks 4") == [PASS] * 5
+@pytest.mark.parametrize(
+    ("parts", "passed"),
+    [(["1"], {"contract": 8, "forced": 3}), (["2", "4"], {"late": 9, "ranks 2": 5, "ranks 4": 5})],
+    ids=["contract and training through it", "late collectives and shared devices"],
+)
+def test_parts_hold_on_the_simulated_accelerator(parts: list[str], passed: dict[str, int], tmp_path: Path) -> None:
+    status, verdicts = script(tmp_path, "--device", "sim", "--only", *parts)
+    failed = [f"{each['status']} {each['part']}: {each['detail']}" for each in verdicts if each["status"] != PASS]
+    assert status == 0, "\n".join(failed)
+    for name, number in passed.items():
+        assert [each["status"] for each in verdicts if each["name"] == name] == [PASS] * number
 
 
 # Parts that go wrong, and time that runs out
@@ -99,7 +86,6 @@ def test_part_that_crashes_is_a_verdict(code: str, detail: str) -> None:
     assert [(each.status, each.detail) for each in found] == [(FAIL, detail)]
 
 
-@pytest.mark.long
 def test_part_that_hangs_is_a_verdict_and_all_that_it_started_ends(tmp_path: Path) -> None:
     beat = tmp_path / "beat"
     child = f"import time\nwhile True: open({str(beat)!r}, 'a').write('x'); time.sleep(0.05)"
@@ -124,7 +110,7 @@ def test_parts_for_which_no_time_is_left_are_not_run() -> None:
     assert kept == [1, 2]
 
 
-@pytest.mark.parametrize(("device", "status"), [("cpu", 1), pytest.param("sim", 0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("device", "status"), [("cpu", 1), ("sim", 0)])
 def test_exit_status_tells_of_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, status: int
 ) -> None:
@@ -138,7 +124,6 @@ def test_exit_status_tells_of_a_failure(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.long
 def test_without_a_gpu_nothing_is_run_and_nothing_fails(tmp_path: Path) -> None:
     status, verdicts = script(tmp_path)
     assert status == 0

@@ -1,8 +1,8 @@
 """Each wait of the package is needed. Here is the list of all of them, with what notices that one is left out:
 
 - ``WAITS`` and ``WAITS_OF_4``: some run on the simulated accelerator gives other values. Tests below.
-- ``UNSEEN`` and ``UNSEEN_OF_4``: no value tells, but the order of accesses does. ``test_sanitizer.py``, and the clocks
-  of ``tests/distributed/test_stream_order.py``.
+- ``UNSEEN`` and ``UNSEEN_OF_4``: no value tells, but the order of accesses does: the clocks of
+  ``tests/distributed/test_stream_order.py``.
 - ``ELSEWHERE``: waits for gloo's messages, and those of tools. The test that is named with each.
 
 An event that is not recorded is not waited for, so records are in the list, too. ``comm/streams.py`` itself is not: all
@@ -91,49 +91,34 @@ UNSEEN = [  # the memory that is written again too early gets the same values
     Wait("gather_after_compute", "group.all_gather.Gather.release", "kept storage", "side streams first"),
 ]
 UNSEEN_OF_4 = [  # what would be read too late is thrown away
-    Wait("wait_here", "group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", "side streams first"),
+    Wait("wait_here", "group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", "side streams first")
 ]
-ELSEWHERE: dict[tuple[str, str], str] = {
+_REPORTED = "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
+_MEASURED = "distributed/test_measure.py::test_collectives_are_measured_by_size_alone_and_beside_products"
+_ON_STREAMS = "unit/test_streams.py::test_collectives_on_a_stream_leave_nothing_to_the_cpu"
+_PENDING = "distributed/test_model_parallel_state.py::test_gradient_whose_collective_is_pending_is_waited_for"
+_TIED = "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers_is_saved_under_both_names"
+_IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
+_UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
+ELSEWHERE: dict[str, str] = {
     # collectives that the CPU waits for, as gloo's; _issued is for backends that return a work where NCCL returns none
-    ("comm.backends.CollectiveComm._issued", "work"): (
-        "unit/test_streams.py::test_collectives_on_a_stream_leave_nothing_to_the_cpu"
-    ),
-    ("comm.backends._Messages.wait", "work"): (
-        "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up"
-    ),
-    ("comm.backends._summed", "work"): "distributed/test_agreement.py::test_ranks_compare_once",
-    ("tools.clip._summed_over_ranks", "work"): (
-        "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them"
-    ),
-    ("comm.custom._Message.wait", "work"): (
-        "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
-    ),
-    ("extras.lending.gathered_together", "work"): (
-        "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
-    ),
-    ("fsdp1.state_values.locals_of_flat", "work"): (
-        "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers_is_saved_under_both_names"
-    ),
-    ("_torch.arrived_local", "work"): (
-        "distributed/test_model_parallel_state.py::test_gradient_whose_collective_is_pending_is_waited_for"
-    ),
-    ("tools.weights._do", "work"): "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
+    "comm.backends.CollectiveComm._issued-work": _ON_STREAMS,
+    "comm.backends._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
+    "comm.backends._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
+    "tools.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
+    "comm.custom._Message.wait-work": _IN_ONE_MEMORY,
+    "extras.lending.gathered_together-work": _UNCUT,
+    "fsdp1.state_values.locals_of_flat-work": _TIED,
+    "_torch.arrived_local-work": _PENDING,
+    "tools.weights._do-work": "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
     # what measures time
-    ("tools.report.recorder.DeviceClock.__init__", "synchronize"): (
+    "tools.report.recorder.DeviceClock.__init__-synchronize": (
         "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
     ),
-    ("tools.report.recorder.DeviceClock._event", "record"): (
-        "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
-    ),
-    ("tools.report.recorder.DeviceClock.settle", "synchronize"): (
-        "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
-    ),
-    ("tools.planner.measure._wait", "synchronize"): (
-        "accelerator/test_host_syncs.py::test_host_waits_for_what_it_measures"
-    ),
-    ("tools.planner.measure._collectives.one.finish", "work"): (
-        "distributed/test_measure.py::test_collectives_are_measured_by_size_alone_and_beside_products"
-    ),
+    "tools.report.recorder.DeviceClock._event-record": _REPORTED,
+    "tools.report.recorder.DeviceClock.settle-synchronize": _REPORTED,
+    "tools.planner.measure._wait-synchronize": "accelerator/test_host_syncs.py::test_host_waits_for_what_it_measures",
+    "tools.planner.measure._collectives.one.finish-work": _MEASURED,
 }
 
 
@@ -150,8 +135,7 @@ def test_wait_that_is_left_out_is_noticed_on_4_ranks(ctx: RankContext, wait: Wai
 
 
 def test_list_has_all_waits_of_the_package() -> None:
-    listed = [*WAITS, *WAITS_OF_4, *UNSEEN, *UNSEEN_OF_4]
-    places = {(wait.place, wait.method.partition(",")[0]) for wait in listed}
+    places = {str(wait).partition(",")[0] for wait in (*WAITS, *WAITS_OF_4, *UNSEEN, *UNSEEN_OF_4)}
     assert sorted([*places, *ELSEWHERE]) == sorted(_waits_in_source())
 
 
@@ -164,7 +148,7 @@ _TESTS = Path(__file__).parents[1]
 _METHODS = {name for name in vars(Streams) if "wait" in name or "after" in name or name in ("record", "on")}
 
 
-def _waits_in_source() -> Iterator[tuple[str, str]]:
+def _waits_in_source() -> Iterator[str]:
     package = Path(fsdp2.__file__).parent
     for path in package.rglob("*.py"):
         module = ".".join(path.relative_to(package).with_suffix("").parts)
@@ -172,8 +156,8 @@ def _waits_in_source() -> Iterator[tuple[str, str]]:
             yield from _waits_in(ast.parse(path.read_text()), module)
 
 
-def _waits_in(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
-    """Where something in ``node`` waits, and by which method, as a ``Wait`` names them."""
+def _waits_in(node: ast.AST, place: str) -> Iterator[str]:
+    """Where something in ``node`` waits, and by which method, as ``str`` of a ``Wait``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             yield from _waits_in(child, f"{place}.{child.name}")
@@ -181,9 +165,9 @@ def _waits_in(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
         if isinstance(child, ast.Call):
             called, _, method = ast.unparse(child.func).rpartition(".")
             if method == "wait_for" or (method == "wait" and ("work" in called or called == "local")):
-                yield place, "work"
+                yield f"{place}-work"
             elif method in _METHODS or method == "synchronize":
-                yield place, method
+                yield f"{place}-{method}"
         yield from _waits_in(child, place)
 
 

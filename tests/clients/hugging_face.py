@@ -109,7 +109,13 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(engine: Any, model: Any, optimizer: Any, rank: int, steps: range = range(3), name: str = "llama") -> Any:
-    """A training loop as accelerate's users write it; what it has seen."""
+    """A training loop as accelerate's users write it; what it has seen, and the model."""
+    return {**loop(engine, model, optimizer, rank, steps, name), **state(model)}
+
+
+def loop(
+    engine: Any, model: Any, optimizer: Any, rank: int, steps: range, name: str = "llama", max_norm: float = 0.5
+) -> dict[str, Any]:
     seen: dict[str, Any] = {"losses": [], "norms": []}
     for step in steps:
         with engine.accumulate(model):
@@ -117,10 +123,10 @@ def train(engine: Any, model: Any, optimizer: Any, rank: int, steps: range = ran
             engine.backward(loss)
             seen["losses"].append(loss.detach())
             if engine.sync_gradients:
-                seen["norms"].append(whole(engine.clip_grad_norm_(model.parameters(), 0.5)))
+                seen["norms"].append(whole(engine.clip_grad_norm_(model.parameters(), max_norm)))
             optimizer.step()
             optimizer.zero_grad()
-    return {**seen, **state(model)}
+    return seen
 
 
 def state(model: nn.Module) -> dict[str, Any]:

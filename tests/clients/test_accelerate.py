@@ -13,6 +13,13 @@ from tests.clients.compare import files_in, whole
 from tests.clients.hugging_face import accelerator, adamw, batch, hf_client, state, tiny, told_when_pinning, train
 
 
+def prepared(name: str = "llama", *, changes: Any = None, model: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    """The engine, the model and its optimizer."""
+    engine = accelerator(**options)
+    model = model or tiny(name, **(changes or {}))
+    return engine, *engine.prepare(model, adamw(model.parameters()))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -23,55 +30,31 @@ from tests.clients.hugging_face import accelerator, adamw, batch, hf_client, sta
         {"activation_checkpointing": True},
         {"mixed_precision": "bf16"},
         {"gradient_accumulation_steps": 2},
+        {"auto_wrap_policy": "no_wrap"},
+        {"name": "vit", "transformer_cls_names_to_wrap": ["ViTLayer"]},
     ],
     ids=str,
 )
 @hf_client()
 def test_a_loop_trains_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
-    engine = accelerator(**options)
-    model = tiny()
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    return train(engine, model, optimizer, rank, range(4))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-@hf_client()
-def test_other_models_train_the_same(rank: int, folder: Path, name: str) -> Any:
-    engine = accelerator()
-    model = tiny(name)
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    return train(engine, model, optimizer, rank, name=name)
-
-
-@hf_client()
-def test_a_vision_model_trains_the_same(rank: int, folder: Path) -> Any:
-    engine = accelerator(transformer_cls_names_to_wrap=["ViTLayer"])
-    model = tiny("vit")
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    return train(engine, model, optimizer, rank, name="vit")
+    return train(*prepared(**options), rank, range(4), name=options.get("name", "llama"))
 
 
 # The model's default names ViTEmbeddings, too; accelerate shards this module, then a module inside it.
 @hf_client(fails=("Invariant encountered", "'projection.weight' is already sharded"))
 def test_a_vision_model_with_the_default_policy_is_refused(rank: int, folder: Path) -> None:
-    engine = accelerator()
-    model = tiny("vit")
-    engine.prepare(model, adamw(model.parameters()))
+    prepared("vit")
 
 
 @hf_client(fails=(told_when_pinning(), "no error"))
 def test_pinned_offload_needs_an_accelerator_in_torch(rank: int, folder: Path) -> None:
-    engine = accelerator(cpu_offload=True)
-    model = tiny()
-    engine.prepare(model, adamw(model.parameters()))
+    prepared(cpu_offload=True)
 
 
 @pytest.mark.parametrize("ram_efficient", [False, True])
 @hf_client()
 def test_tied_embeddings_train_the_same(rank: int, folder: Path, ram_efficient: bool) -> Any:
-    engine = accelerator(cpu_ram_efficient_loading=ram_efficient)
-    model = tiny(tie_word_embeddings=True)
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    engine, model, optimizer = prepared(changes={"tie_word_embeddings": True}, cpu_ram_efficient_loading=ram_efficient)
     seen = train(engine, model, optimizer, rank)
     return {**seen, "tied": model.lm_head.weight is model.model.embed_tokens.weight}
 
@@ -80,17 +63,14 @@ def test_tied_embeddings_train_the_same(rank: int, folder: Path, ram_efficient: 
 def test_offloaded_parameters_train_the_same(rank: int, folder: Path) -> Any:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    engine = accelerator(cpu_offload=CPUOffloadPolicy(pin_memory=False))  # nothing to pin for without an accelerator
-    model = tiny()
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    return train(engine, model, optimizer, rank)
+    # There is nothing to pin for without an accelerator.
+    return train(*prepared(cpu_offload=CPUOffloadPolicy(pin_memory=False)), rank)
 
 
 @hf_client()
 def test_a_model_made_on_the_meta_device_trains_the_same(rank: int, folder: Path) -> Any:
     from accelerate import init_empty_weights
 
-    engine = accelerator(cpu_ram_efficient_loading=True)
     if rank == 0:
         model = tiny()
     else:
@@ -99,8 +79,7 @@ def test_a_model_made_on_the_meta_device_trains_the_same(rank: int, folder: Path
         for parameter in model.parameters():  # accelerate finds the optimizer's parameters by address
             empty = torch.full_like(parameter, torch.nan, device="cpu")
             torch.utils.swap_tensors(parameter, torch.nn.Parameter(empty))
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    return train(engine, model, optimizer, rank)
+    return train(*prepared(model=model, cpu_ram_efficient_loading=True), rank)
 
 
 @pytest.mark.parametrize("regional", [False, True])
@@ -108,10 +87,8 @@ def test_a_model_made_on_the_meta_device_trains_the_same(rank: int, folder: Path
 def test_a_compiled_model_trains_the_same(rank: int, folder: Path, regional: bool) -> Any:
     from accelerate.utils import TorchDynamoPlugin
 
-    engine = accelerator(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional))
-    model = tiny()
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    return train(engine, model, optimizer, rank)
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+    return train(*prepared(dynamo_plugin=plugin), rank)
 
 
 @hf_client(num_ranks=4)
@@ -119,36 +96,28 @@ def test_replicas_of_shards_train_the_same(rank: int, folder: Path) -> Any:
     from accelerate.parallelism_config import ParallelismConfig
 
     # The mesh of accelerate has the device of the state, which is the CPU here.
-    engine = accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
-    model = tiny()
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    return train(engine, model, optimizer, rank)
+    return train(*prepared(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)), rank)
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @hf_client()
 def test_a_saved_state_goes_on_the_same(rank: int, folder: Path, kind: str) -> Any:
-    engine = accelerator(state_dict_type=kind)
-    model = tiny()
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    train(engine, model, optimizer, rank, range(2))
+    engine, *trained = prepared(state_dict_type=kind)
+    train(engine, *trained, rank, range(2))
     engine.save_state(str(folder / "state"))
-    expected = train(engine, model, optimizer, rank, range(2, 4))
+    expected = train(engine, *trained, rank, range(2, 4))
     engine.load_state(str(folder / "state"))
-    found = train(engine, model, optimizer, rank, range(2, 4))
+    found = train(engine, *trained, rank, range(2, 4))
     assert all(map(torch.equal, found["losses"], expected["losses"])), "loading did not bring the state back"
     return {**found, "files": files_in(folder, contents=["pytorch_model_fsdp.bin", "*.json", "*.safetensors"])}
 
 
 @hf_client()
 def test_a_saved_model_is_the_same_file(rank: int, folder: Path) -> Any:
-    engine = accelerator()
-    model = tiny()
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    engine, model, optimizer = prepared()
     train(engine, model, optimizer, rank, range(1))
     engine.save_model(model, str(folder / "model"))
-    unwrapped = engine.unwrap_model(model)
-    unwrapped.save_pretrained(
+    engine.unwrap_model(model).save_pretrained(
         folder / "pretrained", is_main_process=engine.is_main_process, state_dict=engine.get_state_dict(model)
     )
     engine.wait_for_everyone()
@@ -158,32 +127,21 @@ def test_a_saved_model_is_the_same_file(rank: int, folder: Path) -> Any:
 
 @hf_client()
 def test_gathered_metrics_and_evaluation_are_the_same(rank: int, folder: Path) -> Any:
-    engine = accelerator()
-    model = tiny()
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    engine, model, optimizer = prepared()
     train(engine, model, optimizer, rank, range(1))
     model.eval()
     with torch.no_grad():
         logits = [model(input_ids=batch("llama", rank, step)["input_ids"]).logits for step in range(2)]
     model.train()
     gathered = engine.gather_for_metrics(logits[0])
-    after = train(engine, model, optimizer, rank, range(1, 2))
-    return {"logits": logits, "gathered": gathered, **after}
-
-
-@hf_client()
-def test_one_unit_for_the_whole_model_trains_the_same(rank: int, folder: Path) -> Any:
-    engine = accelerator(auto_wrap_policy="no_wrap")
-    model = tiny()
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    return train(engine, model, optimizer, rank)
+    return {"logits": logits, "gathered": gathered, **train(engine, model, optimizer, rank, range(1, 2))}
 
 
 @hf_client()
 def test_ignored_modules_stay_whole(rank: int, folder: Path) -> Any:
     model = tiny()
-    engine = accelerator(ignored_modules=[model.model.layers[0].mlp], cpu_ram_efficient_loading=False)
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
+    ignored = [model.model.layers[0].mlp]
+    engine, model, optimizer = prepared(model=model, ignored_modules=ignored, cpu_ram_efficient_loading=False)
     losses = []
     for step in range(2):
         loss = model(**batch("llama", rank, step)).loss

@@ -7,30 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
 from tests.clients.compare import client, files_in, layout_of, parameters_of, whole
 from tests.harness.comms import CountingReduceScatter
+from tests.harness.models import DIM, Block
 
-WIDTH = 16
 PRELOADED = ("torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "lightning_fabric")
 
 
 def on_ranks(num_ranks: int) -> Any:
     return client("lightning_fabric", num_ranks=num_ranks, preload=PRELOADED)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(torch.relu(self.up(x)))
-        return result
 
 
 def parallelize(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
@@ -62,7 +52,7 @@ def fabric_of(num_ranks: int, tensor_parallel: int = 1, **options: Any) -> Any:
 def set_up(fabric: Any, *, on_meta: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     with fabric.init_module(empty_init=on_meta):
-        model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+        model = nn.Sequential(Block(), Block(), nn.Linear(DIM, DIM))
     model = fabric.setup_module(model)
     return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
@@ -74,7 +64,7 @@ def train(fabric: Any, model: Any, optimizer: Any, steps: range = range(3), num_
     for step in steps:
         for micro in range(num_accumulated):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + dp_rank)
-            inputs, target = torch.randn(2, 4, WIDTH, generator=generator)
+            inputs, target = torch.randn(2, 4, DIM, generator=generator)
             with fabric.no_backward_sync(model, enabled=micro < num_accumulated - 1):
                 loss = F.mse_loss(model(inputs), target)
                 fabric.backward(loss)

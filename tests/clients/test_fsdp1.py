@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.clients.compare import files_in
-from tests.clients.hugging_face import allow_fsdp_on_cpu, batch, hf_client, tiny, training_options
+from tests.clients.hugging_face import accelerator, adamw, hf_client, loop, tiny, training_options
 from tests.clients.test_trainer import Tokens, history
 from tests.harness.training import Tolerance
 
@@ -20,15 +20,12 @@ fsdp1_client = functools.partial(hf_client, tolerance=Tolerance(rtol=1e-6, atol=
 NO_LOADING = {"cpu_ram_efficient_loading": False, "sync_module_states": False}  # these need an accelerator
 
 
-def accelerator(**options: Any) -> Any:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-
-    allow_fsdp_on_cpu()
-    of_accelerator = {"gradient_accumulation_steps", "mixed_precision"}
-    own = {name: options.pop(name) for name in list(options) if name in of_accelerator}
-    plugin = {"fsdp_version": 1, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
-    engine = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**{**plugin, **options}), **own)
-    return on_the_cpu(engine)
+def prepared(**options: Any) -> tuple[Any, Any, Any]:
+    """The engine, the model and its optimizer."""
+    of_plugin = {"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD", "cpu_ram_efficient_loading": False}
+    engine = on_the_cpu(accelerator(**{**of_plugin, **options}))
+    model = engine.prepare(tiny())
+    return engine, model, engine.prepare(adamw(model.parameters()))
 
 
 def on_the_cpu(engine: Any) -> Any:
@@ -44,22 +41,7 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def train(engine: Any, model: Any, optimizer: Any, rank: int, steps: range = range(3)) -> dict[str, Any]:
-    seen: dict[str, Any] = {"losses": [], "norms": []}
-    for step in steps:
-        with engine.accumulate(model):
-            loss = model(**batch("llama", rank, step)).loss
-            engine.backward(loss)
-            seen["losses"].append(loss.detach())
-            if engine.sync_gradients:
-                seen["norms"].append(engine.clip_grad_norm_(model.parameters(), 10.0))
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+train = functools.partial(loop, max_norm=10.0)
 
 
 @pytest.mark.parametrize(
@@ -76,23 +58,17 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 )
 @fsdp1_client()
 def test_accelerate_trains_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
-    engine = accelerator(**options)
-    model = engine.prepare(tiny())
-    optimizer = engine.prepare(adamw(model.parameters()))
-    return train(engine, model, optimizer, rank, range(4))
+    return train(*prepared(**options), rank, range(4))
 
 
 def saved_and_loaded(rank: int, folder: Path, kind: str, use_orig_params: bool) -> Any:
-    engine = accelerator(state_dict_type=kind, use_orig_params=use_orig_params)
-    model = engine.prepare(tiny())
-    optimizer = engine.prepare(adamw(model.parameters()))
-    seen = train(engine, model, optimizer, rank)
+    engine, model, optimizer = prepared(state_dict_type=kind, use_orig_params=use_orig_params)
+    seen = train(engine, model, optimizer, rank, range(3))
     engine.save_state(str(folder / "state"))
     files = files_in(folder)
     after = train(engine, model, optimizer, rank, range(3, 5))
     engine.load_state(str(folder / "state"))
-    again = train(engine, model, optimizer, rank, range(3, 5))
-    assert str(after) == str(again)
+    assert str(after) == str(train(engine, model, optimizer, rank, range(3, 5)))
     return {"seen": seen, "after": after, "files": list(files), "full": full_parameters(model)}
 
 

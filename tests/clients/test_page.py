@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tests.clients.test_fabric import on_ranks as on_fabric_ranks
 from tests.clients.test_pipelining import on_four_ranks as on_pipeline_ranks
 from tests.clients.test_torchao import on_two_ranks as on_ao_ranks
 from tests.clients.test_torchtitan import adapt_to_cpu, on_ranks as on_titan_ranks
+from tests.docs.launch import torchrun
 from tests.docs.markdown import ROOT, programs
 
 PAGE = ROOT / "docs" / "clients.md"
@@ -86,7 +85,7 @@ def parameters_of_example(name: str, folder: Path) -> Any:
         return parameters_of(runpy.run_path(str(EXAMPLES / f"with_{name}.py"), run_name="__main__")["model"])
 
 
-def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_script_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     example = (EXAMPLES / "with_distributed_config.py").read_text()
     # torch may abort where gloo still lets go of the last collective: see "A process that aborts" in docs/debugging.md
@@ -95,26 +94,9 @@ def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     example = example.replace(end, f"import time\n\ntime.sleep(0.5)\n{end}")
     script = tmp_path / "train.py"
     script.write_text(f'{example}print("made by", {{type(m).__mro__[1].__module__ for m in [model]}})\n')
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "fsdp2",
-        "run",
-        str(script),
-    ]
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=tmp_path,
-        env={**os.environ, **settings},
-    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ran = torchrun("fsdp2", ["run", str(script)], options=["-m"])
     assert ran.returncode == 0, ran.stderr
     # The lines of the two ranks may run into each other.
     assert (ran.stdout.count("made by"), ran.stdout.count("{'fsdp2.api.module'}")) == (2, 2)

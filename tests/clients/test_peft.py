@@ -25,15 +25,27 @@ def adapter_config(kind: str) -> Any:
     }[kind]()
 
 
+def prepared(model: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """The engine, the model and the optimizer of what is trained."""
+    engine = accelerator(transformer_cls_names_to_wrap=["LlamaDecoderLayer"], **options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return engine, *engine.prepare(model, adamw(trained))
+
+
+def adapted(kind: str, *more: str) -> Any:
+    """A model with adapters: "default", and ``more``."""
+    from peft import get_peft_model
+
+    model = get_peft_model(tiny(), adapter_config(kind))
+    for name in more:
+        model.add_adapter(name, adapter_config(kind))
+    return model
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
 @hf_client()
 def test_adapters_train_and_save_the_same(rank: int, folder: Path, kind: str) -> Any:
-    from peft import get_peft_model
-
-    engine = accelerator(transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
-    model = get_peft_model(tiny(), adapter_config(kind))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer = engine.prepare(model, adamw(trained))
+    engine, model, optimizer = prepared(adapted(kind))
     seen = train(engine, model, optimizer, rank)
     states = engine.get_state_dict(model)
     engine.unwrap_model(model).save_pretrained(
@@ -45,12 +57,9 @@ def test_adapters_train_and_save_the_same(rank: int, folder: Path, kind: str) ->
 
 @hf_client()
 def test_a_second_adapter_trains_the_same(rank: int, folder: Path) -> Any:
-    from peft import get_peft_model
-
-    engine = accelerator(transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
-    model = get_peft_model(tiny(), adapter_config("lora"))
-    model.add_adapter("second", adapter_config("lora"))
+    model = adapted("lora", "second")
     model.set_adapter("second")
+    engine = accelerator(transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
     model, optimizer = engine.prepare(model, adamw(model.parameters()))
     first = train(engine, model, optimizer, rank, range(2))
     model.set_adapter("default")
@@ -61,12 +70,7 @@ def test_a_second_adapter_trains_the_same(rank: int, folder: Path) -> Any:
 @pytest.mark.parametrize("kind", ["lora", "ia3"])
 @hf_client()
 def test_a_checkpoint_of_adapters_goes_on_the_same(rank: int, folder: Path, kind: str) -> Any:
-    from peft import get_peft_model
-
-    engine = accelerator(transformer_cls_names_to_wrap=["LlamaDecoderLayer"], state_dict_type="SHARDED_STATE_DICT")
-    model = get_peft_model(tiny(), adapter_config(kind))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer = engine.prepare(model, adamw(trained))
+    engine, model, optimizer = prepared(adapted(kind), state_dict_type="SHARDED_STATE_DICT")
     train(engine, model, optimizer, rank, range(2))
     engine.save_state(str(folder / "state"))
     train(engine, model, optimizer, rank, range(2, 3))
@@ -78,14 +82,8 @@ def test_a_checkpoint_of_adapters_goes_on_the_same(rank: int, folder: Path, kind
 @hf_client()
 def test_reference_forward_without_adapters_keeps_the_policys_gradients(rank: int, folder: Path, reshard: bool) -> Any:
     """As trl's trainers of preferences do it, without a second model. Gradients are those of the plain model."""
-    from peft import get_peft_model
-
-    engine = accelerator(transformer_cls_names_to_wrap=["LlamaDecoderLayer"], reshard_after_forward=reshard)
-    plain = get_peft_model(tiny(), adapter_config("lora"))
-    plain.add_adapter("second", adapter_config("lora"))
-    model = copy.deepcopy(plain)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, _ = engine.prepare(model, adamw(trained))
+    plain = adapted("lora", "second")
+    _, model, _ = prepared(copy.deepcopy(plain), reshard_after_forward=reshard)
     far = []
     for step, adapter in enumerate(("default", "default", "second", "default")):
         for each in (model, plain):

@@ -20,6 +20,7 @@ from fsdp2._torch import torch_is_at_least
 from tests.clients.compare import client, whole
 from tests.harness.comms import CountingReduceScatter
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import Block
 
 DIM, NUM_MICRO, NUM_STEPS = 8, 4, 2
 OF_ONE_STAGE = ("ScheduleGPipe", "Schedule1F1B")  # others give two stages to each rank
@@ -31,19 +32,9 @@ PRELOAD = ("torch.distributed.pipelining", "torch._dynamo")
 on_four_ranks = client(num_ranks=4, preload=PRELOAD)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(torch.relu(self.up(x)))
-        return result
-
-
 def parts(num_stages: int) -> list[nn.Sequential]:
     torch.manual_seed(0)
-    return [nn.Sequential(Block(), nn.Linear(DIM, DIM)) for _ in range(num_stages)]
+    return [nn.Sequential(Block(DIM), nn.Linear(DIM, DIM)) for _ in range(num_stages)]
 
 
 def batch(step: int, dp_rank: int) -> tuple[Tensor, Tensor]:

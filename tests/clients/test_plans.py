@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import nn
 
 import fsdp2
@@ -19,41 +18,27 @@ from fsdp2.tools.planner.blocks import find_units
 from fsdp2.tools.planner.plan import Plan, observed
 from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import texts_beside
 
 pytest.importorskip("transformers")
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-LLAMA_70B = {
-    **LLAMA_8B,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-LLAMA_405B = {
-    **LLAMA_8B,
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-}
-MIXTRAL = {"model_type": "mixtral"}  # its defaults are those of 8x7B
-SCALED_DOWN = {
-    **LLAMA_8B,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
+_SIZES += ("num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def llama(*sizes: int) -> dict[str, Any]:
+    return {"model_type": "llama", **dict(zip(_SIZES, sizes, strict=True))}
+
+
+LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128256)
+SCALED_DOWN = llama(64, 128, 2, 4, 2, 512)
+# By name in ``golden/plans.txt``: a config, GPUs, a batch and the length of its sequences.
+PLANS: dict[str, tuple[dict[str, Any], str, int, int, int]] = {
+    "llama 8b": (LLAMA_8B, "H100", 64, 2, 8192),
+    "llama 70b": (llama(8192, 28672, 80, 64, 8, 128256), "H100", 256, 1, 8192),
+    "llama 405b": (llama(16384, 53248, 126, 128, 8, 128256), "H200", 512, 1, 8192),
+    "mixtral": ({"model_type": "mixtral"}, "H100", 64, 2, 4096),  # its defaults are those of 8x7B
 }
 
 
@@ -74,57 +59,17 @@ def main_lines(plan: Plan) -> str:
     return "\n".join(" ".join(line.split()) for line in shown)
 
 
-def planned(config: dict[str, Any], gpu: str, num_gpus: int, workload: fsdp2.Workload) -> Plan:
-    return fsdp2.plan(builder(config), gpu, workload, num_gpus=num_gpus)
+def planned(name: str) -> Plan:
+    config, gpu, num_gpus, batch, sequence = PLANS[name]
+    return fsdp2.plan(builder(config), gpu, fsdp2.Workload(batch, sequence), num_gpus=num_gpus)
 
 
 @pytest.mark.long
-def test_plan_of_llama_8b() -> None:
-    found = planned(LLAMA_8B, "H100", 64, fsdp2.Workload(batch=2, sequence=8192))
-    assert_expected_inline(
-        main_lines(found),
-        """\
-LlamaForCausalLM: 8.03B parameters; units: 32 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard selective bf16 GPU 0.5 0.5 0.9 55.0 1.4 65.5 2.746 0.021 5965 yes
-recommended: FSDP, reshard, selective checkpointing""",
-    )
-
-
-@pytest.mark.long
-def test_plan_of_llama_70b() -> None:
-    found = planned(LLAMA_70B, "H100", 256, fsdp2.Workload(batch=1, sequence=8192))
-    assert_expected_inline(
-        main_lines(found),
-        """\
-LlamaForCausalLM: 70.55B parameters; units: 80 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard full bf16 GPU 1.0 1.0 2.1 22.2 3.6 33.6 12.064 0.055 679 yes
-recommended: FSDP, reshard, full checkpointing""",
-    )
-
-
-@pytest.mark.long
-def test_plan_of_llama_405b() -> None:
-    found = planned(LLAMA_405B, "H200", 512, fsdp2.Workload(batch=1, sequence=8192))
-    assert_expected_inline(
-        main_lines(found),
-        """\
-LlamaForCausalLM: 405.85B parameters; units: 126 blocks in model.layers, model.embed_tokens, lm_head
-* FSDP reshard full bf16 GPU 3.0 20.8 5.9 40.7 11.9 92.3 63.113 0.137 130 yes
-recommended: FSDP, reshard, full checkpointing""",
-    )
-
-
-@pytest.mark.long
-def test_plan_of_mixtral() -> None:
-    found = planned(MIXTRAL, "H100", 64, fsdp2.Workload(batch=2, sequence=4096))
-    assert_expected_inline(
-        main_lines(found),
-        """\
-MixtralForCausalLM: 46.70B parameters; units: 32 blocks in model.layers
-* FSDP reshard selective bf16 GPU 2.7 10.8 5.4 10.6 5.9 39.9 2.435 0.039 3364 yes
-recommended: FSDP, reshard, selective checkpointing""",
-    )
-    assert "placement_for" in found.code  # eight experts on 64 GPUs
+@pytest.mark.parametrize("name", PLANS)
+def test_plan(name: str) -> None:
+    found = planned(name)
+    texts_beside(__file__).check(name, main_lines(found))
+    assert ("placement_for" in found.code) == (name == "mixtral")  # eight experts on 64 GPUs
 
 
 @pytest.mark.long
@@ -176,9 +121,8 @@ def test_configs_that_make_no_language_model_get_one_line(
 @pytest.mark.long
 @distributed(2)
 def test_the_pasted_code_of_the_8b_plan_trains_a_scaled_down_model(ctx: RankContext) -> None:
-    code = planned(LLAMA_8B, "H100", 64, fsdp2.Workload(batch=2, sequence=8192)).code
     pasted: dict[str, Any] = {}
-    exec(code, pasted)
+    exec(planned("llama 8b").code, pasted)
     torch.manual_seed(0)
     model = pasted["shard"](builder({**SCALED_DOWN, "use_cache": True})(), device_type="cpu")  # the config's default
     names = [name for name, _ in units_under(model)]

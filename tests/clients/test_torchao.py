@@ -122,11 +122,7 @@ def train(
 @pytest.mark.parametrize("sends_float8", [False, True], ids=["sends-fp32", "sends-float8"])
 @on_two_ranks
 def test_float8_trains_the_same(rank: int, folder: Path, sends_float8: bool, precomputes: bool) -> Any:
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=sends_float8, emulate=True)
     model = convert_to_float8_training(model_of_blocks(), config=config, module_filter_fn=is_of_block)

@@ -77,37 +77,34 @@ def test_supervised_fine_tuning_is_the_same(rank: int, folder: Path, more: dict[
     return {"files": files_in(folder / "saved", contents=["*.safetensors"]), **result}
 
 
+def dpo(folder: Path, *, is_adapter: bool, of_adapter: Any = None, **more: Any) -> Any:
+    """A trainer on preferences. The model runs on both texts, and so does a frozen one: a second sharded model, or the
+    same without adapter."""
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], **(of_adapter or {})) if is_adapter else None
+    given = {"processing_class": tokenizer(), "peft_config": adapter}
+    given["train_dataset"] = texts(prompt=3, chosen=5, rejected=4)
+    return DPOTrainer(tiny(), None if is_adapter else tiny(), DPOConfig(**options(folder, **more)), **given)
+
+
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["whole", "adapter"])
 @pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"loss_type": ["sigmoid", "sft"]}], ids=str)
 @hf_client("trl")
 def test_preferences_are_learned_the_same(rank: int, folder: Path, more: dict[str, Any], is_adapter: bool) -> Any:
-    """The model runs on both texts, and so does a frozen one: a second sharded model, or the same without adapter."""
-    from peft import LoraConfig
-    from trl import DPOConfig, DPOTrainer
-
-    reference = None if is_adapter else tiny()
-    adapter = LoraConfig(r=2, target_modules=["q_proj"]) if is_adapter else None
-    arguments, rows = DPOConfig(**options(folder, **more)), texts(prompt=3, chosen=5, rejected=4)
-    return trained(
-        DPOTrainer(tiny(), reference, arguments, train_dataset=rows, processing_class=tokenizer(), peft_config=adapter)
-    )
+    return trained(dpo(folder, is_adapter=is_adapter, **more))
 
 
 @hf_client("trl")
 def test_preferences_without_a_second_model_are_learned_whether_units_reshard_or_not(rank: int, folder: Path) -> Any:
     """The reference forward runs without the adapter, between the policy's forward and its backward."""
-    from peft import LoraConfig
-    from trl import DPOConfig, DPOTrainer
 
     def losses(reshard: bool) -> list[float]:
         wrap = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": reshard}
-        arguments = DPOConfig(**options(folder, fsdp_config=wrap, max_steps=4))
-        adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         torch.manual_seed(1)  # the adapter's values
-        rows = texts(prompt=3, chosen=5, rejected=4)
-        engine = DPOTrainer(
-            tiny(), None, arguments, train_dataset=rows, processing_class=tokenizer(), peft_config=adapter
-        )
+        of_adapter = {"init_lora_weights": False}
+        engine = dpo(folder, is_adapter=True, of_adapter=of_adapter, fsdp_config=wrap, max_steps=4)
         engine.train()
         return [entry["loss"] for entry in engine.state.log_history if "loss" in entry]
 

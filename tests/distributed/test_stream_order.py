@@ -68,6 +68,7 @@ _WAITS = [
     ("gather_after_compute", "group.all_gather.release", scenarios.resting_on_a_smaller_mesh),
     ("gather_after_compute", "group.all_gather.release", scenarios.kept_storage),
     ("wait_here", "group.gradients.finish", scenarios.direct_cast),
+    ("compute_after_reduce", "group.gradients.finish", scenarios.one_rank),
     ("compute_after_reduce", "runtime.executor.wait_for_landed", scenarios.plain),
     ("gather_after_compute", "runtime.root.order_gathers", scenarios.plain),
     ("reduce_after_compute", "group.reduce_scatter.launch", scenarios.direct),

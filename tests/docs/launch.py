@@ -23,7 +23,7 @@ TIMEOUT_S = 120.0
 
 
 def torchrun(
-    script: Path, arguments: Sequence[str] = (), *, num_ranks: int = 2, options: Sequence[str] = ()
+    script: Path | str, arguments: Sequence[str] = (), *, num_ranks: int = 2, options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` on ``num_ranks`` ranks of this machine; the result has its exit status and both outputs.
     ``options`` are torchrun's own."""
@@ -39,14 +39,12 @@ def forked_ranks(script: Path, arguments: Sequence[str], *, num_ranks: int = 2) 
     context.set_forkserver_preload(PRELOADED)
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / name for name in ("out", "err") for _ in range(num_ranks)]
-        outputs = [path.with_suffix(f".{index}") for index, path in enumerate(outputs)]
+        outputs = [Path(folder, f"{name}.{rank}") for name in ("out", "err") for rank in range(num_ranks)]
         ranks = []
         for rank in range(num_ranks):
-            files = outputs[rank], outputs[num_ranks + rank]
             variables = {**_settings(), **_variables(rank, num_ranks, port)}
-            arguments_of_rank = (script, list(arguments), variables, *files)
-            ranks.append(context.Process(target=_run_rank, args=arguments_of_rank, daemon=True))
+            given = (script, list(arguments), variables, outputs[rank], outputs[num_ranks + rank])
+            ranks.append(context.Process(target=_run_rank, args=given, daemon=True))
             ranks[-1].start()
         for process in ranks:
             process.join(TIMEOUT_S)

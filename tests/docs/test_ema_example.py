@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
+from docs.examples import ema
 from tests.distributed.support import sharded, step
-from tests.docs.markdown import ROOT
 from tests.harness.distributed import RankContext, distributed
-
-
-def _example() -> Any:
-    spec = importlib.util.spec_from_file_location("ema_example", ROOT / "docs" / "examples" / "ema.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _whole(model: nn.Module) -> list[torch.Tensor]:
@@ -30,7 +18,7 @@ def _whole(model: nn.Module) -> list[torch.Tensor]:
 @distributed(2)
 def test_the_average_is_that_of_the_whole_weights(ctx: RankContext) -> None:
     model = sharded(ctx)
-    average = _example().ShardedEMA(model, decay=0.75)
+    average = ema.ShardedEMA(model, decay=0.75)
     expected = _whole(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(3):
@@ -45,5 +33,5 @@ def test_the_average_is_that_of_the_whole_weights(ctx: RankContext) -> None:
 @pytest.mark.long
 @distributed(2)
 def test_the_average_is_better_than_the_weights(ctx: RankContext) -> None:
-    of_weights, of_average = _example().run()
+    of_weights, of_average = ema.run()
     assert of_average < 0.9 * of_weights

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fsdp2
+from docs.examples.int8_rows import Int8Rows
 from fsdp2.testing import check_all_gather_extension
 from tests.docs.markdown import ROOT, read
 from tests.harness.distributed import RankContext, distributed
-
-
-def _rows_class() -> Any:
-    spec = importlib.util.spec_from_file_location("int8_rows", ROOT / "docs" / "examples" / "int8_rows.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules["int8_rows"] = module  # where pickle looks for the class
-    return module.Int8Rows
-
-
-def _class_with_hooks_of_the_page() -> Any:
-    (block,) = (b for b in read(ROOT / "docs" / "guide" / "extensions.md").blocks if "class Int8Rows" in b.text)
-    namespace: dict[str, Any] = {"torch": torch}
-    exec(block.text, namespace)
-    hooks = {name: hook for name, hook in vars(namespace["Int8Rows"]).items() if name.startswith("fsdp_")}
-    assert set(hooks) == {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
-    cls = _rows_class()
-    for name, hook in hooks.items():
-        setattr(cls, name, hook)
-    return cls
 
 
 def _rounded(full: torch.Tensor) -> torch.Tensor:
@@ -44,21 +22,24 @@ def _rounded(full: torch.Tensor) -> torch.Tensor:
     return (full / scales).round() * scales
 
 
-def test_the_example_can_be_sharded() -> None:
-    check_all_gather_extension(_rows_class(), shapes=[(8, 6), (5, 3), (2, 4)], value=_rounded)
-
-
-def test_the_hooks_of_the_page_are_enough_with_the_rest_of_the_example() -> None:
-    check_all_gather_extension(_class_with_hooks_of_the_page(), shapes=[(8, 6), (5, 3), (2, 4)], value=_rounded)
+@pytest.mark.parametrize("takes_hooks_of_the_page", [False, True])
+def test_the_example_can_be_sharded(takes_hooks_of_the_page: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if takes_hooks_of_the_page:
+        (block,) = (b for b in read(ROOT / "docs" / "guide" / "extensions.md").blocks if "class Int8Rows" in b.text)
+        namespace: dict[str, Any] = {"torch": torch}
+        exec(block.text, namespace)
+        hooks = {name: hook for name, hook in vars(namespace["Int8Rows"]).items() if name.startswith("fsdp_")}
+        assert set(hooks) == {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
+        for name, hook in hooks.items():
+            monkeypatch.setattr(Int8Rows, name, hook)
+    check_all_gather_extension(Int8Rows, shapes=[(8, 6), (5, 3), (2, 4)], value=_rounded)
 
 
 @distributed(2)
 def test_a_checkpoint_of_the_example_is_loaded(ctx: RankContext, tmp_path: Path) -> None:
-    make = _rows_class()
-
     def layer(value: float) -> nn.Linear:
         made = nn.Linear(6, 5, bias=False)
-        made.weight = nn.Parameter(make(torch.arange(30.0).view(5, 6) + value))
+        made.weight = nn.Parameter(Int8Rows(torch.arange(30.0).view(5, 6) + value))
         return fsdp2.fully_shard(made, mesh=ctx.mesh_1d())
 
     dcp.save(layer(0.0).state_dict(), checkpoint_id=tmp_path / "checkpoint")
@@ -73,7 +54,7 @@ def test_compute_reads_rounded_weights_and_the_optimizer_steps_exact_ones(ctx: R
     torch.manual_seed(0)
     layer = nn.Linear(6, 5, bias=False)
     exact = layer.weight.detach().clone()
-    layer.weight = nn.Parameter(_rows_class()(exact.clone()))
+    layer.weight = nn.Parameter(Int8Rows(exact.clone()))
     fsdp2.fully_shard(layer, mesh=ctx.mesh_1d())
     x = torch.eye(6)
     output = layer(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -14,22 +13,17 @@ import fsdp2
 import fsdp2.extensions
 import fsdp2.tensors
 import fsdp2.testing
+from docs.reference import generate
 from tests.docs.markdown import ROOT, read
 
 FOLDER = ROOT / "docs" / "reference"
 
 
-def _script() -> Any:
-    spec = importlib.util.spec_from_file_location("reference_generate", FOLDER / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PAGES: dict[str, str] = generate.render_all()
 
 
-GENERATE = _script()
-PAGES: dict[str, str] = GENERATE.render_all()
+def _entries(pattern: str) -> set[str]:
+    return {title.strip("`") for path in FOLDER.glob(pattern) for _, title in read(path).headings}
 
 
 def test_the_committed_pages_are_those_that_the_script_writes() -> None:
@@ -40,21 +34,17 @@ def test_the_committed_pages_are_those_that_the_script_writes() -> None:
 
 @pytest.mark.parametrize("package", [fsdp2, fsdp2.tensors, fsdp2.testing, fsdp2.extensions], ids=lambda p: p.__name__)
 def test_every_public_name_has_an_entry(package: Any) -> None:
-    entries = {title.strip("`") for path in FOLDER.glob("*.md") for _, title in read(path).headings}
     names = {name for name in package.__all__ if not inspect.ismodule(getattr(package, name))}
-    assert names <= entries
+    assert names <= _entries("*.md")
 
 
 def test_every_public_name_of_a_module_that_users_see_has_an_entry() -> None:
-    entries = {title.strip("`") for _, title in read(FOLDER / "trace.md").headings}
-    assert {"record", "observe", "Trace", "TraceEntry"} <= entries
-    assert set(GENERATE.defined_in(fsdp2.trace)) <= entries
+    assert {"record", "observe", "Trace", "TraceEntry", *generate.defined_in(fsdp2.trace)} <= _entries("trace.md")
 
 
 def test_every_public_method_of_a_sharded_module_has_an_entry() -> None:
-    entries = {title.strip("`") for _, title in read(FOLDER / "fsdp2.md").headings}
     methods = {name for name, value in vars(fsdp2.FSDPModule).items() if not name.startswith("_") and callable(value)}
-    assert {f"FSDPModule.{name}" for name in methods} <= entries
+    assert {f"FSDPModule.{name}" for name in methods} <= _entries("fsdp2.md")
 
 
 def test_every_file_of_the_package_has_a_line() -> None:
@@ -66,10 +56,10 @@ def test_every_file_of_the_package_has_a_line() -> None:
 
 
 def test_every_entry_says_what_the_name_does() -> None:
-    for page in GENERATE.public_pages():
+    for page in generate.public_pages():
         for name in page.names:
             value = getattr(page.module, name)
-            assert not callable(value) or GENERATE._doc(value), f"{page.module.__name__}.{name} has no docstring"
+            assert not callable(value) or generate._doc(value), f"{page.module.__name__}.{name} has no docstring"
 
 
 def test_pages_do_not_depend_on_the_run() -> None:
@@ -89,7 +79,7 @@ Args:
 Returns:
     The ``result``.
 """
-    assert "\n".join(GENERATE._prose(doc)).replace("\n\n\n", "\n\n").strip() == (
+    assert "\n".join(generate._prose(doc)).replace("\n\n\n", "\n\n").strip() == (
         "Do `this` as `Model.that` does:\n\n```py\nmodel.that()\n```\n\nArguments:\n\n"
         "- `first`, `second`: what to do\n  with it.\n\nReturns:\n\nThe `result`."
     )

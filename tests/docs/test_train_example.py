@@ -18,23 +18,9 @@ from tests.docs.launch import ROOT, forked_ranks, torchrun
 
 SCRIPT = ROOT / "docs" / "examples" / "train_lm.py"
 LORA = SCRIPT.with_name("lora.py")
-TINY = (
-    *("--dim", "16", "--num-layers", "2", "--num-heads", "2", "--hidden-dim", "24", "--sequence-length", "16"),
-    *(
-        "--steps",
-        "6",
-        "--lr",
-        "1e-2",
-        "--warmup-steps",
-        "1",
-        "--validate-every",
-        "2",
-        "--checkpoint-every",
-        "2",
-        "--validation-batches",
-        "2",
-    ),
-)
+_MODEL = "--dim 16 --num-layers 2 --num-heads 2 --hidden-dim 24 --sequence-length 16"
+_RUN = "--steps 6 --lr 1e-2 --warmup-steps 1 --validate-every 2 --checkpoint-every 2 --validation-batches 2"
+TINY = (*_MODEL.split(), *_RUN.split())
 _Start = Callable[[Path, Sequence[str]], subprocess.CompletedProcess[str]]
 
 # What a step measures, as opposed to what it computes.

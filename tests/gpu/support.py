@@ -6,14 +6,18 @@ comes and goes, on the gather stream.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
+from fsdp2.tensors import wrap_parameters
 from tests.harness.distributed import RankContext, distributed
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -50,9 +54,12 @@ def block_nbytes(dim: int = 1024, itemsize: int = 2) -> int:
     return 2 * dim * dim * itemsize
 
 
-def sharded(ctx: RankContext, num_blocks: int, dim: int = 1024, **kwargs: Any) -> Stack:
+def sharded(ctx: RankContext, num_blocks: int, dim: int = 1024, make: Any = None, **kwargs: Any) -> Stack:
+    """Every block on its own, then all. ``make``: the class of tensors whose hooks gather the parameters."""
     torch.manual_seed(0)
     model = Stack(num_blocks, dim)
+    if make is not None:
+        wrap_parameters(model, make)
     for block in model:
         fsdp2.fully_shard(block, mesh=ctx.mesh_1d(), **kwargs)
     return fsdp2.fully_shard(model, mesh=ctx.mesh_1d(), **kwargs)  # type: ignore[return-value]
@@ -60,3 +67,26 @@ def sharded(ctx: RankContext, num_blocks: int, dim: int = 1024, **kwargs: Any) -
 
 def batch(dim: int = 1024) -> Tensor:
     return torch.randn(8, dim, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+
+
+def traced(step: Callable[[], object], path: Path) -> list[dict[str, Any]]:
+    """The kernels and the copies in torch.profiler's trace of the third of three steps."""
+    for _ in range(2):
+        step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy")]
+
+
+def run_without_syncs(step: Callable[[], object]) -> None:
+    """Raises if the third step makes the CPU wait for the device, other than by events."""
+    for _ in range(2):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -39,32 +39,20 @@ def test_hook_runs_in_order_with_the_reduction(ctx: RankContext, own_stream: boo
         assert set(seen) == {stream}
 
 
-def _set_custom(block: Any) -> None:
-    block.set_custom_all_gather(CountingAllGather())
-    block.set_custom_reduce_scatter(CountingReduceScatter())
-
-
-def _use_memory_of_the_process_group(block: Any) -> None:
-    block.set_allocate_memory_from_process_group_for_comm(True)
-
-
-def _use_separate_group(block: Any) -> None:
-    block.set_separate_reduce_scatter_group()
-
-
 @pytest.mark.parametrize(
-    "configure",
+    "settings",
     [
-        _set_custom,
-        _use_memory_of_the_process_group,
-        _use_separate_group,
+        {"set_custom_all_gather": [CountingAllGather], "set_custom_reduce_scatter": [CountingReduceScatter]},
+        {"set_allocate_memory_from_process_group_for_comm": [True]},
+        {"set_separate_reduce_scatter_group": []},
     ],
     ids=["custom", "memory_of_the_process_group", "separate_group"],
 )
 @on_gpus
-def test_gradients_stay_the_same(ctx: RankContext, configure) -> None:
+def test_gradients_stay_the_same(ctx: RankContext, settings: dict[str, Any]) -> None:
     expected = _gradients(sharded(ctx, 3, mp_policy=BF16))
     model = sharded(ctx, 3, mp_policy=BF16)
     for block in model:
-        configure(block)
+        for name, given in settings.items():
+            getattr(block, name)(*(each() if isinstance(each, type) else each for each in given))
     torch.testing.assert_close(_gradients(model), expected)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.distributed import RankContext, distributed
+from tests.harness.distributed import RankContext
 from tests.harness.pool import WorkerError, shared_pool
 
 pytestmark = pytest.mark.long
@@ -57,10 +57,6 @@ def _process_id(ctx: RankContext) -> int:
     return os.getpid()
 
 
-def test_results_come_back_in_rank_order() -> None:
-    assert shared_pool(2).run(_rank_sum, addend=1) == [3, 3]
-
-
 def test_ranks_stay_between_calls() -> None:
     assert shared_pool(2).run(_process_id) == shared_pool(2).run(_process_id)
 
@@ -89,12 +85,3 @@ def test_hang_is_reported_with_the_stack_of_the_hanging_rank() -> None:
 def test_ranks_with_many_process_groups_are_replaced() -> None:
     """Idle groups take time from the tests that come after."""
     assert shared_pool(2).run(_make_groups) != shared_pool(2).run(_process_id)
-
-
-@pytest.mark.parametrize("size", [3, 5])
-@distributed(2, 4)
-def test_parameters_and_meshes_reach_the_ranks(ctx: RankContext, size: int) -> None:
-    assert ctx.mesh_1d().size() == ctx.world_size
-    assert ctx.mesh_2d(2, ctx.world_size // 2).shape == (2, ctx.world_size // 2)
-    assert ctx.mesh_of_one().size() == 1
-    assert size in (3, 5)

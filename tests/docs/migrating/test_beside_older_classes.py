@@ -15,12 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -179,11 +174,7 @@ def _checkpointed(whole: Any) -> Any:
 
 
 BF16 = (torch.bfloat16, torch.float32)
-PREFETCH = {
-    "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
-    "forward_prefetch": True,
-    "limit_all_gathers": False,
-}
+PREFETCH = {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "forward_prefetch": True, "limit_all_gathers": False}
 # Ways to make the old model and the new one.
 BESIDE_FSDP1: dict[str, tuple[Callable[[RankContext], Any], Callable[[RankContext], Any]]] = {
     "group": (lambda ctx: _old(ctx, process_group=ctx.mesh_1d().get_group()), _by_fsdp2),

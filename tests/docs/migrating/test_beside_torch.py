@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.docs.migrating.programs import BOTH, backward, batch, close, gradients, model, raises, train, wrap
+from tests.docs.migrating.programs import BOTH, backward, batch, close, gradients, raises, train, wrap
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
@@ -54,15 +54,12 @@ class _Gather(_fsdp_api.AllGather):
 
 
 class _Reduce(_fsdp_api.ReduceScatter):
-    """The collective itself; notes what it is asked, and may reuse its memory."""
+    """The collective itself; notes what it is asked."""
 
-    def __init__(self, reuses: bool = False) -> None:
+    def __init__(self) -> None:
         self.asked: list[tuple[bool, bool]] = []
-        self._kept: dict[Any, Tensor] | None = {} if reuses else None
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        new = torch.empty(*size, dtype=dtype, device=device)
-        return new if self._kept is None else self._kept.setdefault((tuple(size), dtype), new)
+    allocate = _Gather.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self.asked.append((op == dist.ReduceOp.SUM, async_op))
@@ -166,33 +163,18 @@ def test_numbers_of_reductions_in_flight_that_are_none_are_errors_of_the_same_ty
         raises(TypeError, lambda setter=setter: setter(True))
 
 
-def _with_comms(package: Any, ctx: RankContext, gather: _Gather, reduce: _Reduce) -> list[Tensor | None]:
-    """Gradients of a step in which all blocks share the collectives."""
-    wrapped = wrap(package, ctx.mesh_1d())
-    for block in wrapped.blocks:
-        block.set_custom_all_gather(gather)
-        block.set_custom_reduce_scatter(reduce)
-    backward(ctx, wrapped)
-    return gradients(wrapped)
-
-
 @distributed(2)
 def test_what_custom_collectives_are_given(ctx: RankContext) -> None:
     """fsdp2 always asks for sums that it waits for later; torch has gloo divide, at once."""
     asked = []
     for package in BOTH:
         gather, reduce = _Gather(), _Reduce()
-        _with_comms(package, ctx, gather, reduce)
+        wrapped = wrap(package, ctx.mesh_1d())
+        wrapped.blocks[0].set_custom_all_gather(gather)
+        wrapped.blocks[0].set_custom_reduce_scatter(reduce)
+        backward(ctx, wrapped)
         asked.append((set(gather.asked), set(reduce.asked)))
     assert asked == [({True}, {(True, True)}), ({False}, {(False, False)})]
-
-
-@distributed(2)
-def test_custom_reduce_scatter_that_always_returns_the_same_memory(ctx: RankContext) -> None:
-    expected = _with_comms(theirs, ctx, _Gather(), _Reduce())
-    close(_with_comms(fsdp2, ctx, _Gather(), _Reduce(reuses=True)), expected)
-    with pytest.raises(AssertionError):
-        close(_with_comms(theirs, ctx, _Gather(), _Reduce(reuses=True)), expected)
 
 
 class _WithoutBias(nn.Linear):
@@ -202,27 +184,29 @@ class _WithoutBias(nn.Linear):
         return x @ self.weight
 
 
+def _seen_by_the_hook(layer: Any, x: Tensor) -> Tensor:
+    seen: list[Tensor] = []
+    layer.set_all_reduce_hook(lambda reduced: seen.append(reduced.clone()))
+    layer(x).sum().backward()
+    (reduced,) = seen
+    return reduced
+
+
 @distributed(2)
 def test_what_the_all_reduce_hook_is_given(ctx: RankContext) -> None:
     """torch's hook gets the gradients that there are."""
-    sizes: list[int] = []
-    for package in BOTH:
-        layer = package.fully_shard(_WithoutBias(64, 64), mesh=ctx.mesh_1d())
-        layer.set_all_reduce_hook(lambda reduced: sizes.append(reduced.numel()))
-        layer(torch.ones(2, 64)).sum().backward()
-    assert sizes[0] >= (64 * 64 + 64) // 2
-    assert sizes[1] == 64 * 64 // 2
+    layers = [package.fully_shard(_WithoutBias(64, 64), mesh=ctx.mesh_1d()) for package in BOTH]
+    ours, theirs = (_seen_by_the_hook(layer, torch.ones(2, 64)).numel() for layer in layers)
+    assert ours >= (64 * 64 + 64) // 2
+    assert theirs == 64 * 64 // 2
 
 
 @distributed(4)
 def test_the_all_reduce_hook_is_given_the_average_in_float64(ctx: RankContext) -> None:
     """torch divides by the square root of the number of ranks ahead of the hook, and once more behind it."""
-    largest: list[float] = []
-    for package in BOTH:
-        layer = package.fully_shard(nn.Linear(4, 8, bias=False).double(), mesh=ctx.mesh_1d())
-        layer.set_all_reduce_hook(lambda reduced: largest.append(float(reduced.max())))
-        layer(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-    assert largest == [1.0, 2.0]
+    layers = [package.fully_shard(nn.Linear(4, 8, bias=False).double(), mesh=ctx.mesh_1d()) for package in BOTH]
+    seen = [_seen_by_the_hook(layer, torch.ones(1, 4, dtype=torch.float64)).max().item() for layer in layers]
+    assert seen == [1.0, 2.0]
 
 
 class _UsedTwice(MLP):
@@ -251,15 +235,3 @@ def test_reentrant_checkpointing_around_a_unit_that_is_used_twice_in_a_backward(
     close(found(fsdp2), expected)
     with pytest.raises(AssertionError):
         close(found(theirs), expected)
-
-
-@distributed(2)
-def test_a_policy_for_the_host_on_a_cpu_mesh(ctx: RankContext) -> None:
-    """torch wants an accelerator to pin memory for."""
-
-    def run(package: Any) -> Tensor:
-        return backward(ctx, wrap(package, ctx.mesh_1d(), offload_policy=package.CPUOffloadPolicy()))
-
-    assert torch.equal(run(fsdp2), backward(ctx, model()))
-    if not torch.accelerator.is_available():
-        raises(RuntimeError, lambda: run(theirs))
