@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.tools.trace import Trace
 from tests.harness.distributed import RankContext
-from tests.harness.pool import shared_pool
+from tests.harness.golden import same_on_all_ranks as same_on_all_ranks
 
 # fp32 weights of 4096 bytes and biases of 128: whole shards on 2 and 4 ranks, whole cache lines, so that the bytes in
 # traces are the parameters' own, without any padding.
@@ -128,14 +128,6 @@ class UnshardedStorages:
         assert self._parameters, "no forward has run"
         storages = [parameter.untyped_storage() for parameter in self._parameters.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def same_on_all_ranks(body: Callable[..., Any], world_size: int = 2, **kwargs: Any) -> Any:
-    """What ``body(ctx, **kwargs)`` returns on every rank."""
-    __tracebackhide__ = True
-    first, *others = shared_pool(world_size).run(body, **kwargs)
-    assert all(other == first for other in others), f"the ranks differ: {[first, *others]}"
-    return first
 
 
 _EVENTS = {"pre_forward": "f", "post_forward": "/f", "pre_backward": "b", "post_backward": "/b", "end_backward": "/b"}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
@@ -16,6 +15,7 @@ from fsdp2.tools import trace
 from tests.distributed.changes import USES, assert_step_is_that_of, step_and_zero
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import Check
 from tests.harness.messages import wrapped
 from tests.harness.selection import long
 
@@ -168,19 +168,11 @@ def _plain_adapters(ctx: RankContext, use: str, noticed_by: str) -> list[str]:
     return [wrapped(str(warning.message)) for warning in caught]
 
 
-def test_plain_parameters_added_without_fully_shard_are_warned_of_once() -> None:
+def test_plain_parameters_added_without_fully_shard_are_warned_of_once(golden: Check) -> None:
     found = same_on_all_ranks(_plain_adapters, use="no use", noticed_by="first use")
     assert found == same_on_all_ranks(_plain_adapters, use="step", noticed_by="load")
     (warning,) = found
-    assert_expected_inline(
-        warning,
-        """\
-parameters were added to a sharded module after fully_shard: 'blocks.0.linear.adapter.down.weight',
-'blocks.0.linear.adapter.up.weight', 'blocks.1.linear.adapter.down.weight',
-'blocks.1.linear.adapter.up.weight' and 4 more. These parameters are not sharded, and their
-gradients are not reduced, so the ranks will differ. Call fully_shard on the new modules, then build
-the optimizer. Or freeze these parameters with requires_grad_(False).""",
-    )
+    golden(warning)
 
 
 @distributed(2)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -18,6 +17,7 @@ from fsdp2 import FSDPModule
 from tests.distributed.changes import USES, alike, assert_step_is_that_of, evaluate, step_and_zero
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of
 
 # Replaced by parameters that are sharded alike
@@ -243,56 +243,27 @@ def _refused(ctx: RankContext, change: str) -> str:
     return error
 
 
-def test_parameter_replaced_by_a_gathered_one_after_a_step() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change="gathered"),
-        """\
-TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
-with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
-Parameter of shape (32,). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),))) with
-that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
-    )
+def test_parameter_replaced_by_a_gathered_one_after_a_step(golden: Check) -> None:
+    golden(same_on_all_ranks(_refused, change="gathered"))
 
 
-def test_parameter_replaced_by_a_replicated_one() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change="replicated"),
-        """\
-TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
-with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
-shape (32,) with placements (Replicate(),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
-shard of shape (32,) here. Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),))) with
-that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
-    )
+def test_parameter_replaced_by_a_replicated_one(golden: Check) -> None:
+    golden(same_on_all_ranks(_refused, change="replicated"))
 
 
-def test_removed_parameter() -> None:
+def test_removed_parameter(golden: Check) -> None:
     error = same_on_all_ranks(_refused, change="deleted")
     assert same_on_all_ranks(_refused, change="none") == error
-    assert_expected_inline(
-        error,
-        """\
-TypeError: parameter 'blocks.1.linear.bias': the parameter was removed after fully_shard. Put the
-parameter back. To train without this parameter, call requires_grad_(False) on it, or remove it
-before fully_shard.""",
-    )
+    golden(error)
 
 
-def test_parametrized_parameter() -> None:
+def test_parametrized_parameter(golden: Check) -> None:
     """``torch.nn.utils.parametrize`` takes the parameter out of its slot."""
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change="parametrized"),
-        """\
-TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
-with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
-shape (32,) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
-shard of shape (16,) here, that is not an nn.Parameter. Parametrize modules before fully_shard.
-Assign only nn.Parameters that are sharded like the old parameters, and pass only such parameters to
-torch.func.functional_call.""",
-    )
+    golden(same_on_all_ranks(_refused, change="parametrized"))
 
 
-def _functional_call(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_functional_call_with_plain_tensors(ctx: RankContext) -> str:
     model, reference = sharded(ctx), seeded(Stack)
     step_and_zero(model)
     plain = {name: value.detach().clone() for name, value in seeded(Stack, 1).named_parameters()}
@@ -300,18 +271,6 @@ def _functional_call(ctx: RankContext) -> str:
     model.reset_iter_state()
     assert_step_is_that_of(model, reference)
     return error
-
-
-def test_functional_call_with_plain_tensors() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_functional_call),
-        """\
-TypeError: parameter 'entry.weight': expected a parameter that is a DTensor of shape (32, 32) with
-placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain Tensor of
-shape (32, 32) that is not an nn.Parameter. Parametrize modules before fully_shard. Assign only
-nn.Parameters that are sharded like the old parameters, and pass only such parameters to
-torch.func.functional_call.""",
-    )
 
 
 @distributed(2)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor
 
 from fsdp2 import FSDPModule, GradientReductionHandle, ScheduleError, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, compact, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import Stack, batch, compact, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 
 
@@ -30,7 +30,8 @@ def _assert_gradients_are_those_of(model: Any, seeds: tuple[int, ...], num_block
         assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
 
 
-def _unreduced_twice(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_reducing_is_an_action_of_its_own(ctx: RankContext) -> str:
     model = _by_hand(ctx, num_blocks=1)
     step(model)
     model.finalize_backward()
@@ -48,38 +49,14 @@ def _unreduced_twice(ctx: RankContext) -> str:
     return compact(recorded)
 
 
-def test_reducing_is_an_action_of_its_own() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_unreduced_twice),
-        """\
-fr Ur Wr P0 | f0 W0 | /f0 R0 | /fr
-br P0 | b0 W0 | /b0 | /br
-fr | f0 | /f0 R0 | /fr
-br P0 | b0 W0 | /b0 | /br
-finalize_backward() r R0 D0 Rr Dr Lr""",
-    )
-
-
-def _reduced_in_backward(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_backward_with_sync_reduces_at_once_what_it_can(ctx: RankContext) -> str:
     model = _by_hand(ctx, num_blocks=1)
     with trace.record(model) as recorded:
         step(model)
         model.finalize_backward()
     _assert_gradients_are_those_of(model, (0,), num_blocks=1)
     return "\n".join(recorded.actions()[-6:])
-
-
-def test_backward_with_sync_reduces_at_once_what_it_can() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_reduced_in_backward),
-        """\
-wait blocks.0
-reshard blocks.0
-reduce blocks.0
-reshard (root)
-reduce (root)
-land (root)""",
-    )
 
 
 @distributed(2)
@@ -158,7 +135,8 @@ def test_unused_parameters_of_several_backwards_are_reduced_once(ctx: RankContex
 # What is refused
 
 
-def _errors_about_roots(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_finalization_is_for_roots_that_asked_for_it(ctx: RankContext) -> str:
     model = sharded(ctx)
     step(model)
     block = model.blocks[0]
@@ -171,20 +149,8 @@ def _errors_about_roots(ctx: RankContext) -> str:
     )
 
 
-def test_finalization_is_for_roots_that_asked_for_it() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_about_roots),
-        """\
-ScheduleError: set_manual_backward_finalization: unit 'blocks.0' is not the root. Call
-set_manual_backward_finalization on the root, the FSDPStack around this unit.
-ScheduleError: finalize_backward: unit 'blocks.0' is not the root. Call finalize_backward on the
-root, the FSDPStack around this unit.
-ScheduleError: finalize_backward on FSDPStack: manual finalization is off, so each backward is
-finalized at its end. Call set_manual_backward_finalization(True) before backward.""",
-    )
-
-
-def _inner_unit_that_asked_first(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_finalization_of_a_unit_that_turns_out_to_be_no_root(ctx: RankContext) -> str:
     model = sharded(ctx)
     model.blocks[0].set_manual_backward_finalization(True)
     error = error_of(lambda: model(batch()))
@@ -196,17 +162,8 @@ def _inner_unit_that_asked_first(ctx: RankContext) -> str:
     return error
 
 
-def test_finalization_of_a_unit_that_turns_out_to_be_no_root() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_inner_unit_that_asked_first),
-        """\
-ScheduleError: set_manual_backward_finalization was called on unit 'blocks.0', but the root is
-FSDPStack. Call set_manual_backward_finalization(False) on 'blocks.0'. Then call
-set_manual_backward_finalization on the root.""",
-    )
-
-
-def _errors_about_time(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_finalization_at_the_wrong_time(ctx: RankContext) -> str:
     model = _by_hand(ctx)
     errors = []
 
@@ -226,26 +183,8 @@ def _errors_about_time(ctx: RankContext) -> str:
     return "\n".join(errors)
 
 
-def test_finalization_at_the_wrong_time() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_about_time),
-        """\
-ScheduleError: finalize_backward on FSDPStack: a backward is running. Call finalize_backward after
-backward() has returned.
-ScheduleError: set_manual_backward_finalization(False): a backward is running. Call
-set_manual_backward_finalization before backward, or after finalize_backward() or
-reset_iter_state().
-ScheduleError: set_manual_backward_finalization(False): a backward waits to be finalized. Call
-set_manual_backward_finalization before backward, or after finalize_backward() or
-reset_iter_state().
-ScheduleError: finalize_backward on FSDPStack: the handle of the last call is still pending. Call
-wait() on that handle first.
-ScheduleError: forward of unit '(root)': the handle of finalize_backward(async_op=True) is still
-pending. Call wait() on that handle first.""",
-    )
-
-
-def _reset(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_handle_of_a_model_that_was_reset(ctx: RankContext) -> str:
     model = _by_hand(ctx)
     step(model)
     handle = model.finalize_backward(async_op=True)
@@ -257,15 +196,6 @@ def _reset(ctx: RankContext) -> str:
     model.finalize_backward()
     _assert_gradients_are_those_of(model, (1,))
     return error
-
-
-def test_handle_of_a_model_that_was_reset() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_reset),
-        """\
-ScheduleError: GradientReductionHandle.wait(): the gradients of unit '(root)' are lost, because the
-model was reset after finalize_backward. Run the iteration again.""",
-    )
 
 
 @distributed(2)

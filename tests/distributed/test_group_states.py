@@ -12,15 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import ScheduleError
 from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import unit_of
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
-from tests.distributed.support import InjectedError, Stack, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import InjectedError, Stack, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import wrapped
 
 S, E = GroupState, GroupEvent
@@ -171,20 +171,9 @@ def test_observers_are_told_of_the_way_back_if_a_gather_fails(ctx: RankContext, 
     group.reshard()
 
 
-def _story(ctx: RankContext) -> str:
+@golden_on_ranks(4)
+def test_text_of_an_illegal_event(ctx: RankContext) -> str:
     _, group = _group(ctx, S.SHARDED)
     with pytest.raises(ScheduleError) as caught:
         group.wait()
     return wrapped(str(caught.value))
-
-
-def test_text_of_an_illegal_event() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_story, world_size=4),
-        """\
-unit 'blocks.1' cannot wait in state SHARDED. Last events: post_forward blocks.1, pre_forward
-blocks.2, post_forward blocks.2, post_forward (root), pre_backward (root), pre_backward blocks.2,
-post_backward blocks.2, pre_backward blocks.1, post_backward blocks.1, pre_backward blocks.0,
-post_backward blocks.0, end_backward (root).
-Usual cause: a module ran outside the forward of its root. See docs/guide/wrapping.md#roots.""",
-    )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +15,7 @@ import fsdp2
 from tests.distributed.compile_support import BACKEND, start_compiling
 from tests.distributed.support import DIM, batch, same_on_all_ranks, seeded
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of
 
 
@@ -230,23 +230,13 @@ def test_mixed_precision(ctx: RankContext) -> None:
     assert found.abs().max() > 1e-2
 
 
-def _in_a_function(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_parameter_in_a_function_of_the_units_own_is_not_read_while_it_is_freed(ctx: RankContext) -> str:
     model = _sharded(ctx)
     error = error_of(lambda: _alone(2, "scaled")(model, batch()))
     model.reset_iter_state()
     _assert_trains_like_unsharded(ctx, model, _with_output)
     return error
-
-
-def test_parameter_in_a_function_of_the_units_own_is_not_read_while_it_is_freed() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_in_a_function),
-        """\
-RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
-operation: [torch.FloatTensor [32]] is at version 2; expected version 1 instead. Hint: enable
-anomaly detection to find the operation that failed to compute its gradient, with
-torch.autograd.set_detect_anomaly(True, check_nan=False).""",
-    )
 
 
 def _unsharded_by_hand(model: Any, x: Tensor) -> None:
@@ -309,27 +299,13 @@ def _left_alone(ctx: RankContext, kept: bool) -> str:
     return error
 
 
-def test_freed_parameters_are_not_read() -> None:
+def test_freed_parameters_are_not_read(golden: Check) -> None:
     """torch's own error: debugging.md explains it."""
-    assert_expected_inline(
-        same_on_all_ranks(_left_alone, kept=False),
-        """\
-RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
-operation: [torch.FloatTensor [32, 32]], which is output 0 of AsStrided, is at version 2; expected
-version 1 instead. Hint: enable anomaly detection to find the operation that failed to compute its
-gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False).""",
-    )
+    golden(same_on_all_ranks(_left_alone, kept=False))
 
 
-def test_gradients_that_nobody_has_reduced_are_not_lost_in_silence() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_left_alone, kept=True),
-        """\
-ScheduleError: parameter 'entry.weight' had a gradient that was not reduced when the optimizer
-stepped: a backward reached it, but no output of its unit '(root)'. Call
-fsdp2.allow_inner_losses(model) once, after all calls of fully_shard. To go on without this
-gradient, call reset_iter_state() on the root.""",
-    )
+def test_gradients_that_nobody_has_reduced_are_not_lost_in_silence(golden: Check) -> None:
+    golden(same_on_all_ranks(_left_alone, kept=True))
 
 
 class _Forces(nn.Module):

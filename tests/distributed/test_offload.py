@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, fully_shard
@@ -27,9 +26,10 @@ from fsdp2.tensors import (
 )
 from tests.distributed.changes import GATHERS
 from tests.distributed.extension_support import UNEVEN, Twins, sgd
-from tests.distributed.support import InjectedError, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import InjectedError, Stack, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, KeptAliasing, KeptHalved, Packed4, Ragged, Scaled, count, recorded
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 
 STAGED = StagedOffloadPolicy()
@@ -262,18 +262,9 @@ class _Unmovable(Halved):
         return made.plain if func is torch.ops.aten._to_copy.default else made
 
 
-def _use_unmovable(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_subclass_that_is_lost_on_its_way_to_the_device_is_refused(ctx: RankContext) -> str:
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(_Unmovable(torch.randn(4, 4)))
     fully_shard(model, mesh=ctx.mesh_1d(), offload_policy=STAGED)
     return error_of(lambda: model(torch.ones(1, 4)))
-
-
-def test_subclass_that_is_lost_on_its_way_to_the_device_is_refused() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_use_unmovable),
-        """\
-ExtensionError: parameter 'weight': _Unmovable.fsdp_pre_all_gather raised TypeError: to() made a
-Tensor of shape (2, 4) of the offloaded shard, expected a _Unmovable. Let __torch_dispatch__ keep
-the class for _to_copy.""",
-    )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -16,8 +15,9 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import Stack, batch, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer, Uneven
 from tests.harness.selection import long
@@ -196,7 +196,8 @@ def test_nothing_is_written_if_not_asked_to_or_after_an_exception(ctx: RankConte
         assert torch.equal(value, before[name]), name
 
 
-def _refusals(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_what_is_refused_changes_nothing(ctx: RankContext) -> str:
     model = sharded(ctx)
     expected = step(model)
     model.zero_grad()
@@ -216,26 +217,6 @@ def _refusals(ctx: RankContext) -> str:
     model.blocks[2].register_forward_pre_hook(lambda *_: found.append(error_of(fsdp2.unsharded(model.exit).__enter__)))
     assert torch.equal(step(model), expected)
     return "\n".join(found)
-
-
-def test_what_is_refused_changes_nothing() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refusals),
-        """\
-ValueError: unsharded: no parameter under this Linear is sharded. Pass the model that fully_shard
-was called on, or a module in it.
-ValueError: unsharded: parameter 'exit.bias' was replaced by a Parameter of shape (3,), expected a
-parameter of shape (32,). No shard was written. Change shapes before fully_shard.
-ScheduleError: unsharded: another unsharded(...) block already holds parameters of unit 'blocks.1'.
-Leave that block first.
-ScheduleError: forward of unit 'blocks.1' inside fsdp2.unsharded(...): the gradients of whole
-parameters would be lost. Use torch.no_grad(), or leave the block first.
-ScheduleError: unit 'blocks.1' cannot unshard in state LENT
-ScheduleError: unsharded: a forward of Stack is running. Call unsharded when no forward or backward
-runs. After an exception, call reset_iter_state() first.
-ScheduleError: unsharded: a forward of Linear is running. Call unsharded when no forward or backward
-runs. After an exception, call reset_iter_state() first.""",
-    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -282,9 +263,5 @@ def test_finalization_inside_no_sync_reduces_nothing(ctx: RankContext) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
 
 
-def test_no_sync_of_what_is_not_sharded() -> None:
-    assert_expected_inline(
-        error_of(lambda: fsdp2.no_sync(nn.Linear(1, 1)).__enter__()),
-        """\
-ValueError: no_sync: nothing under this Linear was given to fully_shard. Pass the sharded model.""",
-    )
+def test_no_sync_of_what_is_not_sharded(golden: Check) -> None:
+    golden(error_of(lambda: fsdp2.no_sync(nn.Linear(1, 1)).__enter__()))

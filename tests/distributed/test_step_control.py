@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import fsdp2
@@ -18,6 +17,7 @@ from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
 from tests.distributed.support import BLOCK_NBYTES, Stack, batch, compact, same_on_all_ranks, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of
 
 # Reductions in flight
@@ -44,68 +44,29 @@ def _landed_when_backward_reaches(ctx: RankContext, num_buffers: int | None) -> 
     return found
 
 
-def test_one_reduction_is_in_flight_unless_told_otherwise() -> None:
-    assert_expected_inline(
-        "\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=None)),
-        """\
-pre_backward (root): none
-pre_backward blocks.4: none
-pre_backward blocks.3: none
-pre_backward blocks.2: 4
-pre_backward blocks.1: 3 4
-pre_backward blocks.0: 2 3 4
-end_backward (root): 1 2 3 4""",
-    )
+def test_one_reduction_is_in_flight_unless_told_otherwise(golden: Check) -> None:
+    golden("\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=None)))
 
 
-def test_three_reductions_in_flight() -> None:
-    assert_expected_inline(
-        "\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=3)),
-        """\
-pre_backward (root): none
-pre_backward blocks.4: none
-pre_backward blocks.3: none
-pre_backward blocks.2: none
-pre_backward blocks.1: none
-pre_backward blocks.0: 4
-end_backward (root): 3 4""",
-    )
+def test_three_reductions_in_flight(golden: Check) -> None:
+    golden("\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=3)))
 
 
-def _errors_of_max_input_buffers(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_number_of_reductions_that_is_none(ctx: RankContext) -> str:
     model = sharded(ctx)
     setter = model.set_reduce_scatter_max_input_buffers
     return "\n".join(error_of(partial(setter, value)) for value in (True, 2.0, 0))
 
 
-def test_number_of_reductions_that_is_none() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_of_max_input_buffers),
-        """\
-TypeError: set_reduce_scatter_max_input_buffers: expected an int, got a bool.
-TypeError: set_reduce_scatter_max_input_buffers: expected an int, got a float.
-ValueError: set_reduce_scatter_max_input_buffers: expected at least 1, got 0.""",
-    )
-
-
-def _errors_of_divide_factor(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_divisor_of_gradients_that_is_none(ctx: RankContext) -> str:
     model = sharded(ctx)
     return "\n".join(error_of(partial(model.set_gradient_divide_factor, value)) for value in ("2", 0, float("nan")))
 
 
-def test_divisor_of_gradients_that_is_none() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_of_divide_factor),
-        """\
-TypeError: set_gradient_divide_factor: factor is a str, expected a number.
-ValueError: set_gradient_divide_factor: factor is 0, expected a positive number. Pass 1 for the sum
-over all ranks.
-ValueError: set_gradient_divide_factor: factor is nan, expected a positive number. Pass 1 for the
-sum over all ranks.""",
-    )
-
-
-def _not_last(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_backward_that_is_not_the_last_does_not_wait_for_its_reductions(ctx: RankContext) -> str:
     model = sharded(ctx, num_blocks=1)
     model.set_is_last_backward(False)
     with trace.record(model) as recorded:
@@ -115,22 +76,11 @@ def _not_last(ctx: RankContext) -> str:
     return "\n".join(action for action in recorded.actions() if action.split()[0] in ("reduce", "land"))
 
 
-def test_backward_that_is_not_the_last_does_not_wait_for_its_reductions() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_not_last),
-        """\
-reduce blocks.0
-reduce (root)
-reduce blocks.0
-reduce (root)
-land (root)""",
-    )
-
-
 # Unsharding in backward
 
 
-def _not_unsharded(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_unit_is_not_gathered_for_backward_though_backward_reads_it(ctx: RankContext) -> str:
     model = sharded(ctx, num_blocks=2)
     model.blocks[0].set_unshard_in_backward(False)
     y = model(batch())
@@ -138,18 +88,6 @@ def _not_unsharded(ctx: RankContext) -> str:
         error = error_of(y.square().mean().backward)  # what backward does read is not there
     model.reset_iter_state()
     return compact(recorded) + "\n" + error
-
-
-def test_unit_is_not_gathered_for_backward_though_backward_reads_it() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_not_unsharded),
-        """\
-br P1 | b1 W1 | /b1 R1 D1 | b0
-RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
-operation: [torch.FloatTensor [32, 32]], which is output 0 of AsStrided, is at version 2; expected
-version 1 instead. Hint: enable anomaly detection to find the operation that failed to compute its
-gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False).""",
-    )
 
 
 # Memory that is kept
@@ -268,7 +206,8 @@ def _sharded_with_methods(ctx: RankContext) -> Any:
     return fully_shard(model, mesh=ctx.mesh_1d())
 
 
-def _trace_of_a_method(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_registered_method_runs_like_a_forward(ctx: RankContext) -> str:
     model = _sharded_with_methods(ctx)
     for _ in range(2):  # the second call changes nothing
         register_fsdp_forward_method(model, "encode")
@@ -276,15 +215,6 @@ def _trace_of_a_method(ctx: RankContext) -> str:
     with trace.record(model) as recorded:
         model.encode(batch()).square().mean().backward()
     return compact(recorded)
-
-
-def test_registered_method_runs_like_a_forward() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_trace_of_a_method),
-        """\
-fr Ur Wr | f0 U0 W0 | /f0 R0 | /fr | b0 U0 W0
-br | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
 
 
 @distributed(2)
@@ -352,29 +282,18 @@ def test_registered_method_and_compilation(ctx: RankContext, order: str) -> None
         assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-4)
 
 
-def _errors_of_methods(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_method_that_does_not_exist(ctx: RankContext) -> str:
     model = _sharded_with_methods(ctx)
     names = ("encod", "label", "xyz")
     return "\n".join(error_of(partial(register_fsdp_forward_method, model, name)) for name in names)
 
 
-def test_method_that_does_not_exist() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_of_methods),
-        """\
-ValueError: register_fsdp_forward_method: expected a method 'encod' of FSDP_WithMethods, found no
-such attribute. Did you mean 'encode'?
-ValueError: register_fsdp_forward_method: expected a method 'label' of FSDP_WithMethods, found a
-str.
-ValueError: register_fsdp_forward_method: expected a method 'xyz' of FSDP_WithMethods, found no such
-attribute.""",
-    )
-
-
 # Shared streams
 
 
-def _share(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_roots_share_streams_from_the_start(ctx: RankContext) -> str:
     first, second = sharded(ctx), sharded(ctx)
     streams = {id(form_root(unit_of(module)).executor.streams) for module in (first, second)}  # type: ignore[arg-type]
     assert len(streams) == 1
@@ -382,10 +301,3 @@ def _share(ctx: RankContext) -> str:
     share_comm_ctx([first, second])
     assert all(isinstance(module, FSDPModule) for module in (first, second))
     return error_of(lambda: share_comm_ctx([first, first.entry]))
-
-
-def test_roots_share_streams_from_the_start() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_share),
-        """ValueError: share_comm_ctx: expected modules that fully_shard was called on, got a Linear.""",
-    )

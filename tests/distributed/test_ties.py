@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, ScheduleError, allow_inner_losses, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.selection import long
 
@@ -269,7 +269,8 @@ def test_the_nearest_unit_around_them_takes_them(ctx: RankContext) -> None:
     assert "reduce 0" in recorded.actions()
 
 
-def _refusals(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_what_nobody_can_take_is_refused(ctx: RankContext) -> str:
     mesh, found = ctx.mesh_1d(), []
     apart = _tied(PLACES["two blocks"])
     for block in apart.blocks:
@@ -283,22 +284,6 @@ def _refusals(ctx: RankContext) -> str:
     assert isinstance(written.blocks[1].linear.weight, DTensor)
     found.append(error_of(lambda: fully_shard(written, mesh=mesh, tied_weights="move")))  # type: ignore[call-overload]
     return "\n".join(found)
-
-
-def test_what_nobody_can_take_is_refused() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refusals),
-        """\
-ScheduleError: parameter 'weight' of a Linear in unit '(root)' is tied to a parameter of another
-unit, but fully_shard was not called on a module that contains both. Call fully_shard on the
-outermost module, too, or list the parameter in ignored_params.
-ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that is
-already sharded. This call would break the tie. The parameter moves to the new unit only with
-tied_weights=MOVE, and only if the old unit has not run and none of its parameters was written or
-replaced. Otherwise, call fully_shard([a, b]) on the modules that share the parameter, to make one
-unit.
-TypeError: fully_shard: tied_weights must be an fsdp2.TiedWeights, not builtins.str.""",
-    )
 
 
 class _Final(Stack):

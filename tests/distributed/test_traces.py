@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from fsdp2 import Observer
 from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, compact, seeded, shard, sharded, step
 from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import Check, golden_alone
 
 
 def _trace_of_step(model: Any, index: int = 1) -> str:
@@ -31,41 +31,23 @@ def _plain(ctx: RankContext, index: int, **kwargs: Any) -> str:
     return _trace_of_step(sharded(ctx, **kwargs), index)
 
 
-def test_first_step_gathers_each_unit_when_it_is_needed() -> None:
-    assert_expected_inline(
-        on_one_rank(_plain, index=0),
-        """\
-fr Ur Wr | f0 U0 W0 | /f0 R0 | f1 U1 W1 | /f1 R1 | f2 U2 W2 | /f2 R2 | /fr
-br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_first_step_gathers_each_unit_when_it_is_needed(golden: Check) -> None:
+    golden(on_one_rank(_plain, index=0))
 
 
-def test_second_step_prefetches_along_the_recorded_order() -> None:
-    assert_expected_inline(
-        on_one_rank(_plain, index=1),
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr
-br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_second_step_prefetches_along_the_recorded_order(golden: Check) -> None:
+    golden(on_one_rank(_plain, index=1))
 
 
-def _of_an_input_gradient(ctx: RankContext) -> str:
+@golden_alone()
+def test_gradient_of_the_input_alone_reduces_nothing(ctx: RankContext) -> str:
+    """It reduced zeros for each unit."""
     model = sharded(ctx)
     with trace.record(model) as recorded:
         x = batch().requires_grad_()
         torch.autograd.grad(model(x).sum(), x)
     assert all(parameter.grad is None for parameter in model.parameters())
     return compact(recorded)
-
-
-def test_gradient_of_the_input_alone_reduces_nothing() -> None:
-    """It reduced zeros for each unit."""
-    assert_expected_inline(
-        on_one_rank(_of_an_input_gradient),
-        """\
-fr Ur Wr | f0 U0 W0 | /f0 R0 | f1 U1 W1 | /f1 R1 | f2 U2 W2 | /f2 R2 | /fr
-br P2 | b2 W2 P1 | /b2 R2 | b1 W1 P0 | /b1 R1 | b0 W0 | /b0 R0 | /br Rr | /br""",
-    )
 
 
 class _InPlace(Stack):
@@ -77,7 +59,9 @@ class _InPlace(Stack):
             block.register_forward_pre_hook(lambda _, args: (args[0].mul_(2).add_(1),))
 
 
-def _written_in_place(ctx: RankContext) -> str:
+@golden_alone()
+def test_units_that_write_their_input_in_place_are_reduced_when_their_backward_ends(ctx: RankContext) -> str:
+    """They stayed unsharded and unreduced until the whole backward had ended. Torch refuses them."""
     return _trace_of_step(shard(ctx, seeded(_InPlace)))
 
 
@@ -102,36 +86,16 @@ def test_units_that_write_their_input_in_place_train_as_in_the_unsharded_model(
         assert torch.equal(mine.grad.full_tensor(), expected.grad)
 
 
-def test_units_that_write_their_input_in_place_are_reduced_when_their_backward_ends() -> None:
-    """They stayed unsharded and unreduced until the whole backward had ended. Torch refuses them."""
-    assert_expected_inline(
-        on_one_rank(_written_in_place),
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr
-br P2 | b2 W2 P1 | b1 W1 P0 | /b2 R2 D2 | b0 W0 | /b1 R1 D1 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
-
-
 def test_later_steps_are_the_second_one_again() -> None:
     assert on_one_rank(_plain, index=4) == on_one_rank(_plain, index=1)
 
 
-def test_parameters_kept_after_forward_are_not_gathered_in_backward() -> None:
-    assert_expected_inline(
-        on_one_rank(_plain, index=1, reshard_after_forward=False),
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 | f1 W1 P2 | /f1 | f2 W2 | /f2 | /fr
-br | b2 | /b2 R2 D2 | b1 | /b1 R1 D1 | b0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_parameters_kept_after_forward_are_not_gathered_in_backward(golden: Check) -> None:
+    golden(on_one_rank(_plain, index=1, reshard_after_forward=False))
 
 
-def test_parameters_rest_on_the_smaller_mesh_between_forward_and_backward() -> None:
-    assert_expected_inline(
-        on_one_rank(_plain, world_size=4, index=1, reshard_after_forward=2),
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 S0 | f1 W1 P2 | /f1 S1 | f2 W2 | /f2 S2 | /fr Sr
-br Ur Wr P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_parameters_rest_on_the_smaller_mesh_between_forward_and_backward(golden: Check) -> None:
+    golden(on_one_rank(_plain, world_size=4, index=1, reshard_after_forward=2))
 
 
 def _frozen_block(ctx: RankContext) -> list[str]:

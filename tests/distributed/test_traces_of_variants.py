@@ -7,7 +7,6 @@ read the difference before keeping it.
 from __future__ import annotations
 
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -15,9 +14,11 @@ from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, compact, seeded, shard, sharded, step
 from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext
+from tests.harness.golden import Check, golden_alone
 
 
-def _accumulation(ctx: RankContext) -> str:
+@golden_alone()
+def test_accumulation_without_sync_reduces_in_the_last_backward_only(ctx: RankContext) -> str:
     model = sharded(ctx, num_blocks=1)
     step(model)
     with trace.record(model) as recorded:
@@ -28,18 +29,8 @@ def _accumulation(ctx: RankContext) -> str:
     return compact(recorded)
 
 
-def test_accumulation_without_sync_reduces_in_the_last_backward_only() -> None:
-    assert_expected_inline(
-        on_one_rank(_accumulation),
-        """\
-fr Ur Wr P0 | f0 W0 | /f0 R0 | /fr
-br P0 | b0 W0 | /b0 R0 | /br Rr
-fr Ur Wr P0 | f0 W0 | /f0 R0 | /fr
-br P0 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
-
-
-def _kept_between_microbatches(ctx: RankContext) -> str:
+@golden_alone()
+def test_parameters_kept_after_backward_are_not_gathered_for_the_next_microbatch(ctx: RankContext) -> str:
     model = sharded(ctx, num_blocks=1)
     step(model)
     with trace.record(model) as recorded:
@@ -52,29 +43,8 @@ def _kept_between_microbatches(ctx: RankContext) -> str:
     return "\n".join(recorded.actions())
 
 
-def test_parameters_kept_after_backward_are_not_gathered_for_the_next_microbatch() -> None:
-    assert_expected_inline(
-        on_one_rank(_kept_between_microbatches),
-        """\
-unshard (root)
-wait (root)
-prefetch blocks.0
-wait blocks.0
-reshard blocks.0
-prefetch blocks.0
-wait blocks.0
-reshard blocks.0
-prefetch blocks.0
-wait blocks.0
-reshard blocks.0
-reduce blocks.0
-reshard (root)
-reduce (root)
-land (root)""",
-    )
-
-
-def _explicit_forward_prefetch(ctx: RankContext) -> str:
+@golden_alone()
+def test_forward_prefetches_what_the_user_listed(ctx: RankContext) -> str:
     model = sharded(ctx)
     model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
@@ -85,14 +55,8 @@ def _explicit_forward_prefetch(ctx: RankContext) -> str:
     return compact(recorded)
 
 
-def test_forward_prefetches_what_the_user_listed() -> None:
-    assert_expected_inline(
-        on_one_rank(_explicit_forward_prefetch),
-        """fr Ur Wr P0 P1 | f0 W0 P2 | /f0 R0 | f1 W1 | /f1 R1 | f2 W2 | /f2 R2 | /fr""",
-    )
-
-
-def _explicit_backward_prefetch(ctx: RankContext) -> str:
+@golden_alone()
+def test_backward_prefetches_what_the_user_listed(ctx: RankContext) -> str:
     model = sharded(ctx)
     model.set_modules_to_backward_prefetch([model.blocks[2], model.blocks[1]])
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
@@ -104,27 +68,14 @@ def _explicit_backward_prefetch(ctx: RankContext) -> str:
     return compact(recorded)
 
 
-def test_backward_prefetches_what_the_user_listed() -> None:
-    assert_expected_inline(
-        on_one_rank(_explicit_backward_prefetch),
-        """br P2 P1 | b2 W2 P0 | /b2 R2 D2 | b1 W1 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
-
-
-def _no_grad(ctx: RankContext) -> str:
+@golden_alone()
+def test_forward_without_grad(ctx: RankContext) -> str:
     model = sharded(ctx)
     with torch.no_grad():
         model(batch())
         with trace.record(model) as recorded:
             model(batch())
     return compact(recorded)
-
-
-def test_forward_without_grad() -> None:
-    assert_expected_inline(
-        on_one_rank(_no_grad),
-        """fr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr""",
-    )
 
 
 class CheckpointedBlocks(Stack):
@@ -155,18 +106,12 @@ def _checkpointed(ctx: RankContext, model: type[Stack]) -> str:
     return compact(recorded)
 
 
-def test_backward_of_checkpointed_blocks_gathers_each_once() -> None:
-    assert_expected_inline(
-        on_one_rank(_checkpointed, model=CheckpointedBlocks),
-        """br P2 | b2 W2 P1 | f2 | /b2 R2 D2 | b1 W1 P0 | f1 | /b1 R1 D1 | b0 W0 | f0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_backward_of_checkpointed_blocks_gathers_each_once(golden: Check) -> None:
+    golden(on_one_rank(_checkpointed, model=CheckpointedBlocks))
 
 
-def test_backward_of_a_checkpointed_region_keeps_what_it_recomputed() -> None:
-    assert_expected_inline(
-        on_one_rank(_checkpointed, model=CheckpointedRegion),
-        """br P2 | b2 W2 P1 | f1 W1 | /f1 | f2 | /b2 R2 D2 | b1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_backward_of_a_checkpointed_region_keeps_what_it_recomputed(golden: Check) -> None:
+    golden(on_one_rank(_checkpointed, model=CheckpointedRegion))
 
 
 class _Skipping(Stack):
