@@ -49,8 +49,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Compares a text with that of the test: see ``tests/harness/golden.py``."""
     from tests.harness.golden import texts_beside  # imports torch
 
-    texts = texts_beside(str(request.path))
-    return functools.partial(texts.check, texts.section_of(request.node.name))
+    return functools.partial(texts_beside(str(request.path)).check, request.node.name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import FSDPModule
-from tests.distributed.support import batch, step
+from tests.distributed.support import assert_gradients, batch, step
 
 
 def evaluate(model: Any) -> None:
@@ -23,12 +23,16 @@ def step_and_zero(model: Any) -> None:
     model.zero_grad()
 
 
-def evaluate_and_reshard(model: Any) -> None:
-    """What stays unsharded after an evaluation is nothing to freeze, or to build an optimizer of."""
-    evaluate(model)
+def reshard_all(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def evaluate_and_reshard(model: Any) -> None:
+    """What stays unsharded after an evaluation is nothing to freeze, or to build an optimizer of."""
+    evaluate(model)
+    reshard_all(model)
 
 
 def alike(param: DTensor, value: Tensor) -> nn.Parameter:
@@ -38,11 +42,8 @@ def alike(param: DTensor, value: Tensor) -> nn.Parameter:
 def assert_step_is_that_of(model: nn.Module, reference: nn.Module, *, seed: int = 0) -> None:
     """The next step of both, loss and gradients, parameter by parameter. There is no gradient before and none after."""
     assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
-    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(param, DTensor), name
-        assert (param.grad is None) == (expected.grad is None), name
-        if expected.grad is not None:
-            assert torch.allclose(param.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert_gradients(model, reference)
     for each in (model, reference):
         each.zero_grad()
 

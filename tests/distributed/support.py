@@ -6,7 +6,7 @@ Goldens are compared in the parent, so that ``EXPECTTEST_ACCEPT=1`` can rewrite 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,12 +67,16 @@ def seeded(model: Callable[[], Any], seed: int = 0) -> Any:
     return model()
 
 
-def shard(ctx: RankContext, model: Any, **kwargs: Any) -> Any:
+def shard_each(*modules: Any, **options: Any) -> Any:
+    """``fully_shard`` of each on its own, in this order; returns the last one."""
+    for module in modules:
+        fsdp2.fully_shard(module, **options)
+    return modules[-1]
+
+
+def shard(ctx: RankContext, model: Any, **options: Any) -> Any:
     """Every block on its own, then the root; over all ranks if no other mesh is given."""
-    kwargs.setdefault("mesh", ctx.mesh_1d())
-    for block in model.blocks:
-        fsdp2.fully_shard(block, **kwargs)
-    return fsdp2.fully_shard(model, **kwargs)
+    return shard_each(*model.blocks, model, **{"mesh": ctx.mesh_1d(), **options})
 
 
 def sharded(ctx: RankContext, num_blocks: int = 3, **kwargs: Any) -> Any:
@@ -90,6 +94,27 @@ def step(model: nn.Module, seed: int = 0) -> Tensor:
     loss = model(batch(seed)).square().mean()
     loss.backward()
     return loss.detach()
+
+
+def step_and_zero_all(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_gradients(model: nn.Module | Sequence[Tensor], *references: nn.Module, atol: float = 1e-6) -> None:
+    """Parameter by parameter, the mean over ``references``, one for each rank; none where none of them has any.
+
+    ``model`` may be its sharded parameters, which need not be bound after an exception.
+    """
+    named = model.named_parameters() if isinstance(model, nn.Module) else enumerate(model)
+    for (name, parameter), *others in zip(named, *(each.parameters() for each in references), strict=True):
+        grads = [other.grad for other in others if other.grad is not None]
+        assert (parameter.grad is None) is (not grads), name
+        if isinstance(parameter.grad, Tensor):
+            assert isinstance(parameter.grad, DTensor), name
+            found, expected = parameter.grad.full_tensor().cpu(), torch.stack(grads).cpu().sum(0) / len(references)
+            assert torch.allclose(found, expected, atol=atol), (name, found, expected)
 
 
 class InjectedError(Exception):

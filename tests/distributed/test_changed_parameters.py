@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from fsdp2 import FSDPModule
-from tests.distributed.changes import USES, alike, assert_step_is_that_of, evaluate, step_and_zero
-from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.changes import USES, alike, assert_step_is_that_of, evaluate, reshard_all, step_and_zero
+from tests.distributed.support import DIM, Stack, assert_gradients, batch, seeded, shard, sharded
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.golden import Check, golden_on_ranks
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
+from tests.harness.selection import long
 
 # Replaced by parameters that are sharded alike
 
 
-def _assign(model: Any, name: str, value: Tensor) -> None:
+def _assign(model: Any, name: str, value: Tensor, shard: Any = None) -> None:
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, alike(model.get_parameter(name), value))
+    setattr(model.get_submodule(owner), leaf, alike(model.get_parameter(name) if shard is None else shard, value))
 
 
 def _swap(model: Any, name: str, value: Tensor) -> None:
@@ -63,8 +63,7 @@ def test_replaced_parameters_are_trained_from_the_next_step_on(ctx: RankContext,
             if isinstance(model.get_parameter(name), DTensor):
                 REPLACE[how](model, name, value)
             else:  # unsharded still: the user holds the shard, and can build its successor by that
-                owner, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(owner), leaf, alike(shards[name], value))
+                _assign(model, name, value, shards[name])
             with torch.no_grad():
                 reference.get_parameter(name).copy_(value)
         assert_step_is_that_of(model, reference)
@@ -99,10 +98,7 @@ def test_backward_of_a_parameter_frozen_after_its_forward(ctx: RankContext) -> N
     for each, loss in zip((model, reference), losses, strict=True):
         each.get_parameter("blocks.1.linear.weight").requires_grad_(False)
         loss.backward()
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) is (expected.grad is None)
-        if expected.grad is not None:
-            assert torch.allclose(param.grad.full_tensor(), expected.grad, atol=1e-6)
+    assert_gradients(model, reference)
     for each in (model, reference):
         each.zero_grad()
     assert_step_is_that_of(model, reference)
@@ -118,10 +114,7 @@ def _between_forward_and_backward(model: Any, change: Callable[[], object]) -> N
 def _after_an_evaluation(model: Any, change: Callable[[], object]) -> None:
     evaluate(model)
     change()
-    if isinstance(model, FSDPModule):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    reshard_all(model)
 
 
 @pytest.mark.parametrize("reshard", [None, False])
@@ -152,34 +145,13 @@ def test_what_is_frozen_or_thawed_while_it_is_unsharded_stays_so(
         assert_step_is_that_of(model, reference, seed=1)
 
 
-@distributed(2)
-def test_replaced_parameter_is_what_a_new_optimizer_steps(ctx: RankContext) -> None:
-    model, reference = sharded(ctx), seeded(Stack)
-    step_and_zero(model)
-    for each in (model, reference):
-        if each is model:
-            _assign(model, "exit.weight", torch.ones(DIM, DIM))
-        else:
-            nn.init.ones_(reference.exit.weight)
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            step(each)
-            optimizer.step()
-    assert torch.allclose(model.exit.weight.full_tensor(), reference.exit.weight, atol=1e-6)
-
-
-class _Tied(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.exit.weight = self.entry.weight
-
-
 @pytest.mark.parametrize("module", ["entry", "exit"])
 @distributed(2)
 def test_tied_parameter_replaced_in_one_place_stays_tied(ctx: RankContext, module: str) -> None:
-    model, reference = shard(ctx, seeded(_Tied)), seeded(_Tied)
-    step_and_zero(model)
+    model, reference = seeded(Stack), seeded(Stack)
+    for each in (model, reference):
+        each.exit.weight = each.entry.weight
+    step_and_zero(shard(ctx, model))
     value = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1))
     _assign(model, f"{module}.weight", value)
     with torch.no_grad():
@@ -188,78 +160,56 @@ def test_tied_parameter_replaced_in_one_place_stays_tied(ctx: RankContext, modul
     assert model.entry.weight is model.exit.weight
 
 
-@pytest.mark.parametrize("kept", [None, False])
-@distributed(2)
-def test_adapters_merged_into_weights_and_taken_out_again(ctx: RankContext, kept: bool | None) -> None:
-    """As PEFT does it: written in place, between steps and between evaluations."""
-    model, reference = sharded(ctx, reshard_after_forward=kept), seeded(Stack)
-    delta = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1))
-    shards = dict(model.named_parameters())
-    for factor in (1.0, -1.0, 0.5):
-        for each in (model, reference):
-            evaluate(each)
-            weight = shards["blocks.0.linear.weight"] if each is model else reference.blocks[0].linear.weight
-            with torch.no_grad():
-                weight += factor * (alike(weight, delta) if isinstance(weight, DTensor) else delta)
-        with torch.no_grad():
-            assert torch.allclose(model(batch()), reference(batch()), atol=1e-6)
-        assert_step_is_that_of(model, reference)
-
-
 # Replaced by something else
 
 
-def _refused(ctx: RankContext, change: str) -> str:
-    """Change the model after a step, run, mend it, run."""
+def _parametrize(linear: nn.Linear) -> None:
+    """``torch.nn.utils.parametrize`` takes the parameter out of its slot."""
+    parametrize.register_parametrization(linear, "bias", nn.Tanh())
+
+
+def _delete(linear: nn.Linear) -> None:
+    del linear.bias
+
+
+# By what is in the slot of a bias then.
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "gathered": lambda linear: setattr(linear, "bias", nn.Parameter(linear.bias.full_tensor() * 2)),
+    "replicated": lambda linear: setattr(
+        linear, "bias", nn.Parameter(linear.bias.detach().redistribute(placements=(Replicate(),)))
+    ),
+    "of another shape": lambda linear: setattr(linear, "bias", alike(linear.bias, torch.zeros(4))),
+    "deleted": _delete,
+    "none": lambda linear: setattr(linear, "bias", None),
+    "parametrized": _parametrize,
+}
+
+
+@pytest.mark.parametrize("has_run", [True, *long(False)])
+@pytest.mark.parametrize("change", CHANGES)
+@golden_on_ranks()
+def test_parameter_in_whose_place_is_something_else(ctx: RankContext, change: str, has_run: bool) -> str:
+    """Change the model, run, mend it, run."""
     model, reference = sharded(ctx), seeded(Stack)
-    step_and_zero(model)
+    if has_run:
+        step_and_zero(model)
     linear = model.blocks[1].linear
     weight, bias = linear.weight, linear.bias
-    if change == "gathered":
-        linear.bias = nn.Parameter(bias.full_tensor() * 2)
-    elif change == "replicated":
-        linear.bias = nn.Parameter(bias.detach().redistribute(placements=(torch.distributed.tensor.Replicate(),)))
-    elif change == "deleted":
-        del linear.bias
-    elif change == "none":
-        linear.bias = None
-    else:
-        parametrize.register_parametrization(linear, "bias", nn.Tanh())
+    CHANGES[change](linear)
     error = error_of(lambda: model(batch()))
     assert error_of(lambda: model(batch())) == error, "the second use must fail alike"
     model.reset_iter_state()
     if change == "gathered":  # nothing is lost: neither what the user put there, nor what was there before
         assert torch.equal(linear.bias, bias.full_tensor() * 2)
-        linear.bias = alike(bias, linear.bias.detach())
+        bias = alike(bias, linear.bias.detach())
         with torch.no_grad():
             reference.blocks[1].linear.bias *= 2
     elif change == "parametrized":
         parametrize.remove_parametrizations(linear, "bias", leave_parametrized=False)
-        linear.bias = bias
-    else:
-        linear.bias = bias
+    linear.bias = bias
     assert linear.weight is weight
     assert_step_is_that_of(model, reference)
     return error
-
-
-def test_parameter_replaced_by_a_gathered_one_after_a_step(golden: Check) -> None:
-    golden(same_on_all_ranks(_refused, change="gathered"))
-
-
-def test_parameter_replaced_by_a_replicated_one(golden: Check) -> None:
-    golden(same_on_all_ranks(_refused, change="replicated"))
-
-
-def test_removed_parameter(golden: Check) -> None:
-    error = same_on_all_ranks(_refused, change="deleted")
-    assert same_on_all_ranks(_refused, change="none") == error
-    golden(error)
-
-
-def test_parametrized_parameter(golden: Check) -> None:
-    """``torch.nn.utils.parametrize`` takes the parameter out of its slot."""
-    golden(same_on_all_ranks(_refused, change="parametrized"))
 
 
 @golden_on_ranks()

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, ParamPlacement, TiedWeights, fully_shard
+from fsdp2.tools import trace
+from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.refusals import Case, refused
-from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded
+from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded, sharded
 from tests.harness.distributed import RankContext
 from tests.harness.golden import texts_beside
 
@@ -52,6 +54,32 @@ def _changed(change: Callable[[Stack], Any], correct_args: Callable[[Stack], dic
         return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), correct)
 
     return case
+
+
+def _method(call: Callable[[Any], Any]) -> Callable[[RankContext], Case]:
+    """A call on the sharded model; without it, the model trains like the unsharded one."""
+
+    def case(ctx: RankContext) -> Case:
+        model = sharded(ctx)
+        return Case(model, lambda: call(model), lambda: assert_step_is_that_of(model, seeded(Stack)))
+
+    return case
+
+
+def _dtypes(**dtypes: torch.dtype) -> Callable[[RankContext], Case]:
+    return _call(mp_policy=fsdp2.MixedPrecisionPolicy(**dtypes))
+
+
+def _output_of_attention(ctx: RankContext) -> Case:
+    model = nn.Sequential(nn.MultiheadAttention(DIM, 2))
+    fully_shard(model[0].out_proj, mesh=ctx.mesh_1d())
+    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
+
+
+def _inner_after_outer(ctx: RankContext) -> Case:
+    model = fully_shard(seeded(Stack), mesh=ctx.mesh_1d())
+    call = lambda: fully_shard(model.blocks[0], mesh=ctx.mesh_1d())  # noqa: E731
+    return Case(model, call, lambda: assert_step_is_that_of(model, seeded(Stack)), runs=False)
 
 
 def _three_axes(ctx: RankContext) -> Case:
@@ -239,6 +267,23 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "sum that is pending": _pending_sum,
     "DTensor on a mesh without names": _model_mesh_without_names,
     "DTensor on the axis to shard over": _same_axis,
+    "dtype of parameters that nothing is computed in": _dtypes(param_dtype=torch.int8),
+    "dtype of outputs that nothing is computed in": _dtypes(output_dtype=torch.bool),
+    "dtype that nothing is added in": _dtypes(reduce_dtype=torch.float8_e5m2),
+    "output of attention": _output_of_attention,
+    "inner module after the outer one": _inner_after_outer,
+    "forward prefetch of a plain module": _method(lambda m: m.set_modules_to_forward_prefetch([m.blocks[1], m.entry])),
+    "backward prefetch of a plain module": _method(lambda m: m.set_modules_to_backward_prefetch([m.entry])),
+    "set_reshard_after_forward to a number": _method(lambda m: m.set_reshard_after_forward(2)),
+    "whether reductions are in flight": _method(lambda m: m.set_reduce_scatter_max_input_buffers(True)),
+    "part of a reduction in flight": _method(lambda m: m.set_reduce_scatter_max_input_buffers(2.0)),
+    "no reduction in flight": _method(lambda m: m.set_reduce_scatter_max_input_buffers(0)),
+    "divisor of gradients as text": _method(lambda m: m.set_gradient_divide_factor("2")),
+    "divisor of gradients that is zero": _method(lambda m: m.set_gradient_divide_factor(0)),
+    "divisor of gradients that is no number": _method(lambda m: m.set_gradient_divide_factor(float("nan"))),
+    "shared streams of a plain module": _method(lambda m: fsdp2.share_comm_ctx([m, m.entry])),
+    "trace of a plain module": _method(lambda m: trace.record(nn.Linear(1, 1)).__enter__()),
+    "no_sync of a plain module": _method(lambda m: fsdp2.no_sync(nn.Linear(1, 1)).__enter__()),
     "placement that is text": _call(shard_placement_fn=lambda param: "experts"),
     "placement on text": _call(shard_placement_fn=lambda param: ParamPlacement(Shard(0), "ep")),  # type: ignore[arg-type]
 }

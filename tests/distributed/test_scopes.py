@@ -17,7 +17,7 @@ from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.golden import Check, golden_on_ranks
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer, Uneven
 from tests.harness.selection import long
@@ -261,7 +261,3 @@ def test_finalization_inside_no_sync_reduces_nothing(ctx: RankContext) -> None:
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert parameter.grad is not None, name
         torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
-
-
-def test_no_sync_of_what_is_not_sharded(golden: Check) -> None:
-    golden(error_of(lambda: fsdp2.no_sync(nn.Linear(1, 1)).__enter__()))

@@ -1,7 +1,7 @@
 """Golden texts that many tests share: one file with a section for each case.
 
 Tests ask the fixture ``golden``, and those on ranks are made by ``golden_on_ranks``. A section starts with ``== name``,
-which is that of the test, with its parameters where cases differ. ``EXPECTTEST_ACCEPT=1`` writes what was found in its
+which is that of the test with its parameters. ``EXPECTTEST_ACCEPT=1`` writes what was found in its
 place, with ``-n 0`` only: each process writes the whole file. Read the difference before keeping it.
 """
 
@@ -40,14 +40,6 @@ class GoldenTexts:
             self._path.write_text("\n\n".join(f"== {each}\n{text}" for each, text in self._texts.items()) + "\n")
         expected = self._texts.get(name)
         assert found == expected, f"{name}:\n{found}\n\nexpected:\n{expected}"
-
-    def section_of(self, case: str) -> str:
-        """The name of the section for the ``case`` of a test: that of the test, where all cases share one."""
-        test = case.partition("[")[0]
-        return test if test in self._texts and case not in self._texts else case
-
-    def names(self) -> list[str]:
-        return list(self._texts)
 
     def check_names(self, names: Iterable[str]) -> None:
         """There is a section for each of ``names``, and no other one."""

@@ -94,7 +94,7 @@ METHODS = {
     "set_requires_all_reduce": [ACCUMULATION + "test_hsdp_without_all_reduce_until_the_last_micro_batch"],
     "set_reshard_after_forward": [
         RESHARDING + "test_set_reshard_after_forward_between_steps",
-        "distributed/test_misuse.py::test_set_reshard_after_forward_to_a_number_of_ranks",
+        REFUSALS + "test_call_is_refused",
     ],
     "set_reshard_after_backward": [
         ACCUMULATION + "test_parameters_stay_unsharded_between_micro_batches_when_told_so",
