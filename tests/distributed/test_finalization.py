@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsdp2 import FSDPModule, GradientReductionHandle, ScheduleError, fully_shard
+from fsdp2 import GradientReductionHandle, ScheduleError, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, compact, seeded, sharded, step
+from tests.distributed.changes import assert_step_is_that_of
+from tests.distributed.support import Stack, assert_gradients, batch, compact, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
@@ -26,8 +28,7 @@ def _assert_gradients_are_those_of(model: Any, seeds: tuple[int, ...], num_block
     reference = seeded(lambda: Stack(num_blocks))
     for seed in seeds:
         step(reference, seed)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
 @golden_on_ranks()
@@ -77,9 +78,7 @@ def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext) -> Non
 def test_finalization_without_a_backward_does_nothing(ctx: RankContext) -> None:
     model = _by_hand(ctx)
     assert model.finalize_backward() is None
-    handle = model.finalize_backward(async_op=True)
-    handle.wait()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    model.finalize_backward(async_op=True).wait()
     model(batch())
     model.finalize_backward()
     model.finalize_backward()
@@ -127,9 +126,9 @@ def test_unused_parameters_of_several_backwards_are_reduced_once(ctx: RankContex
         hidden = reference.blocks[0](reference.entry(batch(seed)))
         (hidden.square().mean() / 2).backward(retain_graph=True)  # one of the two ranks
         (reference.blocks[1](hidden).square().mean() / 2).backward()
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
-        assert torch.allclose(parameter.grad.full_tensor(), grad, atol=1e-6), name
+    for parameter in reference.exit.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert_gradients(model, reference)
 
 
 # What is refused
@@ -140,13 +139,8 @@ def test_finalization_is_for_roots_that_asked_for_it(ctx: RankContext) -> str:
     model = sharded(ctx)
     step(model)
     block = model.blocks[0]
-    return "\n".join(
-        [
-            error_of(lambda: block.set_manual_backward_finalization(True)),
-            error_of(block.finalize_backward),
-            error_of(model.finalize_backward),
-        ]
-    )
+    calls = [partial(block.set_manual_backward_finalization, True), block.finalize_backward, model.finalize_backward]
+    return "\n".join(map(error_of, calls))
 
 
 @golden_on_ranks()
@@ -155,10 +149,7 @@ def test_finalization_of_a_unit_that_turns_out_to_be_no_root(ctx: RankContext) -
     model.blocks[0].set_manual_backward_finalization(True)
     error = error_of(lambda: model(batch()))
     model.blocks[0].set_manual_backward_finalization(False)
-    step(model)
-    reference = seeded(Stack)
-    step(reference)
-    assert torch.allclose(model.entry.weight.grad.full_tensor(), reference.entry.weight.grad, atol=1e-6)
+    assert_step_is_that_of(model, seeded(Stack))
     return error
 
 
@@ -199,24 +190,11 @@ def test_handle_of_a_model_that_was_reset(ctx: RankContext) -> str:
 
 
 @distributed(2)
-def test_two_roots_are_finalized_independently(ctx: RankContext) -> None:
-    first, second = _by_hand(ctx), _by_hand(ctx)
-    step(first)
-    handle = first.finalize_backward(async_op=True)
-    step(second, 1)
-    second.finalize_backward()
-    handle.wait()
-    _assert_gradients_are_those_of(first, (0,))
-    _assert_gradients_are_those_of(second, (1,))
-
-
-@distributed(2)
 def test_model_of_one_unit(ctx: RankContext) -> None:
-    model = fully_shard(seeded(lambda: Stack(1)), mesh=ctx.mesh_1d())
-    assert isinstance(model, FSDPModule)
+    model: Any = fully_shard(seeded(lambda: Stack(1)), mesh=ctx.mesh_1d())
     model.set_manual_backward_finalization(True)
-    step(model)  # type: ignore[arg-type]
-    assert all(parameter.grad is None for parameter in model.parameters())  # type: ignore[attr-defined]
+    step(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
     model.finalize_backward()
     _assert_gradients_are_those_of(model, (0,), num_blocks=1)
 

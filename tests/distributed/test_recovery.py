@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CommunicationError, FSDPModule, MixedPrecisionPolicy, Observer, fully_shard, no_sync, unsharded
 from fsdp2.tools import trace
+from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.support import (
-    DIM,
     InjectedError,
     RaiseInBackward,
     Stack,
-    UnshardedStorages,
+    assert_gradients,
     batch,
     seeded,
     shard,
@@ -75,11 +74,7 @@ def _fail(model: Any, fault: str) -> None:
 def _assert_step_is_right(model: Any) -> None:
     """Twice, since the second step prefetches along the order that the first one recorded."""
     for seed in (1, 2):
-        reference = seeded(Stack)
-        assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
-        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
-        model.zero_grad()
+        assert_step_is_that_of(model, seeded(Stack), seed=seed)
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -111,13 +106,11 @@ def test_step_after_an_exception_is_right_without_a_reset(ctx: RankContext, faul
 @distributed(2)
 def test_backward_is_repeated_on_the_kept_graph(ctx: RankContext, num_failures: int, checkpoints: str | None) -> None:
     """A gradient hook raises in the middle. The graph was kept, so the user zeroes the gradients and tries again."""
-    found = {}
-    for name, model in (("sharded", shard(ctx, seeded(Stack))), ("plain", seeded(Stack))):
-        if checkpoints is not None:
-            for block in model.blocks:
-                is_nested = checkpoints == "blocks, nested"
-                block.forward = partial(checkpoint, block.forward, use_reentrant=is_nested)
-        for seed in range(3):
+    models = shard(ctx, seeded(Stack)), seeded(Stack)
+    for block in (*models[0].blocks, *models[1].blocks) if checkpoints is not None else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=checkpoints == "blocks, nested")
+    for seed in range(3):
+        for model in models:
             failures = [InjectedError] * num_failures if seed == 1 else []
 
             def raise_once(_: Tensor, failures: list[type[Exception]] = failures) -> None:
@@ -136,33 +129,13 @@ def test_backward_is_repeated_on_the_kept_graph(ctx: RankContext, num_failures: 
                     loss.backward(retain_graph=True)
                 model.zero_grad()
             loss.backward()
-            for param_name, param in model.named_parameters():
-                grad = param.grad
-                found[name, seed, param_name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        assert_gradients(*models)
+        for model in models:
             model.zero_grad()
-    for (name, *where), value in found.items():
-        torch.testing.assert_close(value, found[("plain", *where)], msg=f"{name} {where}")
 
 
-class _FailsAlone(nn.Module):
-    """A block that raises when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        if self.fails:
-            raise InjectedError
-        return x
-
-
-def _stack_with_failing_block() -> Stack:
-    model = Stack()
-    model.blocks[1] = _FailsAlone()
-    return model
+def _fail_now(*_: object) -> None:
+    raise InjectedError
 
 
 @pytest.mark.every_case
@@ -170,34 +143,15 @@ def _stack_with_failing_block() -> Stack:
 @distributed(2)
 def test_step_after_one_unit_was_called_alone_and_raised(ctx: RankContext, warm: bool) -> None:
     """The root runs next, around the unit that raised: a pass of its own, with its own parameters unsharded."""
-    model, reference = shard(ctx, seeded(_stack_with_failing_block)), seeded(_stack_with_failing_block)
+    model = sharded(ctx)
     if warm:
         step(model)
         model.zero_grad()
-    model.blocks[1].fails = True
+    handle = model.blocks[1].linear.register_forward_hook(_fail_now)
     with pytest.raises(InjectedError):
         model.blocks[1](batch())
-    model.blocks[1].fails = False
-    output = model(batch())
-    assert torch.allclose(output, reference(batch()), atol=1e-6)
-    output.sum().backward()
-    reference(batch()).sum().backward()
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
-
-
-@pytest.mark.parametrize("fault", ["forward", "backward"])
-@distributed(2)
-def test_reset_reshards_everything_and_frees_the_unsharded_parameters(ctx: RankContext, fault: str) -> None:
-    model = _faulty_model(ctx, warm=True)
-    unsharded, states = UnshardedStorages(model), _States()
-    with trace.observe(model, states):
-        _fail(model, fault)
-        assert unsharded.nbytes > 0
-        model.reset_iter_state()
-    assert states.last == dict.fromkeys(("(root)", "blocks.0", "blocks.1", "blocks.2"), "SHARDED")
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert unsharded.nbytes == 0
+    handle.remove()
+    assert_step_is_that_of(model, seeded(Stack))
 
 
 @distributed(2)
@@ -227,21 +181,14 @@ def test_unreduced_gradients_survive_a_forward_that_raises(
     reference = seeded(Stack)
     for seed in (3, 1) if fault == "forward" else (1,):
         step(reference, seed)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
+@pytest.mark.parametrize("warm", [False, True])
 @distributed(2)
-def test_reset_between_steps_changes_nothing(ctx: RankContext) -> None:
-    model = _faulty_model(ctx, warm=True)
+def test_reset_between_steps_changes_nothing(ctx: RankContext, warm: bool) -> None:
+    model = _faulty_model(ctx, warm)
     model.reset_iter_state()
-    model.reset_iter_state()
-    _assert_step_is_right(model)
-
-
-@distributed(2)
-def test_reset_before_the_first_forward_changes_nothing(ctx: RankContext) -> None:
-    model = _faulty_model(ctx, warm=False)
     model.reset_iter_state()
     _assert_step_is_right(model)
 
@@ -361,13 +308,6 @@ def test_reset_brings_all_units_to_rest_though_a_reduction_is_lost(ctx: RankCont
     _assert_step_is_right(model)
 
 
-@distributed(2)
-def test_executor_keeps_no_reduction_after_a_backward(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    step(model)
-    assert model._unit().root.executor.num_reductions == 0
-
-
 @pytest.mark.parametrize("raises", ["forward", "hook of the user"])
 @distributed(2)
 def test_a_unit_that_raised_alone_leaves_no_forward_behind(ctx: RankContext, raises: str) -> None:
@@ -376,14 +316,10 @@ def test_a_unit_that_raised_alone_leaves_no_forward_behind(ctx: RankContext, rai
     first, second = model.blocks[:2]
     shards = list(second.parameters())
     step(model)
-
-    def fail(*_: object) -> None:
-        raise InjectedError
-
     if raises == "forward":
-        handle = first.linear.register_forward_hook(fail)
+        handle = first.linear.register_forward_hook(_fail_now)
     else:
-        handle = first.register_forward_hook(fail, prepend=True)
+        handle = first.register_forward_hook(_fail_now, prepend=True)
     with pytest.raises(InjectedError):
         first(batch())
     handle.remove()

@@ -473,7 +473,7 @@ MUTATIONS = [
         "extras/ranks_may_differ.py",
         "late = [param in anywhere for param in landed.params]",
         "late = [True for param in landed.params]",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
+        ("distributed/test_skipped_units.py",),
     ),
     # group/all_gather.py
     Mutation("group/all_gather.py", "self.gathered.is_lost, self._works = True, ()", "self._works = ()", _IN_FLIGHT),
@@ -554,7 +554,7 @@ MUTATIONS = [
         "extras/ranks_may_differ.py",
         'self.agree("the agreement on which parameters had gradients", used.settle)',
         "pass",
-        ("distributed/test_skipped_units.py", "distributed/test_other_parameters_on_other_ranks.py"),
+        ("distributed/test_skipped_units.py",),
     ),
     Mutation(
         "runtime/root.py",
@@ -582,7 +582,7 @@ MUTATIONS = [
         "extras/ranks_may_differ.py",
         "used[start + at :]",
         "used[at :]",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
+        ("distributed/test_skipped_units.py",),
     ),
     # runtime/executor.py
     Mutation(
@@ -939,7 +939,7 @@ MUTATIONS = [
         "extras/ranks_may_differ.py",
         "anywhere = set(compress(gradients.params, used[start + at :]))",
         "anywhere = set(gradients.params)",
-        ("distributed/test_other_parameters_on_other_ranks.py", "distributed/test_skipped_units.py"),
+        ("distributed/test_skipped_units.py",),
     ),
     Mutation(
         "_torch.py",
