@@ -78,10 +78,10 @@ def offloaded(runtime: Runtime, model: Any, mesh: DeviceMesh, *, pin_memory: boo
     sharded(runtime, model, mesh, offload_policy=runtime.CPUOffloadPolicy(pin_memory=pin_memory))
 
 
-def on_each_rank_alone(runtime: Runtime, model: Any, mesh: DeviceMesh) -> None:
+def on_each_rank_alone(runtime: Runtime, model: Any, mesh: DeviceMesh, **options: Any) -> None:
     """Gradients land as they are: no copy, no collective."""
     alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("ranks", "alone"))["alone"]
-    sharded(runtime, model, alone)
+    sharded(runtime, model, alone, **options)
 
 
 def prefetch_two(model: Any, runtime: Runtime) -> None:
@@ -287,9 +287,9 @@ def change_factor(step: Step, model: Any) -> list[Tensor]:
     return [loss]
 
 
-def communicate_by_hand(model: Any, runtime: Runtime) -> None:
+def communicate_by_hand(model: Any, runtime: Runtime, persistent: bool = True) -> None:
     """The user's own collectives, with one buffer per size for good."""
-    gather, reduce = CountingAllGather(persistent=True), CountingReduceScatter(persistent=True)
+    gather, reduce = CountingAllGather(persistent=persistent), CountingReduceScatter(persistent=persistent)
     for module in [*model.units(), model]:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
