@@ -74,6 +74,11 @@ def shard_each(*modules: Any, **options: Any) -> Any:
     return modules[-1]
 
 
+def shard_units(model: Any, **options: Any) -> Any:
+    """The units of a model of ``tests/harness/models.py``, then the root."""
+    return shard_each(*model.units(), model, **options)
+
+
 def shard(ctx: RankContext, model: Any, **options: Any) -> Any:
     """Every block on its own, then the root; over all ranks if no other mesh is given."""
     return shard_each(*model.blocks, model, **{"mesh": ctx.mesh_1d(), **options})

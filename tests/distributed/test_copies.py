@@ -14,11 +14,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, seeded, sharded, step
+from tests.distributed.support import Stack, batch, seeded, shard, shard_each, shard_units, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
@@ -26,48 +26,39 @@ from tests.harness.models import MLP, Transformer
 from tests.harness.selection import long
 
 
-def _shard(model: Any, **options: Any) -> Any:
-    for unit in (*model.units(), model):
-        fully_shard(unit, **options)
-    return model
-
-
 def _wire(ctx: RankContext) -> Any:
     model = Transformer()
     wrap_parameters(model, BFloat16AllGatherTensor)
-    return _shard(model, mesh=ctx.mesh_1d())
+    return shard_units(model, mesh=ctx.mesh_1d())
 
 
 def _several_modules(ctx: RankContext) -> Any:
     """A unit of two modules, one of which is tied; lists of what to prefetch."""
     model = Transformer(tied=True)
-    for block in model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d())
-    fully_shard([model.embedding, model.norm, model.output], mesh=ctx.mesh_1d())
-    fully_shard(model, mesh=ctx.mesh_1d())
+    shard_each(*model.blocks, [model.embedding, model.norm, model.output], model, mesh=ctx.mesh_1d())
     model.embedding.set_modules_to_forward_prefetch([model.blocks[1], model.blocks[0]])
     return model
 
 
 def _without_division(ctx: RankContext) -> Any:
-    model = _shard(MLP(), mesh=ctx.mesh_1d())
+    model = shard_units(MLP(), mesh=ctx.mesh_1d())
     for unit in (*model.blocks, model):
         unit.set_gradient_divide_factor(1.0)
     return model
 
 
 SETUPS: dict[str, Callable[[RankContext], Any]] = {
-    "bf16, resting": lambda ctx: _shard(
+    "bf16, resting": lambda ctx: shard_units(
         MLP(),
         mesh=ctx.mesh_1d(),
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         reshard_after_forward=2,
     ),
-    "HSDP": lambda ctx: _shard(MLP(), mesh=ctx.mesh_2d(2, ctx.world_size // 2)),
+    "HSDP": lambda ctx: shard_units(MLP(), mesh=ctx.mesh_2d(2, ctx.world_size // 2)),
     "several modules": _several_modules,
     "options": _without_division,
     "wire format": _wire,
-    "offloaded": lambda ctx: _shard(MLP(), mesh=ctx.mesh_1d(), offload_policy=StagedOffloadPolicy()),
+    "offloaded": lambda ctx: shard_units(MLP(), mesh=ctx.mesh_1d(), offload_policy=StagedOffloadPolicy()),
 }
 SHORT = ("bf16, resting", "several modules", "options", "wire format")
 
@@ -118,9 +109,7 @@ class _Hooked(Stack):
 
 @distributed(2)
 def test_hooks_methods_and_buffers_of_the_copy_are_its_own(ctx: RankContext) -> None:
-    model: Any = seeded(_Hooked)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=ctx.mesh_1d())
+    model = shard(ctx, seeded(_Hooked))
     fsdp2.register_fsdp_forward_method(model, "first")
     copied = copy.deepcopy(model)
     with trace.record(model) as of_original, trace.record(copied) as of_copy:
@@ -162,8 +151,7 @@ class _Singular(nn.Linear):
 def test_a_module_with_its_own_way_of_copying_is_copied_by_its_attributes(ctx: RankContext) -> None:
     """Parametrized modules have one, and refuse to tell their state."""
     model = seeded(lambda: nn.Sequential(weight_norm(nn.Linear(32, 32)), _Singular(32, 32)))
-    for unit in (*model, model):
-        fully_shard(unit, mesh=ctx.mesh_1d())
+    shard_each(*model, model, mesh=ctx.mesh_1d())
     step(model)
     copied = copy.deepcopy(model)
     assert torch.equal(step(copied), step(model))

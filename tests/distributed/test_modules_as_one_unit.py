@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import fully_shard
-from tests.distributed.support import Stack, batch, seeded, step
+from tests.distributed.support import Stack, assert_gradients, batch, seeded, shard_each, step
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -28,16 +27,14 @@ class _Checkpointed(Stack):
 
 def _as_one_unit(ctx: RankContext) -> Any:
     model = seeded(_Checkpointed)
-    fully_shard(list(model.blocks[1:]), mesh=ctx.mesh_1d())
-    return fully_shard(model, mesh=ctx.mesh_1d())
+    return shard_each(list(model.blocks[1:]), model, mesh=ctx.mesh_1d())
 
 
 def _assert_gradients_are_right(model: Any) -> None:
     reference = seeded(_Checkpointed)
     for seed in range(2):
         assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])

@@ -24,9 +24,8 @@ from fsdp2.tensors import (
     TwoTensor,
     wrap_parameters,
 )
-from tests.distributed.changes import GATHERS
 from tests.distributed.extension_support import UNEVEN, Twins, sgd
-from tests.distributed.support import InjectedError, Stack, batch, seeded, shard, sharded, step
+from tests.distributed.support import InjectedError, Stack, assert_gradients, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, KeptAliasing, KeptHalved, Packed4, Ragged, Scaled, count, recorded
 from tests.harness.golden import golden_on_ranks
@@ -58,8 +57,7 @@ def test_gradients_are_handed_over_when_backward_ends(ctx: RankContext) -> None:
     assert seen == ["inputs, 0 there", *["gradient"] * len(parameters)]
     reference = seeded(Stack)
     step(reference)
-    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)  # type: ignore[union-attr]
+    assert_gradients(parameters, reference)
 
 
 @distributed(2)
@@ -69,21 +67,7 @@ def test_gradients_that_are_finalized_by_hand_are_there_when_the_call_returns(ct
     step(model)
     step(reference)
     model.finalize_backward()
-    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)
-
-
-@pytest.mark.parametrize("kept", [None, False, 2])
-@pytest.mark.parametrize("name", list(GATHERS))
-@distributed(4)
-def test_forward_after_the_shards_were_written_uses_them(ctx: RankContext, name: str, kept: bool | int | None) -> None:
-    model, reference = sharded(ctx, reshard_after_forward=kept, offload_policy=STAGED), seeded(Stack)
-    shards = list(model.parameters())
-    GATHERS[name](model)
-    with torch.no_grad():
-        for parameter in (*shards, *reference.parameters()):
-            parameter.add_(1.0)
-    assert torch.allclose(model(batch()), reference(batch()), atol=1e-5)
+    assert_gradients(model, reference)
 
 
 # What
@@ -130,8 +114,7 @@ def _assert_steps_are_right(model: Any, parameters: list[nn.Parameter]) -> None:
     for seed in (1, 2):
         reference = seeded(Stack)
         assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
-        for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-            assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)  # type: ignore[union-attr]
+        assert_gradients(parameters, reference)
         model.zero_grad()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp2 import Observer
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, seeded, shard
+from tests.distributed.support import Stack, assert_gradients, batch, seeded, shard
 from tests.harness.distributed import RankContext, distributed
 
 BLOCKS = ("blocks.0", "blocks.1")
@@ -123,8 +123,7 @@ def test_unit_is_reduced_once_behind_its_last_use(
     reference = seeded(make)
     step(reference)
     step(reference)
-    for (name, param), expected in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert torch.allclose(param.grad.full_tensor(), expected[1].grad, atol=1e-5), name
+    assert_gradients(model, reference, atol=1e-5)
 
 
 @distributed(2)
@@ -134,9 +133,7 @@ def test_uses_that_no_gradient_reaches_are_joined_at_the_end(ctx: RankContext) -
     assert _counts(model, _one_forward).actions["reduce"] == 2
     _one_forward(reference)
     _one_forward(reference)
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (expected.grad is None)
-        assert expected.grad is None or torch.allclose(param.grad.full_tensor(), expected.grad, atol=1e-5)
+    assert_gradients(model, reference, atol=1e-5)
 
 
 class OnOneRank(Repeated):
@@ -157,14 +154,10 @@ def test_ranks_may_differ_in_which_uses_a_gradient_reaches(ctx: RankContext) -> 
     model = shard(ctx, seeded(OnOneRank))
     model.set_ranks_may_differ(True)
     model.rank = ctx.rank
-    references = []
-    for rank in range(2):
-        references.append(seeded(OnOneRank))
-        references[-1].rank = rank
+    references = [seeded(OnOneRank) for _ in range(2)]
+    references[1].rank = 1
     for _ in range(3):
         for each in (model, *references):
             each.zero_grad()
             _one_forward(each)
-        for param, *parts in zip(model.parameters(), *(each.parameters() for each in references), strict=True):
-            grads = [part.grad for part in parts if part.grad is not None]
-            assert torch.allclose(param.grad.full_tensor(), sum(grads) / 2, atol=1e-5)
+        assert_gradients(model, *references, atol=1e-5)

@@ -12,22 +12,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, seeded, sharded, step
+from tests.distributed.support import (
+    Stack,
+    assert_gradients,
+    batch,
+    seeded,
+    shard,
+    shard_units,
+    sharded,
+    step,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer, Uneven
 from tests.harness.selection import long
 from tests.parity.test_model_parallel import tensor_parallel
-
-
-def _shard(model: Any, **options: Any) -> Any:
-    for unit in (*model.units(), model):
-        fully_shard(unit, **options)
-    return model
 
 
 def _wrapped(model: nn.Module) -> nn.Module:
@@ -41,13 +44,13 @@ def _last_dim(parameter: nn.Parameter) -> Shard:
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 SETUPS: dict[str, Callable[[RankContext], Any]] = {
-    "uneven": lambda ctx: _shard(Uneven(), mesh=ctx.mesh_1d()),
-    "last dim, resting": lambda ctx: _shard(
+    "uneven": lambda ctx: shard_units(Uneven(), mesh=ctx.mesh_1d()),
+    "last dim, resting": lambda ctx: shard_units(
         Uneven(), mesh=ctx.mesh_1d(), shard_placement_fn=_last_dim, reshard_after_forward=2
     ),
-    "tied, in bf16": lambda ctx: _shard(Transformer(tied=True), mesh=ctx.mesh_1d(), mp_policy=BF16),
-    "HSDP": lambda ctx: _shard(Uneven(), mesh=ctx.mesh_2d(2, ctx.world_size // 2)),
-    "wire format": lambda ctx: _shard(_wrapped(Transformer()), mesh=ctx.mesh_1d()),
+    "tied, in bf16": lambda ctx: shard_units(Transformer(tied=True), mesh=ctx.mesh_1d(), mp_policy=BF16),
+    "HSDP": lambda ctx: shard_units(Uneven(), mesh=ctx.mesh_2d(2, ctx.world_size // 2)),
+    "wire format": lambda ctx: shard_units(_wrapped(Transformer()), mesh=ctx.mesh_1d()),
 }
 
 
@@ -95,7 +98,7 @@ def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_o
 def test_what_tensor_parallelism_has_cut_stays_cut(ctx: RankContext) -> None:
     mesh, model, reference = ctx.mesh(dp=2, tp=2), seeded(MLP), seeded(MLP)
     tensor_parallel(model, mesh["tp"])
-    _shard(model, mesh=mesh["dp"])
+    shard_units(model, mesh=mesh["dp"])
     with fsdp2.unsharded(model), torch.no_grad():
         up = model.blocks[0].up.weight
         assert up.placements == (Shard(0),)
@@ -137,8 +140,7 @@ RUNS: dict[str, Callable[[RankContext], dict[str, Any]]] = {
 def test_forwards_without_gradients_run_on_whole_parameters(ctx: RankContext, setup: str, rank0_only: bool) -> None:
     """As those of the unsharded model: nothing is communicated, so ranks may differ; nothing is cast."""
     model, reference = seeded(_Generating), seeded(_Generating)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, **RUNS[setup](ctx))
+    shard(ctx, model, **RUNS[setup](ctx))
     fsdp2.register_fsdp_forward_method(model, "generate")
     step(model)
     model.zero_grad()
@@ -223,8 +225,7 @@ def test_what_is_refused_changes_nothing(ctx: RankContext) -> str:
 @distributed(2)
 def test_no_sync_accumulates_and_puts_every_setting_back(ctx: RankContext, replicas: int) -> None:
     model, reference = seeded(Stack), seeded(Stack)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas))
+    shard(ctx, model, mesh=ctx.mesh_2d(replicas, 2 // replicas))
     model.blocks[2].set_requires_gradient_sync(False)
     with fsdp2.no_sync(nn.ModuleList([model])):  # any module with units in it
         step(model, seed=0)
@@ -232,19 +233,15 @@ def test_no_sync_accumulates_and_puts_every_setting_back(ctx: RankContext, repli
     step(model, seed=1)
     for seed in (0, 1):
         step(reference, seed)
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert [name for name, grad in found.items() if grad is None] == ["blocks.2.linear.weight", "blocks.2.linear.bias"]
-    for name, parameter in reference.named_parameters():
-        if found[name] is not None:
-            torch.testing.assert_close(found[name].full_tensor(), parameter.grad)
+    reference.blocks[2].zero_grad()
+    assert_gradients(model, reference)
 
 
 @distributed(2)
 def test_finalization_inside_no_sync_reduces_nothing(ctx: RankContext) -> None:
     """Not even over the replicate axis, what a backward before the block has reduced over the shard axis only."""
     model, reference = seeded(Stack), seeded(Stack)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=ctx.mesh_2d(2, 1))
+    shard(ctx, model, mesh=ctx.mesh_2d(2, 1))
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
     step(model, seed=0)
@@ -258,6 +255,4 @@ def test_finalization_inside_no_sync_reduces_nothing(ctx: RankContext) -> None:
     model.finalize_backward()
     for seed in (0, 1, 2):
         step(reference, seed)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert parameter.grad is not None, name
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+    assert_gradients(model, reference)

@@ -11,11 +11,22 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp2 import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
-from tests.distributed.support import BLOCK_NBYTES, Stack, batch, compact, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import (
+    BLOCK_NBYTES,
+    Stack,
+    assert_gradients,
+    batch,
+    compact,
+    same_on_all_ranks,
+    seeded,
+    shard,
+    sharded,
+    step,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of
@@ -114,9 +125,7 @@ def test_kept_memory_stays_where_it_is(ctx: RankContext, dim: int) -> None:
             return x
 
     model, reference = seeded(Model), seeded(Model)
-    for block in model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d())
-    fully_shard(model, mesh=ctx.mesh_1d())
+    shard(ctx, model)
     model.set_keep_unsharded_storage(True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     found = []
@@ -167,8 +176,7 @@ def test_kept_memory_with_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
     step(reference)
     assert _unsharded_places(model) == first
     step(reference)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
 # Registered methods
@@ -187,10 +195,7 @@ class _WithMethods(Stack):
 
 
 def _sharded_with_methods(ctx: RankContext) -> Any:
-    model = seeded(_WithMethods)
-    for block in model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d())
-    return fully_shard(model, mesh=ctx.mesh_1d())
+    return shard(ctx, seeded(_WithMethods))
 
 
 @golden_on_ranks()
@@ -228,8 +233,7 @@ def test_model_recovers_from_a_registered_method_that_raised(ctx: RankContext) -
         else:
             assert torch.allclose(entry(batch()), expected, atol=1e-6)
     model.reshard()  # a root keeps its parameters after forward
-    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
 @pytest.mark.parametrize("order", ["compiled first", "registered first", "called by a compiled module"])
@@ -263,10 +267,7 @@ def test_registered_method_and_compilation(ctx: RankContext, order: str) -> None
         assert torch.allclose(actual, expected, atol=1e-5)
         actual.square().mean().backward()
         expected.square().mean().backward()
-    used = [(p, r) for p, r in zip(model.parameters(), reference.parameters(), strict=True) if r.grad is not None]
-    assert used
-    for parameter, other in used:
-        assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-4)
+    assert_gradients(model, reference, atol=1e-4)
 
 
 @golden_on_ranks()

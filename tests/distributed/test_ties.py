@@ -13,7 +13,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2 import MixedPrecisionPolicy, ScheduleError, allow_inner_losses, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, seeded, sharded, step
+from tests.distributed.support import (
+    BLOCK_NBYTES,
+    DIM,
+    Stack,
+    assert_gradients,
+    batch,
+    seeded,
+    shard,
+    shard_each,
+    sharded,
+    step,
+    step_and_zero_all,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
@@ -60,8 +72,7 @@ def test_dtensors_of_tensor_parallelism_move_as_well(ctx: RankContext) -> None:
     }
     parallelize_module(model, mesh["tp"], plan)
     model.head.weight = model.embedding.weight
-    for unit in (model.embedding, model):
-        fully_shard(unit, mesh=mesh["dp"])
+    shard_each(model.embedding, model, mesh=mesh["dp"])
     for each in (model, reference):
         each(torch.arange(8)).square().mean().backward()
     assert model.head.weight is model.embedding.weight
@@ -77,8 +88,7 @@ def test_dtensors_of_tensor_parallelism_move_as_well(ctx: RankContext) -> None:
 @distributed(2)
 def test_they_train_as_in_the_unsharded_model(ctx: RankContext, case: str, replicas: int) -> None:
     model, reference = _tied(PLACES[case]), _tied(PLACES[case])
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas))
+    shard(ctx, model, mesh=ctx.mesh_2d(replicas, 2 // replicas))
     bound = [model.get_submodule(name).weight for name in PLACES[case]]
     assert isinstance(bound[0], DTensor)
     assert all(weight is bound[0] for weight in bound)
@@ -87,9 +97,7 @@ def test_they_train_as_in_the_unsharded_model(ctx: RankContext, case: str, repli
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
     for seed in range(3):
         torch.testing.assert_close(step(model, seed), step(reference, seed))
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero_all((ours, theirs))
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
 
@@ -114,8 +122,7 @@ def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_t
     """As transformers ties them after loading."""
     late, early, reference = seeded(Stack), _tied(LATE[case]), _tied(LATE[case])
     for model in (late, early):
-        for unit in (*model.blocks, model):
-            fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas), reshard_after_forward=kept)
+        shard(ctx, model, mesh=ctx.mesh_2d(replicas, 2 // replicas), reshard_after_forward=kept)
     _tie(late, LATE[case])
     models = (late, early, reference)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
@@ -124,9 +131,7 @@ def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_t
         assert torch.equal(losses[0], losses[1])
         torch.testing.assert_close(losses[0], losses[2])
         if seed % 2:  # two backwards for each step
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero_all(optimizers)
     weights = [late.get_submodule(place).weight for place in LATE[case]]
     assert all(weight is weights[0] for weight in weights)
     assert late.state_dict().keys() == reference.state_dict().keys()
@@ -183,8 +188,7 @@ class _WithPair(nn.Module):
 def test_units_that_no_forward_has_used_may_be_tied_later(ctx: RankContext) -> None:
     """One of them is left without parameters, and the ranks that wait for each other forget it."""
     model, reference = seeded(_WithPair), seeded(_WithPair)
-    for unit in (model.pair.first, model.pair.second, model.pair, model):
-        fully_shard(unit, mesh=ctx.mesh_1d())
+    shard_each(model.pair.first, model.pair.second, model.pair, model, mesh=ctx.mesh_1d())
     for each in (model, reference):
         step(each)
         each.pair.second.weight = each.pair.first.weight
@@ -194,8 +198,7 @@ def test_units_that_no_forward_has_used_may_be_tied_later(ctx: RankContext) -> N
             each.uses_pair = True
             each.zero_grad()
             step(each, seed)
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+        assert_gradients(model, reference)
 
 
 @distributed(2)
@@ -237,9 +240,7 @@ def test_ties_of_sharded_parameters_that_cannot_move_are_kept_or_refused(ctx: Ra
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (kept, reference)]
     for seed in range(3):
         torch.testing.assert_close(step(kept, seed), step(reference, seed), atol=0.01, rtol=0.01)  # reduced in bf16
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero_all(optimizers)
     assert kept.blocks[2].linear.weight is kept.entry.weight
     late = made()
     step(late)
@@ -258,8 +259,7 @@ def test_ties_of_sharded_parameters_that_cannot_move_are_kept_or_refused(ctx: Ra
 @distributed(2)
 def test_the_nearest_unit_around_them_takes_them(ctx: RankContext) -> None:
     model: Any = nn.Sequential(_tied(PLACES["two blocks"]), seeded(Stack))
-    for unit in (*model[0].blocks, model[0], *model[1].blocks, model[1], model):
-        fully_shard(unit, mesh=ctx.mesh_1d())
+    shard_each(*model[0].blocks, model[0], *model[1].blocks, model[1], model, mesh=ctx.mesh_1d())
     model[0].unshard()
     assert not isinstance(model[0].blocks[0].linear.weight, DTensor)
     assert isinstance(model[0].blocks[0].linear.bias, DTensor)
@@ -273,8 +273,7 @@ def test_the_nearest_unit_around_them_takes_them(ctx: RankContext) -> None:
 def test_what_nobody_can_take_is_refused(ctx: RankContext) -> str:
     mesh, found = ctx.mesh_1d(), []
     apart = _tied(PLACES["two blocks"])
-    for block in apart.blocks:
-        fully_shard(block, mesh=mesh)
+    shard_each(*apart.blocks, mesh=mesh)
     found.append(error_of(lambda: apart.blocks[2](batch())))
     written = _tied(PLACES["block and root"])
     fully_shard(written.blocks[1], mesh=mesh)
