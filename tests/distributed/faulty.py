@@ -1,7 +1,4 @@
-"""A weight of ``Stack`` whose all-gather hooks go wrong for the length of a block, on all ranks or on one.
-
-Its hooks are right, but for a block in which one of them is replaced by a fault; leaving the block mends it.
-"""
+"""A weight of ``Stack`` whose all-gather hooks go wrong for the length of a block, on all ranks or on one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A small model with round sizes, and a way to bring what the ranks saw to the test's own process.
-
-Goldens are compared in the parent, so that ``EXPECTTEST_ACCEPT=1`` can rewrite them there.
-"""
+"""A small model with round sizes, and a way to bring what the ranks saw to the test's own process."""
 
 from __future__ import annotations
 

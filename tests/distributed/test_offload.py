@@ -1,7 +1,4 @@
-"""What offloading to the host changes beside where things live: when gradients are there, what is copied, and errors.
-
-The copies are made for real on the CPU, by ``StagedOffloadPolicy``.
-"""
+"""What offloading to the host changes beside where things live: when gradients are there, what is copied, errors."""
 
 from __future__ import annotations
 

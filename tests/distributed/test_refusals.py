@@ -1,8 +1,4 @@
-"""What ``fully_shard`` refuses: the words, in ``golden/refusals.txt``, and that the model is as it was.
-
-Each case builds a model and a call that must be refused. Around the call the classes of all modules, the parameter
-objects and their values and the output are compared; then, where the case names one, a correct call must work.
-"""
+"""What ``fully_shard`` refuses: the words, in ``golden/refusals.txt``, and that the model is as it was."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,20 +22,24 @@ from tests.distributed.support import (
     assert_gradients,
     batch,
     compact,
-    same_on_all_ranks,
     seeded,
     shard,
+    shard_units,
     sharded,
     step,
+    step_and_zero_all,
 )
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.golden import Check, golden_on_ranks
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
+from tests.harness.models import MLP
 
 # Reductions in flight
 
 
-def _landed_when_backward_reaches(ctx: RankContext, num_buffers: int | None) -> list[str]:
+@pytest.mark.parametrize("num_buffers", [None, 3])
+@golden_on_ranks()
+def test_one_reduction_is_in_flight_unless_told_otherwise(ctx: RankContext, num_buffers: int | None) -> str:
     """At the start of each block's backward, the blocks whose gradients have landed."""
     model = sharded(ctx, num_blocks=5)
     if num_buffers is not None:  # behind a first step, which has used another number
@@ -52,15 +57,7 @@ def _landed_when_backward_reaches(ctx: RankContext, num_buffers: int | None) -> 
     with trace.observe(model, Watch()):
         step(model)
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return found
-
-
-def test_one_reduction_is_in_flight_unless_told_otherwise(golden: Check) -> None:
-    golden("\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=None)))
-
-
-def test_three_reductions_in_flight(golden: Check) -> None:
-    golden("\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=3)))
+    return "\n".join(found)
 
 
 @golden_on_ranks()
@@ -91,13 +88,13 @@ def test_unit_is_not_gathered_for_backward_though_backward_reads_it(ctx: RankCon
 # Memory that is kept
 
 
-def _unsharded_places(model: Any) -> list[int]:
+def _unsharded_places(model: Any, compute: Callable[[Any], object] = step) -> list[int]:
     places: list[int] = []
     hooks = [
-        block.linear.register_forward_pre_hook(lambda module, args: places.append(module.weight.data_ptr()))
+        block.register_forward_pre_hook(lambda module, args: places.append(next(module.parameters()).data_ptr()))
         for block in model.blocks
     ]
-    step(model)
+    compute(model)
     for hook in hooks:
         hook.remove()
     return places
@@ -106,35 +103,18 @@ def _unsharded_places(model: Any) -> list[int]:
 @pytest.mark.parametrize("dim", [32, 1024])  # 4 MiB is beyond what the pool of freed memory takes
 @distributed(2)
 def test_kept_memory_stays_where_it_is(ctx: RankContext, dim: int) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(dim, dim)
+    def compute(model: Any) -> None:
+        model(*model.batch(torch.Generator().manual_seed(0))).square().mean().backward()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.linear(x))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x.repeat(1, dim // x.size(1)))
-            return x
-
-    model, reference = seeded(Model), seeded(Model)
-    shard(ctx, model)
+    model, reference = (seeded(lambda: MLP(dim=dim)) for _ in range(2))
+    shard_units(model, mesh=ctx.mesh_1d())
     model.set_keep_unsharded_storage(True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     found = []
     for _ in range(3):
-        found.append(_unsharded_places(model))
-        step(reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        found.append(_unsharded_places(model, compute))
+        compute(reference)
+        step_and_zero_all(optimizers)
     assert found == [found[0]] * 3
     assert len(set(found[0])) == 3
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):

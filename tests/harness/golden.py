@@ -41,6 +41,9 @@ class GoldenTexts:
         expected = self._texts.get(name)
         assert found == expected, f"{name}:\n{found}\n\nexpected:\n{expected}"
 
+    def names(self) -> list[str]:
+        return list(self._texts)
+
     def check_names(self, names: Iterable[str]) -> None:
         """There is a section for each of ``names``, and no other one."""
         assert sorted(self._texts) == sorted(names)

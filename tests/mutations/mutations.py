@@ -13,10 +13,7 @@ _SCHEDULE = (
     "unit/test_schedule_table.py",
     "unit/test_skipped.py",
 )
-_TRACES = (
-    "distributed/test_traces.py",
-    "distributed/test_traces_of_variants.py",
-)
+_TRACES = ("distributed/test_traces.py",)
 _PLAN = (
     "unit/test_plan.py",
     "unit/test_layout.py",
@@ -271,7 +268,6 @@ MUTATIONS = [
         (
             *_RANDOM,
             "distributed/test_recovery.py",
-            "distributed/test_failure_at_every_event.py",
             "distributed/test_extension_lifetimes.py",
             "distributed/test_memory.py",
         ),
@@ -501,10 +497,7 @@ MUTATIONS = [
         "runtime/executor.py",
         "reduction.drop()",
         "pass",
-        (
-            "distributed/test_recovery.py",
-            "distributed/test_failure_at_every_event.py",
-        ),
+        ("distributed/test_recovery.py",),
     ),
     Mutation(
         "runtime/executor.py",

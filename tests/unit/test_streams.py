@@ -1,8 +1,4 @@
-"""What waits for what on an accelerator, recorded by stand-ins for streams: no device is needed.
-
-The rule under test is I3: memory is given back to the gather stream only after that stream has been told to wait for
-the compute that may still read it.
-"""
+"""What waits for what on an accelerator, recorded by stand-ins for streams: no device is needed."""
 
 from __future__ import annotations
 
@@ -36,36 +32,14 @@ class RecordingStreams(Streams):
         self.log.append(f"gather after compute: {sizes}")
 
 
-@pytest.fixture
-def streams() -> RecordingStreams:
-    return RecordingStreams()
-
-
-def _allocated(streams: RecordingStreams, name: str, nbytes: int) -> torch.UntypedStorage:
-    storage = streams.watched[name] = torch.UntypedStorage(0)
-    allocate([(storage, nbytes)])
-    return storage
-
-
-def test_gather_stream_waits_for_compute_before_memory_is_freed(streams: RecordingStreams) -> None:
-    storage = _allocated(streams, "a", 64)
-    release([(storage, 64)], streams)
-    assert streams.log == ["gather after compute: a 64"]
-    assert storage.nbytes() == 0
-
-
-def test_storages_of_one_release_share_a_wait(streams: RecordingStreams) -> None:
-    storages = [(_allocated(streams, name, 64), 64) for name in "ab"]
+def test_gather_stream_waits_once_for_compute_before_the_memory_of_one_release_is_freed() -> None:
+    streams = RecordingStreams()
+    storages = [(torch.UntypedStorage(0), 64) for _ in range(2)]
+    streams.watched = {name: storage for name, (storage, _) in zip("ab", storages, strict=True)}
+    allocate(storages)
     release(storages, streams)
     assert streams.log == ["gather after compute: a 64, b 64"]
     assert [storage.nbytes() for storage, _ in storages] == [0, 0]
-
-
-def test_memory_that_was_kept_stays_where_it_is(streams: RecordingStreams) -> None:
-    storage = _allocated(streams, "a", 64)
-    place = storage.data_ptr()
-    allocate([(storage, 64)])
-    assert (storage.nbytes(), storage.data_ptr()) == (64, place)
 
 
 # AcceleratorStreams on a device module that only takes notes
@@ -74,9 +48,6 @@ def test_memory_that_was_kept_stays_where_it_is(streams: RecordingStreams) -> No
 class FakeStream:
     def __init__(self, module: FakeDeviceModule, name: str) -> None:
         self._module, self._name = module, name
-
-    def record_event(self) -> str:
-        return f"event of {self._name}"
 
     def wait_event(self, event: str) -> None:
         self._module.log.append(f"{self._name} waits for {event}")
@@ -130,28 +101,6 @@ def test_gathers_and_reductions_run_on_streams_of_their_own(device_module: FakeD
     assert all(priority < 0 for priority in device_module.priorities)
 
 
-def test_events_are_recorded_and_awaited_on_the_current_stream(device_module: FakeDeviceModule) -> None:
-    streams = AcceleratorStreams(torch.device("cuda", 0))
-    event = streams.record()
-    with streams.on_gather():
-        gather = str(device_module.current_stream())
-        streams.wait_here(event)
-    assert device_module.log == [f"{gather} waits for event of compute"]
-
-
-def test_waiting_for_no_event_does_nothing(device_module: FakeDeviceModule) -> None:
-    AcceleratorStreams(torch.device("cuda", 0)).wait_here(None)
-    assert device_module.log == []
-
-
-def test_gather_stream_waits_for_compute_before_a_pass(device_module: FakeDeviceModule) -> None:
-    streams = AcceleratorStreams(torch.device("cuda", 0))
-    with streams.on_gather():
-        gather = str(device_module.current_stream())
-    streams.gather_after_compute()
-    assert device_module.log == [f"{gather} waits for compute"]
-
-
 def test_gather_stream_waits_for_the_event_that_the_user_gave_and_for_nothing_else(
     device_module: FakeDeviceModule,
 ) -> None:
@@ -176,13 +125,10 @@ def test_without_a_gather_stream_gathers_run_where_compute_does(device_module: F
     assert len(device_module.priorities) == 2  # it made no stream of its own
 
 
-def test_on_the_cpu_gathers_without_a_stream_are_those_with_one() -> None:
-    device = torch.device("cpu")
-    assert streams_for(device).gathering_on_compute is streams_for(device)
-
-
-def test_cpu_records_no_events() -> None:
-    assert streams_for(torch.device("cpu")).record() is None
+def test_all_models_on_the_cpu_share_streams_that_record_nothing() -> None:
+    streams = streams_for(torch.device("cpu"))
+    assert streams is streams_for(torch.device("cpu")) is streams.gathering_on_compute
+    assert streams.record() is None
 
 
 # What collectives leave to be waited for
@@ -244,7 +190,3 @@ def test_comm_follows_from_backend_and_device(
     group = mock.Mock(group_name="group", **{"rank.return_value": 0, "size.return_value": 2})
     monkeypatch.setattr(backends.dist, "get_process_group_ranks", lambda group: [0, 1])
     assert type(comm_for(Axis(group, 2, 0), torch.device(device))) is expected
-
-
-def test_all_models_on_a_device_share_its_streams() -> None:
-    assert streams_for(torch.device("cpu")) is streams_for(torch.device("cpu"))
