@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,27 +96,6 @@ def step(model: nn.Module, seed: int = 0) -> Tensor:
     loss = model(batch(seed)).square().mean()
     loss.backward()
     return loss.detach()
-
-
-def step_and_zero_all(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_gradients(model: nn.Module | Sequence[Tensor], *references: nn.Module, atol: float = 1e-6) -> None:
-    """Parameter by parameter, the mean over ``references``, one for each rank; none where none of them has any.
-
-    ``model`` may be its sharded parameters, which need not be bound after an exception.
-    """
-    named = model.named_parameters() if isinstance(model, nn.Module) else enumerate(model)
-    for (name, parameter), *others in zip(named, *(each.parameters() for each in references), strict=True):
-        grads = [other.grad for other in others if other.grad is not None]
-        assert (parameter.grad is None) is (not grads), name
-        if isinstance(parameter.grad, Tensor):
-            assert isinstance(parameter.grad, DTensor), name
-            found, expected = parameter.grad.full_tensor().cpu(), torch.stack(grads).cpu().sum(0) / len(references)
-            assert torch.allclose(found, expected, atol=atol), (name, found, expected)
 
 
 class InjectedError(Exception):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -18,6 +17,7 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
+from tests.distributed.changes import whole
 from tests.distributed.support import Stack, batch, seeded, shard, shard_each, shard_units, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
@@ -72,8 +72,8 @@ def _train(ctx: RankContext, model: Any, optimizer: torch.optim.Optimizer, seed:
     return loss.detach()
 
 
-def _whole(model: nn.Module) -> list[Tensor]:
-    return [p.detach().full_tensor().clone() for p in model.parameters() if isinstance(p, DTensor)]
+def _values(model: nn.Module) -> list[Tensor]:
+    return list(whole(model).values())
 
 
 @pytest.mark.parametrize("setup", [*SHORT, *long(*[setup for setup in SETUPS if setup not in SHORT])])
@@ -84,12 +84,12 @@ def test_copy_and_original_train_alike_and_apart(ctx: RankContext, setup: str) -
     _train(ctx, model, optimizer, 0)
     copied, optimizer_of_copy = copy.deepcopy((model, optimizer))
     assert type(copied) is type(model)
-    before, start = _whole(model), [p.to_local().data_ptr() for p in model.parameters()]
-    assert all(map(torch.equal, _whole(copied), before))
+    before, start = _values(model), [p.to_local().data_ptr() for p in model.parameters()]
+    assert all(map(torch.equal, _values(copied), before))
     losses = [_train(ctx, copied, optimizer_of_copy, seed) for seed in (1, 2)]
-    assert all(map(torch.equal, _whole(model), before))
+    assert all(map(torch.equal, _values(model), before))
     assert losses == [_train(ctx, model, optimizer, seed) for seed in (1, 2)]
-    assert all(map(torch.equal, _whole(copied), _whole(model)))
+    assert all(map(torch.equal, _values(copied), _values(model)))
     assert [p.to_local().data_ptr() for p in model.parameters()] == start
     assert not {address for address in start if address} & {p.to_local().data_ptr() for p in copied.parameters()}
 
@@ -139,7 +139,7 @@ def test_an_optimizer_that_is_copied_ahead_of_its_model_steps_the_copy(ctx: Rank
     for each, stepped in ((model, optimizer), (copied, optimizer_of_copy)):
         step(each, seed=1)
         stepped.step()
-    assert all(map(torch.equal, _whole(copied), _whole(model)))
+    assert all(map(torch.equal, _values(copied), _values(model)))
 
 
 class _Singular(nn.Linear):
@@ -187,16 +187,16 @@ def test_averaged_model_of_torch_averages_the_shards(ctx: RankContext) -> None:
     model = sharded(ctx, offload_policy=CPUOffloadPolicy())
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = _whole(model)
+    expected = _values(model)
     for seed in range(3):
         step(model, seed)
         optimizer.step()
         averaged.update_parameters(model)
         if seed > 0:
-            expected = [torch.lerp(new, old, 0.75) for old, new in zip(expected, _whole(model), strict=True)]
+            expected = [torch.lerp(new, old, 0.75) for old, new in zip(expected, _values(model), strict=True)]
         else:
-            expected = _whole(model)
-    for found, value in zip(_whole(averaged), expected, strict=True):
+            expected = _values(model)
+    for found, value in zip(_values(averaged), expected, strict=True):
         torch.testing.assert_close(found, value)
     with torch.no_grad():
         assert averaged(batch()).shape == batch().shape

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsdp2 import GradientReductionHandle, ScheduleError, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.changes import assert_step_is_that_of
-from tests.distributed.support import Stack, assert_gradients, batch, compact, seeded, sharded, step
+from tests.distributed.changes import assert_gradients, assert_step_is_that_of
+from tests.distributed.support import Stack, batch, compact, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of

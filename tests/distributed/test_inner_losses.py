@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.distributed.changes import assert_gradients, step_and_zero_all
 from tests.distributed.compile_support import BACKEND, start_compiling
-from tests.distributed.support import DIM, assert_gradients, batch, seeded, shard_each, step_and_zero_all
+from tests.distributed.support import DIM, batch, seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of

@@ -17,19 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.distributed.changes import alike, assert_step_is_that_of
-from tests.distributed.support import (
-    DIM,
-    Stack,
-    assert_gradients,
-    batch,
-    same_on_all_ranks,
-    seeded,
-    shard,
-    shard_each,
-    sharded,
-    step,
-)
+from tests.distributed.changes import alike, assert_gradients, assert_step_is_that_of
+from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of, wrapped

@@ -21,8 +21,9 @@ from fsdp2.tensors import (
     TwoTensor,
     wrap_parameters,
 )
+from tests.distributed.changes import assert_gradients
 from tests.distributed.extension_support import UNEVEN, Twins, sgd
-from tests.distributed.support import InjectedError, Stack, assert_gradients, batch, seeded, shard, sharded, step
+from tests.distributed.support import InjectedError, Stack, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, KeptAliasing, KeptHalved, Packed4, Ragged, Scaled, count, recorded
 from tests.harness.golden import golden_on_ranks

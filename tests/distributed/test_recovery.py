@@ -16,13 +16,12 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2.schedule.states import Pass
 from fsdp2.tools import trace
-from tests.distributed.changes import assert_step_is_that_of
+from tests.distributed.changes import assert_gradients, assert_step_is_that_of
 from tests.distributed.support import (
     InjectedError,
     RaiseInBackward,
     Stack,
     UnshardedStorages,
-    assert_gradients,
     batch,
     seeded,
     shard,

@@ -166,12 +166,6 @@ def _module_list(ctx: RankContext) -> Case:
     )
 
 
-def _meta_among_real(ctx: RankContext) -> Case:
-    model = seeded(Stack)
-    model.blocks[1] = Block().to("meta")
-    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
-
-
 # Meshes and DTensors
 
 DP = DataParallelMeshDims(shard="dp")
@@ -296,22 +290,18 @@ def test_every_text_has_a_case() -> None:
 
 
 def _values_beside_meta(ctx: RankContext) -> None:
-    model, call, *_ = _meta_among_real(ctx)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
-    try:
-        call()
-    except ValueError:
-        return
+    model, reference = seeded(Stack), seeded(Stack)
+    model.blocks[1] = Block().to("meta")
+    fully_shard(model, mesh=ctx.mesh_1d())
     model.blocks[1].to_empty(device="cpu")
-    for name, value in expected.items():
-        parameter = model.get_parameter(name)
-        assert not parameter.is_meta, f"{name} lost its values"
-        assert isinstance(parameter, DTensor)
-        assert torch.equal(parameter.full_tensor(), value)
+    for name, value in reference.named_parameters():
+        found = model.get_parameter(name)
+        assert isinstance(found, DTensor)
+        assert not found.is_meta, f"{name} lost its values"
+        assert "blocks.1" in name or torch.equal(found.full_tensor(), value)
 
 
 def test_meta_parameter_does_not_cost_the_real_ones_of_its_group_their_values() -> None:
-    """Either the mixture is refused, or the real parameters keep their values, as with torch."""
     same_on_all_ranks(_values_beside_meta)
 
 

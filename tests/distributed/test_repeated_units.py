@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import Observer
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, assert_gradients, batch, seeded, shard, shard_each, step
+from tests.distributed.changes import assert_gradients
+from tests.distributed.support import Stack, batch, seeded, shard, shard_each, step
 from tests.harness.distributed import RankContext, distributed
 
 BLOCKS = ("blocks.0", "blocks.1")

@@ -15,16 +15,8 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
-from tests.distributed.support import (
-    Stack,
-    assert_gradients,
-    batch,
-    seeded,
-    shard,
-    shard_units,
-    sharded,
-    step,
-)
+from tests.distributed.changes import assert_gradients, whole
+from tests.distributed.support import Stack, batch, seeded, shard, shard_units, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
@@ -54,13 +46,6 @@ SETUPS: dict[str, Callable[[RankContext], Any]] = {
 }
 
 
-def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: value.detach() for name, value in model.named_parameters()}
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in found.items()
-    }
-
-
 def _loss(model: Any) -> torch.Tensor:
     inputs = model.batch(torch.Generator().manual_seed(0))
     return model.loss(model(*inputs), inputs)
@@ -72,7 +57,7 @@ def _loss(model: Any) -> torch.Tensor:
 def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_only: bool) -> None:
     model = seeded(lambda: SETUPS[setup](ctx))
     _loss(model).backward()
-    before, shards = _whole(model), list(model.parameters())
+    before, shards = whole(model), list(model.parameters())
     first = not rank0_only or ctx.rank == 0
     with fsdp2.unsharded(model, rank0_only=rank0_only, offload_to_cpu=True):
         assert all(isinstance(p, DTensor) is not first for p in model.parameters())
@@ -85,7 +70,7 @@ def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_o
                 name: tuple(value.shape) for name, value in before.items()
             }
     assert all(now is then for now, then in zip(model.parameters(), shards, strict=True))
-    for name, value in _whole(model).items():
+    for name, value in whole(model).items():
         assert torch.equal(value, 2 * before[name]), name
     reference = seeded(lambda: SETUPS[setup](ctx))
     with torch.no_grad():
@@ -105,7 +90,7 @@ def test_what_tensor_parallelism_has_cut_stays_cut(ctx: RankContext) -> None:
         assert torch.equal(up.full_tensor(), reference.blocks[0].up.weight)
         for parameter in model.parameters():
             parameter.mul_(2)
-    for name, value in _whole(model).items():
+    for name, value in whole(model).items():
         assert torch.equal(value, 2 * reference.get_parameter(name)), name
 
 
@@ -158,7 +143,7 @@ def test_forwards_without_gradients_run_on_whole_parameters(ctx: RankContext, se
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(2)
-    for name, value in _whole(model).items():
+    for name, value in whole(model).items():
         assert torch.equal(value, reference.get_parameter(name)), name
     torch.testing.assert_close(step(model).float(), step(reference), rtol=0.1, atol=0.1)
 
@@ -167,7 +152,7 @@ def test_forwards_without_gradients_run_on_whole_parameters(ctx: RankContext, se
 @distributed(2)
 def test_what_one_rank_must_not_write_no_rank_waits_for(ctx: RankContext, cause: str) -> None:
     model = sharded(ctx)
-    before = _whole(model)
+    before = whole(model)
 
     def replace() -> None:
         with fsdp2.unsharded(model, rank0_only=True):
@@ -180,7 +165,7 @@ def test_what_one_rank_must_not_write_no_rank_waits_for(ctx: RankContext, cause:
 
     error = " ".join(error_of(replace).split())
     assert ("expected a parameter of shape (32,)" if "shape" in cause else "ZeroDivisionError: " + cause) in error
-    for name, value in _whole(model).items():
+    for name, value in whole(model).items():
         assert torch.equal(value, before[name]), name
     step(model)
 
@@ -188,13 +173,13 @@ def test_what_one_rank_must_not_write_no_rank_waits_for(ctx: RankContext, cause:
 @distributed(2)
 def test_nothing_is_written_if_not_asked_to_or_after_an_exception(ctx: RankContext) -> None:
     model = sharded(ctx)
-    before = _whole(model)
+    before = whole(model)
     with fsdp2.unsharded(model, writeback=False):
         nn.init.zeros_(model.exit.weight)
     with suppress(ZeroDivisionError), fsdp2.unsharded(model):
         nn.init.zeros_(model.exit.weight)
         raise ZeroDivisionError
-    for name, value in _whole(model).items():
+    for name, value in whole(model).items():
         assert torch.equal(value, before[name]), name
 
 

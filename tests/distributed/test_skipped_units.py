@@ -15,18 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tools import trace
-from tests.distributed.support import (
-    DIM,
-    Block,
-    Stack,
-    assert_gradients,
-    batch,
-    compact,
-    seeded,
-    shard,
-    shard_each,
-    step,
-)
+from tests.distributed.changes import assert_gradients
+from tests.distributed.support import DIM, Block, Stack, batch, compact, seeded, shard, shard_each, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import Check
 from tests.harness.pool import shared_pool

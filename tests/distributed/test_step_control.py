@@ -16,19 +16,8 @@ from fsdp2 import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
-from tests.distributed.support import (
-    BLOCK_NBYTES,
-    Stack,
-    assert_gradients,
-    batch,
-    compact,
-    seeded,
-    shard,
-    shard_units,
-    sharded,
-    step,
-    step_and_zero_all,
-)
+from tests.distributed.changes import assert_gradients, step_and_zero_all
+from tests.distributed.support import BLOCK_NBYTES, Stack, batch, compact, seeded, shard, shard_units, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of

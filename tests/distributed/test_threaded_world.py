@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2.tensors import Int8AllGatherTensor, wrap_parameters
 from fsdp2.tensors.int8 import dequantise, quantise
-from tests.distributed.support import Stack, assert_gradients, batch, seeded, shard_each, step
+from tests.distributed.changes import assert_gradients
+from tests.distributed.support import Stack, batch, seeded, shard_each, step
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", ImportWarning)  # that a package for tests of its own is missing

@@ -13,19 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2 import MixedPrecisionPolicy, ScheduleError, allow_inner_losses, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import (
-    BLOCK_NBYTES,
-    DIM,
-    Stack,
-    assert_gradients,
-    batch,
-    seeded,
-    shard,
-    shard_each,
-    sharded,
-    step,
-    step_and_zero_all,
-)
+from tests.distributed.changes import assert_gradients, step_and_zero_all
+from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
@@ -45,7 +34,8 @@ def _tie(model: Stack, places: tuple[str, ...]) -> None:
 
 
 PLACES = {
-    "block and root": ("blocks.1.linear", "exit"),
+    "one unit": ("entry", "exit"),
+    "root and block": ("entry", "blocks.2.linear"),
     "two blocks": ("blocks.0.linear", "blocks.2.linear"),
     "all": ("entry", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "exit"),
 }
@@ -83,34 +73,7 @@ def test_dtensors_of_tensor_parallelism_move_as_well(ctx: RankContext) -> None:
         fully_shard(model.head, mesh=mesh["dp"])
 
 
-@pytest.mark.parametrize("case", PLACES)
-@pytest.mark.parametrize("replicas", [1, 2])
-@distributed(2)
-def test_they_train_as_in_the_unsharded_model(ctx: RankContext, case: str, replicas: int) -> None:
-    model, reference = _tied(PLACES[case]), _tied(PLACES[case])
-    shard(ctx, model, mesh=ctx.mesh_2d(replicas, 2 // replicas))
-    bound = [model.get_submodule(name).weight for name in PLACES[case]]
-    assert isinstance(bound[0], DTensor)
-    assert all(weight is bound[0] for weight in bound)
-    names = [name for name, _ in model.named_parameters()]
-    assert names == [name for name, _ in reference.named_parameters()]
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
-    for seed in range(3):
-        torch.testing.assert_close(step(model, seed), step(reference, seed))
-        step_and_zero_all((ours, theirs))
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
-
-
-LATE = {
-    "one unit": ("entry", "exit"),
-    "root and block": ("entry", "blocks.2.linear"),
-    "two blocks": ("blocks.0.linear", "blocks.2.linear"),
-    "two of the root and two blocks": ("entry", "blocks.0.linear", "blocks.2.linear", "exit"),
-}
-
-
-@pytest.mark.parametrize("case", [*list(LATE)[:2], *long(*list(LATE)[2:])])
+@pytest.mark.parametrize("case", [*list(PLACES)[:2], *long(*list(PLACES)[2:])])
 @pytest.mark.parametrize(
     ("replicas", "kept"),
     [(1, None), *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, False), (2, True)])],
@@ -119,11 +82,14 @@ LATE = {
 def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_tied_before(
     ctx: RankContext, case: str, replicas: int, kept: bool | None
 ) -> None:
-    """As transformers ties them after loading."""
-    late, early, reference = seeded(Stack), _tied(LATE[case]), _tied(LATE[case])
+    """As transformers ties them after loading. Both train as in the unsharded model."""
+    late, early, reference = seeded(Stack), _tied(PLACES[case]), _tied(PLACES[case])
     for model in (late, early):
         shard(ctx, model, mesh=ctx.mesh_2d(replicas, 2 // replicas), reshard_after_forward=kept)
-    _tie(late, LATE[case])
+    _tie(late, PLACES[case])
+    assert list(early.state_dict()) == list(reference.state_dict())
+    assert len({early.get_submodule(place).weight for place in PLACES[case]}) == 1
+    assert len(list(early.parameters())) == len(list(reference.parameters()))
     models = (late, early, reference)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for seed in range(6):
@@ -132,7 +98,7 @@ def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_t
         torch.testing.assert_close(losses[0], losses[2])
         if seed % 2:  # two backwards for each step
             step_and_zero_all(optimizers)
-    weights = [late.get_submodule(place).weight for place in LATE[case]]
+    weights = [late.get_submodule(place).weight for place in PLACES[case]]
     assert all(weight is weights[0] for weight in weights)
     assert late.state_dict().keys() == reference.state_dict().keys()
     for name, parameter in reference.named_parameters():
@@ -145,7 +111,7 @@ def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_t
 def test_one_unit_manages_what_was_tied_across_units(ctx: RankContext) -> None:
     """So no unit copies its shard again, the root gathers it, and the inner module saves the shard."""
     model = sharded(ctx, reshard_after_forward=False)
-    _tie(model, LATE["root and block"])
+    _tie(model, PLACES["root and block"])
     step(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = model.entry.weight.to_local().data_ptr()
@@ -206,7 +172,7 @@ def test_a_loss_inside_a_block_finds_the_weight_that_the_root_has_taken(ctx: Ran
     kept: list[Tensor] = []
     model, reference = sharded(ctx, reshard_after_forward=True), seeded(Stack)
     for each in (model, reference):
-        _tie(each, LATE["two blocks"])
+        _tie(each, PLACES["two blocks"])
         each(batch())  # moves the weight
     allow_inner_losses(model)
     for each in (model, reference):
@@ -275,7 +241,7 @@ def test_what_nobody_can_take_is_refused(ctx: RankContext) -> str:
     apart = _tied(PLACES["two blocks"])
     shard_each(*apart.blocks, mesh=mesh)
     found.append(error_of(lambda: apart.blocks[2](batch())))
-    written = _tied(PLACES["block and root"])
+    written = _tied(("blocks.1.linear", "exit"))
     fully_shard(written.blocks[1], mesh=mesh)
     with torch.no_grad():
         written.blocks[1].linear.weight.zero_()

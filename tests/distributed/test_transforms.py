@@ -11,7 +11,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from tests.distributed.support import assert_gradients, seeded, shard_each
+from tests.distributed.changes import assert_gradients
+from tests.distributed.support import seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of

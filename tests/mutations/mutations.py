@@ -297,7 +297,7 @@ MUTATIONS = [
         "group/group.py",
         "if sharded == noted and bound == noted:",
         "if sharded == noted:",
-        ("distributed/test_changed_flags.py", "distributed/test_staleness.py"),
+        ("distributed/test_changed_parameters.py", "distributed/test_staleness.py"),
     ),
     Mutation(
         "group/group.py",
@@ -541,7 +541,7 @@ MUTATIONS = [
         "runtime/root.py",
         "if self._seen_version != ModuleTrees.version:",
         "if self._seen_version is None:",
-        ("distributed/test_changed_modules.py",),
+        ("distributed/test_changed_parameters.py",),
     ),
     Mutation(
         "extras/ranks_may_differ.py",
@@ -907,7 +907,7 @@ MUTATIONS = [
         "group/gradients.py",
         "if self._has_kept or self.state is GradientState.UNREDUCED:",
         "if self.state is GradientState.UNREDUCED:",
-        ("distributed/test_changed_flags.py",),
+        ("distributed/test_changed_parameters.py",),
     ),
     # Units that run several times, or alone; compiled calls of modules with hooks
     Mutation(

@@ -186,7 +186,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "weights tied across units": [
             BESIDE + "test_torch_refuses",
-            "distributed/test_ties.py::test_they_train_as_in_the_unsharded_model",
+            "distributed/test_ties.py::test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_tied_before",
         ],
         "models that differ between ranks": [
             "distributed/test_agreement.py::test_models_that_differ_between_ranks_are_refused"
