@@ -134,48 +134,36 @@ def test_all_models_on_the_cpu_share_streams_that_record_nothing() -> None:
 # What collectives leave to be waited for
 
 
-class _Work:
-    def __init__(self) -> None:
-        self.num_waits = 0
+def _comm(work: Any, *, on_stream: bool) -> tuple[CollectiveComm, Any]:
+    """On a group that answers every collective with ``work``: None is what NCCL's answers on a stream. And what was
+    called."""
+    asked = mock.Mock(return_value=work)
+    names = ("all_gather_single", "reduce_scatter_single")
+    group = mock.Mock(**{name + kind: asked for name in names for kind in ("", "_coalesced")})
+    return CollectiveComm(group, on_stream=on_stream), asked
 
-    def wait(self) -> None:
-        self.num_waits += 1
 
-
-class _Group:
-    """Answers every collective with ``work``; None is what NCCL's group answers on a stream."""
-
-    def __init__(self, work: _Work | None) -> None:
-        self._work = work
-        self.asked: list[bool] = []
-
-    def _answer(self, outputs: Any, inputs: Any, options: Any) -> _Work | None:
-        self.asked.append(options.asyncOp)
-        return self._work
-
-    all_gather_single = all_gather_single_coalesced = reduce_scatter_single = reduce_scatter_single_coalesced = _answer
+def _asynchronous(asked: Any) -> list[bool]:
+    return [call.args[2].asyncOp for call in asked.call_args_list]
 
 
 @pytest.mark.parametrize("num_tensors", [1, 2])
 @pytest.mark.parametrize("returns_work", [False, True], ids=["NCCL", "other backends"])
 def test_collectives_on_a_stream_leave_nothing_to_the_cpu(returns_work: bool, num_tensors: int) -> None:
-    work = _Work() if returns_work else None
-    group = _Group(work)
-    comm = CollectiveComm(group, on_stream=True)  # type: ignore[arg-type]
+    work = mock.Mock() if returns_work else None
+    comm, asked = _comm(work, on_stream=True)
     tensors = [torch.zeros(2)] * num_tensors
     assert list(comm.all_gather(tensors, tensors)()) == []
     assert list(comm.reduce_scatter(tensors, tensors)) == []
-    assert group.asked == [False, False]
-    assert work is None or work.num_waits == 2  # the stream waits, once for each collective
+    assert _asynchronous(asked) == [False, False]
+    assert work is None or work.wait.call_count == 2  # the stream waits, once for each collective
 
 
 def test_collectives_beside_a_stream_are_waited_for_where_their_data_is_needed() -> None:
-    work = _Work()
-    group = _Group(work)
-    comm = CollectiveComm(group, on_stream=False)  # type: ignore[arg-type]
+    comm, asked = _comm(work := mock.Mock(), on_stream=False)
     assert list(comm.all_gather([torch.zeros(2)], [torch.zeros(2)])()) == [work]
     assert list(comm.reduce_scatter([torch.zeros(2)], [torch.zeros(2)])) == [work]
-    assert (group.asked, work.num_waits) == ([True, True], 0)
+    assert (_asynchronous(asked), work.wait.call_count) == ([True, True], 0)
 
 
 @pytest.mark.parametrize(
