@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     # Ranks that wait still wake up: those of three pools took a tenth of two cores.
     if pool_of(item) != pool_of(nextitem):
         _close_pools()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Compares a text with that of the test: see ``tests/harness/golden.py``."""
+    from tests.harness.golden import texts_beside  # imports torch
+
+    return functools.partial(texts_beside(str(request.path)).check, request.node.name)
 
 
 @pytest.fixture(scope="session", autouse=True)

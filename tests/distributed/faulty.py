@@ -1,7 +1,4 @@
-"""A weight of ``Stack`` whose all-gather hooks go wrong for the length of a block, on all ranks or on one.
-
-Its hooks are right, but for a block in which one of them is replaced by a fault; leaving the block mends it.
-"""
+"""A weight of ``Stack`` whose all-gather hooks go wrong for the length of a block, on all ranks or on one."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import fully_shard
 from tests.distributed.changes import assert_step_is_that_of
-from tests.distributed.support import Stack, seeded, step
+from tests.distributed.support import Stack, seeded, shard_each, step
 from tests.harness.distributed import RankContext
 from tests.harness.extensions import Travelling
 from tests.harness.messages import error_of
@@ -75,9 +71,7 @@ def stack_of(make: Callable[[Tensor], Tensor]) -> Any:
 
 
 def sharded(model: Any, mesh: DeviceMesh) -> Any:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return shard_each(*model.blocks, model, mesh=mesh)
 
 
 def assert_trains_like_a_plain_one(model: Any) -> None:

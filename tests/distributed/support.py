@@ -1,7 +1,4 @@
-"""A small model with round sizes, and a way to bring what the ranks saw to the test's own process.
-
-Goldens are compared in the parent, so that ``EXPECTTEST_ACCEPT=1`` can rewrite them there.
-"""
+"""A small model with round sizes, and a way to bring what the ranks saw to the test's own process."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.tools.trace import Trace
 from tests.harness.distributed import RankContext
-from tests.harness.pool import shared_pool
+from tests.harness.golden import same_on_all_ranks as same_on_all_ranks
 
 # fp32 weights of 4096 bytes and biases of 128: whole shards on 2 and 4 ranks, whole cache lines, so that the bytes in
 # traces are the parameters' own, without any padding.
@@ -67,12 +64,21 @@ def seeded(model: Callable[[], Any], seed: int = 0) -> Any:
     return model()
 
 
-def shard(ctx: RankContext, model: Any, **kwargs: Any) -> Any:
+def shard_each(*modules: Any, **options: Any) -> Any:
+    """``fully_shard`` of each on its own, in this order; returns the last one."""
+    for module in modules:
+        fsdp2.fully_shard(module, **options)
+    return modules[-1]
+
+
+def shard_units(model: Any, **options: Any) -> Any:
+    """The units of a model of ``tests/harness/models.py``, then the root."""
+    return shard_each(*model.units(), model, **options)
+
+
+def shard(ctx: RankContext, model: Any, **options: Any) -> Any:
     """Every block on its own, then the root; over all ranks if no other mesh is given."""
-    kwargs.setdefault("mesh", ctx.mesh_1d())
-    for block in model.blocks:
-        fsdp2.fully_shard(block, **kwargs)
-    return fsdp2.fully_shard(model, **kwargs)
+    return shard_each(*model.blocks, model, **{"mesh": ctx.mesh_1d(), **options})
 
 
 def sharded(ctx: RankContext, num_blocks: int = 3, **kwargs: Any) -> Any:
@@ -128,14 +134,6 @@ class UnshardedStorages:
         assert self._parameters, "no forward has run"
         storages = [parameter.untyped_storage() for parameter in self._parameters.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def same_on_all_ranks(body: Callable[..., Any], world_size: int = 2, **kwargs: Any) -> Any:
-    """What ``body(ctx, **kwargs)`` returns on every rank."""
-    __tracebackhide__ = True
-    first, *others = shared_pool(world_size).run(body, **kwargs)
-    assert all(other == first for other in others), f"the ranks differ: {[first, *others]}"
-    return first
 
 
 _EVENTS = {"pre_forward": "f", "post_forward": "/f", "pre_backward": "b", "post_backward": "/b", "end_backward": "/b"}

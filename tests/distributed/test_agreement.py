@@ -13,10 +13,8 @@ from torch import Tensor, nn
 import fsdp2
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext
-from tests.harness.golden import texts_beside
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
-
-TEXTS = texts_beside(__file__)
 
 
 def _wider(model: Stack) -> None:
@@ -38,32 +36,22 @@ CHANGES: dict[str, Callable[[Stack], None]] = {
 }
 
 
-def _refused(ctx: RankContext, name: str) -> str:
+@pytest.mark.parametrize("name", CHANGES)
+@golden_on_ranks()
+def test_models_that_differ_between_ranks_are_refused(ctx: RankContext, name: str) -> str:
     model = seeded(Stack)
     if ctx.rank == ctx.world_size - 1:
         CHANGES[name](model)
     return error_of(lambda: step(shard(ctx, model)))
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_models_that_differ_between_ranks_are_refused(name: str) -> None:
-    TEXTS.check(name, same_on_all_ranks(_refused, name=name))
-
-
-def _on_a_replica(ctx: RankContext) -> str:
+@golden_on_ranks(world_size=4)
+def test_a_difference_on_one_replica_is_known_to_all(ctx: RankContext) -> str:
     model = seeded(Stack)
     if ctx.rank == 2:
         _frozen(model)
     fsdp2.fully_shard(model, mesh=ctx.mesh_2d(2, 2))
     return error_of(lambda: step(model))
-
-
-def test_a_difference_on_one_replica_is_known_to_all() -> None:
-    TEXTS.check("difference on one replica", same_on_all_ranks(_on_a_replica, world_size=4))
-
-
-def test_every_text_has_a_case() -> None:
-    TEXTS.check_names([*CHANGES, "difference on one replica"])
 
 
 def _mended(ctx: RankContext) -> list[float]:

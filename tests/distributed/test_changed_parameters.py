@@ -1,31 +1,44 @@
-"""What users put in the place of parameters after ``fully_shard``, mostly after the first steps."""
+"""What users change in a sharded model, mostly after the first steps: parameters, modules, ``requires_grad``."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from fsdp2 import FSDPModule
-from tests.distributed.changes import USES, alike, assert_step_is_that_of, evaluate, step_and_zero
+from fsdp2 import fully_shard
+from fsdp2.tools import trace
+from tests.distributed.changes import (
+    USES,
+    alike,
+    assert_gradients,
+    assert_step_is_that_of,
+    evaluate,
+    reshard_all,
+    step_and_zero,
+)
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.fuzz import passes
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.messages import error_of
+from tests.harness.golden import Check, golden_on_ranks
+from tests.harness.messages import error_of, wrapped
+from tests.harness.selection import long
 
 # Replaced by parameters that are sharded alike
 
 
-def _assign(model: Any, name: str, value: Tensor) -> None:
+def _assign(model: Any, name: str, value: Tensor, shard: Any = None) -> None:
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, alike(model.get_parameter(name), value))
+    setattr(model.get_submodule(owner), leaf, alike(model.get_parameter(name) if shard is None else shard, value))
 
 
 def _swap(model: Any, name: str, value: Tensor) -> None:
@@ -63,8 +76,7 @@ def test_replaced_parameters_are_trained_from_the_next_step_on(ctx: RankContext,
             if isinstance(model.get_parameter(name), DTensor):
                 REPLACE[how](model, name, value)
             else:  # unsharded still: the user holds the shard, and can build its successor by that
-                owner, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(owner), leaf, alike(shards[name], value))
+                _assign(model, name, value, shards[name])
             with torch.no_grad():
                 reference.get_parameter(name).copy_(value)
         assert_step_is_that_of(model, reference)
@@ -99,10 +111,7 @@ def test_backward_of_a_parameter_frozen_after_its_forward(ctx: RankContext) -> N
     for each, loss in zip((model, reference), losses, strict=True):
         each.get_parameter("blocks.1.linear.weight").requires_grad_(False)
         loss.backward()
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) is (expected.grad is None)
-        if expected.grad is not None:
-            assert torch.allclose(param.grad.full_tensor(), expected.grad, atol=1e-6)
+    assert_gradients(model, reference)
     for each in (model, reference):
         each.zero_grad()
     assert_step_is_that_of(model, reference)
@@ -118,10 +127,7 @@ def _between_forward_and_backward(model: Any, change: Callable[[], object]) -> N
 def _after_an_evaluation(model: Any, change: Callable[[], object]) -> None:
     evaluate(model)
     change()
-    if isinstance(model, FSDPModule):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    reshard_all(model)
 
 
 @pytest.mark.parametrize("reshard", [None, False])
@@ -152,34 +158,13 @@ def test_what_is_frozen_or_thawed_while_it_is_unsharded_stays_so(
         assert_step_is_that_of(model, reference, seed=1)
 
 
-@distributed(2)
-def test_replaced_parameter_is_what_a_new_optimizer_steps(ctx: RankContext) -> None:
-    model, reference = sharded(ctx), seeded(Stack)
-    step_and_zero(model)
-    for each in (model, reference):
-        if each is model:
-            _assign(model, "exit.weight", torch.ones(DIM, DIM))
-        else:
-            nn.init.ones_(reference.exit.weight)
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            step(each)
-            optimizer.step()
-    assert torch.allclose(model.exit.weight.full_tensor(), reference.exit.weight, atol=1e-6)
-
-
-class _Tied(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.exit.weight = self.entry.weight
-
-
 @pytest.mark.parametrize("module", ["entry", "exit"])
 @distributed(2)
 def test_tied_parameter_replaced_in_one_place_stays_tied(ctx: RankContext, module: str) -> None:
-    model, reference = shard(ctx, seeded(_Tied)), seeded(_Tied)
-    step_and_zero(model)
+    model, reference = seeded(Stack), seeded(Stack)
+    for each in (model, reference):
+        each.exit.weight = each.entry.weight
+    step_and_zero(shard(ctx, model))
     value = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1))
     _assign(model, f"{module}.weight", value)
     with torch.no_grad():
@@ -188,111 +173,60 @@ def test_tied_parameter_replaced_in_one_place_stays_tied(ctx: RankContext, modul
     assert model.entry.weight is model.exit.weight
 
 
-@pytest.mark.parametrize("kept", [None, False])
-@distributed(2)
-def test_adapters_merged_into_weights_and_taken_out_again(ctx: RankContext, kept: bool | None) -> None:
-    """As PEFT does it: written in place, between steps and between evaluations."""
-    model, reference = sharded(ctx, reshard_after_forward=kept), seeded(Stack)
-    delta = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1))
-    shards = dict(model.named_parameters())
-    for factor in (1.0, -1.0, 0.5):
-        for each in (model, reference):
-            evaluate(each)
-            weight = shards["blocks.0.linear.weight"] if each is model else reference.blocks[0].linear.weight
-            with torch.no_grad():
-                weight += factor * (alike(weight, delta) if isinstance(weight, DTensor) else delta)
-        with torch.no_grad():
-            assert torch.allclose(model(batch()), reference(batch()), atol=1e-6)
-        assert_step_is_that_of(model, reference)
-
-
 # Replaced by something else
 
 
-def _refused(ctx: RankContext, change: str) -> str:
-    """Change the model after a step, run, mend it, run."""
+def _parametrize(linear: nn.Linear) -> None:
+    """``torch.nn.utils.parametrize`` takes the parameter out of its slot."""
+    parametrize.register_parametrization(linear, "bias", nn.Tanh())
+
+
+def _delete(linear: nn.Linear) -> None:
+    del linear.bias
+
+
+# By what is in the slot of a bias then.
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "gathered": lambda linear: setattr(linear, "bias", nn.Parameter(linear.bias.full_tensor() * 2)),
+    "replicated": lambda linear: setattr(
+        linear, "bias", nn.Parameter(linear.bias.detach().redistribute(placements=(Replicate(),)))
+    ),
+    "of another shape": lambda linear: setattr(linear, "bias", alike(linear.bias, torch.zeros(4))),
+    "deleted": _delete,
+    "none": lambda linear: setattr(linear, "bias", None),
+    "parametrized": _parametrize,
+}
+
+
+@pytest.mark.parametrize("has_run", [True, *long(False)])
+@pytest.mark.parametrize("change", CHANGES)
+@golden_on_ranks()
+def test_parameter_in_whose_place_is_something_else(ctx: RankContext, change: str, has_run: bool) -> str:
+    """Change the model, run, mend it, run."""
     model, reference = sharded(ctx), seeded(Stack)
-    step_and_zero(model)
+    if has_run:
+        step_and_zero(model)
     linear = model.blocks[1].linear
     weight, bias = linear.weight, linear.bias
-    if change == "gathered":
-        linear.bias = nn.Parameter(bias.full_tensor() * 2)
-    elif change == "replicated":
-        linear.bias = nn.Parameter(bias.detach().redistribute(placements=(torch.distributed.tensor.Replicate(),)))
-    elif change == "deleted":
-        del linear.bias
-    elif change == "none":
-        linear.bias = None
-    else:
-        parametrize.register_parametrization(linear, "bias", nn.Tanh())
+    CHANGES[change](linear)
     error = error_of(lambda: model(batch()))
     assert error_of(lambda: model(batch())) == error, "the second use must fail alike"
     model.reset_iter_state()
     if change == "gathered":  # nothing is lost: neither what the user put there, nor what was there before
         assert torch.equal(linear.bias, bias.full_tensor() * 2)
-        linear.bias = alike(bias, linear.bias.detach())
+        bias = alike(bias, linear.bias.detach())
         with torch.no_grad():
             reference.blocks[1].linear.bias *= 2
     elif change == "parametrized":
         parametrize.remove_parametrizations(linear, "bias", leave_parametrized=False)
-        linear.bias = bias
-    else:
-        linear.bias = bias
+    linear.bias = bias
     assert linear.weight is weight
     assert_step_is_that_of(model, reference)
     return error
 
 
-def test_parameter_replaced_by_a_gathered_one_after_a_step() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change="gathered"),
-        """\
-TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
-with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
-Parameter of shape (32,). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),))) with
-that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
-    )
-
-
-def test_parameter_replaced_by_a_replicated_one() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change="replicated"),
-        """\
-TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
-with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
-shape (32,) with placements (Replicate(),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
-shard of shape (32,) here. Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),))) with
-that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
-    )
-
-
-def test_removed_parameter() -> None:
-    error = same_on_all_ranks(_refused, change="deleted")
-    assert same_on_all_ranks(_refused, change="none") == error
-    assert_expected_inline(
-        error,
-        """\
-TypeError: parameter 'blocks.1.linear.bias': the parameter was removed after fully_shard. Put the
-parameter back. To train without this parameter, call requires_grad_(False) on it, or remove it
-before fully_shard.""",
-    )
-
-
-def test_parametrized_parameter() -> None:
-    """``torch.nn.utils.parametrize`` takes the parameter out of its slot."""
-    assert_expected_inline(
-        same_on_all_ranks(_refused, change="parametrized"),
-        """\
-TypeError: parameter 'blocks.1.linear.bias': expected a parameter that is a DTensor of shape (32,)
-with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
-shape (32,) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
-shard of shape (16,) here, that is not an nn.Parameter. Parametrize modules before fully_shard.
-Assign only nn.Parameters that are sharded like the old parameters, and pass only such parameters to
-torch.func.functional_call.""",
-    )
-
-
-def _functional_call(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_functional_call_with_plain_tensors(ctx: RankContext) -> str:
     model, reference = sharded(ctx), seeded(Stack)
     step_and_zero(model)
     plain = {name: value.detach().clone() for name, value in seeded(Stack, 1).named_parameters()}
@@ -300,18 +234,6 @@ def _functional_call(ctx: RankContext) -> str:
     model.reset_iter_state()
     assert_step_is_that_of(model, reference)
     return error
-
-
-def test_functional_call_with_plain_tensors() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_functional_call),
-        """\
-TypeError: parameter 'entry.weight': expected a parameter that is a DTensor of shape (32, 32) with
-placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain Tensor of
-shape (32, 32) that is not an nn.Parameter. Parametrize modules before fully_shard. Assign only
-nn.Parameters that are sharded like the old parameters, and pass only such parameters to
-torch.func.functional_call.""",
-    )
 
 
 @distributed(2)
@@ -345,3 +267,263 @@ def test_model_is_sharded_moved_and_copied_in_inference_mode_and_trained_outside
         each(batch().double()).sum().backward()
     gradients = [[p.grad.to_local() for p in each.parameters()] for each in (model, copied, expected)]
     assert all(map(torch.equal, gradients[0] + gradients[1], gradients[2] * 2))
+
+
+# Removed modules
+
+
+@distributed(2)
+def test_units_and_modules_taken_out_of_the_tree_take_part_no_more(ctx: RankContext) -> None:
+    model, reference = sharded(ctx), seeded(Stack)
+    removed = model.blocks[1]
+    for _ in range(2):
+        step_and_zero(model)
+    for each in (model, reference):
+        each.blocks[1] = nn.Identity()  # a unit
+        each.exit = nn.Identity()  # a module of the root's unit
+    for _ in range(2):
+        assert_step_is_that_of(model, reference)
+    with trace.record(model) as recorded:
+        step(model)
+    assert not [action for action in recorded.actions() if "blocks.1" in action]
+    x = batch()
+    assert torch.allclose(removed(x), seeded(Stack).blocks[1](x), atol=1e-6)  # a root of its own now
+
+
+# Added modules
+
+
+class _Adapter(nn.Module):
+    def __init__(self, rank: int = 4) -> None:
+        super().__init__()
+        self.down = nn.Linear(DIM, rank, bias=False)
+        self.up = nn.Linear(rank, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+class _Adapted(nn.Module):
+    """A linear layer with an adapter beside it."""
+
+    def __init__(self, base: nn.Module, adapter: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.adapter = adapter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def _adapt(model: Any, shard_adapter: Callable[[nn.Module], Any], *, freezes: bool = True) -> None:
+    """An adapter in every block and one at the exit, as LoRA libraries insert them."""
+    model.requires_grad_(not freezes)
+    torch.manual_seed(3)
+    for block in model.blocks:
+        block.linear = _Adapted(block.linear, _Adapter())
+        shard_adapter(block.linear.adapter)
+    model.exit = _Adapted(model.exit, _Adapter())
+    shard_adapter(model.exit.adapter)
+
+
+def _assert_adapters_train_alike(ctx: RankContext, use: str, kept: bool | int | None, *, freezes: bool) -> None:
+    model, reference = sharded(ctx, reshard_after_forward=kept), seeded(Stack)
+    USES[use](model)
+    _adapt(model, lambda adapter: fully_shard(adapter, mesh=ctx.mesh_1d()), freezes=freezes)
+    _adapt(reference, lambda adapter: None, freezes=freezes)
+    optimizers = [
+        torch.optim.AdamW([param for param in each.parameters() if param.requires_grad], lr=1e-2, eps=1e-3)
+        for each in (model, reference)
+    ]
+    for seed in range(4):
+        assert_step_is_that_of(model, reference, seed=seed)
+        for optimizer in optimizers:
+            optimizer.step()
+    state, expected = model.state_dict(), reference.state_dict()
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert torch.allclose(state[name].full_tensor(), value, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kept", [None, *long(False)])
+@pytest.mark.parametrize("freezes", [True, False])
+@pytest.mark.parametrize("use", ["no use", "step", "evaluation, reshard"])
+@distributed(2)
+def test_adapters_sharded_after_the_model_train_like_unsharded_ones(
+    ctx: RankContext, use: str, kept: bool | None, freezes: bool
+) -> None:
+    _assert_adapters_train_alike(ctx, use, kept, freezes=freezes)
+
+
+@pytest.mark.long
+@distributed(4)
+def test_adapters_under_units_that_rest_on_a_smaller_mesh(ctx: RankContext) -> None:
+    _assert_adapters_train_alike(ctx, "step", 2, freezes=True)
+
+
+@distributed(2)
+def test_adapters_work_under_the_root_that_ran_before(ctx: RankContext) -> None:
+    """They are prefetched, named from it, and observed."""
+    model = sharded(ctx, num_blocks=1)
+    with trace.record(model) as recorded:
+        step(model)
+        _adapt(model, lambda adapter: fully_shard(adapter, mesh=ctx.mesh_1d()))
+        step(model)
+        recorded.clear()
+        step(model)
+    gathers = [action for action in recorded.actions() if action.startswith(("unshard", "prefetch"))]
+    assert gathers == [
+        "unshard (root)",
+        *("prefetch blocks.0", "prefetch blocks.0.linear.adapter", "prefetch exit.adapter"),
+        *("prefetch exit.adapter", "prefetch blocks.0", "prefetch blocks.0.linear.adapter"),
+    ]
+
+
+@distributed(2)
+def test_adapter_that_was_sharded_apart_joins_the_root_it_is_put_under(ctx: RankContext) -> None:
+    model, reference = sharded(ctx), seeded(Stack)
+    adapters = [seeded(_Adapter), seeded(_Adapter)]
+    fully_shard(adapters[0], mesh=ctx.mesh_1d())
+    adapters[0](batch())  # a root of its own
+    step_and_zero(model)
+    for each, adapter in zip((model, reference), adapters, strict=True):
+        each.exit = _Adapted(each.exit, adapter)
+    for _ in range(3):
+        assert_step_is_that_of(model, reference)
+
+
+@distributed(2)
+def test_adapter_around_a_sharded_layer_ignores_the_layers_parameters(ctx: RankContext) -> None:
+    model, reference = sharded(ctx), seeded(Stack)
+    step_and_zero(model)
+    _adapt(model, lambda adapter: None)
+    _adapt(reference, lambda adapter: None)
+    for adapted in (*(block.linear for block in model.blocks), model.exit):
+        fully_shard(adapted, mesh=ctx.mesh_1d(), ignored_params=set(adapted.base.parameters()))
+    for _ in range(2):
+        assert_step_is_that_of(model, reference)
+
+
+def _plain_adapters(ctx: RankContext, use: str, noticed_by: str) -> list[str]:
+    model = sharded(ctx)
+    USES[use](model)
+    _adapt(model, lambda adapter: None)
+    if noticed_by == "load":
+        model.load_state_dict(model.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(model)
+            model.load_state_dict(model.state_dict())
+    return [wrapped(str(warning.message)) for warning in caught]
+
+
+def test_plain_parameters_added_without_fully_shard_are_warned_of_once(golden: Check) -> None:
+    found = same_on_all_ranks(_plain_adapters, use="no use", noticed_by="first use")
+    assert found == same_on_all_ranks(_plain_adapters, use="step", noticed_by="load")
+    (warning,) = found
+    golden(warning)
+
+
+@distributed(2)
+def test_ignored_and_frozen_plain_parameters_are_not_warned_of(ctx: RankContext) -> None:
+    """Warnings are errors here. On the meta device, too, where materialising makes new parameters."""
+    for device in (ctx.device_type, "meta"):
+        model = seeded(Stack).to(device)
+        ignored = list(model.exit.parameters())
+        for block in model.blocks:
+            fully_shard(block, mesh=ctx.mesh_1d(), ignored_params={block.linear.bias})
+        fully_shard(model, mesh=ctx.mesh_1d(), ignored_params=ignored)
+        model.to_empty(device=ctx.device_type)
+        model.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        step(model)
+
+
+# ``requires_grad`` that changes between a forward and its backward
+
+
+@pytest.mark.ci
+@distributed(2)
+def test_programs_with_changes_between_passes_are_those_of_the_plain_model(ctx: RankContext) -> None:
+    assert passes.check(ctx, range(25)) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(25, 325, 50))
+@distributed(2, timeout_s=120)
+def test_300_programs_with_changes_between_passes(ctx: RankContext, first: int) -> None:
+    assert passes.check(ctx, range(first, first + 50)) == {}
+
+
+class _Policy(nn.Module):
+    """A base layer with an adapter, inside a root with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.base, self.adapter = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM, bias=False)
+        self.entry.requires_grad_(False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor, uses_adapter: bool = True) -> Tensor:
+        x = self.entry(x)
+        return self.base(x) + self.adapter(x) if uses_adapter else self.base(x)
+
+
+def _averaged(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    dist.all_reduce(param.grad)
+    return param.grad / dist.get_world_size()
+
+
+@pytest.mark.parametrize("adapter_is_unit", [False, True])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@distributed(2)
+def test_reference_forward_with_the_adapter_off_keeps_the_policys_gradients(
+    ctx: RankContext, reshard: bool | None, adapter_is_unit: bool
+) -> None:
+    """As peft's ``disable_adapter()`` does it for DPO and GRPO."""
+    plain, model = seeded(_Policy), seeded(_Policy)
+    if adapter_is_unit:
+        fully_shard(model.adapter, mesh=ctx.mesh_1d(), reshard_after_forward=reshard)
+    fully_shard(model, mesh=ctx.mesh_1d(), reshard_after_forward=reshard)
+    for seed in range(3):
+        losses = []
+        for each in (plain, model):
+            policy = each(batch(seed))
+            each.adapter.requires_grad_(False)
+            with torch.no_grad():
+                reference = each(batch(seed), uses_adapter=False)
+            each.adapter.requires_grad_(True)
+            loss = (policy - reference).square().mean() + policy.mean()
+            loss.backward()
+            losses.append(loss.detach())
+        grad: Any = model.adapter.weight.grad
+        torch.testing.assert_close(losses[1], losses[0])
+        torch.testing.assert_close(grad.full_tensor(), _averaged(plain.adapter.weight))
+        assert model.base.weight.grad is None
+        plain.zero_grad()
+        model.zero_grad()
+
+
+@distributed(2)
+def test_parameter_frozen_between_micro_batches_is_reduced_though_one_rank_did_not_use_it(ctx: RankContext) -> None:
+    """What is reduced follows from flags, which all ranks share: one rank has no gradient of the adapter."""
+    plain, model = seeded(_Policy), seeded(_Policy)
+    for each in (plain, model):
+        each.base.requires_grad_(True)
+    fully_shard(model.adapter, mesh=ctx.mesh_1d())  # a unit by itself, in which this rank may have no gradient at all
+    fully_shard(model, mesh=ctx.mesh_1d())
+    model.set_ranks_may_differ(True)
+    model.set_requires_gradient_sync(False)
+    for each in (plain, model):
+        each(batch(), uses_adapter=ctx.rank == 0).square().mean().backward()
+        each.adapter.requires_grad_(False)
+    model.set_requires_gradient_sync(True)
+    for each in (plain, model):
+        each(batch(1)).square().mean().backward()
+    if ctx.rank == 1:
+        plain.adapter.weight.grad = torch.zeros(DIM, DIM)
+    for mine, expected in zip((model.base, model.adapter), (plain.base, plain.adapter), strict=True):
+        grad: Any = mine.weight.grad
+        torch.testing.assert_close(grad.full_tensor(), _averaged(expected.weight))

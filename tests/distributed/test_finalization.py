@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor
 
-from fsdp2 import FSDPModule, GradientReductionHandle, ScheduleError, fully_shard
+from fsdp2 import GradientReductionHandle, ScheduleError, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, compact, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.changes import assert_gradients, assert_step_is_that_of
+from tests.distributed.support import Stack, batch, compact, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 
 
@@ -26,11 +28,11 @@ def _assert_gradients_are_those_of(model: Any, seeds: tuple[int, ...], num_block
     reference = seeded(lambda: Stack(num_blocks))
     for seed in seeds:
         step(reference, seed)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
-def _unreduced_twice(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_reducing_is_an_action_of_its_own(ctx: RankContext) -> str:
     model = _by_hand(ctx, num_blocks=1)
     step(model)
     model.finalize_backward()
@@ -48,38 +50,14 @@ def _unreduced_twice(ctx: RankContext) -> str:
     return compact(recorded)
 
 
-def test_reducing_is_an_action_of_its_own() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_unreduced_twice),
-        """\
-fr Ur Wr P0 | f0 W0 | /f0 R0 | /fr
-br P0 | b0 W0 | /b0 | /br
-fr | f0 | /f0 R0 | /fr
-br P0 | b0 W0 | /b0 | /br
-finalize_backward() r R0 D0 Rr Dr Lr""",
-    )
-
-
-def _reduced_in_backward(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_backward_with_sync_reduces_at_once_what_it_can(ctx: RankContext) -> str:
     model = _by_hand(ctx, num_blocks=1)
     with trace.record(model) as recorded:
         step(model)
         model.finalize_backward()
     _assert_gradients_are_those_of(model, (0,), num_blocks=1)
     return "\n".join(recorded.actions()[-6:])
-
-
-def test_backward_with_sync_reduces_at_once_what_it_can() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_reduced_in_backward),
-        """\
-wait blocks.0
-reshard blocks.0
-reduce blocks.0
-reshard (root)
-reduce (root)
-land (root)""",
-    )
 
 
 @distributed(2)
@@ -100,9 +78,7 @@ def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext) -> Non
 def test_finalization_without_a_backward_does_nothing(ctx: RankContext) -> None:
     model = _by_hand(ctx)
     assert model.finalize_backward() is None
-    handle = model.finalize_backward(async_op=True)
-    handle.wait()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    model.finalize_backward(async_op=True).wait()
     model(batch())
     model.finalize_backward()
     model.finalize_backward()
@@ -150,63 +126,35 @@ def test_unused_parameters_of_several_backwards_are_reduced_once(ctx: RankContex
         hidden = reference.blocks[0](reference.entry(batch(seed)))
         (hidden.square().mean() / 2).backward(retain_graph=True)  # one of the two ranks
         (reference.blocks[1](hidden).square().mean() / 2).backward()
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
-        assert torch.allclose(parameter.grad.full_tensor(), grad, atol=1e-6), name
+    for parameter in reference.exit.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert_gradients(model, reference)
 
 
 # What is refused
 
 
-def _errors_about_roots(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_finalization_is_for_roots_that_asked_for_it(ctx: RankContext) -> str:
     model = sharded(ctx)
     step(model)
     block = model.blocks[0]
-    return "\n".join(
-        [
-            error_of(lambda: block.set_manual_backward_finalization(True)),
-            error_of(block.finalize_backward),
-            error_of(model.finalize_backward),
-        ]
-    )
+    calls = [partial(block.set_manual_backward_finalization, True), block.finalize_backward, model.finalize_backward]
+    return "\n".join(map(error_of, calls))
 
 
-def test_finalization_is_for_roots_that_asked_for_it() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_about_roots),
-        """\
-ScheduleError: set_manual_backward_finalization: unit 'blocks.0' is not the root. Call
-set_manual_backward_finalization on the root, the FSDPStack around this unit.
-ScheduleError: finalize_backward: unit 'blocks.0' is not the root. Call finalize_backward on the
-root, the FSDPStack around this unit.
-ScheduleError: finalize_backward on FSDPStack: manual finalization is off, so each backward is
-finalized at its end. Call set_manual_backward_finalization(True) before backward.""",
-    )
-
-
-def _inner_unit_that_asked_first(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_finalization_of_a_unit_that_turns_out_to_be_no_root(ctx: RankContext) -> str:
     model = sharded(ctx)
     model.blocks[0].set_manual_backward_finalization(True)
     error = error_of(lambda: model(batch()))
     model.blocks[0].set_manual_backward_finalization(False)
-    step(model)
-    reference = seeded(Stack)
-    step(reference)
-    assert torch.allclose(model.entry.weight.grad.full_tensor(), reference.entry.weight.grad, atol=1e-6)
+    assert_step_is_that_of(model, seeded(Stack))
     return error
 
 
-def test_finalization_of_a_unit_that_turns_out_to_be_no_root() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_inner_unit_that_asked_first),
-        """\
-ScheduleError: set_manual_backward_finalization was called on unit 'blocks.0', but the root is
-FSDPStack. Call set_manual_backward_finalization(False) on 'blocks.0'. Then call
-set_manual_backward_finalization on the root.""",
-    )
-
-
-def _errors_about_time(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_finalization_at_the_wrong_time(ctx: RankContext) -> str:
     model = _by_hand(ctx)
     errors = []
 
@@ -226,26 +174,8 @@ def _errors_about_time(ctx: RankContext) -> str:
     return "\n".join(errors)
 
 
-def test_finalization_at_the_wrong_time() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_about_time),
-        """\
-ScheduleError: finalize_backward on FSDPStack: a backward is running. Call finalize_backward after
-backward() has returned.
-ScheduleError: set_manual_backward_finalization(False): a backward is running. Call
-set_manual_backward_finalization before backward, or after finalize_backward() or
-reset_iter_state().
-ScheduleError: set_manual_backward_finalization(False): a backward waits to be finalized. Call
-set_manual_backward_finalization before backward, or after finalize_backward() or
-reset_iter_state().
-ScheduleError: finalize_backward on FSDPStack: the handle of the last call is still pending. Call
-wait() on that handle first.
-ScheduleError: forward of unit '(root)': the handle of finalize_backward(async_op=True) is still
-pending. Call wait() on that handle first.""",
-    )
-
-
-def _reset(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_handle_of_a_model_that_was_reset(ctx: RankContext) -> str:
     model = _by_hand(ctx)
     step(model)
     handle = model.finalize_backward(async_op=True)
@@ -259,34 +189,12 @@ def _reset(ctx: RankContext) -> str:
     return error
 
 
-def test_handle_of_a_model_that_was_reset() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_reset),
-        """\
-ScheduleError: GradientReductionHandle.wait(): the gradients of unit '(root)' are lost, because the
-model was reset after finalize_backward. Run the iteration again.""",
-    )
-
-
-@distributed(2)
-def test_two_roots_are_finalized_independently(ctx: RankContext) -> None:
-    first, second = _by_hand(ctx), _by_hand(ctx)
-    step(first)
-    handle = first.finalize_backward(async_op=True)
-    step(second, 1)
-    second.finalize_backward()
-    handle.wait()
-    _assert_gradients_are_those_of(first, (0,))
-    _assert_gradients_are_those_of(second, (1,))
-
-
 @distributed(2)
 def test_model_of_one_unit(ctx: RankContext) -> None:
-    model = fully_shard(seeded(lambda: Stack(1)), mesh=ctx.mesh_1d())
-    assert isinstance(model, FSDPModule)
+    model: Any = fully_shard(seeded(lambda: Stack(1)), mesh=ctx.mesh_1d())
     model.set_manual_backward_finalization(True)
-    step(model)  # type: ignore[arg-type]
-    assert all(parameter.grad is None for parameter in model.parameters())  # type: ignore[attr-defined]
+    step(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
     model.finalize_backward()
     _assert_gradients_are_those_of(model, (0,), num_blocks=1)
 

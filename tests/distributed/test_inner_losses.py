@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.distributed.changes import assert_gradients, step_and_zero_all
 from tests.distributed.compile_support import BACKEND, start_compiling
-from tests.distributed.support import DIM, batch, same_on_all_ranks, seeded
+from tests.distributed.support import DIM, batch, seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 
 
@@ -106,9 +107,7 @@ class _Model(nn.Module):
 
 def _default(ctx: RankContext, **options: Any) -> Any:
     model = seeded(_Model)
-    for unit in (model.blocks[0], model.blocks[1].inner, model.blocks[1], model.blocks[2], model):
-        fsdp2.fully_shard(unit, mesh=ctx.mesh_1d(), **options)
-    return model
+    return shard_each(model.blocks[0], model.blocks[1].inner, *model.blocks[1:], model, mesh=ctx.mesh_1d(), **options)
 
 
 def _sharded(ctx: RankContext, **options: Any) -> Any:
@@ -189,12 +188,7 @@ def _assert_trains_like_unsharded(ctx: RankContext, model: Any, run: Callable[[A
         run(model, batch(seed=ctx.rank))
         for rank, reference in enumerate(references):
             run(reference, batch(seed=rank))
-    named = zip(model.named_parameters(), zip(*(each.parameters() for each in references), strict=True), strict=True)
-    for (name, parameter), others in named:
-        grads = [other.grad for other in others]
-        assert (parameter.grad is None) is (grads[0] is None), name
-        if parameter.grad is not None:
-            assert torch.allclose(parameter.grad.full_tensor(), sum(grads) / len(grads), atol=1e-6), name
+    assert_gradients(model, *references)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["reshards", "keeps"])
@@ -230,23 +224,13 @@ def test_mixed_precision(ctx: RankContext) -> None:
     assert found.abs().max() > 1e-2
 
 
-def _in_a_function(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_parameter_in_a_function_of_the_units_own_is_not_read_while_it_is_freed(ctx: RankContext) -> str:
     model = _sharded(ctx)
     error = error_of(lambda: _alone(2, "scaled")(model, batch()))
     model.reset_iter_state()
     _assert_trains_like_unsharded(ctx, model, _with_output)
     return error
-
-
-def test_parameter_in_a_function_of_the_units_own_is_not_read_while_it_is_freed() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_in_a_function),
-        """\
-RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
-operation: [torch.FloatTensor [32]] is at version 2; expected version 1 instead. Hint: enable
-anomaly detection to find the operation that failed to compute its gradient, with
-torch.autograd.set_detect_anomaly(True, check_nan=False).""",
-    )
 
 
 def _unsharded_by_hand(model: Any, x: Tensor) -> None:
@@ -283,8 +267,7 @@ def test_parameter_that_the_root_itself_used_is_reduced_if_the_loss_reaches_noth
         for rank, each in [*enumerate(references), (ctx.rank, model)]:
             each(batch(seed=rank))
             _loss(each.kept).backward()
-    grads = [reference.scale.grad for reference in references]
-    assert torch.allclose(model.scale.grad.full_tensor(), sum(grads) / 2, atol=1e-6)
+    assert_gradients(model, *references)
 
 
 # Without allow_inner_losses
@@ -298,7 +281,11 @@ def test_a_loss_that_has_the_units_output_too_needs_nothing(ctx: RankContext) ->
     _assert_trains_like_unsharded(ctx, _default(ctx), run)
 
 
-def _left_alone(ctx: RankContext, kept: bool) -> str:
+@pytest.mark.parametrize("kept", [False, True])
+@golden_on_ranks()
+def test_what_nobody_unshards_or_reduces_is_an_error(ctx: RankContext, kept: bool) -> str:
+    """Freed parameters are not read, which is torch's own error: debugging.md explains it. And no gradient is lost in
+    silence."""
     model = _default(ctx, reshard_after_forward=not kept)
     run = _alone(2, "hidden") if not kept else _hook_of_the_root
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -307,29 +294,6 @@ def _left_alone(ctx: RankContext, kept: bool) -> str:
     model.zero_grad()
     _assert_trains_like_unsharded(ctx, model, lambda model, x: _loss(model(x)).backward())
     return error
-
-
-def test_freed_parameters_are_not_read() -> None:
-    """torch's own error: debugging.md explains it."""
-    assert_expected_inline(
-        same_on_all_ranks(_left_alone, kept=False),
-        """\
-RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
-operation: [torch.FloatTensor [32, 32]], which is output 0 of AsStrided, is at version 2; expected
-version 1 instead. Hint: enable anomaly detection to find the operation that failed to compute its
-gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False).""",
-    )
-
-
-def test_gradients_that_nobody_has_reduced_are_not_lost_in_silence() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_left_alone, kept=True),
-        """\
-ScheduleError: parameter 'entry.weight' had a gradient that was not reduced when the optimizer
-stepped: a backward reached it, but no output of its unit '(root)'. Call
-fsdp2.allow_inner_losses(model) once, after all calls of fully_shard. To go on without this
-gradient, call reset_iter_state() on the root.""",
-    )
 
 
 class _Forces(nn.Module):
@@ -351,14 +315,10 @@ def test_forward_that_takes_gradients(ctx: RankContext) -> None:
         return nn.Sequential(nn.Linear(DIM, DIM), _Forces())
 
     sharded, reference = seeded(model), seeded(model)
-    for unit in (sharded[1], sharded):
-        fsdp2.fully_shard(unit, mesh=ctx.mesh_1d())
+    shard_each(sharded[1], sharded, mesh=ctx.mesh_1d())
     for each in (sharded, reference):
         _loss(each(batch())).backward()
-    for (name, parameter), other in zip(sharded.named_parameters(), reference.parameters(), strict=True):
-        assert (parameter.grad is None) is (other.grad is None), name
-        if parameter.grad is not None:
-            assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-6), name
+    assert_gradients(sharded, reference)
 
 
 @distributed(2)
@@ -369,22 +329,18 @@ def test_backward_of_gradients_that_were_taken_behind_the_forward(ctx: RankConte
         return nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3)))
 
     sharded, reference = seeded(model), seeded(model)
-    for unit in (*sharded, sharded):
-        fsdp2.fully_shard(unit, mesh=ctx.mesh_1d())
+    shard_each(*sharded, sharded, mesh=ctx.mesh_1d())
     sharded.set_reshard_after_backward(False)
-    shards, originals = list(sharded.parameters()), list(reference.parameters())
-    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (shards, originals)]
+    shards = list(sharded.parameters())
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (shards, reference.parameters())]
     for seed in range(3):
         for each in (sharded, reference):
             x = batch(seed).requires_grad_()
             output = each(x)
             (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
             (gradient.square().sum() + output.mean() + each(x).square().mean()).backward()
-        for shard, original in zip(shards, originals, strict=True):
-            assert torch.allclose(shard.grad.full_tensor(), original.grad, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        assert_gradients(shards, reference)
+        step_and_zero_all(optimizers)
 
 
 @pytest.mark.ci
@@ -396,6 +352,4 @@ def test_compiled_block(ctx: RankContext) -> None:
     model.blocks[2].compile(backend=BACKEND, fullgraph=True)
     for each in (model, reference):
         _alone(2, "hidden")(each, batch())
-    for name in ("blocks.2.up.weight", "blocks.0.scale", "entry.weight"):
-        found, expected = model.get_parameter(name).grad, reference.get_parameter(name).grad
-        assert torch.allclose(found.full_tensor(), expected, atol=1e-6), name
+    assert_gradients(model, reference)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.tools import trace
-from tests.distributed.changes import assert_step_is_that_of
-from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.changes import alike, assert_gradients, assert_step_is_that_of
+from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of, wrapped
 
 
@@ -31,18 +30,15 @@ def _assert_trains_like_new(model: Any) -> None:
     assert_step_is_that_of(model, seeded(Stack))
 
 
-def _meta(ctx: RankContext) -> str:
-    model = shard(ctx, Stack().to("meta"))
-    error = error_of(lambda: model(batch()))
-    model.to_empty(device="cpu")
-    for parameter, value in zip(model.parameters(), seeded(Stack).parameters(), strict=True):
-        with torch.no_grad():
-            parameter.copy_(distribute_tensor(value.detach(), ctx.mesh_1d(), parameter.placements))
+def _refused(model: Any, *calls: Callable[[], Any]) -> str:
+    """The errors; ``model`` has not changed by them."""
+    errors = "\n".join(map(error_of, calls))
     _assert_trains_like_new(model)
-    return error
+    return errors
 
 
-def _mutation_mode(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_forward_where_saved_tensors_may_be_written(ctx: RankContext) -> str:
     model = sharded(ctx)
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         error = error_of(lambda: model(batch()))
@@ -50,95 +46,29 @@ def _mutation_mode(ctx: RankContext) -> str:
     return error
 
 
-def test_forward_where_saved_tensors_may_be_written() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_mutation_mode),
-        """\
-ScheduleError: forward of unit '(root)' inside
-torch.autograd.graph.allow_mutation_on_saved_tensors(): this mode copies what autograd has saved,
-but fsdp2 frees the saved parameters and gathers them again. Leave the block, and clone what you
-write in place.""",
-    )
-
-
-def test_forward_on_the_meta_device() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_meta),
-        """\
-RuntimeError: parameter 'entry.weight' is still on the meta device. Before the first forward, call
-model.to_empty(device=...). Then initialise the values, for example with reset_parameters() of each
-module.""",
-    )
-
-
-def _replaced(ctx: RankContext, change: str) -> str:
-    """Put something else in the place of a parameter, run, put the parameter back."""
-    model = sharded(ctx)
-    linear = model.blocks[1].linear
-    weight = linear.weight
-    if change == "plain":
-        linear.weight = nn.Parameter(torch.zeros(DIM, DIM))
-    else:
-        linear.weight = nn.Parameter(distribute_tensor(torch.zeros(4, DIM), ctx.mesh_1d(), weight.placements))
+@golden_on_ranks()
+def test_forward_on_the_meta_device(ctx: RankContext) -> str:
+    model = shard(ctx, Stack().to("meta"))
     error = error_of(lambda: model(batch()))
-    linear.weight = weight
-    model.reset_iter_state()
+    model.to_empty(device="cpu")
+    for parameter, value in zip(model.parameters(), seeded(Stack).parameters(), strict=True):
+        with torch.no_grad():
+            parameter.copy_(alike(parameter, value.detach()))
     _assert_trains_like_new(model)
     return error
 
 
-def test_parameter_replaced_by_a_plain_one() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_replaced, change="plain"),
-        """\
-TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DTensor of shape (32,
-32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a plain
-Parameter of shape (32, 32). Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
-with that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
-    )
-
-
-def test_parameter_replaced_by_one_of_another_shape() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_replaced, change="shape"),
-        """\
-TypeError: parameter 'blocks.1.linear.weight': expected a parameter that is a DTensor of shape (32,
-32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), found a DTensor of
-shape (4, 32) with placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), with a
-shard of shape (2, 32) here. Assign nn.Parameter(distribute_tensor(value, mesh, (Shard(dim=0),)))
-with that mesh. A state dict for load_state_dict(assign=True) must hold such DTensors.""",
-    )
-
-
-def _plain_values(ctx: RankContext, names: list[str] | None, **options: Any) -> str:
-    """Load plain tensors into ``names``, or into all parameters."""
-    model = sharded(ctx)
+@pytest.mark.parametrize(
+    "options", [{}, {"strict": False}, {"assign": True}, {"name": "blocks.1.linear.weight"}], ids=str
+)
+@golden_on_ranks()
+def test_state_dict_of_plain_tensors(ctx: RankContext, options: dict[str, Any]) -> str:
+    """All are plain, or the named one."""
+    model, options = sharded(ctx), dict(options)
     model(batch())  # the root stays unsharded
-    whole = seeded(Stack, 1).state_dict()
-    state = whole if names is None else {**model.state_dict(), **{name: whole[name] for name in names}}
-    error = error_of(lambda: model.load_state_dict(state, **options))
-    _assert_trains_like_new(model)
-    return error
-
-
-@pytest.mark.parametrize("options", [{}, {"strict": False}, {"assign": True}], ids=str)
-def test_state_dict_of_plain_tensors(options: dict[str, bool]) -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_plain_values, names=None, **options),
-        """\
-RuntimeError: load_state_dict: found plain tensors for 'entry.weight', 'entry.bias',
-'blocks.0.linear.weight', 'blocks.0.linear.bias' and 6 more, expected DTensors that are sharded like
-these parameters. Nothing was loaded into this FSDPStack. For a state dict of whole tensors, use
-torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict,
-options=StateDictOptions(full_state_dict=True)); for safetensors files,
-fsdp2.load_safetensors(model, path). Or load before fully_shard, or give each value as
-distribute_tensor(value, parameter.device_mesh, parameter.placements).""",
-    )
-
-
-def test_state_dict_with_one_plain_tensor() -> None:
-    error = same_on_all_ranks(_plain_values, names=["blocks.1.linear.weight"])
-    assert error.startswith("RuntimeError: load_state_dict: found plain tensors for 'blocks.1.linear.weight', expected")
+    state, name = seeded(Stack, 1).state_dict(), options.pop("name", None)
+    state = {**model.state_dict(), name: state[name]} if name else state
+    return _refused(model, lambda: model.load_state_dict(state, **options))
 
 
 def _plain_values_that_hooks_cut(ctx: RankContext) -> None:
@@ -162,10 +92,12 @@ def test_plain_tensors_that_somebody_cuts_on_the_way_are_loaded() -> None:
     same_on_all_ranks(_plain_values_that_hooks_cut)
 
 
-def _data_parallel(ctx: RankContext, *, with_root: bool) -> str:
+@pytest.mark.parametrize("with_root", [True, False])
+@golden_on_ranks()
+def test_data_parallel_around_shards(ctx: RankContext, with_root: bool) -> str:
     model = sharded(ctx) if with_root else seeded(Stack)
-    for block in () if with_root else model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d())
+    if not with_root:
+        shard_each(*model.blocks, mesh=ctx.mesh_1d())
     error = error_of(lambda: DistributedDataParallel(model))
     if not with_root:
         fully_shard(model, mesh=ctx.mesh_1d())
@@ -173,29 +105,10 @@ def _data_parallel(ctx: RankContext, *, with_root: bool) -> str:
     return error
 
 
-def test_data_parallel_around_shards() -> None:
-    errors = [same_on_all_ranks(_data_parallel, with_root=with_root) for with_root in (True, False)]
-    assert_expected_inline(
-        "\n".join(errors),
-        """\
-ValueError: DistributedDataParallel: found 10 parameters that fully_shard manages, such as
-'entry.weight', in this FSDPStack, expected parameters that are the same on all ranks. fsdp2
-averages the gradients of its parameters itself, so leave out DistributedDataParallel. For copies of
-the shards, give fully_shard a 2D mesh (HSDP). If fully_shard has not taken all parameters, call it
-on the outermost module, too.
-ValueError: DistributedDataParallel: found 6 parameters that fully_shard manages, such as
-'blocks.0.linear.weight', in this Stack, expected parameters that are the same on all ranks. fsdp2
-averages the gradients of its parameters itself, so leave out DistributedDataParallel. For copies of
-the shards, give fully_shard a 2D mesh (HSDP). If fully_shard has not taken all parameters, call it
-on the outermost module, too.""",
-    )
-
-
 def _data_parallel_beside_shards(ctx: RankContext) -> None:
     """It reduces what no unit has, and is told to ignore the rest."""
     model, reference = seeded(Stack), seeded(Stack)
-    for block in model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d())
+    shard_each(*model.blocks, mesh=ctx.mesh_1d())
     ignored = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     parallel = DistributedDataParallel(model)
@@ -217,34 +130,18 @@ class _Encodes(Stack):
         return self.entry(x)
 
 
-def _outside_of_its_unit(ctx: RankContext, *, has_run: bool) -> str:
+@pytest.mark.parametrize("has_run", [True, False])  # there is no root before, and so no names from there
+@golden_on_ranks()
+def test_submodule_and_method_outside_of_the_forward_of_their_unit(ctx: RankContext, has_run: bool) -> str:
     model = shard(ctx, seeded(_Encodes))
     if has_run:
         step(model)
-    calls = [lambda: model.encode(batch()), lambda: model.blocks[1].linear(batch())]
-    errors = [error_of(call) for call in calls]
+    errors = error_of(lambda: model.encode(batch())), error_of(lambda: model.blocks[1].linear(batch()))
     fsdp2.register_fsdp_forward_method(model, "encode")
     torch.testing.assert_close(model.encode(batch()), seeded(_Encodes).encode(batch()))
     model.reshard()
     _assert_trains_like_new(model)
     return "\n".join(errors)
-
-
-def test_submodule_and_method_outside_of_the_forward_of_their_unit() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_outside_of_its_unit, has_run=True),
-        """\
-ScheduleError: Linear 'entry' was called outside the forward of its unit '(root)', so its parameters
-are shards. Call the model or that unit instead. If a method other than forward calls it, register
-the method: fsdp2.register_fsdp_forward_method(unit, 'method'). Or call unit.unshard() before, and
-unit.reshard() after.
-ScheduleError: Linear 'blocks.1.linear' was called outside the forward of its unit 'blocks.1', so
-its parameters are shards. Call the model or that unit instead. If a method other than forward calls
-it, register the method: fsdp2.register_fsdp_forward_method(unit, 'method'). Or call unit.unshard()
-before, and unit.reshard() after.""",
-    )
-    error = same_on_all_ranks(_outside_of_its_unit, has_run=False)  # there is no root yet, and so no names from there
-    assert "Linear 'entry' was called outside the forward of its unit 'FSDP_Encodes'" in error
 
 
 class _ReadsWeight(nn.Module):
@@ -258,149 +155,24 @@ class _ReadsWeight(nn.Module):
         return F.linear(x, self.inner.weight, self.inner.bias) * self.gain
 
 
-class _HoldsReader(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.exit = _ReadsWeight()  # type: ignore[assignment]
-
-
-def _weight_of_an_inner_unit(ctx: RankContext) -> str:
-    model = seeded(_HoldsReader)
+@golden_on_ranks()
+def test_weight_of_an_inner_unit_that_is_not_called(ctx: RankContext) -> str:
+    model = seeded(Stack)
+    model.exit = _ReadsWeight()
     fully_shard(model.exit.inner, mesh=ctx.mesh_1d())
     shard(ctx, model)
     return error_of(lambda: model(batch()))
 
 
-def test_weight_of_an_inner_unit_that_is_not_called() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_weight_of_an_inner_unit),
-        """\
-ScheduleError: _ReadsWeight 'exit' read a parameter of unit 'exit.inner' without calling that unit,
-so the parameter is a shard. Do not call fully_shard on 'exit.inner', so that the unit around it has
-the parameter. Or call the module in place of the operation on its parameter.""",
-    )
+@golden_on_ranks()
+def test_state_dict_of_another_shape(ctx: RankContext) -> str:
+    model, name = sharded(ctx), "blocks.1.linear.weight"
+    state = {**model.state_dict(), name: alike(model.get_parameter(name), torch.zeros(4, DIM)).detach()}
+    return _refused(model, lambda: model.load_state_dict(state))
 
 
-def _dtypes(ctx: RankContext) -> str:
-    model, errors = seeded(Stack), []
-    for dtypes in ({"param_dtype": torch.int8}, {"output_dtype": torch.bool}, {"reduce_dtype": torch.float8_e5m2}):
-        policy = fsdp2.MixedPrecisionPolicy(**dtypes)
-        errors.append(error_of(partial(fully_shard, model, mesh=ctx.mesh_1d(), mp_policy=policy)))
-    assert type(model) is Stack
-    fully_shard(model, mesh=ctx.mesh_1d())
-    _assert_trains_like_new(model)
-    return "\n".join(errors)
-
-
-def test_dtypes_that_nothing_is_computed_in() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_dtypes),
-        """\
-ValueError: fully_shard: mp_policy.param_dtype is torch.int8, expected a floating-point dtype. For
-example: torch.bfloat16. To gather parameters as int8, see fsdp2.tensors.wrap_parameters.
-ValueError: fully_shard: mp_policy.output_dtype is torch.bool, expected a floating-point dtype. For
-example: torch.bfloat16.
-ValueError: fully_shard: mp_policy.reduce_dtype is torch.float8_e5m2, expected a floating-point
-dtype of at least 16 bits, since torch cannot add smaller ones. For example: torch.bfloat16.""",
-    )
-
-
-def _output_of_attention(ctx: RankContext) -> str:
-    model = nn.Sequential(nn.MultiheadAttention(DIM, 2))
-    fully_shard(model[0].out_proj, mesh=ctx.mesh_1d())
-    error = error_of(lambda: fully_shard(model, mesh=ctx.mesh_1d()))
-    assert type(model) is nn.Sequential
-    return error
-
-
-def test_output_of_attention_as_a_unit() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_output_of_attention),
-        """\
-ValueError: fully_shard: '0.out_proj' of a MultiheadAttention was given to fully_shard, but the
-attention reads its weight and never calls it, so nothing would unshard it. Call fully_shard on the
-MultiheadAttention or a module around it, and not on out_proj.""",
-    )
-
-
-def _state_dict_of_another_shape(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    state = dict(model.state_dict())
-    state["blocks.1.linear.weight"] = distribute_tensor(
-        torch.zeros(4, DIM), ctx.mesh_1d(), model.entry.weight.placements
-    )
-    error = error_of(lambda: model.load_state_dict(state))
-    _assert_trains_like_new(model)
-    return error
-
-
-def test_state_dict_of_another_shape() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_state_dict_of_another_shape),
-        """\
-RuntimeError: Error(s) in loading state_dict for FSDPStack:
-        size mismatch for blocks.1.linear.weight: copying a param with shape torch.Size([4, 32])
-from checkpoint, the shape in current model is torch.Size([32, 32]).""",
-    )
-
-
-def _prefetch_of_a_plain_module(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    modules = [model.blocks[1], model.entry]
-    errors = [
-        error_of(partial(setter, modules))
-        for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch)
-    ]
-    step(model)
-    _assert_trains_like_new(model)
-    return "\n".join(errors)
-
-
-def test_prefetch_of_a_plain_module() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_prefetch_of_a_plain_module),
-        """\
-ValueError: set_modules_to_forward_prefetch: expected modules that fully_shard was called on, got a
-Linear.
-ValueError: set_modules_to_backward_prefetch: expected modules that fully_shard was called on, got a
-Linear.""",
-    )
-
-
-def _set_reshard_after_forward(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    error = error_of(lambda: model.set_reshard_after_forward(2))
-    _assert_trains_like_new(model)
-    return error
-
-
-def test_set_reshard_after_forward_to_a_number_of_ranks() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_set_reshard_after_forward),
-        """\
-ValueError: set_reshard_after_forward: expected a bool, got 2. Pass a number of ranks to fully_shard
-instead.""",
-    )
-
-
-def _trace_of_a_plain_module(ctx: RankContext) -> str:
-    def attempt() -> None:
-        with trace.record(seeded(Stack)):
-            pass
-
-    return error_of(attempt)
-
-
-def test_trace_of_a_plain_module() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_trace_of_a_plain_module),
-        """\
-ValueError: fsdp2.trace: this Stack was not given to fully_shard. Pass the root of the sharded
-model.""",
-    )
-
-
-def _one_of_several_alone(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_one_of_several_modules_of_a_unit_run_without_a_root(ctx: RankContext) -> str:
     model = seeded(Stack)
     fully_shard(list(model.blocks), mesh=ctx.mesh_1d())
     error = error_of(lambda: model.blocks[0](batch()))
@@ -409,69 +181,21 @@ def _one_of_several_alone(ctx: RankContext) -> str:
     return error
 
 
-def test_one_of_several_modules_of_a_unit_run_without_a_root() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_one_of_several_alone),
-        """\
-ScheduleError: fully_shard([FSDPBlock, FSDPBlock, FSDPBlock]) made one unit without a root, and one
-of these modules ran alone. Call fully_shard also on the module that contains these modules, and run
-that module first.""",
-    )
-
-
-def _unit_on_its_own(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    reference = seeded(Stack)
+@distributed(2)
+def test_unit_run_outside_its_root_is_right_and_so_is_the_root_afterwards(ctx: RankContext) -> None:
+    model, reference = sharded(ctx), seeded(Stack)
     for _ in range(2):
-        expected = reference.blocks[1](batch())
-        actual = model.blocks[1](batch())
-        assert torch.allclose(actual, expected, atol=1e-6)
-        actual.sum().backward()
-        reference.zero_grad()
-        reference.blocks[1](batch()).sum().backward()
-        grad = model.blocks[1].linear.weight.grad
-        assert torch.allclose(grad.full_tensor(), reference.blocks[1].linear.weight.grad, atol=1e-5)
+        outputs = [each.blocks[1](batch()) for each in (model, reference)]
+        torch.testing.assert_close(*outputs)
+        for output in outputs:
+            output.sum().backward()
+        assert_gradients(model, reference, atol=1e-5)
         _assert_trains_like_new(model)
-        model.zero_grad()
+        reference.zero_grad()
 
 
-def test_unit_run_outside_its_root_is_right_and_so_is_the_root_afterwards() -> None:
-    same_on_all_ranks(_unit_on_its_own)
-
-
-def _raising_unit_on_its_own(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    too_wide = torch.zeros(4, DIM + 1)
-    of_torch = error_of(lambda: seeded(Stack).blocks[1](too_wide))  # each version of torch has another text
-    error = error_of(lambda: model.blocks[1](too_wide))  # before the root has ever run
-    assert error.startswith(of_torch), error
-    model.reset_iter_state()
-    _assert_trains_like_new(model)
-
-
-def test_root_recovers_from_a_unit_that_raised_when_run_on_its_own() -> None:
-    same_on_all_ranks(_raising_unit_on_its_own)
-
-
-def _inner_module_after_the_outer_one(ctx: RankContext) -> str:
-    model = seeded(Stack)
-    fully_shard(model, mesh=ctx.mesh_1d())
-    error = error_of(lambda: fully_shard(model.blocks[0], mesh=ctx.mesh_1d()))
-    _assert_trains_like_new(model)
-    return error
-
-
-def test_inner_module_after_the_outer_one() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_inner_module_after_the_outer_one),
-        """\
-ValueError: fully_shard: parameter 'linear.weight' is already sharded, by a call on a module around
-this one, or on one that shares it. Call fully_shard on inner modules first. To add modules later,
-pass only the new modules, or list this parameter in ignored_params.""",
-    )
-
-
-def _whole_in_optimizer(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_optimizer_of_parameters_that_are_unsharded(ctx: RankContext) -> str:
     model = sharded(ctx)
     with torch.no_grad():
         model(batch())  # the root stays unsharded
@@ -483,34 +207,58 @@ def _whole_in_optimizer(ctx: RankContext) -> str:
     return error
 
 
-def test_optimizer_of_parameters_that_are_unsharded() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_whole_in_optimizer),
-        """\
-ScheduleError: AdamW.step(): the optimizer has the unsharded parameter 'entry.weight'. The step
-would train nothing, because the sharded parameter has the gradient. Build the optimizer while
-parameters are sharded: before the first forward, or after model.reshard().""",
-    )
+class _WritesInputs(nn.Module):
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.linear, self._copies = nn.Linear(DIM, DIM), copies
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (x.clone(), y.clone()) if self._copies else (x, y)
+        return self.linear(x.mul_(2) + y.mul_(3))
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @distributed(2)
-def test_an_optimizer_built_before_fully_shard_is_warned_of(ctx: RankContext) -> None:
+def test_two_inputs_changed_in_place(ctx: RankContext, copies: bool) -> None:
+    """torch has the rest of the text: to change a copy."""
+    x, module = batch().requires_grad_(), seeded(lambda: _WritesInputs(copies=copies))
+    (expected,) = torch.autograd.grad(module(x * 1, x * 1).sum(), x)
+    fully_shard(module, mesh=ctx.mesh_1d())
+    if copies:
+        (found,) = torch.autograd.grad(module(x * 1, x * 1).sum(), x)
+        torch.testing.assert_close(found, expected)
+    else:
+        with pytest.raises(RuntimeError, match="Output 0 of InputOfShardedModule is a view and is being modified in"):
+            module(x * 1, x * 1)
+        module.reset_iter_state()
+
+
+# Optimizers that are warned of
+
+
+def _warned_of(optimizer: torch.optim.Optimizer, compute: Callable[[], Tensor], steps: int = 2) -> str:
+    """What the steps of ``optimizer`` warn of, on the gradients of what ``compute`` returns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            compute().square().mean().backward()
+            optimizer.step()
+    return "\n".join(wrapped(str(each.message)) for each in caught if issubclass(each.category, UserWarning))
+
+
+@golden_on_ranks()
+def test_an_optimizer_built_before_fully_shard_is_warned_of(ctx: RankContext) -> str:
     model = seeded(Stack)
     stale = torch.optim.AdamW(model.parameters())
     shard(ctx, model)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(batch()).sum().backward()
-    with pytest.warns(UserWarning, match="trained nothing") as warned:
-        stale.step()
-    assert [str(each.message) for each in warned] == [
-        "AdamW.step() trained nothing: none of its parameters has a gradient. fully_shard has replaced some of them, "
-        "for example 'entry.weight'. Build the optimizer after fully_shard."
-    ]
+    found = _warned_of(stale, lambda: model(batch()), steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
         optimizer.zero_grad()
         optimizer.step()
+    return found
 
 
 @distributed(2)
@@ -536,119 +284,32 @@ def test_an_original_that_somebody_else_trains_is_not_warned_of(ctx: RankContext
         torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # nobody has sharded these
 
 
-def _step_of(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor) -> list[str]:
-    """What two steps warn of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model(x).square().mean().backward()
-            optimizer.step()
-    return [wrapped(str(each.message)) for each in caught if issubclass(each.category, UserWarning)]
-
-
-class _WritesInputs(nn.Module):
-    def __init__(self, *, copies: bool) -> None:
-        super().__init__()
-        self.linear, self._copies = nn.Linear(DIM, DIM), copies
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = (x.clone(), y.clone()) if self._copies else (x, y)
-        return self.linear(x.mul_(2) + y.mul_(3))
-
-
-def _inputs_in_place(ctx: RankContext) -> str:
-    x = batch().requires_grad_()
-    error = ""
-    for copies in (False, True):
-        module = seeded(lambda copies=copies: _WritesInputs(copies=copies))
-        (expected,) = torch.autograd.grad(module(x * 1, x * 1).sum(), x)
-        fully_shard(module, mesh=ctx.mesh_1d())
-        if copies:
-            (found,) = torch.autograd.grad(module(x * 1, x * 1).sum(), x)
-            torch.testing.assert_close(found, expected)
-        else:
-            error = error_of(lambda module=module: module(x * 1, x * 1))
-            module.reset_iter_state()
-    return error
-
-
-def test_two_inputs_changed_in_place() -> None:
-    """torch has the rest of the text: to change a copy."""
-    error = same_on_all_ranks(_inputs_in_place)
-    assert error.startswith("RuntimeError: Output 0 of InputOfShardedModule is a view and is being modified inplace.")
-
-
-def _blocks_without_root(ctx: RankContext, ignored: bool = False) -> list[str]:
+@pytest.mark.parametrize("ignored", [False, True])
+@golden_on_ranks()
+def test_plain_parameters_beside_shards_are_warned_of_once_unless_ignored(ctx: RankContext, ignored: bool) -> str:
     model = seeded(Stack)
     plain = {*model.entry.parameters(), *model.exit.parameters()} if ignored else None
-    for block in model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d(), ignored_params=plain)
-    return _step_of(torch.optim.AdamW(model.parameters()), model, batch(ctx.rank))
+    shard_each(*model.blocks, mesh=ctx.mesh_1d(), ignored_params=plain)
+    return _warned_of(torch.optim.AdamW(model.parameters()), lambda: model(batch(ctx.rank)))
 
 
-def test_plain_parameters_beside_shards_are_warned_of_once() -> None:
-    (warning,) = same_on_all_ranks(_blocks_without_root)
-    assert_expected_inline(
-        warning,
-        """\
-AdamW.step(): the optimizer has shards, but also plain parameters: 'entry.weight' and 3 more.
-Nothing reduces their gradients, so the ranks will differ. Call fully_shard on the outermost module,
-too, before the optimizer is built. If you reduce these gradients yourself, list the parameters in
-ignored_params of a fully_shard call.""",
-    )
-
-
-def _parameter_of_the_loss(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_plain_parameter_that_no_module_has_is_warned_of_by_its_shape(ctx: RankContext) -> str:
     model, scale = sharded(ctx), nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([*model.parameters(), scale])
-    (model(batch()) * scale).sum().backward()
-    with pytest.warns(UserWarning, match="also plain parameters") as warned:
-        optimizer.step()
-    return str(warned[0].message)
+    return _warned_of(optimizer, lambda: model(batch()) * scale)
 
 
-def test_plain_parameter_that_no_module_has_is_warned_of_by_its_shape() -> None:
-    text = same_on_all_ranks(_parameter_of_the_loss)
-    assert "also plain parameters: one of shape () that no module has. Nothing reduces" in text
-
-
-def test_plain_parameters_that_are_ignored_are_not_warned_of() -> None:
-    assert same_on_all_ranks(_blocks_without_root, ignored=True) == []
-
-
-def _blocks_of_one_rank(ctx: RankContext) -> list[str]:
+@golden_on_ranks()
+def test_plain_parameters_are_not_warned_of_where_nothing_is_reduced(ctx: RankContext) -> str:
     model, mesh = seeded(Stack), init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    return _step_of(torch.optim.SGD(model.parameters()), model, batch())
+    shard_each(*model.blocks, mesh=mesh["dp"])
+    return _warned_of(torch.optim.SGD(model.parameters()), lambda: model(batch()))
 
 
-def test_plain_parameters_are_not_warned_of_where_nothing_is_reduced() -> None:
-    assert same_on_all_ranks(_blocks_of_one_rank) == []
-
-
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(DIM, DIM), nn.Linear(DIM, DIM, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x))
-
-
-def _half_of_a_tie(ctx: RankContext) -> list[str]:
-    model = seeded(_Tied)
-    fully_shard(model.embedding, mesh=ctx.mesh_1d())
-    return _step_of(torch.optim.AdamW(model.parameters()), model, torch.arange(4))
-
-
-def test_one_of_two_tied_modules_sharded_is_warned_of_once() -> None:
-    (warning,) = same_on_all_ranks(_half_of_a_tie)
-    assert_expected_inline(
-        warning,
-        """\
-AdamW.step(): 'head.weight' is the original of a parameter that fully_shard has sharded in another
-module, and the optimizer has both. The modules are no longer tied, and each trains its own copy.
-Call fully_shard on a module around both, or as fully_shard([a, b]), before the optimizer is built.""",
-    )
+@golden_on_ranks()
+def test_one_of_two_tied_modules_sharded_is_warned_of_once(ctx: RankContext) -> str:
+    model = nn.Sequential(nn.Embedding(DIM, DIM), nn.Linear(DIM, DIM, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model[0], mesh=ctx.mesh_1d())
+    return _warned_of(torch.optim.AdamW(model.parameters()), lambda: model(torch.arange(4)))

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import _torch, fully_shard
+from fsdp2 import _torch
+from tests.distributed.support import shard_units
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
 from tests.harness.pool import shared_pool
@@ -43,9 +44,7 @@ def _sharded(mesh: DeviceMesh, seed: int = 0, device: str = "cpu") -> Any:
         model = MLP()
     if mesh["tp"].size() > 1:
         tensor_parallel(model, mesh["tp"])
-    for unit in (*model.units(), model):
-        fully_shard(unit, mesh=mesh["dp"])
-    return model
+    return shard_units(model, mesh=mesh["dp"])
 
 
 def _trained(model: nn.Module, steps: int = 2) -> torch.optim.Optimizer:

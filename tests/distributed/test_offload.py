@@ -1,7 +1,4 @@
-"""What offloading to the host changes beside where things live: when gradients are there, what is copied, and errors.
-
-The copies are made for real on the CPU, by ``StagedOffloadPolicy``.
-"""
+"""What offloading to the host changes beside where things live: when gradients are there, what is copied, errors."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, fully_shard
@@ -25,11 +21,12 @@ from fsdp2.tensors import (
     TwoTensor,
     wrap_parameters,
 )
-from tests.distributed.changes import GATHERS
+from tests.distributed.changes import assert_gradients
 from tests.distributed.extension_support import UNEVEN, Twins, sgd
-from tests.distributed.support import InjectedError, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import InjectedError, Stack, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, KeptAliasing, KeptHalved, Packed4, Ragged, Scaled, count, recorded
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 
 STAGED = StagedOffloadPolicy()
@@ -58,8 +55,7 @@ def test_gradients_are_handed_over_when_backward_ends(ctx: RankContext) -> None:
     assert seen == ["inputs, 0 there", *["gradient"] * len(parameters)]
     reference = seeded(Stack)
     step(reference)
-    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)  # type: ignore[union-attr]
+    assert_gradients(parameters, reference)
 
 
 @distributed(2)
@@ -69,21 +65,7 @@ def test_gradients_that_are_finalized_by_hand_are_there_when_the_call_returns(ct
     step(model)
     step(reference)
     model.finalize_backward()
-    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)
-
-
-@pytest.mark.parametrize("kept", [None, False, 2])
-@pytest.mark.parametrize("name", list(GATHERS))
-@distributed(4)
-def test_forward_after_the_shards_were_written_uses_them(ctx: RankContext, name: str, kept: bool | int | None) -> None:
-    model, reference = sharded(ctx, reshard_after_forward=kept, offload_policy=STAGED), seeded(Stack)
-    shards = list(model.parameters())
-    GATHERS[name](model)
-    with torch.no_grad():
-        for parameter in (*shards, *reference.parameters()):
-            parameter.add_(1.0)
-    assert torch.allclose(model(batch()), reference(batch()), atol=1e-5)
+    assert_gradients(model, reference)
 
 
 # What
@@ -130,8 +112,7 @@ def _assert_steps_are_right(model: Any, parameters: list[nn.Parameter]) -> None:
     for seed in (1, 2):
         reference = seeded(Stack)
         assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
-        for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-            assert torch.allclose(parameter.grad.full_tensor().cpu(), expected.grad.cpu(), atol=1e-6)  # type: ignore[union-attr]
+        assert_gradients(parameters, reference)
         model.zero_grad()
 
 
@@ -262,18 +243,9 @@ class _Unmovable(Halved):
         return made.plain if func is torch.ops.aten._to_copy.default else made
 
 
-def _use_unmovable(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_subclass_that_is_lost_on_its_way_to_the_device_is_refused(ctx: RankContext) -> str:
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(_Unmovable(torch.randn(4, 4)))
     fully_shard(model, mesh=ctx.mesh_1d(), offload_policy=STAGED)
     return error_of(lambda: model(torch.ones(1, 4)))
-
-
-def test_subclass_that_is_lost_on_its_way_to_the_device_is_refused() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_use_unmovable),
-        """\
-ExtensionError: parameter 'weight': _Unmovable.fsdp_pre_all_gather raised TypeError: to() made a
-Tensor of shape (2, 4) of the offloaded shard, expected a _Unmovable. Let __torch_dispatch__ keep
-the class for _to_copy.""",
-    )

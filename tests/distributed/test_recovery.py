@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CommunicationError, FSDPModule, MixedPrecisionPolicy, Observer, fully_shard, no_sync, unsharded
+import fsdp2
+from fsdp2.schedule.states import Pass
 from fsdp2.tools import trace
+from tests.distributed.changes import assert_gradients, assert_step_is_that_of
 from tests.distributed.support import (
-    DIM,
     InjectedError,
     RaiseInBackward,
     Stack,
@@ -46,7 +48,7 @@ class Faulty(Stack):
         return self.exit(self.blocks[2](x))
 
 
-class _States(Observer):
+class _States(fsdp2.Observer):
     """The state that each unit's group was last seen in."""
 
     def __init__(self) -> None:
@@ -75,22 +77,7 @@ def _fail(model: Any, fault: str) -> None:
 def _assert_step_is_right(model: Any) -> None:
     """Twice, since the second step prefetches along the order that the first one recorded."""
     for seed in (1, 2):
-        reference = seeded(Stack)
-        assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
-        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("fault", ["forward", "backward"])
-@distributed(2)
-def test_step_after_a_reset_is_right(ctx: RankContext, fault: str, warm: bool) -> None:
-    model = _faulty_model(ctx, warm)
-    _fail(model, fault)
-    model.reset_iter_state()
-    model.zero_grad()
-    _assert_step_is_right(model)
+        assert_step_is_that_of(model, seeded(Stack), seed=seed)
 
 
 @pytest.mark.every_case
@@ -111,13 +98,11 @@ def test_step_after_an_exception_is_right_without_a_reset(ctx: RankContext, faul
 @distributed(2)
 def test_backward_is_repeated_on_the_kept_graph(ctx: RankContext, num_failures: int, checkpoints: str | None) -> None:
     """A gradient hook raises in the middle. The graph was kept, so the user zeroes the gradients and tries again."""
-    found = {}
-    for name, model in (("sharded", shard(ctx, seeded(Stack))), ("plain", seeded(Stack))):
-        if checkpoints is not None:
-            for block in model.blocks:
-                is_nested = checkpoints == "blocks, nested"
-                block.forward = partial(checkpoint, block.forward, use_reentrant=is_nested)
-        for seed in range(3):
+    models = shard(ctx, seeded(Stack)), seeded(Stack)
+    for block in (*models[0].blocks, *models[1].blocks) if checkpoints is not None else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=checkpoints == "blocks, nested")
+    for seed in range(3):
+        for model in models:
             failures = [InjectedError] * num_failures if seed == 1 else []
 
             def raise_once(_: Tensor, failures: list[type[Exception]] = failures) -> None:
@@ -136,68 +121,33 @@ def test_backward_is_repeated_on_the_kept_graph(ctx: RankContext, num_failures: 
                     loss.backward(retain_graph=True)
                 model.zero_grad()
             loss.backward()
-            for param_name, param in model.named_parameters():
-                grad = param.grad
-                found[name, seed, param_name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        assert_gradients(*models)
+        for model in models:
             model.zero_grad()
-    for (name, *where), value in found.items():
-        torch.testing.assert_close(value, found[("plain", *where)], msg=f"{name} {where}")
 
 
-class _FailsAlone(nn.Module):
-    """A block that raises when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        if self.fails:
-            raise InjectedError
-        return x
-
-
-def _stack_with_failing_block() -> Stack:
-    model = Stack()
-    model.blocks[1] = _FailsAlone()
-    return model
+def _fail_now(*_: object) -> None:
+    raise InjectedError
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize("error", [InjectedError, KeyboardInterrupt])  # torch calls no hook after the second
 @pytest.mark.parametrize("warm", [False, True])
 @distributed(2)
-def test_step_after_one_unit_was_called_alone_and_raised(ctx: RankContext, warm: bool) -> None:
+def test_step_after_one_unit_was_called_alone_and_raised(
+    ctx: RankContext, warm: bool, error: type[BaseException]
+) -> None:
     """The root runs next, around the unit that raised: a pass of its own, with its own parameters unsharded."""
-    model, reference = shard(ctx, seeded(_stack_with_failing_block)), seeded(_stack_with_failing_block)
+    model = sharded(ctx)
     if warm:
         step(model)
         model.zero_grad()
-    model.blocks[1].fails = True
-    with pytest.raises(InjectedError):
-        model.blocks[1](batch())
-    model.blocks[1].fails = False
-    output = model(batch())
-    assert torch.allclose(output, reference(batch()), atol=1e-6)
-    output.sum().backward()
-    reference(batch()).sum().backward()
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
-
-
-@pytest.mark.parametrize("fault", ["forward", "backward"])
-@distributed(2)
-def test_reset_reshards_everything_and_frees_the_unsharded_parameters(ctx: RankContext, fault: str) -> None:
-    model = _faulty_model(ctx, warm=True)
-    unsharded, states = UnshardedStorages(model), _States()
-    with trace.observe(model, states):
-        _fail(model, fault)
-        assert unsharded.nbytes > 0
-        model.reset_iter_state()
-    assert states.last == dict.fromkeys(("(root)", "blocks.0", "blocks.1", "blocks.2"), "SHARDED")
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert unsharded.nbytes == 0
+    block = model.blocks[1]
+    block.forward = mock.Mock(side_effect=error)
+    with pytest.raises(error):
+        block(batch())
+    del block.forward
+    assert_step_is_that_of(model, seeded(Stack))
 
 
 @distributed(2)
@@ -217,8 +167,8 @@ def test_unreduced_gradients_survive_a_forward_that_raises(
     ctx: RankContext, fault: str, reduce_dtype: torch.dtype
 ) -> None:
     """As those of a plain module do. A backward that raises has left parts of its own on them, so they are dropped."""
-    model = shard(ctx, seeded(Faulty), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-    with no_sync(model):
+    model = shard(ctx, seeded(Faulty), mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    with fsdp2.no_sync(model):
         step(model, seed=3)
     optimizer = torch.optim.SGD(model.parameters())
     _fail(model, fault)
@@ -227,21 +177,14 @@ def test_unreduced_gradients_survive_a_forward_that_raises(
     reference = seeded(Stack)
     for seed in (3, 1) if fault == "forward" else (1,):
         step(reference, seed)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
+@pytest.mark.parametrize("warm", [False, True])
 @distributed(2)
-def test_reset_between_steps_changes_nothing(ctx: RankContext) -> None:
-    model = _faulty_model(ctx, warm=True)
+def test_reset_between_steps_changes_nothing(ctx: RankContext, warm: bool) -> None:
+    model = _faulty_model(ctx, warm)
     model.reset_iter_state()
-    model.reset_iter_state()
-    _assert_step_is_right(model)
-
-
-@distributed(2)
-def test_reset_before_the_first_forward_changes_nothing(ctx: RankContext) -> None:
-    model = _faulty_model(ctx, warm=False)
     model.reset_iter_state()
     _assert_step_is_right(model)
 
@@ -251,7 +194,7 @@ def test_model_that_was_reset_can_join_a_larger_root(ctx: RankContext) -> None:
     model = _faulty_model(ctx, warm=True)
     _fail(model, "forward")
     model.reset_iter_state()
-    outer = fully_shard(nn.Sequential(model), mesh=ctx.mesh_1d())
+    outer = fsdp2.fully_shard(nn.Sequential(model), mesh=ctx.mesh_1d())
     _assert_step_is_right(outer)
 
 
@@ -330,7 +273,7 @@ class _WatchedReduceScatter(CountingReduceScatter):
 def _watch_reductions(model: Any) -> list[_Work]:
     reduce_scatter = _WatchedReduceScatter()
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp2.FSDPModule):
             module.set_custom_reduce_scatter(reduce_scatter)
     return reduce_scatter.works
 
@@ -354,18 +297,11 @@ def test_reset_brings_all_units_to_rest_though_a_reduction_is_lost(ctx: RankCont
     with trace.observe(model, states):
         _fail(model, "backward")
         works[-1].fails = True
-        with pytest.raises(CommunicationError, match=r"reduction of unit 'blocks\.2' failed.*connection closed"):
+        with pytest.raises(fsdp2.CommunicationError, match=r"reduction of unit 'blocks\.2' failed.*connection closed"):
             model.reset_iter_state()
     assert set(states.last.values()) == {"SHARDED"}
     model.zero_grad()
     _assert_step_is_right(model)
-
-
-@distributed(2)
-def test_executor_keeps_no_reduction_after_a_backward(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    step(model)
-    assert model._unit().root.executor.num_reductions == 0
 
 
 @pytest.mark.parametrize("raises", ["forward", "hook of the user"])
@@ -376,14 +312,10 @@ def test_a_unit_that_raised_alone_leaves_no_forward_behind(ctx: RankContext, rai
     first, second = model.blocks[:2]
     shards = list(second.parameters())
     step(model)
-
-    def fail(*_: object) -> None:
-        raise InjectedError
-
     if raises == "forward":
-        handle = first.linear.register_forward_hook(fail)
+        handle = first.linear.register_forward_hook(_fail_now)
     else:
-        handle = first.register_forward_hook(fail, prepend=True)
+        handle = first.register_forward_hook(_fail_now, prepend=True)
     with pytest.raises(InjectedError):
         first(batch())
     handle.remove()
@@ -394,6 +326,135 @@ def test_a_unit_that_raised_alone_leaves_no_forward_behind(ctx: RankContext, rai
             parameter.to_local().mul_(2)
     found = second(x)
     second.reshard()
-    with unsharded(second):
+    with fsdp2.unsharded(second):
         plain = second.linear.weight.detach().clone(), second.linear.bias.detach().clone()
     assert torch.equal(found, x + torch.tanh(torch.nn.functional.linear(x, *plain)))
+
+
+# Wherever a step raises, the gradients that the model had accumulated stay; those on their way do after a forward
+
+
+class _RaiseAt(fsdp2.Observer):
+    """Raises at the event or action number ``position`` of what it sees."""
+
+    def __init__(self, position: int) -> None:
+        self.left = position
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise InjectedError
+
+    def on_event(self, event: str, unit: str) -> None:
+        self._count()
+
+    def on_action(self, action: str, unit: str, nbytes: int) -> None:
+        self._count()
+
+    def on_transition(self, unit: str, before: str, after: str) -> None:
+        self._count()
+
+
+def _gradients(model: Any) -> list[Tensor]:
+    return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+def _fails_at(model: Any, position: int) -> bool:
+    with trace.observe(model, _RaiseAt(position)):
+        try:
+            step(model, seed=2)
+        except InjectedError:
+            return True
+    return False
+
+
+SETTINGS: dict[str, dict[str, Any]] = {"reshard": {}, "keep": {"reshard_after_forward": False}}
+
+
+@pytest.mark.parametrize("setting", ["reshard", *long("keep")])
+@distributed(2)
+def test_a_model_is_usable_and_keeps_its_gradients(ctx: RankContext, setting: str) -> None:
+    references = [seeded(Stack) for _ in range(2)]
+    for seed, reference in enumerate(references, start=1):
+        step(reference, seed)
+    first, second = (
+        [parameter.grad.chunk(ctx.world_size)[ctx.rank] for parameter in reference.parameters()]
+        for reference in references
+    )
+    model = sharded(ctx, **SETTINGS[setting])
+    unsharded = UnshardedStorages(model)
+    step(model, seed=1)  # the order is recorded: exceptions find prefetches in flight
+    model.zero_grad()
+    position = 0
+    while True:
+        step(model, seed=1)
+        for found, one in zip(_gradients(model), first, strict=True):
+            assert torch.allclose(found, one, atol=1e-6), position
+        if not _fails_at(model, position):
+            break
+        model.reset_iter_state()
+        assert unsharded.nbytes == 0, position
+        for found, one, other in zip(_gradients(model), first, second, strict=True):
+            has_landed = torch.allclose(found, one + other, atol=1e-6)
+            assert has_landed or torch.allclose(found, one, atol=1e-6), position
+        model.zero_grad()
+        position += 1
+    assert position > 40
+
+
+def _no_gradient_sync(model: Any, enabled: bool) -> None:
+    model.set_requires_gradient_sync(not enabled)
+
+
+def _no_all_reduce(model: Any, enabled: bool) -> None:
+    model.set_requires_all_reduce(not enabled)
+
+
+def _no_landing(model: Any, enabled: bool) -> None:
+    model.set_reduce_scatter_max_input_buffers(8)
+    model.set_is_last_backward(not enabled)
+
+
+def _no_finalization(model: Any, enabled: bool) -> None:
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(not enabled)
+
+
+def _on_their_way(model: Any, leave: Any, seed: int) -> None:
+    """A micro-batch whose gradients are not in ``.grad`` when it ends."""
+    leave(model, True)
+    step(model, seed)
+    leave(model, False)
+
+
+def _go_on(model: Any, leave: Any, seed: int) -> None:
+    step(model, seed)
+    if leave is _no_finalization:
+        model.finalize_backward()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("resets", [True, False], ids=["reset", "no reset"])
+@pytest.mark.parametrize("leave", [_no_all_reduce, *long(_no_gradient_sync, _no_landing, _no_finalization)])
+@distributed(4)
+def test_gradients_on_their_way_stay_after_a_forward_that_raises(ctx: RankContext, leave: Any, resets: bool) -> None:
+    reference = seeded(lambda: Stack(1))
+    for seed in (1, 3):
+        step(reference, seed)
+    model = shard(ctx, seeded(lambda: Stack(1)), mesh=ctx.mesh_2d(2, 2))
+    for position in itertools.count():
+        _on_their_way(model, leave, seed=1)
+        assert _fails_at(model, position)
+        if model.blocks[0]._unit().running is Pass.BACKWARD:
+            break
+        if resets:
+            model.reset_iter_state(keep_unreduced=True)
+        _go_on(model, leave, seed=3)
+        assert_gradients(model, reference)
+        model.zero_grad()
+    assert position > 8
+    with pytest.raises(fsdp2.ScheduleError, match="an exception in backward"):
+        model.reset_iter_state(keep_unreduced=True)
+    model.reset_iter_state()
+    model.zero_grad()
+    _go_on(model, leave, seed=3)

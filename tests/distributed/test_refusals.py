@@ -1,8 +1,4 @@
-"""What ``fully_shard`` refuses: the words, in ``golden/refusals.txt``, and that the model is as it was.
-
-Each case builds a model and a call that must be refused. Around the call the classes of all modules, the parameter
-objects and their values and the output are compared; then, where the case names one, a correct call must work.
-"""
+"""What ``fully_shard`` refuses: the words, in ``golden/refusals.txt``, and that the model is as it was."""
 
 from __future__ import annotations
 
@@ -19,8 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, ParamPlacement, TiedWeights, fully_shard
+from fsdp2.tools import trace
+from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.refusals import Case, refused
-from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded
+from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded, sharded
 from tests.harness.distributed import RankContext
 from tests.harness.golden import texts_beside
 
@@ -52,6 +50,32 @@ def _changed(change: Callable[[Stack], Any], correct_args: Callable[[Stack], dic
         return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), correct)
 
     return case
+
+
+def _method(call: Callable[[Any], Any]) -> Callable[[RankContext], Case]:
+    """A call on the sharded model; without it, the model trains like the unsharded one."""
+
+    def case(ctx: RankContext) -> Case:
+        model = sharded(ctx)
+        return Case(model, lambda: call(model), lambda: assert_step_is_that_of(model, seeded(Stack)))
+
+    return case
+
+
+def _dtypes(**dtypes: torch.dtype) -> Callable[[RankContext], Case]:
+    return _call(mp_policy=fsdp2.MixedPrecisionPolicy(**dtypes))
+
+
+def _output_of_attention(ctx: RankContext) -> Case:
+    model = nn.Sequential(nn.MultiheadAttention(DIM, 2))
+    fully_shard(model[0].out_proj, mesh=ctx.mesh_1d())
+    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
+
+
+def _inner_after_outer(ctx: RankContext) -> Case:
+    model = fully_shard(seeded(Stack), mesh=ctx.mesh_1d())
+    call = lambda: fully_shard(model.blocks[0], mesh=ctx.mesh_1d())  # noqa: E731
+    return Case(model, call, lambda: assert_step_is_that_of(model, seeded(Stack)), runs=False)
 
 
 def _three_axes(ctx: RankContext) -> Case:
@@ -140,12 +164,6 @@ def _module_list(ctx: RankContext) -> Case:
         lambda: fully_shard(model.blocks, mesh=ctx.mesh_1d()),
         lambda: (fully_shard(blocks, mesh=ctx.mesh_1d()), fully_shard(model, mesh=ctx.mesh_1d())),
     )
-
-
-def _meta_among_real(ctx: RankContext) -> Case:
-    model = seeded(Stack)
-    model.blocks[1] = Block().to("meta")
-    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
 
 
 # Meshes and DTensors
@@ -239,6 +257,23 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "sum that is pending": _pending_sum,
     "DTensor on a mesh without names": _model_mesh_without_names,
     "DTensor on the axis to shard over": _same_axis,
+    "dtype of parameters that nothing is computed in": _dtypes(param_dtype=torch.int8),
+    "dtype of outputs that nothing is computed in": _dtypes(output_dtype=torch.bool),
+    "dtype that nothing is added in": _dtypes(reduce_dtype=torch.float8_e5m2),
+    "output of attention": _output_of_attention,
+    "inner module after the outer one": _inner_after_outer,
+    "forward prefetch of a plain module": _method(lambda m: m.set_modules_to_forward_prefetch([m.blocks[1], m.entry])),
+    "backward prefetch of a plain module": _method(lambda m: m.set_modules_to_backward_prefetch([m.entry])),
+    "set_reshard_after_forward to a number": _method(lambda m: m.set_reshard_after_forward(2)),
+    "whether reductions are in flight": _method(lambda m: m.set_reduce_scatter_max_input_buffers(True)),
+    "part of a reduction in flight": _method(lambda m: m.set_reduce_scatter_max_input_buffers(2.0)),
+    "no reduction in flight": _method(lambda m: m.set_reduce_scatter_max_input_buffers(0)),
+    "divisor of gradients as text": _method(lambda m: m.set_gradient_divide_factor("2")),
+    "divisor of gradients that is zero": _method(lambda m: m.set_gradient_divide_factor(0)),
+    "divisor of gradients that is no number": _method(lambda m: m.set_gradient_divide_factor(float("nan"))),
+    "shared streams of a plain module": _method(lambda m: fsdp2.share_comm_ctx([m, m.entry])),
+    "trace of a plain module": _method(lambda m: trace.record(nn.Linear(1, 1)).__enter__()),
+    "no_sync of a plain module": _method(lambda m: fsdp2.no_sync(nn.Linear(1, 1)).__enter__()),
     "placement that is text": _call(shard_placement_fn=lambda param: "experts"),
     "placement on text": _call(shard_placement_fn=lambda param: ParamPlacement(Shard(0), "ep")),  # type: ignore[arg-type]
 }
@@ -255,22 +290,18 @@ def test_every_text_has_a_case() -> None:
 
 
 def _values_beside_meta(ctx: RankContext) -> None:
-    model, call, *_ = _meta_among_real(ctx)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
-    try:
-        call()
-    except ValueError:
-        return
+    model, reference = seeded(Stack), seeded(Stack)
+    model.blocks[1] = Block().to("meta")
+    fully_shard(model, mesh=ctx.mesh_1d())
     model.blocks[1].to_empty(device="cpu")
-    for name, value in expected.items():
-        parameter = model.get_parameter(name)
-        assert not parameter.is_meta, f"{name} lost its values"
-        assert isinstance(parameter, DTensor)
-        assert torch.equal(parameter.full_tensor(), value)
+    for name, value in reference.named_parameters():
+        found = model.get_parameter(name)
+        assert isinstance(found, DTensor)
+        assert not found.is_meta, f"{name} lost its values"
+        assert "blocks.1" in name or torch.equal(found.full_tensor(), value)
 
 
 def test_meta_parameter_does_not_cost_the_real_ones_of_its_group_their_values() -> None:
-    """Either the mixture is refused, or the real parameters keep their values, as with torch."""
     same_on_all_ranks(_values_beside_meta)
 
 

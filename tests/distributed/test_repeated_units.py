@@ -1,4 +1,4 @@
-"""Units that run several times before a backward: how often they are gathered and reduced."""
+"""Units that run several times before a backward: how often they are gathered and reduced. Units of several modules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import Observer
 from fsdp2.tools import trace
-from tests.distributed.support import Stack, batch, seeded, shard
+from tests.distributed.changes import assert_gradients
+from tests.distributed.support import Stack, batch, seeded, shard, shard_each, step
 from tests.harness.distributed import RankContext, distributed
 
 BLOCKS = ("blocks.0", "blocks.1")
@@ -123,8 +125,7 @@ def test_unit_is_reduced_once_behind_its_last_use(
     reference = seeded(make)
     step(reference)
     step(reference)
-    for (name, param), expected in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert torch.allclose(param.grad.full_tensor(), expected[1].grad, atol=1e-5), name
+    assert_gradients(model, reference, atol=1e-5)
 
 
 @distributed(2)
@@ -134,9 +135,7 @@ def test_uses_that_no_gradient_reaches_are_joined_at_the_end(ctx: RankContext) -
     assert _counts(model, _one_forward).actions["reduce"] == 2
     _one_forward(reference)
     _one_forward(reference)
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (expected.grad is None)
-        assert expected.grad is None or torch.allclose(param.grad.full_tensor(), expected.grad, atol=1e-5)
+    assert_gradients(model, reference, atol=1e-5)
 
 
 class OnOneRank(Repeated):
@@ -157,14 +156,62 @@ def test_ranks_may_differ_in_which_uses_a_gradient_reaches(ctx: RankContext) -> 
     model = shard(ctx, seeded(OnOneRank))
     model.set_ranks_may_differ(True)
     model.rank = ctx.rank
-    references = []
-    for rank in range(2):
-        references.append(seeded(OnOneRank))
-        references[-1].rank = rank
+    references = [seeded(OnOneRank) for _ in range(2)]
+    references[1].rank = 1
     for _ in range(3):
         for each in (model, *references):
             each.zero_grad()
             _one_forward(each)
-        for param, *parts in zip(model.parameters(), *(each.parameters() for each in references), strict=True):
-            grads = [part.grad for part in parts if part.grad is not None]
-            assert torch.allclose(param.grad.full_tensor(), sum(grads) / 2, atol=1e-5)
+        assert_gradients(model, *references, atol=1e-5)
+
+
+# Several modules that are unsharded and reduced together: fully_shard([a, b])
+
+
+class _Checkpointed(Stack):
+    """The last two blocks, each checkpointed on its own; ``None`` checkpoints nothing."""
+
+    use_reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.entry(x))
+        for block in self.blocks[1:]:
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.exit(x)
+
+
+def _as_one_unit(ctx: RankContext) -> Any:
+    model = seeded(_Checkpointed)
+    return shard_each(list(model.blocks[1:]), model, mesh=ctx.mesh_1d())
+
+
+def _assert_gradients_are_right(model: Any) -> None:
+    reference = seeded(_Checkpointed)
+    for seed in range(2):
+        assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
+    assert_gradients(model, reference)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@distributed(2)
+def test_each_module_may_be_checkpointed_on_its_own(ctx: RankContext, use_reentrant: bool | None) -> None:
+    model = _as_one_unit(ctx)
+    model.use_reentrant = use_reentrant
+    _assert_gradients_are_right(model)
+
+
+@distributed(2)
+def test_reshard_between_the_modules_gathers_again_for_the_next(ctx: RankContext) -> None:
+    model = _as_one_unit(ctx)
+    model.blocks[2].register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
+    _assert_gradients_are_right(model)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@distributed(2)
+def test_unshard_before_the_root_has_run(ctx: RankContext, async_op: bool) -> None:
+    model = _as_one_unit(ctx)
+    model.blocks[1].unshard(async_op)
+    assert torch.allclose(model(batch()), seeded(_Checkpointed)(batch()), atol=1e-6)
+    model.reset_iter_state()
+    _assert_gradients_are_right(model)

@@ -1,8 +1,7 @@
-"""Units that some ranks skip: nobody hangs, and every rank ends with the mean over all ranks."""
+"""Units, and parameters of a unit, that some ranks skip: nobody hangs, and every rank ends with the mean over all."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,33 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tools import trace
-from tests.distributed.support import DIM, Block, Stack, batch, compact, seeded, shard, step
+from tests.distributed.changes import assert_gradients
+from tests.distributed.support import DIM, Block, Stack, batch, compact, seeded, shard, shard_each, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import Check
 from tests.harness.pool import shared_pool
 
 Way = Sequence[int]
-
-
-class Tower(nn.Module):
-    """Parameters of its own around two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+Compute = Callable[[Any, Way, int], None]
 
 
 class Routed(nn.Module):
@@ -47,7 +33,7 @@ class Routed(nn.Module):
         super().__init__()
         self.entry = nn.Linear(DIM, DIM)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.tower = Tower()
+        self.tower = Stack(2)
 
     def forward(self, x: Tensor, way: Way) -> Tensor:
         x = self.entry(x)
@@ -65,9 +51,7 @@ class Routed(nn.Module):
 def _sharded(ctx: RankContext, model_class: type[Routed] = Routed, **kwargs: Any) -> Any:
     kwargs.setdefault("mesh", ctx.mesh_1d() if ctx.world_size == 2 else ctx.mesh_2d(2, 2))
     model = seeded(model_class)
-    for block in (*model.blocks, *model.tower.blocks, model.tower):
-        fsdp2.fully_shard(block, **kwargs)
-    return _may_differ(fsdp2.fully_shard(model, **kwargs))
+    return _may_differ(shard_each(*model.blocks, *model.tower.blocks, model.tower, model, **kwargs))
 
 
 def _may_differ(model: Any) -> Any:
@@ -110,37 +94,25 @@ class Reentrant(Routed):
         return checkpoint(module, x, use_reentrant=True) if torch.is_grad_enabled() else module(x)
 
 
-def _loss(model: Any, way: Way, seed: int) -> Tensor:
+def _loss(model: Any, way: Any, seed: int) -> Tensor:
     return model(batch(seed), way).float().square().mean()
 
 
-def _expected(steps: Sequence[Callable[[Any], None]], model_class: type[nn.Module] = Routed) -> list[Tensor | None]:
-    """The mean of gradients, of the unsharded model. ``steps``: what each rank does."""
-    models = [seeded(model_class) for _ in steps]
-    for model, compute in zip(models, steps, strict=True):
-        compute(model)
-    found = zip(*([parameter.grad for parameter in model.parameters()] for model in models), strict=True)
-    sums = [[grad for grad in grads if grad is not None] for grads in found]
-    return [torch.stack(grads).sum(0) / len(steps) if grads else None for grads in sums]
-
-
-def _assert_gradients(model: nn.Module, expected: Sequence[Tensor | None], tolerance: float = 1e-6) -> None:
-    for (name, parameter), gradient in zip(model.named_parameters(), expected, strict=True):
-        assert (parameter.grad is None) is (gradient is None), name
-        if gradient is not None:
-            found = parameter.grad.full_tensor()  # type: ignore[union-attr]
-            assert torch.allclose(found.cpu(), gradient.cpu(), atol=tolerance), (name, found, gradient)
+def _step(model: Any, way: Way, seed: int) -> None:
+    _loss(model, way, seed).backward()
 
 
 def _assert_steps(
-    ctx: RankContext, model: Any, ways: Sequence[Sequence[Way]], step: Callable[[Any, Way, int], None], **kwargs: float
+    ctx: RankContext, model: Any, ways: Sequence[Sequence[Way]], compute: Compute = _step, atol: float = 1e-6
 ) -> None:
-    """``ways``: per step, one for each rank. ``step(model, way, seed)`` computes gradients."""
+    """``ways``: per step, one for each rank. ``compute(model, way, seed)`` computes gradients."""
+    model_class = type(model).__mro__[2]  # without the class that fully_shard has put in front
     for number, by_rank in enumerate(ways):
-        seeds = range(10 * number, 10 * number + ctx.world_size)
-        steps = [functools.partial(step, way=way, seed=seed) for way, seed in zip(by_rank, seeds, strict=False)]
-        steps[ctx.rank](model)
-        _assert_gradients(model, _expected(steps), **kwargs)
+        references = [seeded(model_class) for _ in range(ctx.world_size)]
+        for rank, reference in enumerate(references):
+            for each in (reference, model) if rank == ctx.rank else (reference,):
+                compute(each, by_rank[rank], 10 * number + rank)
+        assert_gradients(model, *references, atol=atol)
         model.zero_grad()
 
 
@@ -163,28 +135,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _step(model: Any, way: Way, seed: int) -> None:
-    _loss(model, way, seed).backward()
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 @distributed(2, 4)
 def test_every_rank_ends_with_the_mean(ctx: RankContext, setting: str) -> None:
-    model = _sharded(ctx, **SETTINGS[setting])
-
-    def step(each: Any, way: Way, seed: int) -> None:
+    def compute(each: Any, way: Way, seed: int) -> None:
         with torch.no_grad():  # ranks part in evaluation, too
             _loss(each, way[:1], 0)
         _step(each, way, seed)
 
     ways = WAYS if setting != "reentrant" else WAYS[:2]  # the tower is a checkpoint around several units
-    _assert_steps(ctx, model, ways, step, tolerance=4e-3 if setting == "mixed" else 1e-6)
+    atol = 4e-3 if setting == "mixed" else 1e-6
+    _assert_steps(ctx, _sharded(ctx, **SETTINGS[setting]), ways, compute, atol)
 
 
 @pytest.mark.long
 @distributed(4)
 def test_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
-    _assert_steps(ctx, _sharded(ctx, mesh=ctx.mesh_1d(), reshard_after_forward=2), WAYS, _step)
+    _assert_steps(ctx, _sharded(ctx, mesh=ctx.mesh_1d(), reshard_after_forward=2), WAYS)
 
 
 def _micro_batches(model: Any, way: Way, seed: int) -> None:
@@ -205,7 +172,7 @@ def _two_backwards(model: Any, way: Way, seed: int) -> None:
 
 @pytest.mark.parametrize("step", [_micro_batches, _two_forwards, _two_backwards])
 @distributed(2)
-def test_steps_of_several_passes(ctx: RankContext, step: Callable[[Any, Way, int], None]) -> None:
+def test_steps_of_several_passes(ctx: RankContext, step: Compute) -> None:
     _assert_steps(ctx, _sharded(ctx), [[[0, 2], [1]], [[1], [0, 1, 2]], [[0, 4], [1]], [[3], [1, 4]]], step)
 
 
@@ -213,7 +180,7 @@ def test_steps_of_several_passes(ctx: RankContext, step: Callable[[Any, Way, int
 def test_gradients_that_reach_other_units(ctx: RankContext) -> None:
     """Every rank computes with both; the gradient of one rank reaches the first, that of the other the second."""
     ways = [[[~0, 1, 2], [0, ~1, 2]], [[0, 1, ~2], [~0, ~1, 2]], [[~0], [~0]]]
-    _assert_steps(ctx, _sharded(ctx), ways, _step)
+    _assert_steps(ctx, _sharded(ctx), ways)
 
 
 class _Gated(Block):
@@ -251,21 +218,21 @@ class Gated(nn.Module):
 def test_units_that_return_their_input_on_one_rank(ctx: RankContext) -> None:
     """As where layers are dropped. The gradient of the output is that of the input, and comes first all the same."""
     model = _may_differ(shard(ctx, seeded(Gated)))
-    ways = [[[0, 1, 2], [0, 1, 2]], [[1, 2], [0, 1, 2]], [[0], [1]], [[0, 1], [2]], [[], []]]
-    for number, by_rank in enumerate(ways):
-        steps = [functools.partial(_step, way=way, seed=2 * number + rank) for rank, way in enumerate(by_rank)]
+
+    def compute(each: Any, way: Way, seed: int) -> None:
         with trace.record(model) as recorded:
-            steps[ctx.rank](model)
-        _assert_gradients(model, _expected(steps, Gated))
-        model.zero_grad()
+            _step(each, way, seed)
         gathered = [entry.unit for entry in recorded.entries if entry.name in ("unshard", "prefetch")]
-        assert [gathered.count(f"blocks.{index}") for index in range(3)] == [2, 2, 2]
+        assert [gathered.count(f"blocks.{index}") for index in range(3)] == [2 * (each is model)] * 3
+
+    ways = [[[0, 1, 2], [0, 1, 2]], [[1, 2], [0, 1, 2]], [[0], [1]], [[0, 1], [2]], [[], []]]
+    _assert_steps(ctx, model, ways, compute)
 
 
 @distributed(2)
 def test_order_that_is_not_that_of_registration(ctx: RankContext) -> None:
     ways = [[[4, 2, 1, 0], [4, 2, 1, 0]], [[4, 0], [2, 1]], [[1], [4, 2]], [[3, 0], [1]]]
-    _assert_steps(ctx, _sharded(ctx), ways, _step)
+    _assert_steps(ctx, _sharded(ctx), ways)
 
 
 class Listed(nn.Module):
@@ -286,16 +253,9 @@ class Listed(nn.Module):
 @distributed(2)
 def test_units_inside_and_between_several_modules_of_one_unit(ctx: RankContext) -> None:
     model = seeded(Listed)
-    for block in model.blocks:
-        fsdp2.fully_shard(block[0], mesh=ctx.mesh_1d())
-    fsdp2.fully_shard(model.blocks[1], mesh=ctx.mesh_1d())
-    fsdp2.fully_shard([model.blocks[0], model.blocks[2]], mesh=ctx.mesh_1d())
-    _may_differ(fsdp2.fully_shard(model, mesh=ctx.mesh_1d()))
-    for number, ways in enumerate([[[0, 1, 2], []], [[], [0, 2]], [[1], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]]):
-        steps = [functools.partial(_step, way=way, seed=10 * number + rank) for rank, way in enumerate(ways)]
-        steps[ctx.rank](model)
-        _assert_gradients(model, _expected(steps, Listed))
-        model.zero_grad()
+    first, second, third = model.blocks
+    shard_each(first[0], second[0], third[0], second, [first, third], model, mesh=ctx.mesh_1d())
+    _assert_steps(ctx, _may_differ(model), [[[0, 1, 2], []], [[], [0, 2]], [[1], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]])
 
 
 @distributed(2)
@@ -309,13 +269,13 @@ def test_root_without_parameters(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_zeros_for_what_nobody_used(ctx: RankContext) -> None:
-    model = _sharded(ctx)
+    model, references = _sharded(ctx), [seeded(Routed) for _ in range(2)]
     model.set_reduce_scatter_unused_params(True)
-    _loss(model, [0, ctx.rank + 1], ctx.rank).backward()
-    steps = [functools.partial(_step, way=[0, rank + 1], seed=rank) for rank in range(2)]
-    unused = [torch.zeros_like(p) for p in seeded(Routed).parameters()]
-    expected = [zeros if grad is None else grad for grad, zeros in zip(_expected(steps), unused, strict=True)]
-    _assert_gradients(model, expected)
+    for rank, each in [(ctx.rank, model), *enumerate(references)]:
+        _step(each, [0, rank + 1], rank)
+    for parameter in references[0].parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    assert_gradients(model, *references)
 
 
 @distributed(2)
@@ -325,7 +285,7 @@ def test_limit_on_memory(ctx: RankContext) -> None:
     _step(model, [0, 1, 2, 3, 4], 0)
     model.zero_grad()
     model.set_temporary_memory_limit(fsdp2.memory_plan(model).at_least)
-    _assert_steps(ctx, model, WAYS, _step)
+    _assert_steps(ctx, model, WAYS)
 
 
 @distributed(2)
@@ -345,6 +305,65 @@ def test_frozen_units_are_gathered_as_often_as_on_ranks_that_use_them(ctx: RankC
         model.zero_grad()
 
 
+# Parameters of one unit
+
+
+class Choosing(nn.Module):
+    """Each pass takes one of several ways behind the trunk; one way is never taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(DIM, DIM)
+        self.ways = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(5))
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        return self.ways[way](torch.tanh(self.trunk(x)))
+
+
+def _choosing(ctx: RankContext, **options: Any) -> Any:
+    mesh = ctx.mesh_1d() if ctx.world_size == 2 else ctx.mesh_2d(2, 2)
+    return _may_differ(fsdp2.fully_shard(seeded(Choosing), mesh=mesh, **options))
+
+
+@pytest.mark.parametrize("setting", ["plain", "mixed", "offloaded"])
+@distributed(2, 4)
+def test_parameters_that_one_rank_uses_get_the_mean_on_every_rank(ctx: RankContext, setting: str) -> None:
+    """Two microbatches: one way for each rank, and one that all of them take."""
+
+    def compute(each: Any, ways: Way, seed: int) -> None:
+        for microbatch, way in enumerate(ways):
+            _loss(each, way, 2 * seed + microbatch).backward()
+
+    ways = [[[(rank + index) % 4, index] for rank in range(4)] for index in range(2)]
+    atol = 2e-3 if setting == "mixed" else 1e-6
+    _assert_steps(ctx, _choosing(ctx, **SETTINGS[setting]), ways, compute, atol)
+
+
+@distributed(2)
+def test_hooks_on_parameters_run_on_every_rank(ctx: RankContext) -> None:
+    model = _choosing(ctx)
+    called: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+    _loss(model, ctx.rank, 0).backward()
+    layers = ("trunk", "ways.0", "ways.1")
+    assert sorted(called) == sorted(f"{layer}.{kind}" for layer in layers for kind in ("bias", "weight"))
+
+
+@distributed(2)
+def test_what_was_withheld_is_dropped_after_an_exception(ctx: RankContext) -> None:
+    """The reduction has landed, but no rank has said yet who had a gradient."""
+    model = _choosing(ctx)
+    model.set_is_last_backward(False)
+    _loss(model, ctx.rank, 0).backward()
+    model.reset_iter_state()
+    model.zero_grad()
+    model.set_is_last_backward(True)
+    _loss(model, 3, 0).backward()
+    grads = [way.weight.grad is not None for way in model.ways]
+    assert grads == [False, False, False, True, False]
+
+
 # What a rank does for units that it skips
 
 
@@ -352,9 +371,6 @@ class Short(Stack):
     """Two blocks, of which rank 1 skips the second from the second forward on."""
 
     num_forwards = 0
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2)
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_forwards += 1
@@ -365,7 +381,7 @@ class Short(Stack):
 
 
 def _trace(ctx: RankContext) -> str:
-    model = _may_differ(shard(ctx, seeded(Short)))
+    model = _may_differ(shard(ctx, seeded(lambda: Short(2))))
     step(model)
     model.zero_grad()
     with trace.record(model) as recorded:
@@ -373,14 +389,9 @@ def _trace(ctx: RankContext) -> str:
     return compact(recorded)
 
 
-def test_a_rank_that_skips_a_unit_gathers_and_reduces_it_without_computing() -> None:
+def test_a_rank_that_skips_a_unit_gathers_and_reduces_it_without_computing(golden: Check) -> None:
     used, skipped = shared_pool(2).run(_trace)
-    assert_expected_inline(
-        skipped,
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 R0 | join_forward 1 W1 R1 | /fr
-br P1 | join_backward 1 W1 P0 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+    golden(skipped)
     assert [line for line in skipped.splitlines() if line.startswith("  ")] == [
         line for line in used.splitlines() if line.startswith("  ")
     ]

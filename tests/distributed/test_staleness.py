@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2 import fully_shard
+from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tools import trace
 from tests.distributed.changes import GATHERS, evaluate
-from tests.distributed.support import DIM, Stack, batch, seeded, shard, sharded, step
+from tests.distributed.support import DIM, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -39,11 +40,14 @@ def _raise_in_forward(model: Any) -> None:
 PASSES = {**GATHERS, "raised forward": _raise_in_forward}
 
 
+@pytest.mark.parametrize("options", [{}, {"offload_policy": StagedOffloadPolicy()}])
 @pytest.mark.parametrize("kept", [None, False, 2])
 @pytest.mark.parametrize("name", list(PASSES))
 @distributed(4)
-def test_forward_after_the_shards_were_written_uses_them(ctx: RankContext, name: str, kept: bool | int | None) -> None:
-    model = sharded(ctx, reshard_after_forward=kept)
+def test_forward_after_the_shards_were_written_uses_them(
+    ctx: RankContext, name: str, kept: bool | int | None, options: dict[str, Any]
+) -> None:
+    model = sharded(ctx, reshard_after_forward=kept, **options)
     shards = list(model.parameters())  # as an optimizer holds them: what is bound later may be unsharded
     PASSES[name](model)
     _write(shards)
@@ -93,8 +97,7 @@ def test_tensors_that_took_the_place_of_shards_are_known_from_the_next_forward_o
     """They have the memory of the shards, or none: rank 1 has nothing of the last layer. Else only that rank would
     gather this layer in every forward. Later writes are noticed all the same, of an optimizer with ``foreach``, too."""
     model, reference = (seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 1))) for _ in range(2))
-    for layer in model:
-        fully_shard(layer, mesh=ctx.mesh_1d(), reshard_after_forward=False)
+    shard_each(*model, mesh=ctx.mesh_1d(), reshard_after_forward=False)
     fully_shard(model, mesh=ctx.mesh_1d())
     if how == "to_empty":
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -149,13 +152,9 @@ def test_unused_backward_prefetch_does_not_outlive_a_write(ctx: RankContext) -> 
 @distributed(4)
 def test_partial_gradients_of_a_unit_that_is_idle_later_are_reduced(ctx: RankContext) -> None:
     """Two microbatches on HSDP; a unit runs in the first only, which leaves its sums on the shard axis."""
-    mesh = ctx.mesh_2d(2, 2)
     blocks = [seeded(lambda: nn.Linear(8, 8, bias=False), seed) for seed in range(2)]
-    model = nn.ModuleDict({"a": blocks[0], "b": blocks[1]})
-    root = _Chooses(model)
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(root, mesh=mesh)
+    root = _Chooses(nn.ModuleDict({"a": blocks[0], "b": blocks[1]}))
+    shard_each(*blocks, root, mesh=ctx.mesh_2d(2, 2))
     x = torch.full((2, 8), 1.0 + ctx.rank)
     for names, is_last in (("ab", False), ("a", True)):
         root.set_requires_all_reduce(is_last)  # type: ignore[operator]

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp2 import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
-from tests.distributed.support import BLOCK_NBYTES, Stack, batch, compact, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.changes import assert_gradients, step_and_zero_all
+from tests.distributed.support import BLOCK_NBYTES, Stack, batch, compact, seeded, shard, shard_units, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
+from tests.harness.models import MLP
 
 # Reductions in flight
 
 
-def _landed_when_backward_reaches(ctx: RankContext, num_buffers: int | None) -> list[str]:
+@pytest.mark.parametrize("num_buffers", [None, 3])
+@golden_on_ranks()
+def test_one_reduction_is_in_flight_unless_told_otherwise(ctx: RankContext, num_buffers: int | None) -> str:
     """At the start of each block's backward, the blocks whose gradients have landed."""
     model = sharded(ctx, num_blocks=5)
     if num_buffers is not None:  # behind a first step, which has used another number
@@ -41,71 +46,11 @@ def _landed_when_backward_reaches(ctx: RankContext, num_buffers: int | None) -> 
     with trace.observe(model, Watch()):
         step(model)
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return found
+    return "\n".join(found)
 
 
-def test_one_reduction_is_in_flight_unless_told_otherwise() -> None:
-    assert_expected_inline(
-        "\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=None)),
-        """\
-pre_backward (root): none
-pre_backward blocks.4: none
-pre_backward blocks.3: none
-pre_backward blocks.2: 4
-pre_backward blocks.1: 3 4
-pre_backward blocks.0: 2 3 4
-end_backward (root): 1 2 3 4""",
-    )
-
-
-def test_three_reductions_in_flight() -> None:
-    assert_expected_inline(
-        "\n".join(same_on_all_ranks(_landed_when_backward_reaches, num_buffers=3)),
-        """\
-pre_backward (root): none
-pre_backward blocks.4: none
-pre_backward blocks.3: none
-pre_backward blocks.2: none
-pre_backward blocks.1: none
-pre_backward blocks.0: 4
-end_backward (root): 3 4""",
-    )
-
-
-def _errors_of_max_input_buffers(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    setter = model.set_reduce_scatter_max_input_buffers
-    return "\n".join(error_of(partial(setter, value)) for value in (True, 2.0, 0))
-
-
-def test_number_of_reductions_that_is_none() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_of_max_input_buffers),
-        """\
-TypeError: set_reduce_scatter_max_input_buffers: expected an int, got a bool.
-TypeError: set_reduce_scatter_max_input_buffers: expected an int, got a float.
-ValueError: set_reduce_scatter_max_input_buffers: expected at least 1, got 0.""",
-    )
-
-
-def _errors_of_divide_factor(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    return "\n".join(error_of(partial(model.set_gradient_divide_factor, value)) for value in ("2", 0, float("nan")))
-
-
-def test_divisor_of_gradients_that_is_none() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_of_divide_factor),
-        """\
-TypeError: set_gradient_divide_factor: factor is a str, expected a number.
-ValueError: set_gradient_divide_factor: factor is 0, expected a positive number. Pass 1 for the sum
-over all ranks.
-ValueError: set_gradient_divide_factor: factor is nan, expected a positive number. Pass 1 for the
-sum over all ranks.""",
-    )
-
-
-def _not_last(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_backward_that_is_not_the_last_does_not_wait_for_its_reductions(ctx: RankContext) -> str:
     model = sharded(ctx, num_blocks=1)
     model.set_is_last_backward(False)
     with trace.record(model) as recorded:
@@ -115,22 +60,11 @@ def _not_last(ctx: RankContext) -> str:
     return "\n".join(action for action in recorded.actions() if action.split()[0] in ("reduce", "land"))
 
 
-def test_backward_that_is_not_the_last_does_not_wait_for_its_reductions() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_not_last),
-        """\
-reduce blocks.0
-reduce (root)
-reduce blocks.0
-reduce (root)
-land (root)""",
-    )
-
-
 # Unsharding in backward
 
 
-def _not_unsharded(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_unit_is_not_gathered_for_backward_though_backward_reads_it(ctx: RankContext) -> str:
     model = sharded(ctx, num_blocks=2)
     model.blocks[0].set_unshard_in_backward(False)
     y = model(batch())
@@ -140,28 +74,16 @@ def _not_unsharded(ctx: RankContext) -> str:
     return compact(recorded) + "\n" + error
 
 
-def test_unit_is_not_gathered_for_backward_though_backward_reads_it() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_not_unsharded),
-        """\
-br P1 | b1 W1 | /b1 R1 D1 | b0
-RuntimeError: one of the variables needed for gradient computation has been modified by an inplace
-operation: [torch.FloatTensor [32, 32]], which is output 0 of AsStrided, is at version 2; expected
-version 1 instead. Hint: enable anomaly detection to find the operation that failed to compute its
-gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False).""",
-    )
-
-
 # Memory that is kept
 
 
-def _unsharded_places(model: Any) -> list[int]:
+def _unsharded_places(model: Any, compute: Callable[[Any], object] = step) -> list[int]:
     places: list[int] = []
     hooks = [
-        block.linear.register_forward_pre_hook(lambda module, args: places.append(module.weight.data_ptr()))
+        block.register_forward_pre_hook(lambda module, args: places.append(next(module.parameters()).data_ptr()))
         for block in model.blocks
     ]
-    step(model)
+    compute(model)
     for hook in hooks:
         hook.remove()
     return places
@@ -170,37 +92,18 @@ def _unsharded_places(model: Any) -> list[int]:
 @pytest.mark.parametrize("dim", [32, 1024])  # 4 MiB is beyond what the pool of freed memory takes
 @distributed(2)
 def test_kept_memory_stays_where_it_is(ctx: RankContext, dim: int) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(dim, dim)
+    def compute(model: Any) -> None:
+        model(*model.batch(torch.Generator().manual_seed(0))).square().mean().backward()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.linear(x))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x.repeat(1, dim // x.size(1)))
-            return x
-
-    model, reference = seeded(Model), seeded(Model)
-    for block in model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d())
-    fully_shard(model, mesh=ctx.mesh_1d())
+    model, reference = (seeded(lambda: MLP(dim=dim)) for _ in range(2))
+    shard_units(model, mesh=ctx.mesh_1d())
     model.set_keep_unsharded_storage(True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     found = []
     for _ in range(3):
-        found.append(_unsharded_places(model))
-        step(reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        found.append(_unsharded_places(model, compute))
+        compute(reference)
+        step_and_zero_all(optimizers)
     assert found == [found[0]] * 3
     assert len(set(found[0])) == 3
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -242,8 +145,7 @@ def test_kept_memory_with_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
     step(reference)
     assert _unsharded_places(model) == first
     step(reference)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
 # Registered methods
@@ -262,13 +164,11 @@ class _WithMethods(Stack):
 
 
 def _sharded_with_methods(ctx: RankContext) -> Any:
-    model = seeded(_WithMethods)
-    for block in model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d())
-    return fully_shard(model, mesh=ctx.mesh_1d())
+    return shard(ctx, seeded(_WithMethods))
 
 
-def _trace_of_a_method(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_registered_method_runs_like_a_forward(ctx: RankContext) -> str:
     model = _sharded_with_methods(ctx)
     for _ in range(2):  # the second call changes nothing
         register_fsdp_forward_method(model, "encode")
@@ -276,15 +176,6 @@ def _trace_of_a_method(ctx: RankContext) -> str:
     with trace.record(model) as recorded:
         model.encode(batch()).square().mean().backward()
     return compact(recorded)
-
-
-def test_registered_method_runs_like_a_forward() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_trace_of_a_method),
-        """\
-fr Ur Wr | f0 U0 W0 | /f0 R0 | /fr | b0 U0 W0
-br | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
 
 
 @distributed(2)
@@ -311,8 +202,7 @@ def test_model_recovers_from_a_registered_method_that_raised(ctx: RankContext) -
         else:
             assert torch.allclose(entry(batch()), expected, atol=1e-6)
     model.reshard()  # a root keeps its parameters after forward
-    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-6), name
+    assert_gradients(model, reference)
 
 
 @pytest.mark.parametrize("order", ["compiled first", "registered first", "called by a compiled module"])
@@ -346,46 +236,24 @@ def test_registered_method_and_compilation(ctx: RankContext, order: str) -> None
         assert torch.allclose(actual, expected, atol=1e-5)
         actual.square().mean().backward()
         expected.square().mean().backward()
-    used = [(p, r) for p, r in zip(model.parameters(), reference.parameters(), strict=True) if r.grad is not None]
-    assert used
-    for parameter, other in used:
-        assert torch.allclose(parameter.grad.full_tensor(), other.grad, atol=1e-4)
+    assert_gradients(model, reference, atol=1e-4)
 
 
-def _errors_of_methods(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_method_that_does_not_exist(ctx: RankContext) -> str:
     model = _sharded_with_methods(ctx)
     names = ("encod", "label", "xyz")
     return "\n".join(error_of(partial(register_fsdp_forward_method, model, name)) for name in names)
 
 
-def test_method_that_does_not_exist() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_errors_of_methods),
-        """\
-ValueError: register_fsdp_forward_method: expected a method 'encod' of FSDP_WithMethods, found no
-such attribute. Did you mean 'encode'?
-ValueError: register_fsdp_forward_method: expected a method 'label' of FSDP_WithMethods, found a
-str.
-ValueError: register_fsdp_forward_method: expected a method 'xyz' of FSDP_WithMethods, found no such
-attribute.""",
-    )
-
-
 # Shared streams
 
 
-def _share(ctx: RankContext) -> str:
+@distributed(2)
+def test_roots_share_streams_from_the_start(ctx: RankContext) -> None:
     first, second = sharded(ctx), sharded(ctx)
     streams = {id(form_root(unit_of(module)).executor.streams) for module in (first, second)}  # type: ignore[arg-type]
     assert len(streams) == 1
     share_comm_ctx([])
     share_comm_ctx([first, second])
     assert all(isinstance(module, FSDPModule) for module in (first, second))
-    return error_of(lambda: share_comm_ctx([first, first.entry]))
-
-
-def test_roots_share_streams_from_the_start() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_share),
-        """ValueError: share_comm_ctx: expected modules that fully_shard was called on, got a Linear.""",
-    )

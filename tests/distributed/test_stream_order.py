@@ -1,87 +1,181 @@
 """On an accelerator, everything that touches the same memory is ordered by streams, whatever the user has asked for.
 
 No accelerator is needed: streams are clocks (``tests/harness/simulated.py``), and an access that nothing orders is an
-error even where, by luck, it would come late enough on a GPU.
+error even where, by luck, it would come late enough on a GPU. What is trained are the cases of ``tests/accelerator``,
+and those below.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.comm.streams import AcceleratorStreams
-from tests.distributed import stream_scenarios as scenarios
-from tests.harness.models import Uneven
+from fsdp2.tensors import BFloat16AllGatherTensor, Float8AllGatherTensor, Float8Scaling, Int8AllGatherTensor
+from tests.accelerator import cases
+from tests.accelerator.cases import WIDE, Trained, bf16, bf16_fp32
+from tests.harness.comms import CountingAllGather, CountingReduceScatter
+from tests.harness.models import MLP, Uneven
+from tests.harness.offload import offload_policy
+from tests.harness.runtimes import Runtime, subject
 from tests.harness.selection import in_ci
-from tests.harness.simulated import Simulation, simulated_accelerator
+from tests.harness.simulated import SimulatedGroup, Simulation, simulated_accelerator
+from tests.harness.training import Step, one_backward, train
 
+
+def zero_in_place(step: Step, model: Any) -> list[Tensor]:
+    losses = one_backward(step, model)
+    model.zero_grad(set_to_none=False)
+    return [*losses, *one_backward(step, model)]
+
+
+def freeze_what_is_summed(step: Step, model: Any) -> list[Tensor]:
+    """What was summed before a parameter was frozen lands on its own, while the sums may still be on their way."""
+    losses = []
+    for is_last in (False, True):
+        model.blocks[1].up.weight.requires_grad_(not is_last)
+        model.set_requires_all_reduce(is_last)
+        model.set_is_last_backward(is_last)
+        losses += one_backward(step, model)
+    model.blocks[1].up.weight.requires_grad_(True)
+    return losses
+
+
+def evaluate_between(step: Step, model: Any) -> list[Tensor]:
+    losses = one_backward(step, model)
+    with torch.no_grad():
+        losses.append(step.loss(model))
+    with torch.inference_mode():
+        return [*losses, step.loss(model)]
+
+
+def switch_streams(step: Step, model: Any) -> list[Tensor]:
+    model._set_unshard_async_op(step.index == 1)
+    return one_backward(step, model)
+
+
+def clip(step: Step, model: Any) -> list[Tensor]:
+    losses = one_backward(step, model)
+    return [*losses, fsdp2.clip_grad_norm_(model.parameters(), 0.05)]
+
+
+def prefetch_two(model: Any, runtime: Runtime) -> None:
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
+
+
+def checkpoint_blocks(model: Any, runtime: Runtime) -> None:
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def communicate_by_hand(model: Any, runtime: Runtime, persistent: bool = True) -> None:
+    """The user's own collectives, with one buffer per size for good, or a new one each time."""
+    gather, reduce = CountingAllGather(persistent=persistent), CountingReduceScatter(persistent=persistent)
+    for module in [*model.units(), model]:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+
+
+def halve_on_own_stream(model: Any, runtime: Runtime) -> None:
+    assert SimulatedGroup.simulation is not None
+    stream = SimulatedGroup.simulation.device.Stream()
+    for module in [*model.units(), model]:
+        module.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
+
+
+HOOKED = {
+    "bfloat16": BFloat16AllGatherTensor,
+    "int8": Int8AllGatherTensor,
+    "int8 kept": partial(Int8AllGatherTensor, quantise_once=True),
+    "float8": Float8AllGatherTensor,
+    "float8 per row": partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW),
+}
+CASES: dict[str, Trained] = {
+    **cases.CASES,
+    "hook on a stream of its own": Trained(policy=bf16_fp32, then=halve_on_own_stream),
+    "uneven": Trained(model=Uneven),
+    "checkpointed": Trained(policy=bf16_fp32, then=checkpoint_blocks),
+    "prefetched two ahead": Trained(model=partial(MLP, num_blocks=4), policy=bf16, then=prefetch_two),
+    "communicated by hand": Trained(policy=bf16, then=communicate_by_hand),
+    "zeroed in place": Trained(step=zero_in_place, policy=bf16_fp32),
+    "direct, cast back": Trained(model=lambda: WIDE().bfloat16(), policy=bf16),
+    "alone, cast": Trained(step=zero_in_place, shard=cases.on_each_rank_alone, policy=bf16_fp32),
+    "frozen while summed": Trained(shape=(2, 2), step=freeze_what_is_summed, policy=bf16_fp32),
+    "evaluated": Trained(step=evaluate_between, policy=bf16),
+    "switched streams": Trained(step=switch_streams, policy=bf16),
+    "used twice": Trained(policy=bf16_fp32, then=lambda model, _: model.blocks.append(model.blocks[0])),
+    "replicated, clipped": Trained(shape=(2, 2), step=clip, policy=bf16_fp32),
+    "own buffers": Trained(policy=bf16, then=partial(communicate_by_hand, persistent=False)),
+    "offloaded, zeroed in place": Trained(step=zero_in_place),
+    **{
+        f"{name} on a smaller mesh": Trained(
+            (4,), model=partial(cases.wrapped, make), options={"reshard_after_forward": 2}
+        )
+        for name, make in HOOKED.items()
+    },
+}
+# It writes shards that a gather reads, which is made anew for that.
+del CASES["offloaded, written while unsharded"]
 # Each leads to waits that the others do not.
 _SHORT = [
-    scenarios.plain,
-    scenarios.uneven,
-    scenarios.resting_and_gathered_in_vain,
-    scenarios.kept_storage,
-    scenarios.accumulated_partial,
-    scenarios.hook_on_a_stream_of_its_own,
-    scenarios.custom_communication,
-    scenarios.saved_and_loaded,
+    *("plain", "uneven", "on a smaller mesh, gathered in vain", "kept storage", "replicated, partial sums"),
+    *("hook on a stream of its own", "communicated by hand", "loaded by assignment", "bfloat16 on a smaller mesh"),
+    "offloaded, evaluated",
 ]
+
+
+def _trained(name: str) -> Simulation:
+    """The case, on as many simulated accelerators as it takes; all that is on the device there is on the CPU here."""
+    case, is_offloaded = CASES[name], "offloaded" in name
+    if is_offloaded:
+        case = replace(case, policy=lambda runtime: {"offload_policy": offload_policy(runtime)})
+    with simulated_accelerator(math.prod(case.shape), shards_on_host=is_offloaded) as simulation:
+        mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=("replicate", "shard")[-len(case.shape) :])
+        train(case.case("cpu"), mesh, subject())
+    return simulation
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.*deprecated:FutureWarning")  # newer torch renames collectives
-@pytest.mark.parametrize(
-    "scenario",
-    [*_SHORT, *in_ci(*(scenario for scenario in scenarios.SCENARIOS if scenario not in _SHORT))],
-    ids=lambda scenario: scenario.__name__,
-)
-def test_all_accesses_are_ordered(scenario: Callable[[Simulation], None]) -> None:
-    with simulated_accelerator() as simulation:
-        scenario(simulation)
-    assert simulation.races.num_accesses > 100
-    assert not simulation.races.found, _listed(simulation)
+@pytest.mark.parametrize("name", [*_SHORT, *in_ci(*(name for name in CASES if name not in _SHORT))])
+def test_all_accesses_are_ordered(name: str) -> None:
+    races = _trained(name).races
+    assert races.num_accesses > 100
+    assert not races.found, "\n".join(races.found)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", *in_ci("int8", "int8 kept", "float8", "float8 per row")])
-def test_all_accesses_of_hooks_are_ordered(name: str) -> None:
-    with simulated_accelerator() as simulation:
-        scenarios.hooked(scenarios.HOOKED[name])(simulation)
-    assert not simulation.races.found, _listed(simulation)
-
-
-def test_all_accesses_to_memory_of_the_host_are_ordered() -> None:
-    with simulated_accelerator(shards_on_host=True) as simulation:
-        scenarios.offloaded(simulation)
-    assert not simulation.races.found, _listed(simulation)
-
-
-# The tests above find what is missing: each wait is needed by one of them
+# The test above finds what is missing: each wait is needed by one of the cases
 
 _WAITS = [
-    ("wait_here", "group.all_gather.wait", scenarios.direct),
-    ("wait_here", "group.all_gather.drop", scenarios.resting_and_gathered_in_vain),
-    ("gather_after_compute", "group.all_gather.release", scenarios.direct),
-    ("gather_after_compute", "group.all_gather.release", scenarios.resting_on_a_smaller_mesh),
-    ("gather_after_compute", "group.all_gather.release", scenarios.kept_storage),
-    ("wait_here", "group.gradients.finish", scenarios.direct_cast),
-    ("compute_after_reduce", "group.gradients.finish", scenarios.one_rank),
-    ("compute_after_reduce", "runtime.executor.wait_for_landed", scenarios.plain),
-    ("gather_after_compute", "runtime.root.order_gathers", scenarios.plain),
-    ("reduce_after_compute", "group.reduce_scatter.launch", scenarios.direct),
-    ("reduce_after_compute", "group.gradients._start_landing", scenarios.partial_sums_carried_on_alone),
-    ("wait_on_cpu", "comm.offload.wait", scenarios.offloaded),
+    ("wait_here", "group.all_gather.wait", "direct"),
+    ("wait_here", "group.all_gather.drop", "on a smaller mesh, gathered in vain"),
+    ("gather_after_compute", "group.all_gather.release", "direct"),
+    ("gather_after_compute", "group.all_gather.release", "on a smaller mesh after forward"),
+    ("gather_after_compute", "group.all_gather.release", "kept storage"),
+    ("wait_here", "group.gradients.finish", "direct bf16 reduced in fp32"),
+    ("compute_after_reduce", "runtime.executor.wait_for_landed", "plain"),
+    ("gather_after_compute", "runtime.root.order_gathers", "plain"),
+    ("reduce_after_compute", "group.reduce_scatter.launch", "direct"),
+    ("reduce_after_compute", "group.gradients._start_landing", "replicated, sums carried on alone"),
+    ("wait_on_cpu", "comm.offload.wait", "offloaded, evaluated"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("method", "place", "scenario"), _WAITS, ids=[f"{place}-{scenario.__name__}" for _, place, scenario in _WAITS]
-)
+@pytest.mark.parametrize(("method", "place", "name"), _WAITS)
 def test_a_wait_that_is_left_out_is_noticed(
-    method: str, place: str, scenario: Callable[[Simulation], None], monkeypatch: pytest.MonkeyPatch
+    method: str, place: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait = getattr(AcceleratorStreams, method)
     left_out = []
@@ -94,29 +188,6 @@ def test_a_wait_that_is_left_out_is_noticed(
             wait(streams, *args)
 
     monkeypatch.setattr(AcceleratorStreams, method, leave_out)
-    with simulated_accelerator(shards_on_host=scenario is scenarios.offloaded) as simulation:
-        scenario(simulation)
+    races = _trained(name).races
     assert left_out
-    assert simulation.races.found
-
-
-# What the CPU waits for
-
-
-@pytest.mark.parametrize("options", [{}, scenarios.BF16, scenarios.BF16_FP32], ids=["fp32", "bf16", "bf16, fp32"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
-def test_no_value_is_waited_for_in_a_step(shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    with simulated_accelerator() as simulation:
-        model = scenarios.sharded(Uneven(), scenarios.mesh_of(*shape), **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            simulation.syncs.clear()
-            scenarios.backward(model)
-            fsdp2.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert simulation.syncs == []
-
-
-def _listed(simulation: Simulation) -> str:
-    return "\n".join(simulation.races.found)
+    assert races.found

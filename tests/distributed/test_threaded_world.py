@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard
 from fsdp2.tensors import Int8AllGatherTensor, wrap_parameters
 from fsdp2.tensors.int8 import dequantise, quantise
-from tests.distributed.support import Stack, batch, seeded, step
+from tests.distributed.changes import assert_gradients
+from tests.distributed.support import Stack, batch, seeded, shard_each, step
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", ImportWarning)  # that a package for tests of its own is missing
@@ -33,10 +32,7 @@ class TestThreadedWorld(MultiThreadedTestCase):
         self._spawn_threads()
 
     def _sharded(self, model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return shard_each(*model.blocks, model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))  # type: ignore[misc]
 
     def test_gradients_are_those_of_the_unsharded_model(self) -> None:
         reference = copy.deepcopy(MODEL)
@@ -55,7 +51,5 @@ class TestThreadedWorld(MultiThreadedTestCase):
         self._compare_gradients(model, reference)
 
     def _compare_gradients(self, model: nn.Module, reference: nn.Module) -> None:
-        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert isinstance(parameter.grad, DTensor), name
-            assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6), name
+        assert_gradients(model, reference)
         assert model(batch()).isfinite().all()

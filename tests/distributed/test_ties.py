@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, ScheduleError, allow_inner_losses, fully_shard
 from fsdp2.tools import trace
-from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.changes import assert_gradients, step_and_zero_all
+from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.selection import long
 
@@ -33,7 +34,8 @@ def _tie(model: Stack, places: tuple[str, ...]) -> None:
 
 
 PLACES = {
-    "block and root": ("blocks.1.linear", "exit"),
+    "one unit": ("entry", "exit"),
+    "root and block": ("entry", "blocks.2.linear"),
     "two blocks": ("blocks.0.linear", "blocks.2.linear"),
     "all": ("entry", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "exit"),
 }
@@ -60,8 +62,7 @@ def test_dtensors_of_tensor_parallelism_move_as_well(ctx: RankContext) -> None:
     }
     parallelize_module(model, mesh["tp"], plan)
     model.head.weight = model.embedding.weight
-    for unit in (model.embedding, model):
-        fully_shard(unit, mesh=mesh["dp"])
+    shard_each(model.embedding, model, mesh=mesh["dp"])
     for each in (model, reference):
         each(torch.arange(8)).square().mean().backward()
     assert model.head.weight is model.embedding.weight
@@ -72,37 +73,7 @@ def test_dtensors_of_tensor_parallelism_move_as_well(ctx: RankContext) -> None:
         fully_shard(model.head, mesh=mesh["dp"])
 
 
-@pytest.mark.parametrize("case", PLACES)
-@pytest.mark.parametrize("replicas", [1, 2])
-@distributed(2)
-def test_they_train_as_in_the_unsharded_model(ctx: RankContext, case: str, replicas: int) -> None:
-    model, reference = _tied(PLACES[case]), _tied(PLACES[case])
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas))
-    bound = [model.get_submodule(name).weight for name in PLACES[case]]
-    assert isinstance(bound[0], DTensor)
-    assert all(weight is bound[0] for weight in bound)
-    names = [name for name, _ in model.named_parameters()]
-    assert names == [name for name, _ in reference.named_parameters()]
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
-    for seed in range(3):
-        torch.testing.assert_close(step(model, seed), step(reference, seed))
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
-
-
-LATE = {
-    "one unit": ("entry", "exit"),
-    "root and block": ("entry", "blocks.2.linear"),
-    "two blocks": ("blocks.0.linear", "blocks.2.linear"),
-    "two of the root and two blocks": ("entry", "blocks.0.linear", "blocks.2.linear", "exit"),
-}
-
-
-@pytest.mark.parametrize("case", [*list(LATE)[:2], *long(*list(LATE)[2:])])
+@pytest.mark.parametrize("case", [*list(PLACES)[:2], *long(*list(PLACES)[2:])])
 @pytest.mark.parametrize(
     ("replicas", "kept"),
     [(1, None), *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, False), (2, True)])],
@@ -111,12 +82,14 @@ LATE = {
 def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_tied_before(
     ctx: RankContext, case: str, replicas: int, kept: bool | None
 ) -> None:
-    """As transformers ties them after loading."""
-    late, early, reference = seeded(Stack), _tied(LATE[case]), _tied(LATE[case])
+    """As transformers ties them after loading. Both train as in the unsharded model."""
+    late, early, reference = seeded(Stack), _tied(PLACES[case]), _tied(PLACES[case])
     for model in (late, early):
-        for unit in (*model.blocks, model):
-            fully_shard(unit, mesh=ctx.mesh_2d(replicas, 2 // replicas), reshard_after_forward=kept)
-    _tie(late, LATE[case])
+        shard(ctx, model, mesh=ctx.mesh_2d(replicas, 2 // replicas), reshard_after_forward=kept)
+    _tie(late, PLACES[case])
+    assert list(early.state_dict()) == list(reference.state_dict())
+    assert len({early.get_submodule(place).weight for place in PLACES[case]}) == 1
+    assert len(list(early.parameters())) == len(list(reference.parameters()))
     models = (late, early, reference)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for seed in range(6):
@@ -124,10 +97,8 @@ def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_t
         assert torch.equal(losses[0], losses[1])
         torch.testing.assert_close(losses[0], losses[2])
         if seed % 2:  # two backwards for each step
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    weights = [late.get_submodule(place).weight for place in LATE[case]]
+            step_and_zero_all(optimizers)
+    weights = [late.get_submodule(place).weight for place in PLACES[case]]
     assert all(weight is weights[0] for weight in weights)
     assert late.state_dict().keys() == reference.state_dict().keys()
     for name, parameter in reference.named_parameters():
@@ -140,7 +111,7 @@ def test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_t
 def test_one_unit_manages_what_was_tied_across_units(ctx: RankContext) -> None:
     """So no unit copies its shard again, the root gathers it, and the inner module saves the shard."""
     model = sharded(ctx, reshard_after_forward=False)
-    _tie(model, LATE["root and block"])
+    _tie(model, PLACES["root and block"])
     step(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = model.entry.weight.to_local().data_ptr()
@@ -183,8 +154,7 @@ class _WithPair(nn.Module):
 def test_units_that_no_forward_has_used_may_be_tied_later(ctx: RankContext) -> None:
     """One of them is left without parameters, and the ranks that wait for each other forget it."""
     model, reference = seeded(_WithPair), seeded(_WithPair)
-    for unit in (model.pair.first, model.pair.second, model.pair, model):
-        fully_shard(unit, mesh=ctx.mesh_1d())
+    shard_each(model.pair.first, model.pair.second, model.pair, model, mesh=ctx.mesh_1d())
     for each in (model, reference):
         step(each)
         each.pair.second.weight = each.pair.first.weight
@@ -194,8 +164,7 @@ def test_units_that_no_forward_has_used_may_be_tied_later(ctx: RankContext) -> N
             each.uses_pair = True
             each.zero_grad()
             step(each, seed)
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+        assert_gradients(model, reference)
 
 
 @distributed(2)
@@ -203,7 +172,7 @@ def test_a_loss_inside_a_block_finds_the_weight_that_the_root_has_taken(ctx: Ran
     kept: list[Tensor] = []
     model, reference = sharded(ctx, reshard_after_forward=True), seeded(Stack)
     for each in (model, reference):
-        _tie(each, LATE["two blocks"])
+        _tie(each, PLACES["two blocks"])
         each(batch())  # moves the weight
     allow_inner_losses(model)
     for each in (model, reference):
@@ -237,9 +206,7 @@ def test_ties_of_sharded_parameters_that_cannot_move_are_kept_or_refused(ctx: Ra
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (kept, reference)]
     for seed in range(3):
         torch.testing.assert_close(step(kept, seed), step(reference, seed), atol=0.01, rtol=0.01)  # reduced in bf16
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero_all(optimizers)
     assert kept.blocks[2].linear.weight is kept.entry.weight
     late = made()
     step(late)
@@ -258,8 +225,7 @@ def test_ties_of_sharded_parameters_that_cannot_move_are_kept_or_refused(ctx: Ra
 @distributed(2)
 def test_the_nearest_unit_around_them_takes_them(ctx: RankContext) -> None:
     model: Any = nn.Sequential(_tied(PLACES["two blocks"]), seeded(Stack))
-    for unit in (*model[0].blocks, model[0], *model[1].blocks, model[1], model):
-        fully_shard(unit, mesh=ctx.mesh_1d())
+    shard_each(*model[0].blocks, model[0], *model[1].blocks, model[1], model, mesh=ctx.mesh_1d())
     model[0].unshard()
     assert not isinstance(model[0].blocks[0].linear.weight, DTensor)
     assert isinstance(model[0].blocks[0].linear.bias, DTensor)
@@ -269,13 +235,13 @@ def test_the_nearest_unit_around_them_takes_them(ctx: RankContext) -> None:
     assert "reduce 0" in recorded.actions()
 
 
-def _refusals(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_what_nobody_can_take_is_refused(ctx: RankContext) -> str:
     mesh, found = ctx.mesh_1d(), []
     apart = _tied(PLACES["two blocks"])
-    for block in apart.blocks:
-        fully_shard(block, mesh=mesh)
+    shard_each(*apart.blocks, mesh=mesh)
     found.append(error_of(lambda: apart.blocks[2](batch())))
-    written = _tied(PLACES["block and root"])
+    written = _tied(("blocks.1.linear", "exit"))
     fully_shard(written.blocks[1], mesh=mesh)
     with torch.no_grad():
         written.blocks[1].linear.weight.zero_()
@@ -283,22 +249,6 @@ def _refusals(ctx: RankContext) -> str:
     assert isinstance(written.blocks[1].linear.weight, DTensor)
     found.append(error_of(lambda: fully_shard(written, mesh=mesh, tied_weights="move")))  # type: ignore[call-overload]
     return "\n".join(found)
-
-
-def test_what_nobody_can_take_is_refused() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_refusals),
-        """\
-ScheduleError: parameter 'weight' of a Linear in unit '(root)' is tied to a parameter of another
-unit, but fully_shard was not called on a module that contains both. Call fully_shard on the
-outermost module, too, or list the parameter in ignored_params.
-ValueError: fully_shard: parameter 'exit.weight' is tied to 'linear.weight' of a unit that is
-already sharded. This call would break the tie. The parameter moves to the new unit only with
-tied_weights=MOVE, and only if the old unit has not run and none of its parameters was written or
-replaced. Otherwise, call fully_shard([a, b]) on the modules that share the parameter, to make one
-unit.
-TypeError: fully_shard: tied_weights must be an fsdp2.TiedWeights, not builtins.str.""",
-    )
 
 
 class _Final(Stack):

@@ -1,7 +1,4 @@
-"""What the runtime does in a step: events, and the actions that each of them leads to, as ``compact`` writes them.
-
-``EXPECTTEST_ACCEPT=1`` rewrites the texts; read the difference before keeping it.
-"""
+"""What the runtime does in a step: events, and the actions that each of them leads to, as ``compact`` writes them."""
 
 from __future__ import annotations
 
@@ -9,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import Observer
 from fsdp2.tools import trace
 from tests.distributed.support import Stack, batch, compact, seeded, shard, sharded, step
 from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import Check, golden_alone
 
 
 def _trace_of_step(model: Any, index: int = 1) -> str:
@@ -31,41 +30,23 @@ def _plain(ctx: RankContext, index: int, **kwargs: Any) -> str:
     return _trace_of_step(sharded(ctx, **kwargs), index)
 
 
-def test_first_step_gathers_each_unit_when_it_is_needed() -> None:
-    assert_expected_inline(
-        on_one_rank(_plain, index=0),
-        """\
-fr Ur Wr | f0 U0 W0 | /f0 R0 | f1 U1 W1 | /f1 R1 | f2 U2 W2 | /f2 R2 | /fr
-br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_first_step_gathers_each_unit_when_it_is_needed(golden: Check) -> None:
+    golden(on_one_rank(_plain, index=0))
 
 
-def test_second_step_prefetches_along_the_recorded_order() -> None:
-    assert_expected_inline(
-        on_one_rank(_plain, index=1),
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr
-br P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_second_step_prefetches_along_the_recorded_order(golden: Check) -> None:
+    golden(on_one_rank(_plain, index=1))
 
 
-def _of_an_input_gradient(ctx: RankContext) -> str:
+@golden_alone()
+def test_gradient_of_the_input_alone_reduces_nothing(ctx: RankContext) -> str:
+    """It reduced zeros for each unit."""
     model = sharded(ctx)
     with trace.record(model) as recorded:
         x = batch().requires_grad_()
         torch.autograd.grad(model(x).sum(), x)
     assert all(parameter.grad is None for parameter in model.parameters())
     return compact(recorded)
-
-
-def test_gradient_of_the_input_alone_reduces_nothing() -> None:
-    """It reduced zeros for each unit."""
-    assert_expected_inline(
-        on_one_rank(_of_an_input_gradient),
-        """\
-fr Ur Wr | f0 U0 W0 | /f0 R0 | f1 U1 W1 | /f1 R1 | f2 U2 W2 | /f2 R2 | /fr
-br P2 | b2 W2 P1 | /b2 R2 | b1 W1 P0 | /b1 R1 | b0 W0 | /b0 R0 | /br Rr | /br""",
-    )
 
 
 class _InPlace(Stack):
@@ -77,7 +58,9 @@ class _InPlace(Stack):
             block.register_forward_pre_hook(lambda _, args: (args[0].mul_(2).add_(1),))
 
 
-def _written_in_place(ctx: RankContext) -> str:
+@golden_alone()
+def test_units_that_write_their_input_in_place_are_reduced_when_their_backward_ends(ctx: RankContext) -> str:
+    """They stayed unsharded and unreduced until the whole backward had ended. Torch refuses them."""
     return _trace_of_step(shard(ctx, seeded(_InPlace)))
 
 
@@ -102,63 +85,36 @@ def test_units_that_write_their_input_in_place_train_as_in_the_unsharded_model(
         assert torch.equal(mine.grad.full_tensor(), expected.grad)
 
 
-def test_units_that_write_their_input_in_place_are_reduced_when_their_backward_ends() -> None:
-    """They stayed unsharded and unreduced until the whole backward had ended. Torch refuses them."""
-    assert_expected_inline(
-        on_one_rank(_written_in_place),
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 R0 | f1 W1 P2 | /f1 R1 | f2 W2 | /f2 R2 | /fr
-br P2 | b2 W2 P1 | b1 W1 P0 | /b2 R2 D2 | b0 W0 | /b1 R1 D1 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
-
-
 def test_later_steps_are_the_second_one_again() -> None:
     assert on_one_rank(_plain, index=4) == on_one_rank(_plain, index=1)
 
 
-def test_parameters_kept_after_forward_are_not_gathered_in_backward() -> None:
-    assert_expected_inline(
-        on_one_rank(_plain, index=1, reshard_after_forward=False),
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 | f1 W1 P2 | /f1 | f2 W2 | /f2 | /fr
-br | b2 | /b2 R2 D2 | b1 | /b1 R1 D1 | b0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_parameters_kept_after_forward_are_not_gathered_in_backward(golden: Check) -> None:
+    golden(on_one_rank(_plain, index=1, reshard_after_forward=False))
 
 
-def test_parameters_rest_on_the_smaller_mesh_between_forward_and_backward() -> None:
-    assert_expected_inline(
-        on_one_rank(_plain, world_size=4, index=1, reshard_after_forward=2),
-        """\
-fr Ur Wr P0 | f0 W0 P1 | /f0 S0 | f1 W1 P2 | /f1 S1 | f2 W2 | /f2 S2 | /fr Sr
-br Ur Wr P2 | b2 W2 P1 | /b2 R2 D2 | b1 W1 P0 | /b1 R1 D1 | b0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
+def test_parameters_rest_on_the_smaller_mesh_between_forward_and_backward(golden: Check) -> None:
+    golden(on_one_rank(_plain, world_size=4, index=1, reshard_after_forward=2))
 
 
-def _frozen_block(ctx: RankContext) -> list[str]:
+@golden_alone()
+def test_only_units_that_reduce_are_said_to_reduce(ctx: RankContext) -> str:
     model = seeded(Stack)
     model.blocks[1].requires_grad_(False)
     shard(ctx, model)
     step(model)
     with trace.record(model) as recorded:
         step(model)
-    return [action for action in recorded.actions() if action.startswith("reduce")]
+    return "\n".join(action for action in recorded.actions() if action.startswith("reduce"))
 
 
-def test_only_units_that_reduce_are_said_to_reduce() -> None:
-    reduced = on_one_rank(_frozen_block)
-    assert reduced == ["reduce blocks.2", "reduce blocks.0", "reduce (root)"]
-
-
-def _nothing_recorded_outside(ctx: RankContext) -> int:
+@golden_alone()
+def test_nothing_is_recorded_outside_the_block(ctx: RankContext) -> str:
     model = sharded(ctx)
     with trace.record(model) as recorded:
         pass
     step(model)
-    return len(recorded.entries)
-
-
-def test_nothing_is_recorded_outside_the_block() -> None:
-    assert on_one_rank(_nothing_recorded_outside) == 0
+    return str(recorded)
 
 
 def _traces_of_parts(ctx: RankContext) -> list[tuple[str, ...]]:
@@ -181,7 +137,8 @@ def test_a_unit_is_recorded_on_its_own_even_before_it_has_a_root() -> None:
         assert of_block.startswith(("pre_forward blocks.0", "    prefetch blocks.0"))
 
 
-def _transitions_of_a_unit(ctx: RankContext) -> list[str]:
+@golden_alone()
+def test_transitions_are_those_of_the_units_that_are_observed(ctx: RankContext) -> str:
     class Transitions(Observer):
         def __init__(self) -> None:
             self.seen: list[str] = []
@@ -193,12 +150,142 @@ def _transitions_of_a_unit(ctx: RankContext) -> list[str]:
     with trace.observe(model.blocks[1], transitions), torch.no_grad():
         model(batch())
     model(batch())
-    return transitions.seen
+    return "\n".join(transitions.seen)
 
 
-def test_transitions_are_those_of_the_units_that_are_observed() -> None:
-    assert on_one_rank(_transitions_of_a_unit) == [
-        "blocks.1 SHARDED UNSHARDING",
-        "blocks.1 UNSHARDING UNSHARDED",
-        "blocks.1 UNSHARDED SHARDED",
-    ]
+# Where a step is more than one forward and one backward
+
+
+@golden_alone()
+def test_accumulation_without_sync_reduces_in_the_last_backward_only(ctx: RankContext) -> str:
+    model = sharded(ctx, num_blocks=1)
+    step(model)
+    with trace.record(model) as recorded:
+        model.set_requires_gradient_sync(False)
+        step(model)
+        model.set_requires_gradient_sync(True)
+        step(model)
+    return compact(recorded)
+
+
+@golden_alone()
+def test_parameters_kept_after_backward_are_not_gathered_for_the_next_microbatch(ctx: RankContext) -> str:
+    model = sharded(ctx, num_blocks=1)
+    step(model)
+    with trace.record(model) as recorded:
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        step(model)
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        step(model)
+    return "\n".join(recorded.actions())
+
+
+@golden_alone()
+def test_forward_prefetches_what_the_user_listed(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+    model.blocks[1].set_modules_to_forward_prefetch([])
+    step(model)
+    with trace.record(model) as recorded:
+        model(batch())
+    return compact(recorded)
+
+
+@golden_alone()
+def test_backward_prefetches_what_the_user_listed(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    model.set_modules_to_backward_prefetch([model.blocks[2], model.blocks[1]])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+    model.blocks[1].set_modules_to_backward_prefetch([])
+    step(model)
+    loss = model(batch()).sum()
+    with trace.record(model) as recorded:
+        loss.backward()
+    return compact(recorded)
+
+
+@golden_alone()
+def test_forward_without_grad(ctx: RankContext) -> str:
+    model = sharded(ctx)
+    with torch.no_grad():
+        model(batch())
+        with trace.record(model) as recorded:
+            model(batch())
+    return compact(recorded)
+
+
+class CheckpointedBlocks(Stack):
+    """Every block is recomputed on its own, from outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.exit(x)
+
+
+class CheckpointedRegion(Stack):
+    """The last two blocks are recomputed together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.entry(x))
+        x = checkpoint(lambda x: self.blocks[2](self.blocks[1](x)), x, use_reentrant=False)
+        return self.exit(x)
+
+
+def _checkpointed(ctx: RankContext, model: type[Stack]) -> str:
+    built = shard(ctx, seeded(model))
+    step(built)
+    loss = built(batch()).sum()
+    with trace.record(built) as recorded:
+        loss.backward()
+    return compact(recorded)
+
+
+def test_backward_of_checkpointed_blocks_gathers_each_once(golden: Check) -> None:
+    golden(on_one_rank(_checkpointed, model=CheckpointedBlocks))
+
+
+def test_backward_of_a_checkpointed_region_keeps_what_it_recomputed(golden: Check) -> None:
+    golden(on_one_rank(_checkpointed, model=CheckpointedRegion))
+
+
+class _Skipping(Stack):
+    """Leaves its last two blocks out."""
+
+    skips = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.exit(self.blocks[0](self.entry(x))) if self.skips else super().forward(x)
+
+
+def _units_that_are_skipped(ctx: RankContext, ranks_may_differ: bool) -> list[str]:
+    model = shard(ctx, seeded(_Skipping))
+    model.set_ranks_may_differ(ranks_may_differ)
+    step(model)
+    with trace.record(model) as recorded:
+        step(model)
+    return [action for action in recorded.actions() if "blocks.1" in action]
+
+
+def test_unit_that_is_skipped_is_gathered_for_other_ranks() -> None:
+    assert on_one_rank(_units_that_are_skipped, world_size=2, ranks_may_differ=True) != []
+
+
+def test_unit_that_is_skipped_is_left_alone_where_ranks_do_not_differ() -> None:
+    assert on_one_rank(_units_that_are_skipped, world_size=2, ranks_may_differ=False) == []
+    assert on_one_rank(_units_that_are_skipped, world_size=1, ranks_may_differ=True) == []
+
+
+@golden_alone()
+def test_unit_without_any_gradient_is_not_reduced_if_no_rank_may_have_one(ctx: RankContext) -> str:
+    model = shard(ctx, seeded(_Skipping))
+    model.skips = False
+    step(model)
+    model.skips = True
+    with trace.record(model) as recorded:
+        step(model)
+    return "\n".join(action for action in recorded.actions() if action.startswith("reduce"))

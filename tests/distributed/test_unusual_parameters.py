@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2 import fully_shard
-from tests.distributed.support import DIM, batch, seeded
+from tests.distributed.support import DIM, batch, seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -54,9 +53,7 @@ def _last_dim(parameter: nn.Parameter) -> Shard | None:
 
 def _sharded(mesh: DeviceMesh, **options: Any) -> Any:
     model = seeded(_Model)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh, **options)
-    return model
+    return shard_each(*model.blocks, model, mesh=mesh, **options)
 
 
 SETUPS: dict[str, Callable[[RankContext], Any]] = {

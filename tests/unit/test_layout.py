@@ -1,7 +1,4 @@
-"""Layouts cut as DTensor cuts and lose nothing; pieces in a buffer are aligned and apart.
-
-Shapes are drawn at random from a fixed seed, with size 0, size 1 and more ranks than entries well represented.
-"""
+"""Layouts cut as DTensor cuts and lose nothing; pieces in a buffer are aligned and apart."""
 
 from __future__ import annotations
 
@@ -36,32 +33,13 @@ LAYOUTS = [
 ]
 
 
-def _tensor_for(layout: ShardLayout) -> torch.Tensor:
-    return torch.arange(layout.numel).reshape(layout.shape)
-
-
 def _shards(full: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
     intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
     return [full.narrow(layout.dim, start, stop - start) for start, stop in intervals]
 
 
-def test_shards_of_all_ranks_joined_are_the_tensor() -> None:
-    for layout in LAYOUTS:
-        full = _tensor_for(layout)
-        joined = torch.cat(_shards(full, layout), dim=layout.dim)
-        assert joined.shape == full.shape, layout
-        assert torch.equal(joined, full), layout
-
-
-def test_intervals_follow_each_other_without_gap_or_overlap() -> None:
-    for layout in LAYOUTS:
-        intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
-        ends = [0, *(stop for _, stop in intervals)]
-        assert [start for start, _ in intervals] == ends[:-1], layout
-        assert ends[-1] == layout.shape[layout.dim], layout
-
-
 def test_shards_are_those_of_dtensor() -> None:
+    """So joined, they are the tensor, without gap or overlap."""
     for layout in LAYOUTS:
         size = layout.shape[layout.dim]
         for rank in range(layout.num_shards):
@@ -69,26 +47,14 @@ def test_shards_are_those_of_dtensor() -> None:
             assert layout.interval(rank) == (offset, offset + local_size), (layout, rank)
 
 
-def test_shard_shapes_and_numels_are_those_of_the_cut_tensor() -> None:
+def test_shapes_and_numels_are_those_of_the_tensor_its_shards_and_all_padded_ones() -> None:
     for layout in LAYOUTS:
-        for rank, shard in enumerate(_shards(_tensor_for(layout), layout)):
-            assert layout.shard_shape(rank) == tuple(shard.shape), (layout, rank)
-            assert math.prod(layout.shard_shape(rank)) == shard.numel(), (layout, rank)
-
-
-def test_numels_count_the_tensor_its_largest_shard_and_all_padded_shards() -> None:
-    for layout in LAYOUTS:
-        assert layout.numel == math.prod(layout.shape), layout
-        assert layout.chunk_numel == max(math.prod(layout.shard_shape(rank)) for rank in range(layout.num_shards)), (
-            layout
-        )
+        shards = _shards(torch.arange(math.prod(layout.shape)).reshape(layout.shape), layout)
+        assert [layout.shard_shape(rank) for rank in range(layout.num_shards)] == [tuple(each.shape) for each in shards]
+        numels = [shard.numel() for shard in shards]
+        assert (layout.numel, layout.chunk_numel) == (math.prod(layout.shape), max(numels)), layout
         assert layout.padded_numel == layout.chunk_numel * layout.num_shards, layout
-
-
-def test_even_means_that_no_shard_needs_padding() -> None:
-    for layout in LAYOUTS:
-        numels = {math.prod(layout.shard_shape(rank)) for rank in range(layout.num_shards)}
-        assert layout.is_even == (len(numels) == 1), layout
+        assert layout.is_even == (len(set(numels)) == 1), layout
 
 
 def test_contiguous_stride_is_that_of_torch() -> None:

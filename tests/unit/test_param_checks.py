@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from fsdp2.comm.offload import Home
 from fsdp2.group.param import check_device
+from tests.harness.golden import Check
 from tests.harness.messages import error_of
 
 
-def test_shard_on_another_device_is_refused_by_name() -> None:
-    assert_expected_inline(
-        error_of(lambda: check_device("blocks.0.weight", torch.device("cpu"), Home(torch.device("cuda", 1)))),
-        """\
-ValueError: parameter 'blocks.0.weight' is on cpu, but its mesh is on cuda:1. Move the model with
-model.to('cuda:1'), or load a state dict from that device.""",
-    )
+def test_shard_on_another_device_is_refused_by_name(golden: Check) -> None:
+    golden(error_of(lambda: check_device("blocks.0.weight", torch.device("cpu"), Home(torch.device("cuda", 1)))))
 
 
 def test_shard_on_another_device_of_the_same_type_is_refused() -> None:

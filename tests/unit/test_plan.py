@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from fsdp2._torch import GradDtype
 from fsdp2.plan.dtypes import DivideFactors, param_dtypes
@@ -30,6 +29,7 @@ from fsdp2.plan.plan import (
     cut_after_forward,
 )
 from fsdp2.types import MixedPrecisionPolicy
+from tests.harness.golden import Check
 from tests.unit.plan_text import text_of_gather, text_of_reduce
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -65,137 +65,69 @@ def _reduce(inputs: Sequence[PlanInput], *, factor: float | None = None, **chang
 # Gathers
 
 
-def test_gather_sends_large_parameters_directly_and_small_ones_in_a_bucket() -> None:
+def test_gather_sends_large_parameters_directly_and_small_ones_in_a_bucket(golden: Check) -> None:
     inputs = [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("norm", (32,))]
-    assert_expected_inline(
-        text_of_gather(_gather(inputs)),
-        """\
-all-gather into 8576 bytes
-  up.bias: bucket, float32, 4 x 64 bytes at 8192
-  norm: bucket, float32, 4 x 32 bytes at 8448
-  up.weight: direct, float32, 4 x 2048 bytes at 0""",
-    )
+    golden(text_of_gather(_gather(inputs)))
 
 
-def test_gather_scatters_shards_of_other_dims() -> None:
+def test_gather_scatters_shards_of_other_dims(golden: Check) -> None:
     inputs = [_input("weight", (8, 64), dim=1), _input("bias", (8,)), _input("table", (3, 5, 16), dim=2)]
-    assert_expected_inline(
-        text_of_gather(_gather(inputs)),
-        """\
-all-gather into 3200 bytes
-  bias: bucket, float32, 4 x 8 bytes at 2048
-  weight: strided bucket, float32, 4 x 512 bytes at 0
-  table: strided bucket, float32, 4 x 240 bytes at 2176""",
-    )
+    golden(text_of_gather(_gather(inputs)))
 
 
-def test_gather_casts_to_the_compute_dtype() -> None:
+def test_gather_casts_to_the_compute_dtype(golden: Check) -> None:
     inputs = [
         _input("weight", (64, 32), param_dtype=BF16),
         _input("bias", (64,), param_dtype=BF16),
         _input("half", (64, 32), orig=BF16, param_dtype=BF16),
         _input("index", (64,), orig=torch.int64, param_dtype=BF16),
     ]
-    assert_expected_inline(
-        text_of_gather(_gather(inputs)),
-        """\
-all-gather into 8832 bytes
-  bias: bucket, float32 -> bfloat16, 4 x 32 bytes at 4096
-  index: bucket, int64, 4 x 128 bytes at 8320
-  weight: direct, float32 -> bfloat16, 4 x 1024 bytes at 0
-  half: direct, bfloat16, 4 x 1024 bytes at 4224""",
-    )
+    golden(text_of_gather(_gather(inputs)))
 
 
-def test_gather_pads_uneven_parameters() -> None:
+def test_gather_pads_uneven_parameters(golden: Check) -> None:
     inputs = [_input("large", (33, 32)), _input("small", (5, 3)), _input("one", (1,)), _input("empty", (0, 4))]
-    assert_expected_inline(
-        text_of_gather(_gather(inputs)),
-        """\
-all-gather into 4864 bytes
-  small: bucket, float32, 4 x 24 bytes at 4608
-  one: bucket, float32, 4 x 4 bytes at 4736
-  empty: bucket, float32, 4 x 0 bytes at 4864
-  large: direct, float32, 4 x 1152 bytes at 0""",
-    )
+    golden(text_of_gather(_gather(inputs)))
 
 
-def test_gather_back_from_a_smaller_mesh_lands_where_the_parameters_came_from() -> None:
+def test_gather_back_from_a_smaller_mesh_lands_where_the_parameters_came_from(golden: Check) -> None:
     inputs = [_input("weight", (33, 32), param_dtype=BF16), _input("bias", (33,), param_dtype=BF16)]
     whole = _gather(inputs)
     resting = {step.index: cut_after_forward(step, 2) for step in whole.steps}
     plan = compile_gather(resting, ROUTING, back_into=whole)
     assert plan.unsharded_nbytes == whole.unsharded_nbytes
-    assert_expected_inline(
-        text_of_gather(plan),
-        """\
-all-gather into 2432 bytes
-  bias: bucket, bfloat16, 2 x 34 bytes at 2304
-  weight: direct, bfloat16, 2 x 1088 bytes at 0""",
-    )
+    golden(text_of_gather(plan))
 
 
 # Reductions
 
 
-def test_reduce_sends_large_gradients_directly_and_small_ones_in_a_bucket() -> None:
+def test_reduce_sends_large_gradients_directly_and_small_ones_in_a_bucket(golden: Check) -> None:
     inputs = [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("table", (3, 16), dim=1)]
-    assert_expected_inline(
-        text_of_reduce(_reduce(inputs)),
-        """\
-reduce-scatter float32 -> float32, divide by 1 before, 4 after
-  up.bias: bucket, 4 x 16 elements
-  table: strided bucket, 4 x 12 elements
-  up.weight: direct, 4 x 512 elements""",
-    )
+    golden(text_of_reduce(_reduce(inputs)))
 
 
-def test_reduce_casts_to_the_reduce_dtype() -> None:
+def test_reduce_casts_to_the_reduce_dtype(golden: Check) -> None:
     inputs = [_input("weight", (64, 32), param_dtype=BF16, reduce_dtype=F32)]
-    assert_expected_inline(
-        text_of_reduce(_reduce(inputs)),
-        """\
-reduce-scatter bfloat16 -> float32 -> float32, divide by 1 before, 4 after
-  weight: direct, 4 x 512 elements""",
-    )
+    golden(text_of_reduce(_reduce(inputs)))
 
 
-def test_reduce_in_fp16_divides_before_and_after() -> None:
+def test_reduce_in_fp16_divides_before_and_after(golden: Check) -> None:
     inputs = [_input("weight", (64, 32), param_dtype=F16, reduce_dtype=F16)]
-    assert_expected_inline(
-        text_of_reduce(_reduce(inputs)),
-        """\
-reduce-scatter float16 -> float32, divide by 2 before, 2 after
-  weight: direct, 4 x 512 elements""",
-    )
+    golden(text_of_reduce(_reduce(inputs)))
 
 
-def test_reduce_divides_by_the_factor_of_the_user() -> None:
-    assert_expected_inline(
-        text_of_reduce(_reduce([_input("bias", (64,))], factor=3)),
-        """\
-reduce-scatter float32 -> float32, divide by 1 before, 3 after
-  bias: bucket, 4 x 16 elements""",
-    )
+def test_reduce_divides_by_the_factor_of_the_user(golden: Check) -> None:
+    golden(text_of_reduce(_reduce([_input("bias", (64,))], factor=3)))
 
 
-def test_reduce_pads_uneven_gradients_in_the_bucket_unless_the_comm_takes_them() -> None:
+def test_reduce_pads_uneven_gradients_in_the_bucket_unless_the_comm_takes_them(golden: Check) -> None:
     inputs = [_input("large", (33, 32)), _input("small", (5, 3))]
     padded, as_they_are = _reduce(inputs, reduces_uneven=False), _reduce(inputs, reduces_uneven=True)
-    assert_expected_inline(
-        f"{text_of_reduce(padded)}\n\n{text_of_reduce(as_they_are)}",
-        """\
-reduce-scatter float32 -> float32, divide by 1 before, 4 after
-  large: bucket, 4 x 288 elements
-  small: bucket, 4 x 6 elements
-
-reduce-scatter float32 -> float32, divide by 1 before, 4 after
-  small: bucket, 4 x 6 elements
-  large: direct, 4 x 288 elements""",
-    )
+    golden(f"{text_of_reduce(padded)}\n\n{text_of_reduce(as_they_are)}")
 
 
-def test_reduce_has_a_plan_per_combination_of_dtypes() -> None:
+def test_reduce_has_a_plan_per_combination_of_dtypes(golden: Check) -> None:
     inputs = [
         _input("norm", (64,)),
         _input("up", (64, 32), orig=BF16),
@@ -204,22 +136,7 @@ def test_reduce_has_a_plan_per_combination_of_dtypes() -> None:
         _input("gate", (64, 8), orig=F16),
     ]
     plans = compile_reduces(inputs, ROUTING, WORLD_SIZE)
-    assert_expected_inline(
-        "\n\n".join(map(text_of_reduce, plans)),
-        """\
-reduce-scatter float32 -> float32, divide by 1 before, 4 after
-  norm: bucket, 4 x 16 elements
-
-reduce-scatter bfloat16 -> bfloat16, divide by 1 before, 4 after
-  bias: bucket, 4 x 16 elements
-  up: direct, 4 x 512 elements
-
-reduce-scatter bfloat16 -> float32 -> float32, divide by 1 before, 4 after
-  down: direct, 4 x 512 elements
-
-reduce-scatter float16 -> float16, divide by 2 before, 2 after
-  gate: bucket, 4 x 128 elements""",
-    )
+    golden("\n\n".join(map(text_of_reduce, plans)))
     assert [step.index for plan in plans for step in plan.steps] == [0, 2, 1, 3, 4]
 
 

@@ -59,11 +59,6 @@ def _dtypes(orig: torch.dtype, **policy: torch.dtype) -> tuple[torch.dtype, torc
     return found.orig, found.param, found.reduce
 
 
-def test_without_a_policy_all_dtypes_are_the_original() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert _dtypes(dtype) == (dtype, dtype, dtype)
-
-
 @pytest.fixture(params=[False, True], ids=["before 2.15", "since 2.15"])
 def since_2_15(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Which torch is installed."""
@@ -163,28 +158,27 @@ def test_gradient_that_is_there_keeps_its_values_when_grad_dtype_is_set() -> Non
     assert param.grad.dtype is BF16
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
-def test_integer_parameters_are_never_cast(dtype: torch.dtype) -> None:
-    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        *((dtype, {}) for dtype in (FP32, BF16, torch.float64)),
+        *((dtype, {"param_dtype": BF16, "reduce_dtype": FP32}) for dtype in (torch.int64, torch.uint8, torch.bool)),
+    ],
+)
+def test_without_a_policy_all_dtypes_are_the_original_and_integers_are_never_cast(
+    dtype: torch.dtype, policy: dict[str, torch.dtype]
+) -> None:
     assert _dtypes(dtype, **policy) == (dtype, dtype, dtype)
 
 
 def test_cast_floating_casts_floats_and_keeps_the_rest() -> None:
-    index, flag = torch.arange(2), torch.tensor(True)
-    cast = cast_floating({"x": [torch.ones(2)], "index": index, "flag": flag, "label": "a"}, torch.bfloat16)
+    x, index, flag = torch.ones(2, requires_grad=True), torch.arange(2), torch.tensor(True)
+    assert cast_floating(value := ({"x": x}, [index]), torch.float32) is value
+    cast = cast_floating({"x": [x], "index": index, "flag": flag, "label": "a"}, torch.bfloat16)
     assert cast["x"][0].dtype is torch.bfloat16
     assert cast["index"] is index
     assert cast["flag"] is flag
     assert cast["label"] == "a"
-
-
-def test_cast_floating_is_differentiable() -> None:
-    x = torch.ones(3, requires_grad=True)
-    cast_floating((x,), torch.bfloat16)[0].sum().backward()
+    cast["x"][0].sum().backward()
     assert x.grad is not None
     assert x.grad.dtype is torch.float32
-
-
-def test_cast_to_the_same_dtype_returns_the_same_objects() -> None:
-    value = ({"x": torch.ones(2)}, [torch.arange(2)])
-    assert cast_floating(value, torch.float32) is value

@@ -1,8 +1,4 @@
-"""What waits for what on an accelerator, recorded by stand-ins for streams: no device is needed.
-
-The rule under test is I3: memory is given back to the gather stream only after that stream has been told to wait for
-the compute that may still read it.
-"""
+"""What waits for what on an accelerator, recorded by stand-ins for streams: no device is needed."""
 
 from __future__ import annotations
 
@@ -36,36 +32,14 @@ class RecordingStreams(Streams):
         self.log.append(f"gather after compute: {sizes}")
 
 
-@pytest.fixture
-def streams() -> RecordingStreams:
-    return RecordingStreams()
-
-
-def _allocated(streams: RecordingStreams, name: str, nbytes: int) -> torch.UntypedStorage:
-    storage = streams.watched[name] = torch.UntypedStorage(0)
-    allocate([(storage, nbytes)])
-    return storage
-
-
-def test_gather_stream_waits_for_compute_before_memory_is_freed(streams: RecordingStreams) -> None:
-    storage = _allocated(streams, "a", 64)
-    release([(storage, 64)], streams)
-    assert streams.log == ["gather after compute: a 64"]
-    assert storage.nbytes() == 0
-
-
-def test_storages_of_one_release_share_a_wait(streams: RecordingStreams) -> None:
-    storages = [(_allocated(streams, name, 64), 64) for name in "ab"]
+def test_gather_stream_waits_once_for_compute_before_the_memory_of_one_release_is_freed() -> None:
+    streams = RecordingStreams()
+    storages = [(torch.UntypedStorage(0), 64) for _ in range(2)]
+    streams.watched = {name: storage for name, (storage, _) in zip("ab", storages, strict=True)}
+    allocate(storages)
     release(storages, streams)
     assert streams.log == ["gather after compute: a 64, b 64"]
     assert [storage.nbytes() for storage, _ in storages] == [0, 0]
-
-
-def test_memory_that_was_kept_stays_where_it_is(streams: RecordingStreams) -> None:
-    storage = _allocated(streams, "a", 64)
-    place = storage.data_ptr()
-    allocate([(storage, 64)])
-    assert (storage.nbytes(), storage.data_ptr()) == (64, place)
 
 
 # AcceleratorStreams on a device module that only takes notes
@@ -74,9 +48,6 @@ def test_memory_that_was_kept_stays_where_it_is(streams: RecordingStreams) -> No
 class FakeStream:
     def __init__(self, module: FakeDeviceModule, name: str) -> None:
         self._module, self._name = module, name
-
-    def record_event(self) -> str:
-        return f"event of {self._name}"
 
     def wait_event(self, event: str) -> None:
         self._module.log.append(f"{self._name} waits for {event}")
@@ -130,28 +101,6 @@ def test_gathers_and_reductions_run_on_streams_of_their_own(device_module: FakeD
     assert all(priority < 0 for priority in device_module.priorities)
 
 
-def test_events_are_recorded_and_awaited_on_the_current_stream(device_module: FakeDeviceModule) -> None:
-    streams = AcceleratorStreams(torch.device("cuda", 0))
-    event = streams.record()
-    with streams.on_gather:
-        gather = str(device_module.current_stream())
-        streams.wait_here(event)
-    assert device_module.log == [f"{gather} waits for event of compute"]
-
-
-def test_waiting_for_no_event_does_nothing(device_module: FakeDeviceModule) -> None:
-    AcceleratorStreams(torch.device("cuda", 0)).wait_here(None)
-    assert device_module.log == []
-
-
-def test_gather_stream_waits_for_compute_before_a_pass(device_module: FakeDeviceModule) -> None:
-    streams = AcceleratorStreams(torch.device("cuda", 0))
-    with streams.on_gather:
-        gather = str(device_module.current_stream())
-    streams.gather_after_compute()
-    assert device_module.log == [f"{gather} waits for compute"]
-
-
 def test_gather_stream_waits_for_the_event_that_the_user_gave_and_for_nothing_else(
     device_module: FakeDeviceModule,
 ) -> None:
@@ -176,60 +125,45 @@ def test_without_a_gather_stream_gathers_run_where_compute_does(device_module: F
     assert len(device_module.priorities) == 2  # it made no stream of its own
 
 
-def test_on_the_cpu_gathers_without_a_stream_are_those_with_one() -> None:
-    device = torch.device("cpu")
-    assert streams_for(device).gathering_on_compute is streams_for(device)
-
-
-def test_cpu_records_no_events() -> None:
-    assert streams_for(torch.device("cpu")).record() is None
+def test_all_models_on_the_cpu_share_streams_that_record_nothing() -> None:
+    streams = streams_for(torch.device("cpu"))
+    assert streams is streams_for(torch.device("cpu")) is streams.gathering_on_compute
+    assert streams.record() is None
 
 
 # What collectives leave to be waited for
 
 
-class _Work:
-    def __init__(self) -> None:
-        self.num_waits = 0
+def _comm(work: Any, *, on_stream: bool) -> tuple[CollectiveComm, Any]:
+    """On a group that answers every collective with ``work``: None is what NCCL's answers on a stream. And what was
+    called."""
+    asked = mock.Mock(return_value=work)
+    names = ("all_gather_single", "reduce_scatter_single")
+    group = mock.Mock(**{name + kind: asked for name in names for kind in ("", "_coalesced")})
+    return CollectiveComm(group, on_stream=on_stream), asked
 
-    def wait(self) -> None:
-        self.num_waits += 1
 
-
-class _Group:
-    """Answers every collective with ``work``; None is what NCCL's group answers on a stream."""
-
-    def __init__(self, work: _Work | None) -> None:
-        self._work = work
-        self.asked: list[bool] = []
-
-    def _answer(self, outputs: Any, inputs: Any, options: Any) -> _Work | None:
-        self.asked.append(options.asyncOp)
-        return self._work
-
-    all_gather_single = all_gather_single_coalesced = reduce_scatter_single = reduce_scatter_single_coalesced = _answer
+def _asynchronous(asked: Any) -> list[bool]:
+    return [call.args[2].asyncOp for call in asked.call_args_list]
 
 
 @pytest.mark.parametrize("num_tensors", [1, 2])
 @pytest.mark.parametrize("returns_work", [False, True], ids=["NCCL", "other backends"])
 def test_collectives_on_a_stream_leave_nothing_to_the_cpu(returns_work: bool, num_tensors: int) -> None:
-    work = _Work() if returns_work else None
-    group = _Group(work)
-    comm = CollectiveComm(group, on_stream=True)  # type: ignore[arg-type]
+    work = mock.Mock() if returns_work else None
+    comm, asked = _comm(work, on_stream=True)
     tensors = [torch.zeros(2)] * num_tensors
     assert list(comm.all_gather(tensors, tensors)()) == []
     assert list(comm.reduce_scatter(tensors, tensors)) == []
-    assert group.asked == [False, False]
-    assert work is None or work.num_waits == 2  # the stream waits, once for each collective
+    assert _asynchronous(asked) == [False, False]
+    assert work is None or work.wait.call_count == 2  # the stream waits, once for each collective
 
 
 def test_collectives_beside_a_stream_are_waited_for_where_their_data_is_needed() -> None:
-    work = _Work()
-    group = _Group(work)
-    comm = CollectiveComm(group, on_stream=False)  # type: ignore[arg-type]
+    comm, asked = _comm(work := mock.Mock(), on_stream=False)
     assert list(comm.all_gather([torch.zeros(2)], [torch.zeros(2)])()) == [work]
     assert list(comm.reduce_scatter([torch.zeros(2)], [torch.zeros(2)])) == [work]
-    assert (group.asked, work.num_waits) == ([True, True], 0)
+    assert (_asynchronous(asked), work.wait.call_count) == ([True, True], 0)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +178,3 @@ def test_comm_follows_from_backend_and_device(
     group = mock.Mock(group_name="group", **{"rank.return_value": 0, "size.return_value": 2})
     monkeypatch.setattr(backends.dist, "get_process_group_ranks", lambda group: [0, 1])
     assert type(comm_for(Axis(group, 2, 0), torch.device(device))) is expected
-
-
-def test_all_models_on_a_device_share_its_streams() -> None:
-    assert streams_for(torch.device("cpu")) is streams_for(torch.device("cpu"))

@@ -18,7 +18,7 @@ PLACEMENT = "parity/test_placement.py::"
 POLICY = "parity/test_mixed_precision.py::test_policy"
 REFUSALS = "distributed/test_refusals.py::"
 RESHARDING = "parity/test_resharding.py::"
-VARIANTS = "distributed/test_traces_of_variants.py::"
+VARIANTS = "distributed/test_traces.py::"
 WRAPPER = "parity/fsdp1/"
 
 NAMES = {
@@ -85,7 +85,7 @@ METHODS = {
         RESHARDING + "test_unshard_async_hands_out_a_handle",
     ],
     "reshard": [RESHARDING + "test_reshard_by_hand_before_and_after_forward"],
-    "reset_iter_state": ["distributed/test_recovery.py::test_step_after_a_reset_is_right"],
+    "reset_iter_state": ["distributed/test_recovery.py::test_a_model_is_usable_and_keeps_its_gradients"],
     "set_is_last_backward": [ACCUMULATION + "test_is_last_backward_defers_the_end_of_backward"],
     "set_requires_gradient_sync": [
         ACCUMULATION + "test_without_gradient_sync_until_the_last_micro_batch",
@@ -94,7 +94,7 @@ METHODS = {
     "set_requires_all_reduce": [ACCUMULATION + "test_hsdp_without_all_reduce_until_the_last_micro_batch"],
     "set_reshard_after_forward": [
         RESHARDING + "test_set_reshard_after_forward_between_steps",
-        "distributed/test_misuse.py::test_set_reshard_after_forward_to_a_number_of_ranks",
+        REFUSALS + "test_call_is_refused",
     ],
     "set_reshard_after_backward": [
         ACCUMULATION + "test_parameters_stay_unsharded_between_micro_batches_when_told_so",
@@ -164,7 +164,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             COMMUNICATION + "test_hook_sees_reduce_dtype",
         ],
         "`reset_iter_state(keep_unreduced=)`": [
-            "distributed/test_failure_at_every_event.py::test_gradients_on_their_way_stay_after_a_forward_that_raises"
+            "distributed/test_recovery.py::test_gradients_on_their_way_stay_after_a_forward_that_raises"
         ],
         "`GradientReductionHandle`": [
             "distributed/test_finalization.py::test_handle_waits_once_and_gradients_are_there_then"
@@ -186,7 +186,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "weights tied across units": [
             BESIDE + "test_torch_refuses",
-            "distributed/test_ties.py::test_they_train_as_in_the_unsharded_model",
+            "distributed/test_ties.py::test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_tied_before",
         ],
         "models that differ between ranks": [
             "distributed/test_agreement.py::test_models_that_differ_between_ranks_are_refused"
