@@ -131,16 +131,9 @@ def _run_rank(runtime: str, call: Call, rank: int, port: int, folder: Path) -> N
 
 
 def _result(runtime: str, call: Call, rank: int, port: int, folder: Path) -> Any:
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(call.num_ranks),
-            "LOCAL_WORLD_SIZE": str(call.num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-    )
+    size = call.num_ranks
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch

@@ -74,28 +74,22 @@ def test_tied_embeddings_train_alike(rank: int, folder: Path) -> Any:
     return {**train(model, rank), "tied": model.lm_head.weight is model.model.embed_tokens.weight}
 
 
-@hf_client(num_ranks=4)
-def test_replicas_of_shards_train_the_same(rank: int, folder: Path) -> Any:
-    return train(loaded(folder, rank, {"fsdp_size": 2, "dp_replicate_size": 2}), rank)
-
-
-@hf_client(num_ranks=4)
-def test_fsdp_with_tensor_parallelism_trains_the_same(rank: int, folder: Path) -> Any:
-    return train(loaded(folder, rank, {"fsdp_size": 2, "tp_size": 2}), rank // 2)
+_EP = {"ep_implementation": "all_to_all"}
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("name", "config"),
     [
-        {"fsdp_size": 4, "ep_size": 2, "ep_implementation": "all_to_all"},
-        {"fsdp_size": 2, "tp_size": 2, "ep_size": 4, "ep_implementation": "all_to_all"},
-        {"fsdp_size": 4, "ep_size": 4, "ep_implementation": "all_to_all"},
+        ("llama", {"fsdp_size": 2, "dp_replicate_size": 2}),
+        ("llama", {"fsdp_size": 2, "tp_size": 2}),
+        *((name, {"fsdp_size": 4, "ep_size": 2, **_EP}) for name in ("mixtral", "qwen3_moe")),
+        *((name, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4, **_EP}) for name in ("mixtral", "qwen3_moe")),
+        *((name, {"fsdp_size": 4, "ep_size": 4, **_EP}) for name in ("mixtral", "qwen3_moe")),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 @hf_client(num_ranks=4)
-def test_expert_parallelism_trains_the_same(rank: int, folder: Path, name: str, config: dict[str, Any]) -> Any:
+def test_meshes_of_four_ranks_train_the_same(rank: int, folder: Path, name: str, config: dict[str, Any]) -> Any:
     return train(loaded(folder, rank, config, name), rank // config.get("tp_size", 1), name)
 
 
