@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +66,72 @@ def trains_alike(
         return distributed(*world_sizes)(body)
 
     return decorate
+
+
+def as_torchs(*world_sizes: int) -> Callable[[Callable[..., Any]], Any]:
+    """A function of a ``RankContext`` and a runtime becomes a test on pools of ranks: with torch's and with fsdp2 it
+    must return the same, bit for bit. Other arguments are parameters."""
+
+    def decorate(scenario: Callable[..., Any]) -> Any:
+        @functools.wraps(scenario)
+        def body(ctx: RankContext, **parameters: Any) -> None:
+            found = []
+            for runtime in (oracle(), subject()):
+                torch.manual_seed(0)
+                found.append(scenario(ctx, runtime, **parameters))
+            compare_values("against torch", found[1], found[0])
+
+        arguments = inspect.signature(scenario).parameters.values()
+        body.__signature__ = inspect.Signature([each for each in arguments if each.name != "runtime"])  # type: ignore[attr-defined]
+        return distributed(*world_sizes)(body)
+
+    return decorate
+
+
+Cases = Mapping[str, Any]
+
+
+def each_compared(
+    *world_sizes: int,
+    mesh: Callable[[RankContext], DeviceMesh] = RankContext.mesh_1d,
+    by: Callable[[Case, DeviceMesh], None] = compare,
+    ci: Collection[str] = (),
+    long: Collection[str] = (),
+) -> Callable[[Callable[[], Cases]], Any]:
+    """A table of cases becomes a test of each on pools of ranks, by ``by``; see ``selection`` for ``ci`` and ``long``.
+
+    A value is a case or several, or the function of a ``RankContext`` that makes their mesh or meshes, and then cases.
+    """
+
+    def decorate(table: Callable[[], Cases]) -> Any:
+        rows = {name: row if isinstance(row, tuple) else (row,) for name, row in table().items()}
+
+        @functools.wraps(table)
+        def body(ctx: RankContext, name: str) -> None:
+            make_mesh, *cases = rows[name] if callable(rows[name][0]) else (mesh, *rows[name])
+            made = make_mesh(ctx)
+            for place, case in itertools.product(made if isinstance(made, list) else [made], cases):
+                by(case, place)
+
+        del body.__wrapped__  # type: ignore[attr-defined]  # the arguments of the test are those of ``body``
+        marks = {
+            name: [*([pytest.mark.ci] if name in ci else []), *([pytest.mark.long] if name in long else [])]
+            for name in rows
+        }
+        names = [pytest.param(name, marks=marks[name]) if marks[name] else name for name in rows]
+        return pytest.mark.every_case(pytest.mark.parametrize("name", names)(distributed(*world_sizes)(body)))
+
+    return decorate
+
+
+def hsdp(ctx: RankContext) -> DeviceMesh:
+    """Two replicas; on 2 ranks nothing is left to shard over."""
+    return ctx.mesh_2d(2, ctx.world_size // 2)
+
+
+def one_replica(ctx: RankContext) -> DeviceMesh:
+    """A replicate axis of one rank."""
+    return ctx.mesh_2d(1, ctx.world_size)
 
 
 def oracle_records(case: Case, mesh: DeviceMesh) -> list[StepRecord]:

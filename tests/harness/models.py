@@ -6,7 +6,9 @@ optimizer would turn that noise into full-size updates and no tolerance could ho
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,11 +188,15 @@ class Uneven(ParityModel):
 
 
 class Branches(MLP):
-    """An MLP of which a forward runs only the blocks that it is told to."""
+    """An MLP of which a forward runs only the blocks that it is told to, or ``order``."""
 
-    def forward(self, x: Tensor, active: tuple[int, ...] = (0, 1, 2)) -> Tensor:  # type: ignore[override]
+    def __init__(self, order: tuple[int, ...] = (0, 1, 2)) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor, active: tuple[int, ...] | None = None) -> Tensor:  # type: ignore[override]
         x = self.entry(x)
-        for index in active:
+        for index in self.order if active is None else active:
             x = self.blocks[index](x)
         return self.exit(x)
 
@@ -340,3 +346,14 @@ def freeze(model: nn.Module, *prefixes: str) -> None:
     for name, parameter in model.named_parameters():
         if name.startswith(prefixes):
             parameter.requires_grad_(False)
+
+
+def frozen(build: Callable[[], Any], *prefixes: str) -> Callable[[], Any]:
+    """``build``, and ``freeze``."""
+    return functools.partial(_build_frozen, build, prefixes)
+
+
+def _build_frozen(build: Callable[[], Any], prefixes: tuple[str, ...]) -> Any:
+    model = build()
+    freeze(model, *prefixes)
+    return model

@@ -6,7 +6,8 @@ runtime differs. Every rank draws its own data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,14 +79,27 @@ def one_backward(step: Step, model: ParityModel) -> list[Tensor]:
     return [loss]
 
 
-def accumulate(step: Step, model: ParityModel, switch: str = "set_requires_gradient_sync") -> list[Tensor]:
-    """Three micro-batches; what ``switch`` sets is on in the last one only."""
+def accumulate(
+    step: Step,
+    model: ParityModel,
+    switch: str | tuple[str, ...] = "set_requires_gradient_sync",
+    note: Callable[[ParityModel], Any] | None = None,
+) -> list[Tensor]:
+    """Three micro-batches; what ``switch`` sets is on in the last one only. ``note``: what to record after each."""
     losses = []
     for micro in range(3):
-        getattr(step.control(model), switch)(micro == 2)
+        for each in (switch,) if isinstance(switch, str) else switch:
+            getattr(step.control(model), each)(micro == 2)
         losses.append(step.loss(model, micro))
         losses[-1].backward()
+        if note is not None and step.runtime is not None:
+            step.note(f"after micro-batch {micro}", note(model))
     return losses
+
+
+def gradients_of(model: nn.Module) -> dict[str, Snapshot | None]:
+    """By name of the parameter; without communication."""
+    return {name: None if p.grad is None else snapshot(p.grad) for name, p in model.named_parameters()}
 
 
 def frozen_by_turns(step: Step, model: Any) -> list[Tensor]:
@@ -96,11 +110,45 @@ def frozen_by_turns(step: Step, model: Any) -> list[Tensor]:
     return one_backward(step, model)
 
 
-def shard_units_and_root(runtime: Runtime, model: ParityModel, mesh: DeviceMesh, **kwargs: Any) -> None:
-    """The usual way: every unit on its own, then the root with what is left."""
-    for unit in model.units():
+def other_units_by_turns(step: Step, model: Any) -> list[Tensor]:
+    """Each step runs other blocks of ``Branches``."""
+    loss = step.loss(model, active=[(0, 1, 2), (0, 2), (1,), (2, 0)][step.index])
+    loss.backward()
+    return [loss]
+
+
+def other_parameters_by_turns(step: Step, model: Any) -> list[Tensor]:
+    """Every other step leaves out the sides of ``PartlyUsed``."""
+    loss = step.loss(model, use_side=step.index % 2 == 1)
+    loss.backward()
+    return [loss]
+
+
+def shard_units_and_root(
+    runtime: Runtime,
+    model: Any,
+    mesh: DeviceMesh,
+    *,
+    units: Callable[[Any], Iterable[Any]] | None = None,
+    policy: Mapping[str, Any] | None = None,
+    then: Callable[[Any], Any] | None = None,
+    **kwargs: Any,
+) -> None:
+    """The usual way: every unit on its own, then the root with what is left; or what ``units`` names.
+
+    ``policy``: of mixed precision. ``then``: what to do with the sharded model.
+    """
+    if policy is not None:
+        kwargs["mp_policy"] = runtime.MixedPrecisionPolicy(**policy)
+    for unit in (*model.units(), model) if units is None else units(model):
         runtime.fully_shard(unit, mesh=mesh, **kwargs)
-    runtime.fully_shard(model, mesh=mesh, **kwargs)
+    if then is not None:
+        then(model)
+
+
+def sharded(**options: Any) -> Callable[[Runtime, Any, DeviceMesh], None]:
+    """``shard_units_and_root`` with ``options``, for a ``Case``."""
+    return functools.partial(shard_units_and_root, **options)
 
 
 class OnShards(torch.optim.Optimizer):
@@ -257,10 +305,7 @@ def train(case: Case, mesh: DeviceMesh, runtime: Runtime | None, seed: int = 0) 
         if case.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
             losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        gradients = {
-            name: None if parameter.grad is None else snapshot(parameter.grad)
-            for name, parameter in model.named_parameters()
-        }
+        gradients = gradients_of(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=case.set_to_none)
         full = case.gather_full and index == case.num_steps - 1

@@ -9,32 +9,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from tests.harness import selection
+from tests.harness.compare import hsdp
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import Runtime
-from tests.harness.training import Step, one_backward, shard_units_and_root, snapshot
+from tests.harness.training import Step, one_backward, shard_units_and_root, sharded, snapshot
 from tests.parity.test_model_parallel import shard as tensor_parallel_and_sharded
 
 ShardModel = Callable[[Runtime, Any, DeviceMesh], Any]
-
-
-def flat_mesh(ctx: RankContext) -> DeviceMesh:
-    """One shard axis."""
-    return ctx.mesh_1d()
-
-
-def hybrid_mesh(ctx: RankContext) -> DeviceMesh:
-    """Two replicas; on 2 ranks nothing is left to shard over."""
-    return ctx.mesh_2d(2, ctx.world_size // 2)
 
 
 def model_parallel_mesh(ctx: RankContext) -> DeviceMesh:
@@ -45,7 +40,7 @@ def model_parallel_mesh(ctx: RankContext) -> DeviceMesh:
 @dataclass(frozen=True)
 class Setup:
     build: Callable[[], ParityModel]
-    mesh: Callable[[RankContext], DeviceMesh] = flat_mesh
+    mesh: Callable[[RankContext], DeviceMesh] = RankContext.mesh_1d
     shard: ShardModel = shard_units_and_root
 
     def sharded(self, runtime: Runtime, ctx: RankContext, seed: int = 0) -> Any:
@@ -63,20 +58,12 @@ class Setup:
         return model
 
 
-def _resting_on_two_ranks(runtime: Runtime, model: ParityModel, mesh: DeviceMesh) -> None:
-    shard_units_and_root(runtime, model, mesh, reshard_after_forward=2)
-
-
-def _always_unsharded(runtime: Runtime, model: ParityModel, mesh: DeviceMesh) -> None:
-    shard_units_and_root(runtime, model, mesh, reshard_after_forward=False)
-
-
 SETUPS = {
     "fsdp": Setup(Transformer),
     "uneven": Setup(Uneven),
-    "hsdp": Setup(Uneven, hybrid_mesh),
-    "resting": Setup(MLP, shard=_resting_on_two_ranks),
-    "kept": Setup(MLP, shard=_always_unsharded),
+    "hsdp": Setup(Uneven, hsdp),
+    "resting": Setup(MLP, shard=sharded(reshard_after_forward=2)),
+    "kept": Setup(MLP, shard=sharded(reshard_after_forward=False)),
     "tied": Setup(functools.partial(Transformer, tied=True)),
     "tp": Setup(MLP, model_parallel_mesh, tensor_parallel_and_sharded),
 }
@@ -108,22 +95,17 @@ def evaluate(ctx: RankContext, model: Any) -> Tensor:
 
 def recorded(state: Any) -> Any:
     """``state`` with tensors replaced by copies that can be compared; all ranks must call it."""
-    if isinstance(state, dict):
-        return {key: recorded(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [recorded(value) for value in state]
-    return snapshot(state, with_full=True) if isinstance(state, Tensor) else state
+    return pytree.tree_map_only(Tensor, functools.partial(snapshot, with_full=True), state)
 
 
 def whole(state: Any) -> Any:
-    """``state`` with DTensors replaced by whole copies; all ranks must call it."""
-    if isinstance(state, dict):
-        return {key: whole(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [whole(value) for value in state]
-    if isinstance(state, DTensor):
-        return state.detach().full_tensor().clone()
-    return state.detach().clone() if isinstance(state, Tensor) else state
+    """``state`` with tensors replaced by whole copies; all ranks must call it."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+    return pytree.tree_map_only(Tensor, copy, state)
 
 
 def cut_like(full: Tensor, like: Tensor) -> Tensor:
@@ -131,3 +113,14 @@ def cut_like(full: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return full
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def states_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """What ``torch.distributed.checkpoint`` saves."""
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def load_states(model: Any, optimizer: Any, path: Path) -> None:
+    states = states_of(model, optimizer)
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])

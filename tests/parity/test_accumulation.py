@@ -3,65 +3,92 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp2._torch import torch_is_at_least
-from tests.harness.compare import compare, trains_alike
+from tests.harness.compare import Cases, compare, each_compared, hsdp, one_replica, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.runtimes import oracle, subject
-from tests.harness.training import Case, Step, one_backward, sgd, shard_units_and_root, snapshot, train
-from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32, shard_with_policy
+from tests.harness.training import Case, Step, accumulate, gradients_of, one_backward, sgd, sharded, snapshot, train
+from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
-NUM_MICRO = 3
-
-
-def _gradients(model: nn.Module) -> dict[str, object]:
-    return {
-        name: None if parameter.grad is None else snapshot(parameter.grad)
-        for name, parameter in model.named_parameters()
-    }
+_no_sync = functools.partial(accumulate, note=gradients_of)
+_no_all_reduce = functools.partial(accumulate, switch="set_requires_all_reduce", note=gradients_of)
+LAST, KEEP, SYNC = "set_is_last_backward", "set_reshard_after_backward", "set_requires_gradient_sync"
+POLICIES: list[dict[str, Any]] = [{"param_dtype": BF16, "reduce_dtype": FP32}, {"param_dtype": BF16}]
+POLICIES.append({"reduce_dtype": BF16})
 
 
-def _accumulate(step: Step, model: ParityModel, before_backward) -> list[Tensor]:
-    """``NUM_MICRO`` forwards and backwards; ``before_backward(control, is_last)`` comes first in each."""
+def _registered(model: ParityModel) -> list[Any]:
+    return [(type(parameter).__name__, snapshot(parameter)) for parameter in model.parameters()]
+
+
+def _in_one_unit(step: Step, model: MLP) -> list[Tensor]:
+    """And in the root, but not in the other units."""
     losses = []
-    for micro in range(NUM_MICRO):
-        before_backward(step.control(model), micro == NUM_MICRO - 1)
+    for micro in range(3):
+        step.control(model.blocks[0]).set_requires_gradient_sync(micro == 2)
+        step.control(model).set_requires_gradient_sync(micro == 2, recurse=False)
         losses.append(step.loss(model, micro))
         losses[-1].backward()
-        if step.runtime is not None:
-            step.note(f"gradients after micro-batch {micro}", _gradients(model))
+        step.note(f"gradients after micro-batch {micro}", step.runtime and gradients_of(model))
     return losses
 
 
-def _no_sync(step: Step, model: ParityModel) -> list[Tensor]:
-    return _accumulate(step, model, lambda control, is_last: control.set_requires_gradient_sync(is_last))
+def _other_units(step: Step, model: Branches) -> list[Tensor]:
+    losses = []
+    for micro, active in enumerate([(0, 1, 2), (1,), (0, 1)]):
+        step.control(model).set_requires_gradient_sync(micro == 2)
+        losses.append(step.loss(model, micro, active=active))
+        losses[-1].backward()
+    return losses
 
 
-@pytest.mark.parametrize("model", [MLP, Uneven, Transformer])
-@distributed(2, 4)
-def test_without_gradient_sync_until_the_last_micro_batch(ctx: RankContext, model) -> None:
-    compare(Case(model, step=_no_sync), ctx.mesh_1d())
+def _pipeline(step: Step, model: ParityModel) -> list[Tensor]:
+    losses = [step.loss(model, micro) for micro in range(3)]
+    for micro, loss in enumerate(losses):
+        for switch in (LAST, KEEP, SYNC):
+            getattr(step.control(model), switch)(micro == 2)
+        loss.backward()
+    return losses
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@distributed(2)
-def test_without_gradient_sync_under_reshard_after_forward(ctx: RankContext, reshard: bool) -> None:
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
-    compare(Case(MLP, shard=shard, step=_no_sync), ctx.mesh_1d())
+IN_CI = ("uneven", "transformer", "without reshard_after_forward", "gradients zeroed in place", "kept without sync")
 
 
-@pytest.mark.parametrize(
-    "policy", [{"param_dtype": BF16, "reduce_dtype": FP32}, {"param_dtype": BF16}, {"reduce_dtype": BF16}]
-)
+@each_compared(2, 4, ci=IN_CI)
+def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
+    kept, kept_unsynced = (
+        functools.partial(accumulate, switch=switch, note=_registered) for switch in (KEEP, (KEEP, SYNC))
+    )
+    at_the_end = functools.partial(accumulate, switch=LAST, note=_registered)
+    with_sync = functools.partial(accumulate, switch=(), note=gradients_of)
+    return {
+        "MLP": Case(MLP, step=_no_sync),
+        "uneven": Case(Uneven, step=_no_sync),
+        "transformer": Case(Transformer, step=_no_sync),
+        "with reshard_after_forward": Case(MLP, sharded(reshard_after_forward=True), _no_sync),
+        "without reshard_after_forward": Case(MLP, sharded(reshard_after_forward=False), _no_sync),
+        "with communication in every backward": Case(MLP, step=with_sync),
+        "gradients zeroed in place": Case(MLP, step=with_sync, set_to_none=False),
+        "one unit only": Case(MLP, step=_in_one_unit),
+        "the last has no gradient": Case(Branches, step=_other_units),
+        "is_last_backward defers the end of backward": Case(MLP, step=at_the_end),
+        "as in a pipeline schedule": Case(MLP, sharded(reshard_after_forward=False), _pipeline),
+        "parameters kept": Case(MLP, step=kept),
+        "kept without sync": Case(MLP, step=kept_unsynced),
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @distributed(2, 4)
 def test_without_gradient_sync_accumulates_in_reduce_dtype(ctx: RankContext, policy) -> None:
-    shard = functools.partial(shard_with_policy, **policy)
-    case = Case(MLP, shard, _no_sync, sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
+    case = Case(MLP, sharded(policy=policy), _no_sync, sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
     compare(case, ctx.mesh_1d())
 
 
@@ -71,19 +98,10 @@ _ADDS_IN_FP32 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {},
-        pytest.param({"param_dtype": BF16, "reduce_dtype": FP32}, marks=_ADDS_IN_FP32),
-        pytest.param({"param_dtype": BF16}, marks=_ADDS_IN_FP32),
-        {"reduce_dtype": BF16},
-    ],
-)
+@pytest.mark.parametrize("policy", [{}, *(pytest.param(p, marks=_ADDS_IN_FP32) for p in POLICIES[:2]), POLICIES[2]])
 @distributed(2)
 def test_without_gradient_sync_of_a_block_that_is_used_twice(ctx: RankContext, policy) -> None:
-    shard = functools.partial(shard_with_policy, **policy)
-    compare(Case(SharedModules, shard, _no_sync, sgd, unsharded=None), ctx.mesh_1d())
+    compare(Case(SharedModules, sharded(policy=policy), _no_sync, sgd, unsharded=None), ctx.mesh_1d())
 
 
 @distributed(2)
@@ -101,7 +119,7 @@ def test_what_is_frozen_before_its_gradient_is_reduced(ctx: RankContext) -> None
         return losses
 
     compare(Case(MLP, step=step), ctx.mesh_1d())
-    compare(Case(MLP, functools.partial(shard_with_policy, param_dtype=BF16), step, unsharded=None), ctx.mesh_1d())
+    compare(Case(MLP, sharded(policy={"param_dtype": BF16}), step, unsharded=None), ctx.mesh_1d())
 
 
 @distributed(2)
@@ -122,8 +140,7 @@ def test_what_is_unfrozen_while_it_is_unsharded(ctx: RankContext) -> None:
         for name, expected in theirs.gradients.items():
             found = mine.gradients[name]
             assert (found is None) is (expected is None), name
-            if found is not None and expected is not None:
-                assert torch.equal(found.local, expected.local), name
+            assert found is None or expected is None or torch.equal(found.local, expected.local), name
         assert mine.gradients["exit.weight"] is not None
 
 
@@ -135,61 +152,24 @@ def test_what_is_unfrozen_while_it_is_unsharded(ctx: RankContext) -> None:
 )
 @trains_alike(2, model=SharedModules, mesh=lambda ctx: ctx.mesh_2d(2, 1))
 def test_without_all_reduce_of_a_block_that_is_used_twice(step: Step, model: ParityModel) -> list[Tensor]:
-    return _accumulate(step, model, lambda control, is_last: control.set_requires_all_reduce(is_last))
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@distributed(2, 4)
-def test_with_communication_in_every_backward(ctx: RankContext, set_to_none: bool) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        return _accumulate(step, model, lambda control, is_last: None)
-
-    compare(Case(MLP, step=step, set_to_none=set_to_none), ctx.mesh_1d())
-
-
-@trains_alike(2, 4, model=MLP)
-def test_gradient_sync_switched_off_in_one_unit_only(step: Step, model: MLP) -> list[Tensor]:
-    def switch(control, is_last: bool) -> None:
-        step.control(model.blocks[0]).set_requires_gradient_sync(is_last)
-        step.control(model).set_requires_gradient_sync(is_last, recurse=False)
-
-    return _accumulate(step, model, switch)
-
-
-@trains_alike(2, 4, model=Branches)
-def test_gradients_of_unsynced_micro_batches_are_reduced_though_the_last_has_none(
-    step: Step, model: Branches
-) -> list[Tensor]:
-    losses = []
-    for micro, active in enumerate([(0, 1, 2), (1,), (0, 1)]):
-        step.control(model).set_requires_gradient_sync(micro == 2)
-        losses.append(step.loss(model, micro, active=active))
-        losses[-1].backward()
-    return losses
-
-
-def _shapes_on_hsdp(ctx: RankContext):
-    return [ctx.mesh_2d(2, 1), ctx.mesh_2d(1, 2)] if ctx.world_size == 2 else [ctx.mesh_2d(2, 2)]
+    return _no_all_reduce(step, model)
 
 
 @distributed(2, 4)
 def test_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        return _accumulate(step, model, lambda control, is_last: control.set_requires_all_reduce(is_last))
-
-    for mesh in _shapes_on_hsdp(ctx):
-        compare(Case(MLP, step=step), mesh)
-        compare(Case(Uneven, step=step), mesh)
+    for mesh in (hsdp, one_replica)[: 2 if ctx.world_size == 2 else 1]:
+        compare(Case(MLP, step=_no_all_reduce), mesh(ctx))
+        compare(Case(Uneven, step=_no_all_reduce), mesh(ctx))
 
 
 @distributed(2, 4)
 def test_hsdp_without_gradient_sync_until_the_last_micro_batch(ctx: RankContext) -> None:
-    for mesh in _shapes_on_hsdp(ctx):
-        compare(Case(MLP, step=_no_sync), mesh)
+    for mesh in (hsdp, one_replica)[: 2 if ctx.world_size == 2 else 1]:
+        compare(Case(MLP, step=_no_sync), mesh(ctx))
 
 
 @pytest.mark.long
-@trains_alike(4, model=MLP, mesh=lambda ctx: ctx.mesh_2d(2, 2))
+@trains_alike(4, model=MLP, mesh=hsdp)
 def test_hsdp_mixes_no_sync_and_no_all_reduce(step: Step, model: ParityModel) -> list[Tensor]:
     losses = []
     for micro, (sync, all_reduce) in enumerate([(False, False), (True, False), (True, False), (True, True)]):
@@ -200,59 +180,7 @@ def test_hsdp_mixes_no_sync_and_no_all_reduce(step: Step, model: ParityModel) ->
     return losses
 
 
-@pytest.mark.parametrize("sync", [True, False])
-@distributed(2, 4)
-def test_parameters_stay_unsharded_between_micro_batches_when_told_so(ctx: RankContext, sync: bool) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        def switch(control, is_last: bool) -> None:
-            control.set_reshard_after_backward(is_last)
-            control.set_requires_gradient_sync(sync or is_last)
-
-        losses = _accumulate_without_notes(step, model, switch)
-        step.note("parameters", [snapshot(parameter) for parameter in model.parameters()])
-        return losses
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
-
-
-def _accumulate_without_notes(step: Step, model: ParityModel, before_backward) -> list[Tensor]:
-    losses = []
-    for micro in range(NUM_MICRO):
-        before_backward(step.control(model), micro == NUM_MICRO - 1)
-        losses.append(step.loss(model, micro))
-        losses[-1].backward()
-        kinds = [type(parameter).__name__ for parameter in model.parameters()]
-        step.note(f"registered after micro-batch {micro}", kinds)
-    return losses
-
-
-@trains_alike(2, 4, model=MLP)
-def test_is_last_backward_defers_the_end_of_backward(step: Step, model: ParityModel) -> list[Tensor]:
-    def switch(control, is_last: bool) -> None:
-        control.set_is_last_backward(is_last)
-
-    return _accumulate_without_notes(step, model, switch)
-
-
-@distributed(2, 4)
-def test_everything_together_as_in_a_pipeline_schedule(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = [step.loss(model, micro) for micro in range(NUM_MICRO)]
-        for micro, loss in enumerate(losses):
-            is_last = micro == NUM_MICRO - 1
-            step.control(model).set_is_last_backward(is_last)
-            step.control(model).set_reshard_after_backward(is_last)
-            step.control(model).set_requires_gradient_sync(is_last)
-            loss.backward()
-        return losses
-
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=False)
-    compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
-
-
 @trains_alike(2, model=MLP, unsharded=None)
 def test_an_unsynced_backward_alone_leaves_no_gradient_on_the_shards(step: Step, model: ParityModel) -> list[Tensor]:
     step.control(model).set_requires_gradient_sync(step.index == 2)
-    loss = step.loss(model)
-    loss.backward()
-    return [loss]
+    return one_backward(step, model)

@@ -12,49 +12,64 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.harness.compare import compare, trains_alike
+from tests.harness.compare import Cases, compare, each_compared, hsdp, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block, ParityModel, Transformer
 from tests.harness.selection import long
-from tests.harness.training import Case, Step, sgd, shard_units_and_root
-from tests.parity.setups import hybrid_mesh
-from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32, shard_with_policy
+from tests.harness.training import Case, Step, accumulate, sgd, sharded
+from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
 REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+
+
+def _saves_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_matmul = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+RECOMPUTE = {
+    False: functools.partial(checkpoint, use_reentrant=False),
+    True: functools.partial(checkpoint, use_reentrant=True),
+    "selective": functools.partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, _saves_matmuls),
+    ),
+}
 
 
 class CheckpointsInside(Block):
     """A unit that recomputes its own middle."""
 
-    reentrant = False
+    kind: bool | str = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return x + RECOMPUTE[self.kind](super().forward, x)
 
 
 class CheckpointsAround(MLP):
     """A model that recomputes its units."""
 
-    reentrant = False
+    kind: bool | str = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = RECOMPUTE[self.kind](block, x)
         return self.exit(x)
 
 
-def _inside(reentrant: bool) -> MLP:
+def _inside(kind: bool | str) -> MLP:
     model = MLP()
     for block in model.blocks:
         block.__class__ = CheckpointsInside
-        block.reentrant = reentrant
+        block.kind = kind
     return model
 
 
-def _around(reentrant: bool) -> MLP:
+def _around(kind: bool | str) -> MLP:
     model = CheckpointsAround()
-    model.reentrant = reentrant
+    model.kind = kind
     return model
 
 
@@ -63,21 +78,71 @@ def _around(reentrant: bool) -> MLP:
 @pytest.mark.parametrize("model", [_inside, _around])
 @distributed(2, 4)
 def test_checkpoint_function(ctx: RankContext, model, reshard: bool, reentrant: bool) -> None:
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
-    compare(Case(functools.partial(model, reentrant), shard=shard), ctx.mesh_1d())
+    compare(Case(functools.partial(model, reentrant), sharded(reshard_after_forward=reshard)), ctx.mesh_1d())
 
 
-@REENTRANT
-@distributed(2)
-def test_checkpoint_around_several_units(ctx: RankContext, reentrant: bool) -> None:
-    class AroundSeveral(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            def several(x: Tensor) -> Tensor:
-                return self.blocks[1](self.blocks[0](x))
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("model", [_inside, _around])
+@distributed(2, 4)
+def test_selective_checkpointing(ctx: RankContext, model, reshard: bool | int) -> None:
+    compare(Case(functools.partial(model, "selective"), sharded(reshard_after_forward=reshard)), ctx.mesh_1d())
 
-            return self.exit(self.blocks[2](checkpoint(several, self.entry(x), use_reentrant=reentrant)))
 
-    compare(Case(AroundSeveral), ctx.mesh_1d())
+class AroundSeveral(MLP):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.recompute = RECOMPUTE[reentrant]
+
+    def forward(self, x: Tensor) -> Tensor:
+        def several(x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+        return self.exit(self.blocks[2](self.recompute(several, self.entry(x))))
+
+
+def _dropping_out(build: Callable[[bool], MLP], reentrant: bool) -> MLP:
+    """The generator's state is put back: else the gradients would not be those of the loss."""
+    model = build(reentrant)
+    for block in model.blocks:
+        block.down = nn.Sequential(nn.Dropout(0.5), block.down)
+    return model
+
+
+def _wrapped_inside() -> Transformer:
+    model = Transformer()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    return model
+
+
+def _submodules_wrapped() -> Transformer:
+    model = Transformer()
+    for block in model.blocks:
+        block.attention, block.mlp = checkpoint_wrapper(block.attention), checkpoint_wrapper(block.mlp)
+    return model
+
+
+_mixed = functools.partial(Case, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
+MODELS = {"around": _around, "inside": _inside}
+CI = [f"{name}, {kind}" for name in ("several units", "accumulation") for kind in ("reentrant",)]
+CI += [f"dropout {where}, {kind}" for where in MODELS for kind in ("non-reentrant", "reentrant")][1:]
+
+
+@each_compared(2, 4, ci=CI)
+def test_recomputation() -> Cases:
+    mixed = sharded(policy={"param_dtype": BF16, "reduce_dtype": FP32})
+    rows: dict[str, Any] = {
+        "checkpoint_wrapper inside units": Case(_wrapped_inside),
+        "checkpoint_wrapper around submodules of units": Case(_submodules_wrapped),
+        "mixed precision": tuple(_mixed(functools.partial(model, False), mixed) for model in MODELS.values()),
+    }
+    for kind, reentrant in (("non-reentrant", False), ("reentrant", True)):
+        around = functools.partial(_around, reentrant)
+        rows[f"several units, {kind}"] = Case(functools.partial(AroundSeveral, reentrant))
+        rows[f"accumulation, {kind}"] = Case(around, step=accumulate)
+        for where, build in MODELS.items():
+            rows[f"dropout {where}, {kind}"] = Case(functools.partial(_dropping_out, build, reentrant))
+    return rows
 
 
 @trains_alike(2, model=MLP)
@@ -88,17 +153,6 @@ def test_checkpoint_around_the_root(step: Step, model: ParityModel) -> list[Tens
     return [loss]
 
 
-@distributed(2, 4)
-def test_checkpoint_wrapper_inside_units(ctx: RankContext) -> None:
-    def wrapped() -> Transformer:
-        model = Transformer()
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block)
-        return model
-
-    compare(Case(wrapped), ctx.mesh_1d())
-
-
 @distributed(2)
 def test_checkpoint_wrapper_around_units(ctx: RankContext) -> None:
     def shard(runtime, model: Transformer, mesh) -> None:
@@ -107,98 +161,7 @@ def test_checkpoint_wrapper_around_units(ctx: RankContext) -> None:
         runtime.fully_shard(model, mesh=mesh)
 
     # The unsharded model has no wrappers and so other names.
-    compare(Case(Transformer, shard=shard, unsharded=None), ctx.mesh_1d())
-
-
-@distributed(2)
-def test_checkpoint_wrapper_around_submodules_of_units(ctx: RankContext) -> None:
-    def wrapped() -> Transformer:
-        model = Transformer()
-        for block in model.blocks:
-            block.attention, block.mlp = checkpoint_wrapper(block.attention), checkpoint_wrapper(block.mlp)
-        return model
-
-    compare(Case(wrapped), ctx.mesh_1d())
-
-
-@distributed(2, 4)
-def test_recomputation_and_mixed_precision(ctx: RankContext) -> None:
-    shard = functools.partial(shard_with_policy, param_dtype=BF16, reduce_dtype=FP32)
-    for model in (_around, _inside):
-        case = Case(
-            functools.partial(model, False), shard, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC
-        )
-        compare(case, ctx.mesh_1d())
-
-
-@REENTRANT
-@distributed(2)
-def test_recomputation_and_gradient_accumulation(ctx: RankContext, reentrant: bool) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = []
-        for micro in range(2):
-            step.control(model).set_requires_gradient_sync(micro == 1)
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        return losses
-
-    compare(Case(functools.partial(_around, reentrant), step=step), ctx.mesh_1d())
-
-
-# What is recomputed with, and what is not recomputed
-
-
-def _dropping_out(build: Callable[[bool], MLP], reentrant: bool) -> MLP:
-    model = build(reentrant)
-    for block in model.blocks:
-        block.down = nn.Sequential(nn.Dropout(0.5), block.down)
-    return model
-
-
-@REENTRANT
-@pytest.mark.parametrize("build", [_inside, _around])
-@distributed(2)
-def test_recomputation_drops_the_same_elements(ctx: RankContext, build, reentrant: bool) -> None:
-    """The generator's state is put back: else the gradients would not be those of the loss."""
-    compare(Case(functools.partial(_dropping_out, build, reentrant)), ctx.mesh_1d())
-
-
-def _saves_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_matmul = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _selective(function: Any, *args: Any) -> Any:
-    contexts = functools.partial(create_selective_checkpoint_contexts, _saves_matmuls)
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
-
-
-class SelectiveInside(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + _selective(super().forward, x)
-
-
-class SelectiveAround(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = _selective(block, x)
-        return self.exit(x)
-
-
-def _selective_inside() -> MLP:
-    model = MLP()
-    for block in model.blocks:
-        block.__class__ = SelectiveInside
-    return model
-
-
-@pytest.mark.parametrize("reshard", [True, False, 2])
-@pytest.mark.parametrize("build", [_selective_inside, SelectiveAround])
-@distributed(2, 4)
-def test_selective_checkpointing(ctx: RankContext, build, reshard: bool | int) -> None:
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
-    compare(Case(build, shard=shard), ctx.mesh_1d())
+    compare(Case(Transformer, shard, unsharded=None), ctx.mesh_1d())
 
 
 @pytest.mark.ci
@@ -206,7 +169,6 @@ def test_selective_checkpointing(ctx: RankContext, build, reshard: bool | int) -
 @pytest.mark.parametrize("reshard", [2, *long(True)])
 @distributed(4)
 def test_recomputation_on_other_meshes(ctx: RankContext, reshard: bool | int, reentrant: bool) -> None:
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
-    mesh = hybrid_mesh(ctx) if reshard is True else ctx.mesh_1d()
-    for build in (_around, _inside):
-        compare(Case(functools.partial(build, reentrant), shard=shard), mesh)
+    mesh = hsdp(ctx) if reshard is True else ctx.mesh_1d()
+    for build in MODELS.values():
+        compare(Case(functools.partial(build, reentrant), sharded(reshard_after_forward=reshard)), mesh)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness.compare import compare, compare_losses_with_unsharded, trains_alike
+from tests.harness.compare import compare, compare_losses_with_unsharded, hsdp, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Uneven, freeze
 from tests.harness.runtimes import Runtime, beyond_torch
-from tests.harness.selection import long
 from tests.harness.training import Case, Step, Tolerance, one_backward, sgd, shard_units_and_root
-from tests.parity.setups import SETUPS, hybrid_mesh
+from tests.parity.setups import SETUPS, setups
 
 CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bfloat16": nn.Module.bfloat16,
@@ -73,21 +72,19 @@ def test_cast_in_the_middle_of_training(ctx: RankContext, cast: str, evaluates: 
     compare_losses_with_unsharded(Case(AnyDtype, step=step, optimizer=STATELESS, unsharded=ANY_DTYPE), ctx.mesh_1d())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("setup", ["resting", *long("hsdp", "kept")])
-@distributed(4)
+@setups("fsdp", long=("resting", "hsdp", "kept"))
+@distributed(2, 4)
 def test_cast_to_double_and_back_between_steps(ctx: RankContext, setup: str) -> None:
     """Optimizers keep their parameters: what is cast is the memory behind them."""
 
     def step(step: Step, model: Any) -> list[Tensor]:
-        model.double().float()
-        return one_backward(step, model)
+        return one_backward(step, model.double().float())
 
     where = SETUPS[setup]
     compare(Case(where.build, where.shard, step=step), where.mesh(ctx))
 
 
-@trains_alike(2, model=MLP, mesh=hybrid_mesh)
+@trains_alike(2, model=MLP, mesh=hsdp)
 def test_move_to_the_device_that_it_is_on_changes_nothing(step: Step, model: Any) -> list[Tensor]:
     before = list(model.parameters())
     model.to("cpu").cpu().to(torch.zeros(1))
@@ -107,6 +104,6 @@ def test_freezing_and_thawing_with_ignored_parameters(ctx: RankContext, mesh: st
         model.blocks[0].up.requires_grad_(step.index != 2)  # one of its parameters is ignored
         return one_backward(step, model)
 
-    where = ctx.mesh_1d() if mesh == "fsdp" else hybrid_mesh(ctx)
+    where = ctx.mesh_1d() if mesh == "fsdp" else hsdp(ctx)
     # Ignored parameters are not averaged, so ranks diverge and there is no one unsharded model to compare with.
     compare(Case(MLP, shard, step, optimizer=sgd, num_steps=4, unsharded=None), where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -19,19 +17,9 @@ from tests.harness.pool import shared_pool
 from tests.harness.runtimes import subject
 from tests.harness.selection import long
 from tests.harness.training import dtensor_adamw
-from tests.parity.setups import SETUPS, evaluate, setups, train_steps, whole
+from tests.parity.setups import SETUPS, evaluate, load_states, setups, states_of, train_steps, whole
 
-
-def _states(model: Any, optimizer: Any) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
-@dataclass
-class Saved:
-    """What a test needs to know of a run that was saved: what it held, and the losses of the steps after."""
-
-    states: dict[str, Any]
-    losses: list[Tensor]
+Saved = tuple[dict[str, Any], list[Tensor]]  # what a run held when it was saved, and the losses of the steps after
 
 
 def _trained(ctx: RankContext, setup: str) -> tuple[Any, Any]:
@@ -45,9 +33,9 @@ def _trained(ctx: RankContext, setup: str) -> tuple[Any, Any]:
 
 def _save(ctx: RankContext, setup: str, path: Path) -> Saved:
     model, optimizer = _trained(ctx, setup)
-    states = _states(model, optimizer)
+    states = states_of(model, optimizer)
     dcp.save(states, checkpoint_id=path)
-    return Saved(whole(states), train_steps(ctx, model, optimizer, range(2, 4), alike=True))
+    return whole(states), train_steps(ctx, model, optimizer, range(2, 4), alike=True)
 
 
 def _load(ctx: RankContext, setup: str, path: Path) -> Saved:
@@ -57,22 +45,18 @@ def _load(ctx: RankContext, setup: str, path: Path) -> Saved:
     train_steps(ctx, model, optimizer, [7])
     evaluate(ctx, model)
     model.reshard()
-    states = _states(model, optimizer)
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    found = whole(_states(model, optimizer))
-    return Saved(found, train_steps(ctx, model, optimizer, range(2, 4), alike=True))
+    load_states(model, optimizer, path)
+    found = whole(states_of(model, optimizer))
+    return found, train_steps(ctx, model, optimizer, range(2, 4), alike=True)
 
 
 def _check(saved: Saved, loaded: list[Saved]) -> None:
-    for found in loaded:
-        compare_values("states", found.states, saved.states)
-        torch.testing.assert_close(found.losses, saved.losses, rtol=1e-4, atol=1e-5)
+    for states, losses in loaded:
+        compare_values("states", states, saved[0])
+        torch.testing.assert_close(losses, saved[1], rtol=1e-4, atol=1e-5)
 
 
-ELSEWHERE = {
-    "from HSDP": ("hsdp", 4, "uneven", 2),
-}
+ELSEWHERE = {"from HSDP": ("hsdp", 4, "uneven", 2)}
 MORE_ELSEWHERE = {
     "onto tensor parallelism": ("kept", 2, "tp", 4),
     "more ranks, tied": ("tied", 2, "tied", 4),
@@ -101,14 +85,14 @@ def test_checkpoint_is_loaded_elsewhere(saver: str, savers: int, loader: str, lo
 def _save_asynchronously(ctx: RankContext, setup: str, path: Path) -> Saved:
     """Training goes on while the checkpoint is written."""
     model, optimizer = _trained(ctx, setup)
-    states = _states(model, optimizer)
+    states = states_of(model, optimizer)
     expected = whole(states)
     group = dist.new_group(backend="gloo")  # the writing thread's, beside the training's collectives
     future = dcp.async_save(states, checkpoint_id=path, process_group=group)
     losses = train_steps(ctx, model, optimizer, range(2, 4), alike=True)
     future.result()
     dist.destroy_process_group(group)
-    return Saved(expected, losses)
+    return expected, losses
 
 
 @pytest.mark.ci

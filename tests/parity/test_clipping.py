@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.harness.compare import SUMMATION_ORDER, compare_values
+from tests.harness.compare import SUMMATION_ORDER, as_torchs, compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
@@ -77,21 +77,17 @@ def test_gradients_are_clipped_as_torch_clips_them(ctx: RankContext, setup: str)
 
 
 @setups("fsdp", "hsdp")
-@distributed(2)
-def test_norm_and_clipping_in_two_calls(ctx: RankContext, setup: str) -> None:
+@as_torchs(2)
+def test_norm_and_clipping_in_two_calls(ctx: RankContext, runtime: Runtime, setup: str) -> Any:
     """``get_total_norm`` and ``clip_grads_with_norm_``, as pipelines use them to sum over their stages."""
-    where = SETUPS[setup]
-    clipped = []
-    for runtime in (oracle(), subject()):
-        parameters = list(_model_with_gradients(where, runtime, ctx).parameters())
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, norm)
-        clipped.append(whole([norm, [parameter.grad for parameter in parameters]]))
-    _assert_close(clipped[1], clipped[0], _tolerance(where, ctx))
-    (once, again), _ = clipped[1], clipped[0]
+    parameters = list(_model_with_gradients(SETUPS[setup], runtime, ctx).parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, norm)
+    once, again = whole([norm, [parameter.grad for parameter in parameters]])
     assert once > MAX_NORM
     squares = torch.stack([grad.square().sum() for grad in again])
     assert torch.allclose(squares.sum().sqrt(), torch.tensor(MAX_NORM), rtol=1e-4)
+    return [once, again]
 
 
 @setups("uneven", "hsdp")
@@ -111,15 +107,13 @@ def test_a_gradient_that_is_not_finite_in_one_shard_is_refused_on_all_ranks(ctx:
     assert nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor().isnan()
 
 
-@distributed(2)
-def test_clipping_by_value(ctx: RankContext) -> None:
-    clipped = []
-    for runtime in (oracle(), subject()):
-        model = _model_with_gradients(SETUPS["uneven"], runtime, ctx)
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        clipped.append(whole([parameter.grad for parameter in model.parameters()]))
-    _assert_close(clipped[1], clipped[0], _tolerance(SETUPS["uneven"], ctx))
-    assert max(grad.abs().max() for grad in clipped[1]) == torch.tensor(0.01)
+@as_torchs(2)
+def test_clipping_by_value(ctx: RankContext, runtime: Runtime) -> Any:
+    model = _model_with_gradients(SETUPS["uneven"], runtime, ctx)
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    clipped = whole([parameter.grad for parameter in model.parameters()])
+    assert max(grad.abs().max() for grad in clipped) == torch.tensor(0.01)
+    return clipped
 
 
 def _with_ignored(runtime: Runtime, model: MLP, mesh: Any) -> None:
@@ -139,18 +133,13 @@ def _total_norm_of_both_kinds(parameters: list[nn.Parameter]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-@distributed(2)
-def test_ignored_parameters_are_clipped_in_a_call_of_their_own(ctx: RankContext) -> None:
-    clipped, refusals = [], []
-    for runtime in (oracle(), subject()):
-        parameters = list(_model_with_gradients(IGNORED, runtime, ctx).parameters())
-        norm = _total_norm_of_both_kinds(parameters)
-        for kind in (True, False):
-            of_kind = [p for p in parameters if isinstance(p, DTensor) is kind]
-            nn.utils.clip_grads_with_norm_(of_kind, MAX_NORM, norm)
-        clipped.append(whole([norm, [parameter.grad for parameter in parameters]]))
-        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as refusal:
-            nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-        refusals.append(str(refusal.value))
-    _assert_close(clipped[1], clipped[0], _tolerance(IGNORED, ctx))
-    assert refusals[0] == refusals[1]
+@as_torchs(2)
+def test_ignored_parameters_are_clipped_in_a_call_of_their_own(ctx: RankContext, runtime: Runtime) -> Any:
+    parameters = list(_model_with_gradients(IGNORED, runtime, ctx).parameters())
+    norm = _total_norm_of_both_kinds(parameters)
+    for kind in (True, False):
+        nn.utils.clip_grads_with_norm_([p for p in parameters if isinstance(p, DTensor) is kind], MAX_NORM, norm)
+    clipped = whole([norm, [parameter.grad for parameter in parameters]])
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as refusal:
+        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+    return [clipped, str(refusal.value)]

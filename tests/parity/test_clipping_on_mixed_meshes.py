@@ -9,54 +9,47 @@ from unittest import mock
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
-from fsdp2 import ParamPlacement, _torch, clip_grad_norm_, fully_shard
+from fsdp2 import ParamPlacement, _torch, clip_grad_norm_
 from fsdp2.tools.clip import joined_neighbours
 from tests.distributed.support import same_on_all_ranks
+from tests.harness.compare import hsdp
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Uneven
+from tests.harness.runtimes import Runtime, subject
 from tests.harness.selection import long
-from tests.parity.test_model_parallel import tensor_parallel
+from tests.harness.training import shard_units_and_root
+from tests.parity.setups import SETUPS, Setup, cut_like, whole
 
 ORDERS = [1.0, 2, 3.5, float("inf")]
+TEXTS = texts_beside(__file__)
 
 
-def _plain(model: Any, ctx: RankContext) -> None:
-    for unit in (*model.units(), model):
-        fully_shard(unit, mesh=ctx.mesh_1d())
+def _with_experts(runtime: Runtime, model: Any, mesh: Any) -> None:
+    experts = {block.down.weight: ParamPlacement(None, mesh) for block in model.blocks}
+    everybody = mesh._flatten("everybody")
+    shard_units_and_root(runtime, model, everybody, shard_placement_fn=experts.get)
 
 
-def _hsdp(model: Any, ctx: RankContext) -> None:
-    for unit in (*model.units(), model):
-        fully_shard(unit, mesh=ctx.mesh_2d(2, ctx.world_size // 2))
+def _ignoring(runtime: Runtime, model: Any, mesh: Any) -> None:
+    shard_units_and_root(runtime, model, mesh, ignored_params={model.exit.weight, model.exit.bias})
 
 
-def _tensor_parallel(model: Any, ctx: RankContext) -> None:
-    mesh = ctx.mesh(dp=ctx.world_size // 2, tp=2)
-    tensor_parallel(model, mesh["tp"])
-    for unit in (*model.units(), model):
-        fully_shard(unit, mesh=mesh["dp"])
+WAYS: dict[str, Setup] = {
+    "plain": Setup(MLP),
+    "hsdp": Setup(MLP, hsdp),
+    "tp": SETUPS["tp"],
+    "experts": Setup(MLP, hsdp, _with_experts),
+    "ignored": Setup(MLP, shard=_ignoring),
+}
 
 
-def _experts(model: Any, ctx: RankContext) -> None:
-    mesh = ctx.mesh_2d(2, ctx.world_size // 2)
-    experts = {block.down.weight for block in model.blocks}
-    for unit in (*model.units(), model):
-        fully_shard(
-            unit,
-            mesh=ctx.mesh_1d(),
-            shard_placement_fn=lambda param: ParamPlacement(None, mesh) if param in experts else None,
-        )
-
-
-def _ignored(model: Any, ctx: RankContext) -> None:
-    for unit in (*model.units(), model):
-        fully_shard(unit, mesh=ctx.mesh_1d(), ignored_params={model.exit.weight, model.exit.bias})
+def _sharded(ctx: RankContext, way: str = "plain") -> Any:
+    return WAYS[way].sharded(subject(), ctx)
 
 
 def _gradients(model: nn.Module, without: str = "") -> None:
@@ -64,53 +57,42 @@ def _gradients(model: nn.Module, without: str = "") -> None:
     for index, (name, param) in enumerate(model.named_parameters()):
         grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
         if name != without:
-            param.grad = (
-                distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-                if isinstance(param, DTensor)
-                else grad
-            )
+            param.grad = cut_like(grad, param)
 
 
-def _whole(model: nn.Module) -> list[Tensor]:
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-
-
-def _clips(ctx: RankContext, shard: Callable[..., None], order: float, make: Any = MLP, without: str = "") -> None:
-    reference, model = make(), make()
-    shard(model, ctx)
+def _clips(ctx: RankContext, setup: Setup, order: float, without: str = "") -> None:
+    reference, model = setup.build(), setup.sharded(subject(), ctx)
     for max_norm in (0.5, 1e6):
         _gradients(reference, without)
         _gradients(model, without)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type=order)
         found = clip_grad_norm_(model.parameters(), max_norm, norm_type=order)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-        for ours, theirs in zip(_whole(model), _whole(reference), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+        ours, theirs = (whole([p.grad for p in each.parameters() if p.grad is not None]) for each in (model, reference))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("shard", [_plain, _hsdp, _tensor_parallel, _experts, _ignored])
+@pytest.mark.parametrize("way", WAYS)
 @distributed(4)
-def test_norm_is_that_of_the_unsharded_model(ctx: RankContext, shard: Callable[..., None], order: float) -> None:
-    _clips(ctx, shard, order)
+def test_norm_is_that_of_the_unsharded_model(ctx: RankContext, way: str, order: float) -> None:
+    _clips(ctx, WAYS[way], order)
 
 
 @pytest.mark.parametrize("order", [*ORDERS[:1], *long(*ORDERS[1:])])
 @distributed(4)
 def test_empty_shards_and_missing_gradients_count_nothing(ctx: RankContext, order: float) -> None:
-    _clips(ctx, _plain, order, make=Uneven)
-    _clips(ctx, _tensor_parallel, order, without="blocks.1.down.weight")
+    _clips(ctx, Setup(Uneven), order)
+    _clips(ctx, WAYS["tp"], order, without="blocks.1.down.weight")
 
 
 @distributed(2)
 def test_ranks_may_have_different_gradients(ctx: RankContext) -> None:
     """A rank without any gradient takes part all the same."""
-    model = MLP()
-    _plain(model, ctx)
+    model = _sharded(ctx)
     if ctx.rank == 0:
         _gradients(model)
-    mine = [param.grad.to_local() for param in model.parameters() if param.grad is not None]  # type: ignore[attr-defined]
+    mine = [param.grad.to_local() for param in model.parameters() if param.grad is not None]
     expected = torch.tensor(0.0) if ctx.rank else nn.utils.get_total_norm(mine)
     torch.distributed.all_reduce(expected)
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0), expected, rtol=1e-6, atol=0)
@@ -118,8 +100,7 @@ def test_ranks_may_have_different_gradients(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_norm_of_half_precision_gradients_does_not_overflow(ctx: RankContext) -> None:
-    model = MLP().half()
-    _plain(model, ctx)
+    model = Setup(lambda: MLP().half()).sharded(subject(), ctx)
     for param in model.parameters():
         param.grad = torch.full_like(param, 3000.0)
     numel = sum(param.numel() for param in model.parameters())
@@ -129,82 +110,56 @@ def test_norm_of_half_precision_gradients_does_not_overflow(ctx: RankContext) ->
 
 @distributed(2)
 def test_gradients_may_come_and_go(ctx: RankContext) -> None:
-    model: Any = MLP()
-    _plain(model, ctx)
+    model = _sharded(ctx)
     for present in (("blocks", "exit"), (), ("exit",), ("blocks", "exit")):
         for name, parameter in model.named_parameters():
-            has_gradient = name.startswith(present) if present else False
-            parameter.grad = torch.ones_like(parameter) if has_gradient else None
+            parameter.grad = torch.ones_like(parameter) if name.startswith(present) else None
         numel = sum(parameter.numel() for parameter in model.parameters() if parameter.grad is not None)
         torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e6), torch.tensor(float(numel)).sqrt())
-
-
-@distributed(2)
-def test_nothing_to_clip(ctx: RankContext) -> None:
     assert clip_grad_norm_([], 1.0).item() == 0.0
 
 
 def _nonfinite(ctx: RankContext) -> str:
-    model = MLP()
-    _plain(model, ctx)
+    model = _sharded(ctx)
     _gradients(model)
     if ctx.rank == 1:
-        model.exit.bias.grad.to_local().fill_(float("inf"))  # type: ignore[union-attr]
-    before = [param.grad.to_local().clone() for param in model.parameters()]  # type: ignore[union-attr]
+        model.exit.bias.grad.to_local().fill_(float("inf"))
+    before = [param.grad.to_local().clone() for param in model.parameters()]
     error = error_of(lambda: clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True))
-    assert all(torch.equal(param.grad.to_local(), old) for param, old in zip(model.parameters(), before, strict=True))  # type: ignore[union-attr]
+    assert all(map(torch.equal, before, [param.grad.to_local() for param in model.parameters()]))
     return error
 
 
 def test_nonfinite_norm_is_refused_on_all_ranks() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_nonfinite),
-        """\
-RuntimeError: clip_grad_norm_: the norm of order 2.0 of all gradients is inf. Find the loss that is
-not finite, or pass error_if_nonfinite=False to scale the gradients anyway.""",
-    )
+    TEXTS.check("not finite", same_on_all_ranks(_nonfinite))
 
 
 @distributed(2)
 def test_nan_on_one_rank_is_the_norm_of_any_order_on_all(ctx: RankContext) -> None:
     """The maximum of gloo and NCCL may be a number although a rank has NaN."""
     for order, rank in itertools.product(ORDERS, range(ctx.world_size)):
-        model = MLP()
-        _plain(model, ctx)
+        model = _sharded(ctx)
         _gradients(model)
         if ctx.rank == rank:
-            model.exit.bias.grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
+            model.exit.bias.grad.to_local().fill_(float("nan"))
         assert clip_grad_norm_(model.parameters(), 1.0, order).isnan(), (order, rank)
 
 
 def _pending(ctx: RankContext) -> str:
-    mesh: DeviceMesh = ctx.mesh_1d()
-    param = nn.Parameter(DTensor.from_local(torch.ones(4), mesh))
-    param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    param = nn.Parameter(DTensor.from_local(torch.ones(4), ctx.mesh_1d()))
+    param.grad = DTensor.from_local(torch.ones(4), ctx.mesh_1d(), [Partial()])
     return error_of(lambda: clip_grad_norm_(param, 1.0))
 
 
-def test_pending_sum_is_refused() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_pending),
-        """\
-ValueError: clip_grad_norm_: a gradient of shape (4,) has placements (Partial(sum),), so its sum is
-still pending. Clip after backward has reduced the gradient.""",
-    )
-
-
-def test_order_that_is_none_is_refused() -> None:
-    assert_expected_inline(
-        error_of(lambda: clip_grad_norm_([], 1.0, norm_type=0)),
-        """ValueError: clip_grad_norm_: norm_type=0, expected a positive number or float("inf").""",
-    )
+def test_pending_sum_and_order_that_is_none_are_refused() -> None:
+    TEXTS.check("pending sum", same_on_all_ranks(_pending))
+    TEXTS.check("no order", error_of(lambda: clip_grad_norm_([], 1.0, norm_type=0)))
 
 
 @distributed(4)
 def test_one_norm_per_group_and_one_all_reduce_per_mesh_axis(ctx: RankContext) -> None:
     """A unit of one dtype lands its gradients behind each other; axes are summed over once for all that they cut."""
-    model: Any = MLP()
-    _tensor_parallel(model, ctx)
+    model = _sharded(ctx, "tp")
     inputs = model.batch(torch.Generator().manual_seed(0))
     model.loss(model(*inputs), inputs).backward()
     normed, summed = [], []

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness.comms import CountingAllGather, CountingReduceScatter
-from tests.harness.compare import compare, trains_alike
+from tests.harness.compare import Cases, compare, each_compared, hsdp, one_replica, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
-from tests.harness.selection import long
-from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd, shard_units_and_root
-from tests.parity.test_expert_meshes import same_data_for_all, with_torch_mesh_info
+from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd, sharded
+from tests.parity.test_expert_meshes import same_data_for_all, with_experts
 from tests.parity.test_model_parallel import case as case_with_model_axes, shard as shard_tensor_parallel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -28,13 +27,8 @@ def _fsdp_modules(model: ParityModel) -> list[Any]:
     return [*model.units(), model]
 
 
-def _with_comms(runtime, model: ParityModel, mesh: DeviceMesh, comms: dict[str, Any], **kwargs: Any) -> None:
-    """Every unit has its own comms; the model keeps them for the step to read."""
-    shard_units_and_root(runtime, model, mesh, **kwargs)
-    _set_comms(model, comms)
-
-
 def _set_comms(model: Any, comms: dict[str, Any]) -> None:
+    """Every unit has its own comms; the model keeps them for the step to read."""
     model.comms = []
     for module in _fsdp_modules(model):
         gather, reduce = CountingAllGather(**comms), CountingReduceScatter(**comms)
@@ -43,24 +37,24 @@ def _set_comms(model: Any, comms: dict[str, Any]) -> None:
         model.comms.append((gather, reduce))
 
 
-def _counting(step: Callable[[Step, Any], list[Tensor]]) -> Callable[[Step, Any], list[Tensor]]:
-    @functools.wraps(step)
-    def counted(current: Step, model: ParityModel) -> list[Tensor]:
-        losses = step(current, model)
-        if current.runtime is not None:
-            assert any(gather.messages for gather, _ in model.comms) or current.index > 0
-            assert any(reduce.messages for _, reduce in model.comms)
-            for name, index in (("gathers", 0), ("reductions", 1)):
-                current.note(name, [comms[index].take() for comms in model.comms])
-        return losses
-
-    return counted
+def _counting(
+    step: Step, model: Any, inner: Callable[[Step, Any], list[Tensor]] = one_backward, may_be_none: bool = False
+) -> list[Tensor]:
+    losses = inner(step, model)
+    if step.runtime is not None:
+        gathers, reductions = ([comms[index].take() for comms in model.comms] for index in (0, 1))
+        assert may_be_none or (any(reductions) and (any(gathers) or step.index > 0))
+        step.note("messages", [gathers, reductions])
+    return losses
 
 
-def _case(model: Any, comms: dict[str, Any] | None = None, **options: Any) -> Case:
-    kwargs = {name: options.pop(name) for name in ("reshard_after_forward", "mp_policy") if name in options}
-    shard = functools.partial(_with_comms, comms=comms or {}, **kwargs)
-    return Case(model, shard, _counting(options.pop("step", one_backward)), **options)
+_messages = functools.partial(_counting, may_be_none=True)
+
+
+def _case(model: Any, comms: dict[str, Any] | None = None, inner: Any = one_backward, **options: Any) -> Case:
+    kwargs = {name: options.pop(name) for name in ("reshard_after_forward", "policy") if name in options}
+    shard = sharded(then=functools.partial(_set_comms, comms=comms or {}), **kwargs)
+    return Case(model, shard, functools.partial(_counting, inner=inner), **options)
 
 
 KINDS = {
@@ -77,35 +71,6 @@ def test_custom_collectives_carry_every_message(ctx: RankContext, model, comms: 
     compare(_case(model, comms), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("reshard", [False, 2])
-@distributed(2)
-def test_custom_collectives_under_reshard_after_forward(ctx: RankContext, reshard: bool | int) -> None:
-    compare(_case(MLP, {"persistent": True}, reshard_after_forward=reshard), ctx.mesh_1d())
-
-
-@distributed(2)
-def test_custom_collectives_on_hsdp_and_on_one_rank(ctx: RankContext) -> None:
-    compare(_case(MLP), ctx.mesh_2d(2, ctx.world_size // 2) if ctx.world_size == 4 else ctx.mesh_2d(1, 2))
-
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = one_backward(step, model)
-        if step.runtime is not None:
-            step.note("messages", [comm.take() for comms in model.comms for comm in comms])
-        return losses
-
-    compare(Case(MLP, functools.partial(_with_comms, comms={}), step), ctx.mesh_of_one())
-
-
-@distributed(2)
-def test_custom_collectives_in_mixed_precision(ctx: RankContext) -> None:
-    def shard(runtime, model: ParityModel, mesh: DeviceMesh) -> None:
-        policy = runtime.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-        _with_comms(runtime, model, mesh, {"persistent": True}, mp_policy=policy)
-
-    case = Case(MLP, shard, _counting(one_backward), sgd, reduce_dtype=BF16, unsharded=LOW_PRECISION)
-    compare(case, ctx.mesh_1d())
-
-
 class _TwoDtypes(MLP):
     """The root's group has a frozen weight of another dtype."""
 
@@ -117,25 +82,26 @@ class _TwoDtypes(MLP):
         return super().forward(x * self.scale.float().mean())
 
 
-@distributed(2)
-def test_several_dtypes_travel_as_bytes(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        losses = one_backward(step, model)
-        if step.runtime is not None:
-            gather, _ = model.comms[-1]
-            assert {dtype for dtype, *_ in gather.messages} == {"torch.uint8"}
-        return losses
-
-    compare(_case(_TwoDtypes, step=step), ctx.mesh_1d())
+def _gathering_bytes(step: Step, model: Any) -> list[Tensor]:
+    losses = one_backward(step, model)
+    if step.runtime is not None:
+        assert {dtype for dtype, *_ in model.comms[-1][0].messages} == {"torch.uint8"}
+    return losses
 
 
-@distributed(2)
-def test_custom_collectives_with_accumulation(ctx: RankContext) -> None:
-    sync = functools.partial(accumulate, switch="set_requires_gradient_sync")
-    compare(_case(MLP, {"persistent": True}, step=sync), ctx.mesh_1d())
-    if ctx.world_size == 4:
-        all_reduce = functools.partial(accumulate, switch="set_requires_all_reduce")
-        compare(_case(Uneven, step=all_reduce), ctx.mesh_2d(2, 2))
+@each_compared(2, 4, ci=("reshard_after_forward=2",))
+def test_custom_collectives() -> Cases:
+    kept, policy = {"persistent": True}, {"param_dtype": BF16, "reduce_dtype": FP32}
+    on_one_rank = Case(MLP, sharded(then=functools.partial(_set_comms, comms={})), _messages)
+    return {
+        "reshard_after_forward=False": _case(MLP, kept, reshard_after_forward=False),
+        "reshard_after_forward=2": _case(MLP, kept, reshard_after_forward=2),
+        "replicate axis of one": (one_replica, _case(MLP)),
+        "one rank": (RankContext.mesh_of_one, on_one_rank),
+        "mixed precision": _case(MLP, kept, policy=policy, optimizer=sgd, reduce_dtype=BF16, unsharded=LOW_PRECISION),
+        "accumulation": _case(MLP, kept, accumulate),
+        "several dtypes, as bytes": _case(_TwoDtypes, inner=_gathering_bytes),
+    }
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -144,20 +110,13 @@ def test_custom_collectives_set_between_forward_and_backward(ctx: RankContext, r
     def step(step: Step, model: ParityModel) -> list[Tensor]:
         loss = step.loss(model)
         if step.runtime is not None:
-            gathers, reductions = [], []
-            for module in _fsdp_modules(model):
-                gathers.append(CountingAllGather())
-                reductions.append(CountingReduceScatter())
-                module.set_custom_all_gather(gathers[-1])
-                module.set_custom_reduce_scatter(reductions[-1])
+            _set_comms(model, {})
         loss.backward()
-        if step.runtime is not None:
-            assert any(comm.messages for comm in gathers) == reshard
-            step.note("messages", [comm.take() for comm in gathers + reductions])
+        assert step.runtime is None or any(gather.messages for gather, _ in model.comms) == reshard
         return [loss]
 
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
-    compare(Case(MLP, shard, step), ctx.mesh_1d())
+    shard = sharded(reshard_after_forward=reshard)
+    compare(Case(MLP, shard, functools.partial(_messages, inner=step)), ctx.mesh_1d())
 
 
 # All-reduce hooks
@@ -186,78 +145,65 @@ def _hooked(
     return losses
 
 
-def _shard(
-    runtime,
-    model: ParityModel,
-    mesh: DeviceMesh,
-    force_sum: bool = False,
-    factor: float | None = None,
-    policy: dict[str, Any] | None = None,
-) -> None:
-    mp_policy = runtime.MixedPrecisionPolicy(**(policy or {}))
-    shard_units_and_root(runtime, model, mesh, mp_policy=mp_policy)
-    for module in _fsdp_modules(model):
-        module.set_force_sum_reduction_for_comms(force_sum)
-        if factor is not None:
-            module.set_gradient_divide_factor(factor)
+def _shard(force_sum: bool = False, factor: float | None = None, policy: dict[str, Any] | None = None) -> Any:
+    def configure(model: ParityModel) -> None:
+        for module in _fsdp_modules(model):
+            module.set_force_sum_reduction_for_comms(force_sum)
+            if factor is not None:
+                module.set_gradient_divide_factor(factor)
+
+    return sharded(policy=policy or {}, then=configure)
 
 
 def _meshes(ctx: RankContext) -> list[DeviceMesh]:
-    if ctx.world_size == 2:
-        return [ctx.mesh_1d(), ctx.mesh_2d(2, 1), ctx.mesh_2d(1, 2)]
-    return [ctx.mesh_1d(), ctx.mesh_2d(2, 2)]
+    return [ctx.mesh_1d(), hsdp(ctx), one_replica(ctx)]
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("force_sum", [False, True])
 @distributed(2)
 def test_hook_sees_the_average_or_the_sum(ctx: RankContext, force_sum: bool) -> None:
-    shard = functools.partial(_shard, force_sum=force_sum)
     for mesh in _meshes(ctx):
-        compare(Case(MLP, shard, functools.partial(_hooked, scale=1.0)), mesh)
-        compare(Case(Uneven, shard, functools.partial(_hooked, scale=0.5), unsharded=None), mesh)
+        compare(Case(MLP, _shard(force_sum), functools.partial(_hooked, scale=1.0)), mesh)
+        compare(Case(Uneven, _shard(force_sum), functools.partial(_hooked, scale=0.5), unsharded=None), mesh)
 
 
-@pytest.mark.parametrize("force_sum", [False, True])
-@distributed(2)
-def test_hook_on_a_mesh_of_one_rank(ctx: RankContext, force_sum: bool) -> None:
-    shard = functools.partial(_shard, force_sum=force_sum)
-    compare(Case(MLP, shard, functools.partial(_hooked, scale=0.5), unsharded=None), ctx.mesh_of_one())
+_hooked_case = functools.partial(Case, MLP, unsharded=None)
+HALF, TWICE = functools.partial(_hooked, scale=0.5), functools.partial(_hooked, scale=2.0)
+LOW: dict[str, dict[str, Any]] = {
+    "bf16": {"param_dtype": BF16},
+    "bf16 reduced in fp32": {"param_dtype": BF16, "reduce_dtype": FP32},
+    "fp16": {"param_dtype": FP16},
+}
 
 
-@pytest.mark.parametrize("force_sum", [False, True])
-@pytest.mark.parametrize(
-    "policy",
-    [{"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": FP32}, {"param_dtype": FP16}],
-    ids=["bf16", "bf16_reduced_in_fp32", "fp16"],
-)
-@distributed(2)
-def test_hook_sees_reduce_dtype(ctx: RankContext, policy: dict[str, Any], force_sum: bool) -> None:
-    shard = functools.partial(_shard, force_sum=force_sum, policy=policy)
-    step = functools.partial(_hooked, scale=0.5)
-    compare(Case(MLP, shard, step, sgd, reduce_dtype=policy["param_dtype"], unsharded=None), ctx.mesh_1d())
+@each_compared(2, ci=[f"{name}, {sums}" for name in LOW for sums in (False, True)][1:])
+def test_hook_sees_reduce_dtype() -> Cases:
+    return {
+        f"{name}, {sums}": _hooked_case(_shard(sums, policy=policy), HALF, sgd, reduce_dtype=policy["param_dtype"])
+        for name, policy in LOW.items()
+        for sums in (False, True)
+    }
 
 
-@distributed(2)
-def test_divide_factor_comes_behind_the_hook_with_sums_only(ctx: RankContext) -> None:
-    shard = functools.partial(_shard, force_sum=True, factor=3.0)
-    for mesh in _meshes(ctx)[:: 2 if ctx.world_size == 2 else 1]:  # torch divides twice where the shard axis is 1
-        compare(Case(MLP, shard, functools.partial(_hooked, scale=2.0), unsharded=None), mesh)
+def _when_complete(switch: str) -> Any:
+    return functools.partial(_hooked, scale=0.5, inner=functools.partial(accumulate, switch=switch))
 
 
-@distributed(2)
-def test_divide_factor_comes_ahead_of_the_hook(ctx: RankContext) -> None:
-    """gloo has no multiplication ahead of the sum, so the factor is the one that torch averages with."""
-    shard = functools.partial(_shard, factor=float(ctx.world_size))
-    compare(Case(MLP, shard, functools.partial(_hooked, scale=2.0), unsharded=None), ctx.mesh_1d())
-
-
-@pytest.mark.parametrize("setter", ["set_requires_all_reduce", *long("set_requires_gradient_sync")])
-@distributed(2)
-def test_hook_is_called_when_gradients_are_complete(ctx: RankContext, setter: str) -> None:
-    inner = functools.partial(accumulate, switch=setter)
-    for mesh in _meshes(ctx):
-        compare(Case(MLP, _shard, functools.partial(_hooked, scale=0.5, inner=inner), unsharded=None), mesh)
+@each_compared(2, ci=("one rank, summing",), long=("called when reduced",))
+def test_hooks_and_divide_factors() -> Cases:
+    """gloo has no multiplication ahead of the sum, so the factor there is the one that torch averages with. torch
+    divides twice where sums are divided behind the hook and the shard axis is 1."""
+    behind = _hooked_case(_shard(True, factor=3.0), TWICE)
+    return {
+        "one rank": (RankContext.mesh_of_one, _hooked_case(_shard(), HALF)),
+        "one rank, summing": (RankContext.mesh_of_one, _hooked_case(_shard(True), HALF)),
+        "divided behind the hook": behind,
+        "divided behind the hook, one replica": (one_replica, behind),
+        "divided ahead of the hook": _hooked_case(_shard(factor=2.0), TWICE),
+        "called when all-reduced": (_meshes, _hooked_case(_shard(), _when_complete("set_requires_all_reduce"))),
+        "called when reduced": (_meshes, _hooked_case(_shard(), _when_complete("set_requires_gradient_sync"))),
+    }
 
 
 @trains_alike(2, model=MLP, unsharded=None)
@@ -270,57 +216,52 @@ def test_hook_that_is_taken_away_is_not_called(step: Step, model: ParityModel) -
     return losses
 
 
-@pytest.mark.parametrize("enable", [True, *long(False)])
-@distributed(2)
-def test_force_sum_changes_no_result(ctx: RankContext, enable: bool) -> None:
-    for mesh in _meshes(ctx):
-        compare(Case(MLP, functools.partial(_shard, force_sum=enable)), mesh)
-    policy = {"param_dtype": FP16}
-    shard = functools.partial(_shard, force_sum=enable, policy=policy)
-    compare(Case(MLP, shard, one_backward, sgd, reduce_dtype=FP16, unsharded=LOW_PRECISION), ctx.mesh_1d())
-
-
 # Groups and memory
 
 
-@pytest.mark.parametrize("recurse", [True, *long(False)])
-@distributed(2)
-def test_separate_reduce_scatter_group(ctx: RankContext, recurse: bool) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        step.control(model).set_separate_reduce_scatter_group(step.index != 1, recurse=recurse)
-        return one_backward(step, model)
-
-    for mesh in _meshes(ctx):
-        compare(Case(MLP, step=step, num_steps=4), mesh)
+def _set_in_units(step: Step, model: ParityModel, setter: str, **options: Any) -> list[Tensor]:
+    for unit in [model] if options else _fsdp_modules(model):
+        getattr(step.control(unit), setter)(step.index != 1, **options)
+    return one_backward(step, model)
 
 
-@distributed(2)
-def test_separate_reduce_scatter_group_carries_the_reductions(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        step.control(model).set_separate_reduce_scatter_group(step.index != 1)
-        losses = one_backward(step, model)
-        if step.runtime is not None:
-            gathered = {group for gather, _ in model.comms for group in gather.groups}
-            reduced = {group for _, reduce in model.comms for group in reduce.groups}
-            ranks = {tuple(torch.distributed.get_process_group_ranks(group)) for group in gathered | reduced}
-            step.note("groups", [len(gathered), len(reduced), reduced == gathered, ranks])
-            for comm in (comm for comms in model.comms for comm in comms):
-                comm.groups.clear()
-        return losses
-
-    for mesh in _meshes(ctx)[-1:]:
-        compare(Case(MLP, functools.partial(_with_comms, comms={}), step), mesh)
+def _deprecated(model: ParityModel) -> None:
+    for module in _fsdp_modules(model):
+        with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
+            module.set_reduce_scatter_divide_factor(2.0)
 
 
-@distributed(2)
-def test_memory_from_the_process_group(ctx: RankContext) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        for unit in _fsdp_modules(model):
-            step.control(unit).set_allocate_memory_from_process_group_for_comm(step.index != 1)
-        return one_backward(step, model)
+@each_compared(2, mesh=_meshes, long=("no forced sum", "no forced sum, fp16", "separate group of the root"))
+def test_settings_change_no_result() -> Cases:
+    low = functools.partial(Case, MLP, optimizer=sgd, reduce_dtype=FP16, unsharded=LOW_PRECISION)
+    separate = functools.partial(_set_in_units, setter="set_separate_reduce_scatter_group")
+    memory = functools.partial(_set_in_units, setter="set_allocate_memory_from_process_group_for_comm")
+    in_fp16 = {"param_dtype": FP16}
+    return {
+        "forced sum": Case(MLP, _shard(True)),
+        "forced sum, fp16": (RankContext.mesh_1d, low(_shard(True, policy=in_fp16))),
+        "no forced sum": Case(MLP, _shard(False)),
+        "no forced sum, fp16": (RankContext.mesh_1d, low(_shard(False, policy=in_fp16))),
+        "separate group": Case(MLP, step=functools.partial(separate, recurse=True), num_steps=4),
+        "separate group of the root": Case(MLP, step=functools.partial(separate, recurse=False), num_steps=4),
+        "memory from the process group": Case(Uneven, step=memory),
+        "deprecated divide factor": (RankContext.mesh_1d, Case(MLP, sharded(then=_deprecated))),
+    }
 
-    for mesh in _meshes(ctx):
-        compare(Case(Uneven, step=step), mesh)
+
+@trains_alike(2, model=MLP, shard=sharded(then=functools.partial(_set_comms, comms={})), mesh=one_replica)
+def test_separate_reduce_scatter_group_carries_the_reductions(step: Step, model: ParityModel) -> list[Tensor]:
+    step.control(model).set_separate_reduce_scatter_group(step.index != 1)
+    losses = one_backward(step, model)
+    if step.runtime is not None:
+        comms: Any = model.comms
+        gathered = {group for gather, _ in comms for group in gather.groups}
+        reduced = {group for _, reduce in comms for group in reduce.groups}
+        ranks = {tuple(torch.distributed.get_process_group_ranks(group)) for group in gathered | reduced}
+        step.note("groups", [len(gathered), len(reduced), reduced == gathered, ranks])
+        for comm in (comm for pair in comms for comm in pair):
+            comm.groups.clear()
+    return losses
 
 
 @distributed(4)
@@ -331,7 +272,7 @@ def test_communication_of_ones_own_beside_tensor_parallelism(ctx: RankContext) -
         shard_tensor_parallel(runtime, model, mesh)
         _set_comms(model, {"persistent": True})
 
-    step = functools.partial(_hooked, scale=0.5, inner=_counting(one_backward))
+    step = functools.partial(_hooked, scale=0.5, inner=_counting)
     compare(case_with_model_axes(mesh, shard=shard, step=step, unsharded=None), mesh)
 
 
@@ -339,21 +280,10 @@ def test_communication_of_ones_own_beside_tensor_parallelism(ctx: RankContext) -
 @distributed(4)
 def test_units_whose_parameters_have_several_meshes(ctx: RankContext) -> None:
     def shard(runtime, model: MLP, mesh: DeviceMesh) -> None:
-        with_torch_mesh_info(runtime, model, mesh, kind="hsdp")
+        with_experts(runtime, model, mesh, kind="hsdp")
         model.set_separate_reduce_scatter_group()
         for module in _fsdp_modules(model):
             module.set_allocate_memory_from_process_group_for_comm(True)
             module.set_force_sum_reduction_for_comms(True)
 
     compare(Case(MLP, shard=shard, step=same_data_for_all, longest_axis=4), ctx.mesh_2d(2, 2))
-
-
-@distributed(2)
-def test_deprecated_divide_factor(ctx: RankContext) -> None:
-    def shard(runtime, model: ParityModel, mesh: DeviceMesh) -> None:
-        shard_units_and_root(runtime, model, mesh)
-        for module in _fsdp_modules(model):
-            with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
-                module.set_reduce_scatter_divide_factor(2.0)
-
-    compare(Case(MLP, shard), ctx.mesh_1d())

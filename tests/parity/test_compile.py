@@ -10,25 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.compile_support import start_compiling
-from tests.harness.compare import compare
+from tests.harness.compare import as_torchs, compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Uneven
-from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.runtimes import Runtime
 from tests.harness.selection import long
-from tests.harness.training import Case, Step, shard_units_and_root
+from tests.harness.training import Case, Step, one_backward, shard_units_and_root, sharded
 
 
-def _shard_and_compile(what: str, **kwargs: Any) -> Any:
-    def shard(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
-        torch.compiler.reset()
-        shard_units_and_root(runtime, model, mesh, **kwargs)
-        for module in model.units() if what == "blocks" else [model]:
-            module.compile(backend="aot_eager")
-
-    return shard
+def _compile(model: MLP, what: str) -> None:
+    torch.compiler.reset()
+    for module in model.units() if what == "blocks" else [model]:
+        module.compile(backend="aot_eager")
 
 
 def _evaluate_and_accumulate(step: Step, model: MLP) -> list[Tensor]:
@@ -51,8 +46,8 @@ def _evaluate_and_accumulate(step: Step, model: MLP) -> list[Tensor]:
 def test_compiled_training_is_that_of_torch(ctx: RankContext, what: str, kept: bool | None) -> None:
     # the compiler looks at .grad of every tensor it meets
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-    shard = _shard_and_compile(what, reshard_after_forward=kept)
-    compare(Case(MLP, shard=shard, step=_evaluate_and_accumulate), ctx.mesh_1d())
+    shard = sharded(reshard_after_forward=kept, then=partial(_compile, what=what))
+    compare(Case(MLP, shard, _evaluate_and_accumulate), ctx.mesh_1d())
 
 
 OPTIMIZERS = {
@@ -65,17 +60,14 @@ OPTIMIZERS = {
 }
 
 
-@distributed(2)
-def test_gradients_lie_in_their_memory_as_under_torch(ctx: RankContext) -> None:
+@as_torchs(2)
+def test_gradients_lie_in_their_memory_as_under_torch(ctx: RankContext, runtime: Runtime) -> Any:
     """A compiled step of an optimizer makes fake tensors of them."""
-    found = []
-    for runtime in (subject(), oracle()):
-        model = MLP()
-        shard_units_and_root(runtime, model, ctx.mesh_1d())
-        Step(0, ctx.rank, runtime).loss(model).backward()
-        fakes: list[Any] = [FakeTensorMode().from_tensor(parameter.grad) for parameter in model.parameters()]
-        found.append([(fake.storage_offset(), fake._local_tensor.storage_offset(), fake.stride()) for fake in fakes])
-    assert found[0] == found[1]
+    model = MLP()
+    shard_units_and_root(runtime, model, ctx.mesh_1d())
+    one_backward(Step(0, ctx.rank, runtime), model)
+    fakes: list[Any] = [FakeTensorMode().from_tensor(parameter.grad) for parameter in model.parameters()]
+    return [(fake.storage_offset(), fake._local_tensor.storage_offset(), fake.stride()) for fake in fakes]
 
 
 @pytest.mark.long

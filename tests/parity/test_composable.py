@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.api.state import FSDPState
-from tests.harness.compare import compare_values
+from tests.harness.compare import as_torchs
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
+from tests.harness.runtimes import Runtime, beyond_torch, oracle
 
 
 def _model() -> nn.Sequential:
@@ -39,33 +40,27 @@ def _trained(model: nn.Module, rank: int) -> dict[str, Tensor]:
     return found
 
 
-@distributed(2)
-def test_replicate_around_a_sharded_module_leaves_it_alone(ctx: RankContext) -> None:
-    def run(runtime: Runtime) -> dict[str, Tensor]:
-        model = _model()
-        runtime.fully_shard(model[0], mesh=ctx.mesh_1d())
-        replicate(model)
+@as_torchs(2)
+def test_replicate_around_a_sharded_module_leaves_it_alone(ctx: RankContext, runtime: Runtime) -> dict[str, Tensor]:
+    model = _model()
+    runtime.fully_shard(model[0], mesh=ctx.mesh_1d())
+    replicate(model)
+    found = _trained(model, ctx.rank)
+    assert len(replicate.state(model)._param_list) == 2  # weight and bias of the last layer, nothing sharded
+    return found
+
+
+@as_torchs(2)
+def test_a_replicated_module_stays_whole_under_fully_shard(ctx: RankContext, runtime: Runtime) -> dict[str, Tensor]:
+    model = _model()
+    replicate(model[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the gradients of plain parameters are reduced: nothing to warn of
+        runtime.fully_shard(model, mesh=ctx.mesh_1d())
         found = _trained(model, ctx.rank)
-        assert len(replicate.state(model)._param_list) == 2  # weight and bias of the last layer, nothing sharded
-        return found
-
-    compare_values("replicate outside", run(subject()), run(oracle()))
-
-
-@distributed(2)
-def test_a_replicated_module_stays_whole_under_fully_shard(ctx: RankContext) -> None:
-    def run(runtime: Runtime) -> dict[str, Tensor]:
-        model = _model()
-        replicate(model[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # the gradients of plain parameters are reduced: nothing to warn of
-            runtime.fully_shard(model, mesh=ctx.mesh_1d())
-            found = _trained(model, ctx.rank)
-        assert not isinstance(model[0].weight, DTensor)
-        assert isinstance(model[2].weight, DTensor)
-        return found
-
-    compare_values("replicate inside", run(subject()), run(oracle()))
+    assert not isinstance(model[0].weight, DTensor)
+    assert isinstance(model[2].weight, DTensor)
+    return found
 
 
 @beyond_torch("its error names no runtime")
@@ -84,19 +79,16 @@ def test_a_model_of_one_runtime_is_refused_by_the_other(ctx: RankContext) -> Non
         oracle().fully_shard(ours, mesh=ctx.mesh_1d())
 
 
-@distributed(2)
-def test_the_same_modules_are_marked_for_the_compiler_and_for_generate(ctx: RankContext) -> None:
-    def marked(runtime: Runtime) -> dict[str, list[str]]:
-        model = nn.Sequential(_model(), _model(), nn.Linear(3, 6), _model())
-        replicate(model[3])
-        for module in (model[0][0], model[0], model):
-            runtime.fully_shard(module, mesh=ctx.mesh_1d())
-        return {name: sorted(key for key in vars(module) if "_fsdp_" in key) for name, module in model.named_modules()}
-
-    found = marked(subject())
-    assert found == marked(oracle())
+@as_torchs(2)
+def test_the_same_modules_are_marked_for_the_compiler_and_for_generate(ctx: RankContext, runtime: Runtime) -> Any:
+    model = nn.Sequential(_model(), _model(), nn.Linear(3, 6), _model())
+    replicate(model[3])
+    for module in (model[0][0], model[0], model):
+        runtime.fully_shard(module, mesh=ctx.mesh_1d())
+    found = {name: sorted(key for key in vars(module) if "_fsdp_" in key) for name, module in model.named_modules()}
     assert found["0.2"] == ["_fsdp_use_orig_params", "_is_fsdp_managed_module"]
     assert found["3"] == []
+    return found
 
 
 @beyond_torch("it has states of its own")

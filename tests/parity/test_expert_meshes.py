@@ -8,81 +8,60 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as names_of_torch
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import ParamPlacement, fully_shard
 from fsdp2.runtime.unit import unit_of
-from tests.harness.compare import compare, compare_values
+from tests.harness.compare import as_torchs, compare
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
-from tests.harness.runtimes import SUBJECT_IS_TORCH, Runtime, oracle, subject
+from tests.harness.runtimes import SUBJECT_IS_TORCH, Runtime, subject
 from tests.harness.selection import long
-from tests.harness.training import Case, Snapshot, Step, snapshot
+from tests.harness.training import Case, Snapshot, Step, one_backward, shard_units_and_root, snapshot
 
 # ``down`` plays the experts: sharded over one axis of the mesh, or replicated over it.
 
 
-def _is_expert(model: MLP, param: nn.Parameter) -> bool:
-    return any(param is block.down.weight for block in model.blocks)
-
-
-def with_torch_mesh_info(runtime: Runtime, model: MLP, mesh: DeviceMesh, **kwargs: Any) -> None:
-    """A program written for torch: the placement names a mesh through torch's own, private classes."""
-    everybody = mesh._flatten("everybody")
-    infos: dict[str, Any] = {
-        "shard": names_of_torch.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0),
-        "hsdp": names_of_torch.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
-    }
-    kind = kwargs.pop("kind")
-
-    def place(param: nn.Parameter) -> Any:
-        return names_of_torch.ShardPlacementResult(Shard(1), infos[kind]) if _is_expert(model, param) else None
-
-    for unit in (*model.units(), model):
-        runtime.fully_shard(unit, mesh=everybody, shard_placement_fn=place, **kwargs)
-
-
-def with_param_placement(runtime: Runtime, model: MLP, mesh: DeviceMesh, **kwargs: Any) -> None:
-    """The same, said with a DeviceMesh."""
-    if runtime.name != "fsdp2":
-        with_torch_mesh_info(runtime, model, mesh, **kwargs)
-        return
-    meshes = {"shard": mesh["shard"], "hsdp": mesh}
-    kind = kwargs.pop("kind")
-
-    def place(param: nn.Parameter) -> Any:
-        return ParamPlacement(Shard(1), meshes[kind]) if _is_expert(model, param) else None
-
-    for unit in (*model.units(), model):
-        runtime.fully_shard(unit, mesh=mesh._flatten("everybody"), shard_placement_fn=place, **kwargs)
+def with_experts(runtime: Runtime, model: MLP, mesh: Any, *, kind: str, by_torch: bool = True, **options: Any) -> None:
+    """A program written for torch names a mesh through torch's own, private classes; ``ParamPlacement`` has a
+    DeviceMesh."""
+    if by_torch or runtime.name != "fsdp2":
+        infos: dict[str, Any] = {
+            "shard": names_of_torch.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0),
+            "hsdp": names_of_torch.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
+        }
+        placement: Any = names_of_torch.ShardPlacementResult(Shard(1), infos[kind])
+    else:
+        placement = ParamPlacement(Shard(1), mesh if kind == "hsdp" else mesh[kind])
+    experts = {block.down.weight: placement for block in model.blocks}
+    shard_units_and_root(runtime, model, mesh._flatten("everybody"), shard_placement_fn=experts.get, **options)
 
 
 def same_data_for_all(step: Step, model: MLP) -> list[Tensor]:
     """Experts are averaged over their own ranks only: with the same data everywhere, that is the global average."""
     step.rank = 0
-    loss = step.loss(model)
-    loss.backward()
-    return [loss]
+    return one_backward(step, model)
 
 
-@pytest.mark.parametrize("shard", [with_torch_mesh_info, with_param_placement])
+def _case(**options: Any) -> Case:
+    return Case(MLP, functools.partial(with_experts, **options), same_data_for_all, longest_axis=4)
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
 @pytest.mark.parametrize("kind", ["shard", "hsdp"])
 @pytest.mark.parametrize("reshard", [True, *long(False)])
 @distributed(4)
-def test_experts_are_sharded_over_a_mesh_of_their_own(ctx: RankContext, shard: Any, kind: str, reshard: bool) -> None:
-    asked = functools.partial(shard, kind=kind, reshard_after_forward=reshard)
-    compare(Case(MLP, shard=asked, step=same_data_for_all, longest_axis=4), ctx.mesh_2d(2, 2))
+def test_experts_are_sharded_over_a_mesh_of_their_own(ctx: RankContext, by_torch: bool, kind: str, reshard) -> None:
+    compare(_case(kind=kind, by_torch=by_torch, reshard_after_forward=reshard), ctx.mesh_2d(2, 2))
 
 
 @pytest.mark.long
 @distributed(4)
 def test_experts_rest_on_the_ranks_they_have(ctx: RankContext) -> None:
     """An int that suits the dense parameters: the experts' two ranks are no more than it asks for."""
-    asked = functools.partial(with_torch_mesh_info, kind="shard", reshard_after_forward=2)
-    compare(Case(MLP, shard=asked, step=same_data_for_all, longest_axis=4), ctx.mesh_2d(2, 2))
+    compare(_case(kind="shard", reshard_after_forward=2), ctx.mesh_2d(2, 2))
 
 
 @pytest.mark.skipif(SUBJECT_IS_TORCH, reason="looks at fsdp2's own groups")
@@ -91,34 +70,29 @@ def test_experts_are_one_group_and_the_rest_another(ctx: RankContext) -> None:
     mesh = ctx.mesh_2d(2, 2)
     torch.manual_seed(0)
     model = MLP()
-    with_param_placement(subject(), model, mesh, kind="shard")
+    with_experts(subject(), model, mesh, kind="shard", by_torch=False)
     unit = unit_of(model.blocks[0])
     assert unit is not None
     names = [[param.name for param in group.params] for group in unit.groups]
     assert names == [["up.weight", "up.bias", "down.bias"], ["down.weight"]]
 
 
-@distributed(4)
-def test_experts_may_lie_on_a_full_mesh_of_their_own(ctx: RankContext) -> None:
+@as_torchs(4)
+def test_experts_may_lie_on_a_full_mesh_of_their_own(ctx: RankContext, runtime: Runtime) -> dict[str, Snapshot]:
     """As torchtitan's experts do: DTensors on a mesh with all axes, of which torch's classes name one to shard over."""
+    dense, sparse = ctx.mesh(dp=2, tp=2), ctx.mesh(experts_dp=2, ep=2)
+    model = nn.Linear(6, 8)
+    experts = nn.Parameter(distribute_tensor(model.weight.detach(), sparse, [Replicate(), Shard(0)]))
+    model.weight = experts
+    model.bias = nn.Parameter(distribute_tensor(model.bias.detach(), dense, [Replicate(), Shard(0)]))
+    infos: Any = _get_mesh_info(sparse, runtime.DataParallelMeshDims(shard="experts_dp"))
 
-    def sharded(runtime: Runtime) -> dict[str, Snapshot]:
-        dense, sparse = ctx.mesh(dp=2, tp=2), ctx.mesh(experts_dp=2, ep=2)
-        torch.manual_seed(0)
-        model = nn.Linear(6, 8)
-        experts = nn.Parameter(distribute_tensor(model.weight.detach(), sparse, [Replicate(), Shard(0)]))
-        model.weight = experts
-        model.bias = nn.Parameter(distribute_tensor(model.bias.detach(), dense, [Replicate(), Shard(0)]))
-        infos: Any = _get_mesh_info(sparse, runtime.DataParallelMeshDims(shard="experts_dp"))
+    def place(param: nn.Parameter) -> Any:
+        return names_of_torch.ShardPlacementResult(Shard(1), infos) if param is experts else None
 
-        def place(param: nn.Parameter) -> Any:
-            return names_of_torch.ShardPlacementResult(Shard(1), infos) if param is experts else None
-
-        dims = runtime.DataParallelMeshDims(shard="dp")
-        runtime.fully_shard(model, mesh=dense, dp_mesh_dims=dims, shard_placement_fn=place)
-        return {name: snapshot(param, with_full=True) for name, param in model.named_parameters()}
-
-    compare_values("on full meshes", sharded(subject()), sharded(oracle()))
+    dims = runtime.DataParallelMeshDims(shard="dp")
+    runtime.fully_shard(model, mesh=dense, dp_mesh_dims=dims, shard_placement_fn=place)
+    return {name: snapshot(param, with_full=True) for name, param in model.named_parameters()}
 
 
 @distributed(2)

@@ -16,9 +16,8 @@ from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Step, sgd
+from tests.harness.training import Step, sgd, sharded as shard_with
 from tests.parity.setups import SETUPS, Setup, setups, whole
-from tests.parity.test_mixed_precision import shard_with_policy
 
 NUM_STEPS = 4
 OVERFLOWS_AT = 1
@@ -70,39 +69,32 @@ def _check_skips(records: list[Any]) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(after[1], skipped[1], strict=True))
 
 
+def _check(ctx: RankContext, *args: Any, **options: Any) -> None:
+    found = _train(ctx, subject(), *args, **options)
+    _check_skips(found)
+    if ctx.world_size == 2:
+        compare_values("against torch", found, _train(ctx, oracle(), *args, **options))
+
+
 @pytest.mark.parametrize("where", ["loss", "shard"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["GradScaler", "ShardedGradScaler"])
 @setups("uneven", "hsdp")
 @distributed(2, 4)
 def test_overflow_on_one_rank_skips_the_step_on_all(ctx: RankContext, setup: str, sharded: bool, where: str) -> None:
-    found = _train(ctx, subject(), SETUPS[setup], sharded, where)
-    _check_skips(found)
-    if ctx.world_size == 2:
-        compare_values("against torch", found, _train(ctx, oracle(), SETUPS[setup], sharded, where))
+    _check(ctx, SETUPS[setup], sharded, where)
 
 
+FP16 = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
+WAYS: dict[str, tuple[Setup, bool, str, dict[str, bool]]] = {
+    "unscaled before they are clipped": (SETUPS["uneven"], False, "shard", {"clip": True}),
+    "fused, which unscales by itself": (SETUPS["uneven"], False, "shard", {"fused": True}),
+    "in float16": (Setup(MLP, shard=shard_with(policy=FP16)), False, "loss", {}),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
 @distributed(2)
-def test_gradients_are_unscaled_before_they_are_clipped(ctx: RankContext) -> None:
-    found = _train(ctx, subject(), SETUPS["uneven"], False, "shard", clip=True)
-    _check_skips(found)
-    if ctx.world_size == 2:
-        compare_values("against torch", found, _train(ctx, oracle(), SETUPS["uneven"], False, "shard", clip=True))
-
-
-@distributed(2)
-def test_fused_optimizer_unscales_by_itself(ctx: RankContext) -> None:
-    found = _train(ctx, subject(), SETUPS["uneven"], False, "shard", fused=True)
-    _check_skips(found)
-    compare_values("against torch", found, _train(ctx, oracle(), SETUPS["uneven"], False, "shard", fused=True))
-
-
-def _in_float16(runtime: Runtime, model: MLP, mesh: Any) -> None:
-    shard_with_policy(runtime, model, mesh, param_dtype=torch.float16, reduce_dtype=torch.float32)
-
-
-@distributed(2)
-def test_scaled_training_in_float16(ctx: RankContext) -> None:
-    setup = Setup(MLP, shard=_in_float16)
-    found = _train(ctx, subject(), setup, False, "loss")
-    _check_skips(found)
-    compare_values("against torch", found, _train(ctx, oracle(), setup, False, "loss"))
+def test_scaled_gradients_are_unscaled(ctx: RankContext, way: str) -> None:
+    *args, options = WAYS[way]
+    _check(ctx, *args, **options)

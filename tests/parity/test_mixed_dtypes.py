@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from tests.harness.compare import compare
+from tests.harness.compare import Cases, compare, each_compared, hsdp
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import ParityModel
 from tests.harness.runtimes import SUBJECT_IS_TORCH, beyond_torch, oracle, subject
-from tests.harness.training import Case, Step, Tolerance, one_backward, sgd, snapshot, train
+from tests.harness.training import Case, Step, Tolerance, accumulate, gradients_of, one_backward, sgd, train
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BFLOAT16_ARITHMETIC = Tolerance(rtol=5e-2, atol=5e-2)
@@ -130,58 +130,39 @@ def test_unit_of_several_dtypes(ctx: RankContext, name: str) -> None:
     compare(_case(policy, model), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("name", ["fp32_norms", "norms_kept_in_fp32_all_reduced_in_fp32"])
-@distributed(2)
-def test_unit_of_several_dtypes_on_a_mesh_of_one_rank(ctx: RankContext, name: str) -> None:
-    model, policy = CASES[name]
-    compare(_case(policy, model), ctx.mesh_of_one())
-    compare(_case(policy, model), ctx.mesh_2d(2, 1))
-
-
 @pytest.mark.ci
 @distributed(2)
 def test_weights_that_travel_without_a_bucket(ctx: RankContext) -> None:
     compare(_case({}, functools.partial(Mixed, dim=768), num_steps=2), ctx.mesh_1d())
 
 
-def _accumulate(step: Step, model: Mixed, switch: str) -> list[Tensor]:
-    losses = []
-    for micro in range(3):
-        getattr(step.control(model), switch)(micro == 2)
-        losses.append(step.loss(model, micro))
-        losses[-1].backward()
-        if step.runtime is not None:
-            gradients = {name: p.grad for name, p in model.named_parameters()}
-            step.note(f"gradients after {micro}", {n: g if g is None else snapshot(g) for n, g in gradients.items()})
-    return losses
+def _freezing(step: Step, model: Mixed) -> list[Tensor]:
+    for block in model.blocks:
+        block.norm.requires_grad_(step.index != 0)
+        block.up.requires_grad_(step.index != 1)
+    return one_backward(step, model)
 
 
-@pytest.mark.parametrize("name", ["fp32_norms", "norms_kept_in_fp32_all_reduced_in_fp32"])
-@distributed(2)
-def test_accumulation_without_communication(ctx: RankContext, name: str) -> None:
-    model, policy = CASES[name]
-    step = functools.partial(_accumulate, switch="set_requires_gradient_sync")
-    compare(_case(policy, model, step=step), ctx.mesh_1d())
+SOME = ("fp32_norms", "norms_kept_in_fp32_all_reduced_in_fp32")
+ROWS = ("one rank", "one shard", "accumulated", "partial sums", "HSDP")
 
 
-@pytest.mark.parametrize("name", ["fp32_norms_uneven", "norms_kept_in_fp32_all_reduced_in_fp32"])
-@distributed(2)
-def test_hsdp_accumulates_partial_sums(ctx: RankContext, name: str) -> None:
-    model, policy = CASES[name]
-    mesh = ctx.mesh_2d(2, ctx.world_size // 2)
-    compare(_case(policy, model, step=functools.partial(_accumulate, switch="set_requires_all_reduce")), mesh)
-    compare(_case(policy, model), mesh)
-
-
-@distributed(2)
-def test_dtypes_freeze_and_thaw_between_steps(ctx: RankContext) -> None:
-    def step(step: Step, model: Mixed) -> list[Tensor]:
-        for block in model.blocks:
-            block.norm.requires_grad_(step.index != 0)
-            block.up.requires_grad_(step.index != 1)
-        return one_backward(step, model)
-
-    compare(_case({}, step=step), ctx.mesh_1d())
+@each_compared(2, ci=[f"{row}, {SOME[1]}" for row in ROWS])
+def test_unit_of_several_dtypes_on_meshes_and_with_accumulation() -> Cases:
+    step, partial = (
+        functools.partial(accumulate, switch=switch, note=gradients_of)
+        for switch in ("set_requires_gradient_sync", "set_requires_all_reduce")
+    )
+    rows: dict[str, Any] = {"frozen and thawed": _case({}, step=_freezing)}
+    for name in SOME:
+        model, policy = CASES[name]
+        rows[f"one rank, {name}"] = (RankContext.mesh_of_one, _case(policy, model))
+        rows[f"one shard, {name}"] = (hsdp, _case(policy, model))
+        rows[f"accumulated, {name}"] = _case(policy, model, step=step)
+        model, policy = CASES[name if name == SOME[1] else "fp32_norms_uneven"]
+        rows[f"partial sums, {name}"] = (hsdp, _case(policy, model, step=partial))
+        rows[f"HSDP, {name}"] = (hsdp, _case(policy, model))
+    return rows
 
 
 @beyond_torch("drops the gradients of what was frozen")

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness.compare import compare
+from tests.harness.compare import Cases, compare, each_compared
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, SharedModules, Transformer, Uneven
-from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd
+from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd, shard_units_and_root
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BFLOAT16_ARITHMETIC = Tolerance(rtol=5e-2, atol=5e-2)
@@ -27,9 +27,10 @@ def shard_with_policy(
     runtime, model: ParityModel, mesh, output_dtype: torch.dtype | None = None, **policy: Any
 ) -> None:
     """``output_dtype`` is for the root: what leaves a unit is computed with by the next one."""
-    for unit in model.units():
-        runtime.fully_shard(unit, mesh=mesh, mp_policy=runtime.MixedPrecisionPolicy(**policy))
-    runtime.fully_shard(model, mesh=mesh, mp_policy=runtime.MixedPrecisionPolicy(output_dtype=output_dtype, **policy))
+    shard_units_and_root(runtime, model, mesh, policy=policy, units=lambda model: model.units())
+    shard_units_and_root(
+        runtime, model, mesh, policy={"output_dtype": output_dtype, **policy}, units=lambda model: [model]
+    )
 
 
 def step_with_dtypes(step: Step, model: ParityModel) -> list[Tensor]:
@@ -84,61 +85,59 @@ def test_transformer_in_bf16_reduced_in_fp32(ctx: RankContext) -> None:
     compare(_case(Transformer, POLICIES["bf16_reduced_in_fp32"]), ctx.mesh_1d())
 
 
-@distributed(2, 4)
-def test_uneven_dims_in_bf16(ctx: RankContext) -> None:
-    compare(_case(Uneven, POLICIES["bf16"], step=one_backward), ctx.mesh_1d())
-    compare(_case(Uneven, POLICIES["bf16_reduced_in_fp32"], step=one_backward), ctx.mesh_1d())
+@each_compared(4, mesh=lambda ctx: ctx.mesh_2d(2, 2), ci=("bf16_reduced_in_fp32", "fp16"))
+def test_policy_on_hsdp() -> Cases:
+    return {name: _case(MLP, POLICIES[name]) for name in ("bf16", "bf16_reduced_in_fp32", "fp16")}
 
 
-@pytest.mark.parametrize("name", ["bf16", "bf16_reduced_in_fp32", "fp16"])
-@distributed(4)
-def test_policy_on_hsdp(ctx: RankContext, name: str) -> None:
-    compare(_case(MLP, POLICIES[name]), ctx.mesh_2d(2, 2))
+class CastsItself(MLP):
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        return (super().batch(generator)[0].bfloat16().float(),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype
+        return super().forward(x.to(self.entry.weight.dtype))
 
 
-@pytest.mark.parametrize("name", ["bf16", "bf16_reduced_in_fp32", "fp32_reduced_in_bf16", "fp16"])
-@distributed(2)
-def test_policy_on_a_mesh_of_one_rank(ctx: RankContext, name: str) -> None:
-    compare(_case(MLP, POLICIES[name]), ctx.mesh_of_one())
-    compare(_case(MLP, POLICIES[name]), ctx.mesh_2d(2, 1))
+class Inputs(MLP):
+    """Only floating-point inputs are cast."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rest = (torch.arange(3), torch.zeros(2, dtype=torch.bool), torch.zeros(2, dtype=torch.float64))
+        return super().__call__(x, *rest, flag="yes", nested={"t": (torch.ones(2), None)})
+
+    def forward(self, x: Tensor, *rest: Tensor, flag: str, nested: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        self.seen = [x.dtype, *(value.dtype for value in rest), flag, nested["t"][0].dtype, nested["t"][1]]
+        return super().forward(x)
 
 
-@distributed(2, 4)
-def test_inputs_are_not_cast_when_told_so(ctx: RankContext) -> None:
-    class CastsItself(MLP):
-        def batch(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-            return (super().batch(generator)[0].bfloat16().float(),)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = x.dtype
-            return super().forward(x.to(self.entry.weight.dtype))
-
-    def step(step: Step, model: CastsItself) -> list[Tensor]:
-        losses = one_backward(step, model)
-        step.note("seen", model.seen)
-        return losses
-
-    policy = {"param_dtype": BF16, "reduce_dtype": FP32, "cast_forward_inputs": False}
-    compare(_case(CastsItself, policy, step=step), ctx.mesh_1d())
+def _noting_inputs(step: Step, model: Any) -> list[Tensor]:
+    losses = one_backward(step, model)
+    step.note("seen", model.seen)
+    return losses
 
 
-@distributed(2, 4)
-def test_only_floating_point_inputs_are_cast(ctx: RankContext) -> None:
-    class Inputs(MLP):
-        def __call__(self, x: Tensor) -> Tensor:
-            rest = (torch.arange(3), torch.zeros(2, dtype=torch.bool), torch.zeros(2, dtype=torch.float64))
-            return super().__call__(x, *rest, flag="yes", nested={"t": (torch.ones(2), None)})
+ON_ONE = ("bf16", "bf16_reduced_in_fp32", "fp32_reduced_in_bf16", "fp16")
+IN_CI = [f"one {what}, {name}" for name in ON_ONE[1:] for what in ("rank", "shard")]
+IN_CI.append("used twice, bf16_reduced_in_fp32")
 
-        def forward(self, x: Tensor, *rest: Tensor, flag: str, nested: dict[str, Any]) -> Tensor:  # type: ignore[override]
-            self.seen = [x.dtype, *(value.dtype for value in rest), flag, nested["t"][0].dtype, nested["t"][1]]
-            return super().forward(x)
 
-    def step(step: Step, model: Inputs) -> list[Tensor]:
-        losses = one_backward(step, model)
-        step.note("seen", model.seen)
-        return losses
-
-    compare(_case(Inputs, POLICIES["bf16"], step=step), ctx.mesh_1d())
+@each_compared(2, 4, ci=IN_CI)
+def test_models_inputs_and_meshes() -> Cases:
+    not_cast = {**POLICIES["bf16_reduced_in_fp32"], "cast_forward_inputs": False}
+    both = ("bf16", "bf16_reduced_in_fp32")
+    on_one: dict[str, Any] = {}
+    for name in ON_ONE:
+        on_one[f"one rank, {name}"] = (RankContext.mesh_of_one, _case(MLP, POLICIES[name]))
+        on_one[f"one shard, {name}"] = (lambda ctx: ctx.mesh_2d(ctx.world_size, 1), _case(MLP, POLICIES[name]))
+    return {
+        **on_one,
+        # Autograd adds up two gradients of one backward, in a dtype that depends on torch's version.
+        **{f"used twice, {name}": _case(SharedModules, POLICIES[name], step=accumulate) for name in both},
+        "uneven": tuple(_case(Uneven, POLICIES[name], step=one_backward) for name in both),
+        "inputs that are not cast": _case(CastsItself, not_cast, step=_noting_inputs),
+        "inputs of other types": _case(Inputs, POLICIES["bf16"], step=_noting_inputs),
+    }
 
 
 @distributed(2, 4)
@@ -150,10 +149,3 @@ def test_units_may_have_different_policies(ctx: RankContext) -> None:
         runtime.fully_shard(model, mesh=mesh, mp_policy=policy(param_dtype=BF16))
 
     compare(Case(MLP, shard, step_with_dtypes, sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC), ctx.mesh_1d())
-
-
-@pytest.mark.parametrize("name", ["bf16", "bf16_reduced_in_fp32"])
-@distributed(2)
-def test_gradients_of_what_is_used_twice_accumulate_without_communication(ctx: RankContext, name: str) -> None:
-    """Autograd adds up two gradients of one backward, in a dtype that depends on torch's version."""
-    compare(_case(SharedModules, POLICIES[name], step=accumulate), ctx.mesh_1d())

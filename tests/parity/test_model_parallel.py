@@ -20,8 +20,8 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Travelling
 from tests.harness.models import MLP, ParityModel
 from tests.harness.runtimes import Runtime, beyond_torch
-from tests.harness.selection import long
-from tests.harness.training import Case, Step, Tolerance, accumulate, sgd
+from tests.harness.selection import in_ci, long
+from tests.harness.training import Case, Step, accumulate, one_backward, sgd, shard_units_and_root
 
 
 def tensor_parallel(model: MLP, mesh: DeviceMesh) -> None:
@@ -38,8 +38,7 @@ def shard(
     **kwargs: Any,
 ) -> None:
     tensor_parallel(model, mesh["tp"])
-    for unit in (*model.units(), model):
-        runtime.fully_shard(unit, mesh=mesh[data_parallel], **kwargs)
+    shard_units_and_root(runtime, model, mesh[data_parallel], **kwargs)
 
 
 def with_data_of(axes: tuple[str, ...], mesh: DeviceMesh, step: Callable[..., list[Tensor]]) -> Any:
@@ -54,21 +53,17 @@ def with_data_of(axes: tuple[str, ...], mesh: DeviceMesh, step: Callable[..., li
     return stepped
 
 
-def one_backward(step: Step, model: ParityModel) -> list[Tensor]:
-    loss = step.loss(model)
-    loss.backward()
-    return [loss]
-
-
 def case(mesh: DeviceMesh, axes: tuple[str, ...] = ("dp",), **kwargs: Any) -> Case:
     step = with_data_of(axes, mesh, kwargs.pop("step", one_backward))
     return replace(Case(MLP, shard=shard, step=step), **kwargs)
 
 
-MESHES = {2: [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], 4: [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}]}
+MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+EITHER_ORDER = [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}]
+HSDP = ("replicate", "shard")
 
 
-@pytest.mark.parametrize("sizes", MESHES[2], ids=str)
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], ids=str)
 @distributed(2)
 def test_tensor_parallel_on_two_ranks(ctx: RankContext, sizes: dict[str, int]) -> None:
     mesh = ctx.mesh(**sizes)
@@ -76,7 +71,7 @@ def test_tensor_parallel_on_two_ranks(ctx: RankContext, sizes: dict[str, int]) -
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("sizes", [MESHES[4][0], *long(*MESHES[4][1:])], ids=str)
+@pytest.mark.parametrize("sizes", [EITHER_ORDER[0], *long(EITHER_ORDER[1])], ids=str)
 @pytest.mark.parametrize("reshard", [True, *long(False)])
 @distributed(4)
 def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: dict[str, int], reshard: bool) -> None:
@@ -90,48 +85,56 @@ def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: 
 @distributed(4)
 def test_tensor_parallel_with_hsdp(ctx: RankContext, sizes: dict[str, int]) -> None:
     mesh = ctx.mesh(**sizes)
-    hsdp = functools.partial(shard, data_parallel=("replicate", "shard"))
-    compare(case(mesh, ("replicate", "shard"), shard=hsdp), mesh)
+    compare(case(mesh, HSDP, shard=functools.partial(shard, data_parallel=HSDP)), mesh)
 
 
 @pytest.mark.long
 @distributed(8)
 def test_tensor_parallel_with_hsdp_on_eight_ranks(ctx: RankContext) -> None:
     mesh = ctx.mesh(replicate=2, shard=2, tp=2)
-    hsdp = functools.partial(shard, data_parallel=("replicate", "shard"))
-    compare(case(mesh, ("replicate", "shard"), shard=hsdp), mesh)
+    compare(case(mesh, HSDP, shard=functools.partial(shard, data_parallel=HSDP)), mesh)
 
 
+class Odd(MLP):
+    """No size is a multiple of the number of ranks on any axis, but for what tensor parallelism cuts."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2, dim=5)
+        self.exit = nn.Linear(5, 3)
+
+
+def _clipped(step: Step, model: Any, norm_type: float) -> list[Tensor]:
+    losses = one_backward(step, model)
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for param in model.parameters():
+        by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+    for params in by_mesh.values():
+        norm = nn.utils.clip_grad_norm_(params, 0.1, norm_type=norm_type)
+        losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return losses
+
+
+_mixed = functools.partial(shard, policy=MIXED)
+_last_dim = functools.partial(shard, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+WAYS: dict[str, dict[str, Any]] = {
+    # ``down`` is cut on dim 1 by both, ``up`` on dim 0 by one and dim 1 by the other.
+    "the dim that tensor parallelism has cut": {"shard": _last_dim},
+    "uneven shards": {"model": Odd, "unsharded": None},
+    "accumulated": {"step": accumulate},
+    "mixed precision": {"shard": _mixed, "unsharded": None},
+    "accumulated in mixed precision": {"shard": _mixed, "step": accumulate, "unsharded": None},
+}
+for _norm_type in (2.0, float("inf")):
+    _step = functools.partial(_clipped, norm_type=_norm_type)
+    WAYS[f"clipped by {_norm_type}"] = {"step": _step, "optimizer": sgd, "unsharded": None}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", [*[*WAYS][:2], *in_ci("accumulated"), *long(*[*WAYS][3:])])
 @distributed(4)
-def test_sharding_along_the_dim_that_tensor_parallelism_has_cut(ctx: RankContext) -> None:
-    """``down`` is cut on dim 1 by both, ``up`` on dim 0 by one and dim 1 by the other."""
+def test_tensor_parallel(ctx: RankContext, name: str) -> None:
     mesh = ctx.mesh(dp=2, tp=2)
-    last_dim = functools.partial(shard, shard_placement_fn=lambda param: Shard(param.ndim - 1))
-    compare(case(mesh, shard=last_dim), mesh)
-
-
-@pytest.mark.long
-@distributed(4)
-def test_tensor_parallel_in_mixed_precision(ctx: RankContext) -> None:
-    def mixed(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
-        policy = runtime.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard(runtime, model, mesh, mp_policy=policy)
-
-    mesh = ctx.mesh(dp=2, tp=2)
-    compare(case(mesh, shard=mixed, unsharded=None), mesh)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("dtype", [None, *long(torch.bfloat16)])
-@distributed(4)
-def test_tensor_parallel_accumulates_without_communication(ctx: RankContext, dtype: torch.dtype | None) -> None:
-    def mixed(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
-        policy = runtime.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-        shard(runtime, model, mesh, mp_policy=policy)
-
-    mesh = ctx.mesh(dp=2, tp=2)
-    unsharded = Tolerance(1e-4, 1e-5) if dtype is None else None
-    compare(case(mesh, shard=mixed, step=accumulate, unsharded=unsharded), mesh)
+    compare(case(mesh, **WAYS[name]), mesh)
 
 
 class Normed(MLP):
@@ -156,56 +159,10 @@ def test_sums_that_are_pending_on_the_model_axis_accumulate_in_reduce_dtype(
 
     def mixed(runtime: Runtime, model: Normed, mesh: DeviceMesh) -> None:
         parallelize_module(model, mesh["tp"], {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)})
-        policy = runtime.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        runtime.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+        runtime.fully_shard(model, mesh=mesh["dp"], mp_policy=runtime.MixedPrecisionPolicy(**MIXED))
 
     mesh = ctx.mesh(dp=1, tp=2)
     compare(Case(Normed, shard=mixed, step=step, unsharded=None), mesh)
-
-
-class Odd(MLP):
-    """No size is a multiple of the number of ranks on any axis, but for what tensor parallelism cuts."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2, dim=5)
-        self.exit = nn.Linear(5, 3)
-
-
-@distributed(4)
-def test_tensor_parallel_with_uneven_shards(ctx: RankContext) -> None:
-    mesh = ctx.mesh(dp=2, tp=2)
-    compare(case(mesh, model=Odd, unsharded=None), mesh)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@distributed(4)
-def test_tensor_parallel_clips_gradients(ctx: RankContext, norm_type: float) -> None:
-    mesh = ctx.mesh(dp=2, tp=2)
-
-    def clipped(step: Step, model: MLP) -> list[Tensor]:
-        losses = one_backward(step, model)
-        by_mesh: dict[Any, list[nn.Parameter]] = {}
-        for param in model.parameters():
-            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-        for params in by_mesh.values():
-            norm = nn.utils.clip_grad_norm_(params, 0.1, norm_type=norm_type)
-            losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        return losses
-
-    compare(case(mesh, step=clipped, optimizer=sgd, unsharded=None), mesh)
-
-
-@pytest.mark.ci
-@beyond_torch("refuses an int with DTensor parameters")
-@distributed(4, 8)
-def test_tensor_parallel_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
-    mesh = ctx.mesh(dp=4, tp=ctx.world_size // 4)
-    compare(
-        case(mesh, shard=functools.partial(shard, reshard_after_forward=2)),
-        mesh,
-        oracle_case=case(mesh, shard=functools.partial(shard, reshard_after_forward=True)),
-    )
 
 
 # A full mesh, of which axes are named
@@ -239,8 +196,7 @@ def full_mesh(
         lambda _, output, mesh: output.redistribute(placements=on_data).to_local().clone(),  # torch warns of views
     )
     dims = runtime.DataParallelMeshDims(shard=shards, replicate=replicates)
-    for unit in (*model.units(), model):
-        runtime.fully_shard(unit, mesh=mesh, dp_mesh_dims=dims, **kwargs)
+    shard_units_and_root(runtime, model, mesh, dp_mesh_dims=dims, **kwargs)
 
 
 FULL_MESHES: list[tuple[int, dict[str, int], dict[str, Any]]] = [
@@ -258,10 +214,11 @@ FULL_MESHES: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def _full_meshes_of_four() -> list[Any]:
-    """All but the first are long."""
-    found = [entry[1:] for entry in FULL_MESHES if entry[0] == 4]
-    return [pytest.param(*case, marks=[pytest.mark.long] if i else []) for i, case in enumerate(found)]
+def _full_meshes(num_ranks: int, num_short: int = 99) -> pytest.MarkDecorator:
+    """All but the first ones are long."""
+    found = [entry[1:] for entry in FULL_MESHES if entry[0] == num_ranks]
+    marked = [pytest.param(*case, marks=[pytest.mark.long] if i >= num_short else []) for i, case in enumerate(found)]
+    return pytest.mark.parametrize(("sizes", "dims"), marked, ids=str)
 
 
 def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
@@ -281,25 +238,23 @@ def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, A
     )
 
 
-@pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 2], ids=str)
+@_full_meshes(2)
 @distributed(2)
 def test_full_mesh_with_named_axes_on_two_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
     _full_mesh_trains(ctx, sizes, dims)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("sizes", "dims"), _full_meshes_of_four(), ids=str)
+@_full_meshes(4, num_short=1)
 @distributed(4)
 def test_full_mesh_with_named_axes_on_four_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
     _full_mesh_trains(ctx, sizes, dims)
 
 
-@pytest.mark.parametrize(("sizes", "dims"), [entry[1:] for entry in FULL_MESHES if entry[0] == 8], ids=str)
+@_full_meshes(8)
 @pytest.mark.long
 @distributed(8)
-def test_full_mesh_with_named_axes_on_eight_ranks(
-    ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]
-) -> None:
+def test_full_mesh_with_named_axes_on_8_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
     _full_mesh_trains(ctx, sizes, dims)
 
 
@@ -309,13 +264,11 @@ def test_full_mesh_with_named_axes_on_eight_ranks(
 def test_part_of_the_world_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
     """Pipeline stages, for example, each with a data-parallel mesh of their own."""
 
-    def plain(runtime: Runtime, model: MLP, mesh: DeviceMesh, reshard: bool | int) -> None:
-        for unit in (*model.units(), model):
-            runtime.fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard)
+    def plain(reshard: bool | int) -> Any:
+        return lambda *args: shard_units_and_root(*args[:2], args[2]["dp"], reshard_after_forward=reshard)
 
     mesh = ctx.mesh(pp=2, dp=4)
-    expected = case(mesh, shard=functools.partial(plain, reshard=True))
-    compare(case(mesh, shard=functools.partial(plain, reshard=2)), mesh, oracle_case=expected)
+    compare(case(mesh, shard=plain(2)), mesh, oracle_case=case(mesh, shard=plain(True)))
 
 
 # Tensor subclasses with all-gather hooks
@@ -333,8 +286,7 @@ def hooked(runtime: Runtime, model: MLP, mesh: DeviceMesh, make: Any, **kwargs: 
     if runtime.name == "fsdp2":
         for block in model.blocks:
             assert wrap_parameters(block, make) == ["up.weight", "down.weight"]
-    for unit in (*model.units(), model):
-        runtime.fully_shard(unit, mesh=mesh["dp"], **kwargs)
+    shard_units_and_root(runtime, model, mesh["dp"], **kwargs)
 
 
 @beyond_torch("has no such subclasses")
@@ -344,13 +296,11 @@ def test_hooks_decide_what_travels_under_tensor_parallelism(ctx: RankContext) ->
     compare(case(mesh, shard=functools.partial(hooked, make=Sent)), mesh)
 
 
-@pytest.mark.long
-@beyond_torch("has no such subclasses")
+@pytest.mark.ci
+@beyond_torch("refuses an int with DTensor parameters, and has no such subclasses")
+@pytest.mark.parametrize("way", [shard, *long(functools.partial(hooked, make=Sent))], ids=["plain", "with hooks"])
 @distributed(4, 8)
-def test_hooks_with_tensor_parallelism_rest_on_a_smaller_mesh(ctx: RankContext) -> None:
+def test_tensor_parallel_rests_on_a_smaller_mesh(ctx: RankContext, way: Any) -> None:
     mesh = ctx.mesh(dp=4, tp=ctx.world_size // 4)
-    compare(
-        case(mesh, shard=functools.partial(hooked, make=Sent, reshard_after_forward=2)),
-        mesh,
-        oracle_case=case(mesh, shard=functools.partial(hooked, make=Sent)),
-    )
+    resting = case(mesh, shard=functools.partial(way, reshard_after_forward=2))
+    compare(resting, mesh, oracle_case=case(mesh, shard=way))

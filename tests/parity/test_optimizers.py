@@ -8,34 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from fsdp2._torch import torch_is_at_least
-from tests.harness.compare import compare, compare_values
+from tests.harness.compare import Cases, as_torchs, compare, compare_values, each_compared, hsdp
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
-from tests.harness.models import MLP, Uneven
+from tests.harness.models import MLP, Branches, Uneven
 from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
 from tests.harness.selection import long
 from tests.harness.training import Case, Step, Tolerance, dtensor_adamw, one_backward
-from tests.parity.setups import SETUPS, Setup, hybrid_mesh, setups, train_steps, whole
+from tests.parity.setups import SETUPS, Setup, setups, train_steps, whole
 
 # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.02, "momentum": 0.9, "nesterov": True},
     "Adam": {"lr": 1e-2, "eps": 1e-3, "amsgrad": True},
-    "AdamW": {"lr": 1e-2, "eps": 1e-3},
     "Adagrad": {"lr": 1e-2, "eps": 1e-3},
-    "RMSprop": {"lr": 1e-3, "eps": 1e-3, "momentum": 0.9, "centered": True},
-    "NAdam": {"lr": 1e-2, "eps": 1e-3},
-    "RAdam": {"lr": 1e-2, "eps": 1e-3},
-    "Adamax": {"lr": 1e-2, "eps": 1e-3},
-    "Adadelta": {"lr": 0.5, "eps": 1e-3},
     "ASGD": {"lr": 0.02},
+    "RMSprop": {"lr": 1e-3, "eps": 1e-3, "momentum": 0.9, "centered": True},
+    "Adadelta": {"lr": 0.5, "eps": 1e-3},
+    **{name: {"lr": 1e-2, "eps": 1e-3} for name in ("AdamW", "NAdam", "RAdam", "Adamax")},
 }
-MORE_OPTIMIZERS = ("AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
-FUSED = ("Adam", "AdamW")  # DTensor has no rule for the fused kernels of SGD and Adagrad
 
 
 def _optimizer(name: str, **options: Any) -> Any:
@@ -43,68 +37,58 @@ def _optimizer(name: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "for_loop"])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "ASGD", *long(*MORE_OPTIMIZERS)])
+@pytest.mark.parametrize("name", [*[*OPTIMIZERS][:4], *long(*[*OPTIMIZERS][4:])])
 @distributed(2)
 def test_optimizer_trains(ctx: RankContext, name: str, foreach: bool) -> None:
     compare(Case(Uneven, optimizer=_optimizer(name, foreach=foreach)), ctx.mesh_1d())
 
 
-@pytest.mark.parametrize("name", FUSED)
-@distributed(2, 4)
-def test_fused_optimizer_trains(ctx: RankContext, name: str) -> None:
-    compare(Case(Uneven, optimizer=_optimizer(name, fused=True)), ctx.mesh_1d())
+def _muon(parameters: Any) -> Optimizer:
+    """It orthogonalises whole matrices."""
+    return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.02)
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
-@distributed(2)
-def test_gradients_that_are_zeroed_in_place_on_hsdp(ctx: RankContext, options: dict[str, bool]) -> None:
-    case = Case(MLP, optimizer=_optimizer("AdamW", **options), set_to_none=False)
-    compare(case, hybrid_mesh(ctx))
+def _scheduled(parameters: Any) -> Optimizer:
+    optimizer = dtensor_adamw(parameters)
+    warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2)
+    decay = lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+    schedule = lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[2])
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
 
 
-@distributed(2)
-def test_muon_orthogonalises_whole_matrices(ctx: RankContext) -> None:
-    def muon(parameters: Any) -> Optimizer:
-        return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.02)
+def _two_groups(parameters: Any) -> Optimizer:
+    parameters = list(parameters)
+    plain, decayed = [p for p in parameters if p.ndim < 2], [p for p in parameters if p.ndim >= 2]
+    return dtensor_adamw([{"params": decayed}, {"params": plain, "weight_decay": 0.0, "lr": 0.1}])
 
-    compare(Case(MLP, optimizer=muon, unsharded=Tolerance(rtol=5e-2, atol=1e-2)), ctx.mesh_1d())  # it works in bfloat16
+
+@each_compared(2, 4, ci=("fused AdamW", "in place, not foreach", "in place, fused"))
+def test_optimizers_and_what_is_around_them() -> Cases:
+    """DTensor has no rule for the fused kernels of SGD and Adagrad."""
+    in_place = functools.partial(Case, MLP, set_to_none=False)
+    return {
+        "fused Adam": Case(Uneven, optimizer=_optimizer("Adam", fused=True)),
+        "fused AdamW": Case(Uneven, optimizer=_optimizer("AdamW", fused=True)),
+        "in place": (hsdp, in_place(optimizer=_optimizer("AdamW", foreach=True))),
+        "in place, not foreach": (hsdp, in_place(optimizer=_optimizer("AdamW", foreach=False))),
+        "in place, fused": (hsdp, in_place(optimizer=_optimizer("AdamW", fused=True))),
+        "Muon": Case(MLP, optimizer=_muon, unsharded=Tolerance(rtol=5e-2, atol=1e-2)),  # it works in bfloat16
+        "schedule of learning rates": Case(MLP, optimizer=_scheduled, num_steps=5),
+        "groups with options of their own": Case(MLP, optimizer=_two_groups),
+    }
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "fused SGD", *([] if torch_is_at_least(2, 15) else ["Rprop"])])
-@distributed(2)
-def test_optimizer_that_has_no_rule_for_dtensors_is_refused_as_under_torch(ctx: RankContext, name: str) -> None:
-    messages = []
-    for runtime in (oracle(), subject()):
-        model = SETUPS["uneven"].sharded(runtime, ctx)
-        options = {"fused": True} if name == "fused SGD" else {}
-        optimizer = getattr(torch.optim, name.removeprefix("fused "))(model.parameters(), lr=0.1, **options)
-        one_backward(Step(0, ctx.rank, runtime), model)
-        messages.append(error_of(optimizer.step))
-    assert messages[0] == messages[1]
-
-
-@distributed(2)
-def test_learning_rate_schedule(ctx: RankContext) -> None:
-    def scheduled(parameters: Any) -> Optimizer:
-        optimizer = dtensor_adamw(parameters)
-        warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2)
-        decay = lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
-        schedule = lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[2])
-        optimizer.register_step_post_hook(lambda *_: schedule.step())
-        return optimizer
-
-    compare(Case(MLP, optimizer=scheduled, num_steps=5), ctx.mesh_1d())
-
-
-@distributed(2)
-def test_parameter_groups_with_options_of_their_own(ctx: RankContext) -> None:
-    def two_groups(parameters: Any) -> Optimizer:
-        parameters = list(parameters)
-        plain = [p for p in parameters if p.ndim < 2]
-        decayed = [p for p in parameters if p.ndim >= 2]
-        return dtensor_adamw([{"params": decayed}, {"params": plain, "weight_decay": 0.0, "lr": 0.1}])
-
-    compare(Case(MLP, optimizer=two_groups), ctx.mesh_1d())
+@as_torchs(2)
+def test_optimizer_that_has_no_rule_for_dtensors_is_refused_as_under_torch(
+    ctx: RankContext, runtime: Runtime, name: str
+) -> str:
+    model = SETUPS["uneven"].sharded(runtime, ctx)
+    options = {"fused": True} if name == "fused SGD" else {}
+    optimizer = getattr(torch.optim, name.removeprefix("fused "))(model.parameters(), lr=0.1, **options)
+    one_backward(Step(0, ctx.rank, runtime), model)
+    return error_of(optimizer.step)
 
 
 # Optimizers that step in backward
@@ -172,20 +156,10 @@ def test_optimizer_that_steps_in_backward_outdates_parameters_kept_after_it(ctx:
     compare_values("against stepping after backward", found, _trained_as_usual(SETUPS[setup], ctx))
 
 
-class Repeated(MLP):
-    """Runs one block three times."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for _ in range(3):
-            x = self.blocks[0](x)
-        return self.exit(x)
-
-
 @distributed(2)
 def test_optimizer_that_steps_in_backward_of_a_unit_that_runs_several_times(ctx: RankContext) -> None:
     """The unit is reduced after each of its backwards; the gradient is there after the last one only."""
-    where = Setup(Repeated)
-    found = _trained_in_backward(where, subject(), ctx, keep=False)
+    where = Setup(functools.partial(Branches, (0, 0, 0)))
+    found = _trained_in_backward(where, subject(), ctx)
     compare_values("against stepping after backward", found, _trained_as_usual(where, ctx))
-    compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx, keep=False))
+    compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx))

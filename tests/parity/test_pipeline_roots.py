@@ -7,6 +7,7 @@ another raise an ``IndexError``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,26 +15,19 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness.compare import compare, compare_losses_with_unsharded
+from tests.harness.compare import compare, compare_losses_with_unsharded, trains_alike
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.models import DIM, Block, ParityModel
+from tests.harness.models import MLP, ParityModel
 from tests.harness.runtimes import Runtime, beyond_torch, oracle
-from tests.harness.training import Case, Step
+from tests.harness.training import Case, Step, shard_units_and_root
 
 NUM_MICRO = 4
 
 
-class _Stage(nn.Module):
+class _Stage(MLP):
     def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(num_blocks=2)
+        self.exit = nn.Identity()  # type: ignore[assignment]
 
 
 class _Pipeline(ParityModel):
@@ -55,12 +49,9 @@ GPIPE: tuple[tuple[int, str, int], ...] = (
 )
 
 
-def _shard_stages(runtime: Runtime, model: _Pipeline, mesh: DeviceMesh, **kwargs: Any) -> None:
+def _shard_stages(runtime: Runtime, model: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
     for stage in model.stages:
-        assert isinstance(stage, _Stage)
-        for block in stage.blocks:
-            runtime.fully_shard(block, mesh=mesh, **kwargs)
-        runtime.fully_shard(stage, mesh=mesh, **kwargs)
+        shard_units_and_root(runtime, stage, mesh, **kwargs)
     if runtime is not oracle():
         runtime.share_comm_ctx(list(model.stages))
 
@@ -93,32 +84,32 @@ class _Run:
         if gradient is not None:
             self._gradients[stage - 1, micro] = gradient
 
-
-def _controls(step: Step, stage: Any) -> list[Any]:
-    return [step.control(module) for module in (stage, *stage.blocks)]
+    def follow(self, order: Sequence[tuple[int, str, int]], before_backward: Any = lambda stage: None) -> None:
+        for stage, kind, micro in order:
+            if kind == "F":
+                self.forward(stage, micro)
+            else:
+                before_backward(stage)
+                self.backward(stage, micro)
 
 
 def _actions(step: Step, model: _Pipeline, order: Sequence[tuple[int, str, int]]) -> list[Tensor]:
     """Unshard all, no communication but in the last backward of each stage, then reshard."""
-    run = _Run(step, model)
-    num_backwards = [0, 0]
-    for stage in model.stages:
-        for control in _controls(step, stage):
-            control.unshard(async_op=True)
-    for index, kind, micro in order:
-        control = step.control(model.stages[index])
-        if kind == "F":
-            run.forward(index, micro)
-            continue
-        num_backwards[index] += 1
-        is_last = num_backwards[index] == NUM_MICRO
+    run, num_backwards = _Run(step, model), [0, 0]
+    modules = [step.control(module) for stage in model.stages for module in (stage, *stage.blocks)]  # type: ignore[misc]
+    for module in modules:
+        module.unshard(async_op=True)
+
+    def configure(stage: int) -> None:
+        num_backwards[stage] += 1
+        control, is_last = step.control(model.stages[stage]), num_backwards[stage] == NUM_MICRO
         control.set_is_last_backward(is_last)
         control.set_reshard_after_backward(is_last)
         control.set_requires_gradient_sync(is_last)
-        run.backward(index, micro)
-    for stage in model.stages:
-        for control in _controls(step, stage):
-            control.reshard()
+
+    run.follow(order, configure)
+    for module in modules:
+        module.reshard()
     return run.losses
 
 
@@ -126,24 +117,20 @@ def _actions(step: Step, model: _Pipeline, order: Sequence[tuple[int, str, int]]
 @pytest.mark.parametrize("reshard", [False, None])
 @distributed(2, 4)
 def test_stages_that_reduce_in_their_last_backward(ctx: RankContext, order, reshard: bool | None) -> None:
-    def shard(runtime: Runtime, model: _Pipeline, mesh: DeviceMesh) -> None:
-        _shard_stages(runtime, model, mesh, reshard_after_forward=reshard)
-
-    compare(Case(_Pipeline, shard, lambda step, model: _actions(step, model, order)), ctx.mesh_1d())
+    shard = functools.partial(_shard_stages, reshard_after_forward=reshard)
+    compare(Case(_Pipeline, shard, functools.partial(_actions, order=order)), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_stages_that_reduce_in_every_backward(ctx: RankContext) -> None:
-    def step(step: Step, model: _Pipeline) -> list[Tensor]:
-        run = _Run(step, model)
-        for index, kind, micro in ONE_F_ONE_B:
-            (run.forward if kind == "F" else run.backward)(index, micro)
-        return run.losses
-
-    compare(Case(_Pipeline, _shard_stages, step), ctx.mesh_1d())
+@trains_alike(2, model=_Pipeline, shard=_shard_stages)
+def test_stages_that_reduce_in_every_backward(step: Step, model: _Pipeline) -> list[Tensor]:
+    run = _Run(step, model)
+    run.follow(ONE_F_ONE_B)
+    return run.losses
 
 
-def _finalized(step: Step, model: _Pipeline, *, async_op: bool, sync: bool, order: Any = ONE_F_ONE_B) -> list[Tensor]:
+def _finalized(
+    step: Step, model: _Pipeline, *, async_op: bool = True, sync: bool = False, order: Any = ONE_F_ONE_B
+) -> list[Tensor]:
     """Reducing is an action of its own, after all backwards of a stage."""
     run = _Run(step, model)
     controls = [step.control(stage) for stage in model.stages]
@@ -151,8 +138,7 @@ def _finalized(step: Step, model: _Pipeline, *, async_op: bool, sync: bool, orde
         control.set_manual_backward_finalization(True)
         control.set_reshard_after_backward(False)
         control.set_requires_gradient_sync(sync)
-    for index, kind, micro in order:
-        (run.forward if kind == "F" else run.backward)(index, micro)
+    run.follow(order)
     handles = []
     for control in controls:
         control.set_reshard_after_backward(True)
@@ -164,15 +150,26 @@ def _finalized(step: Step, model: _Pipeline, *, async_op: bool, sync: bool, orde
     return run.losses
 
 
+def _partly_reduced(step: Step, model: _Pipeline) -> list[Tensor]:
+    controls = [step.control(stage) for stage in model.stages]
+    for control in controls:
+        control.set_requires_all_reduce(False)
+        control.set_manual_backward_finalization(True)
+    run = _Run(step, model)
+    run.follow(ONE_F_ONE_B)
+    for control in controls:
+        control.set_requires_all_reduce(True)
+        control.finalize_backward()
+    return run.losses
+
+
 @beyond_torch("manual finalization came with torch 2.15")
 @pytest.mark.parametrize("order", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("sync", [False, True])
 @distributed(2)
 def test_stages_whose_backwards_are_finalized(ctx: RankContext, order, async_op: bool, sync: bool) -> None:
-    def step(step: Step, model: _Pipeline) -> list[Tensor]:
-        return _finalized(step, model, async_op=async_op, sync=sync, order=order)
-
+    step = functools.partial(_finalized, async_op=async_op, sync=sync, order=order)
     compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_1d())
 
 
@@ -180,35 +177,13 @@ def test_stages_whose_backwards_are_finalized(ctx: RankContext, order, async_op:
 @distributed(2)
 def test_finalized_backwards_are_those_that_reduce_in_the_last_one(ctx: RankContext) -> None:
     """Bit for bit what automatic finalization gives, which is torch's by the tests above."""
-
-    def by_hand(step: Step, model: _Pipeline) -> list[Tensor]:
-        return _finalized(step, model, async_op=True, sync=False)
-
-    def automatic(step: Step, model: _Pipeline) -> list[Tensor]:
-        return _actions(step, model, ONE_F_ONE_B)
-
-    case = Case(_Pipeline, _shard_stages, by_hand, unsharded=None)
+    automatic = functools.partial(_actions, order=ONE_F_ONE_B)
+    case = Case(_Pipeline, _shard_stages, _finalized, unsharded=None)
     compare(case, ctx.mesh_1d(), Case(_Pipeline, _shard_stages, automatic))
 
 
 @beyond_torch("manual finalization came with torch 2.15")
 @distributed(4)
 def test_stages_on_hsdp_whose_backwards_are_finalized(ctx: RankContext) -> None:
-    def partly_reduced(step: Step, model: _Pipeline) -> list[Tensor]:
-        for stage in model.stages:
-            step.control(stage).set_requires_all_reduce(False)
-        run = _Run(step, model)
-        for stage in model.stages:
-            step.control(stage).set_manual_backward_finalization(True)
-        for index, kind, micro in ONE_F_ONE_B:
-            (run.forward if kind == "F" else run.backward)(index, micro)
-        for stage in model.stages:
-            step.control(stage).set_requires_all_reduce(True)
-            step.control(stage).finalize_backward()
-        return run.losses
-
-    def unreduced(step: Step, model: _Pipeline) -> list[Tensor]:
-        return _finalized(step, model, async_op=True, sync=False)
-
-    for each in (partly_reduced, unreduced):
-        compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, each), ctx.mesh_2d(2, 2))
+    for step in (_partly_reduced, _finalized):
+        compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_2d(2, 2))

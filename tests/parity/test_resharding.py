@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.harness.compare import compare, trains_alike
+from tests.harness.compare import Cases, compare, each_compared, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Transformer, Uneven
-from tests.harness.selection import long
-from tests.harness.training import Case, Step, shard_units_and_root, snapshot
+from tests.harness.training import Case, Step, shard_units_and_root, sharded, snapshot
 
 
 def _registered(model: nn.Module) -> dict[str, object]:
@@ -36,16 +35,13 @@ def _step_with_notes(step: Step, model: MLP) -> list[Tensor]:
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2, 4)
 def test_reshard_after_forward(ctx: RankContext, reshard: bool | None) -> None:
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=reshard)
-    compare(Case(MLP, shard=shard, step=_step_with_notes), ctx.mesh_1d())
+    compare(Case(MLP, sharded(reshard_after_forward=reshard), _step_with_notes), ctx.mesh_1d())
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("model", [Uneven, *long(MLP, Transformer)])
-@distributed(4)
-def test_reshard_after_forward_to_two_ranks(ctx: RankContext, model) -> None:
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=2)
-    compare(Case(model, shard=shard, step=_step_with_notes), ctx.mesh_1d())
+@each_compared(4, ci=("Uneven",), long=("MLP", "Transformer"))
+def test_reshard_after_forward_to_two_ranks() -> Cases:
+    to_two = sharded(reshard_after_forward=2)
+    return {model.__name__: Case(model, to_two, _step_with_notes) for model in (Uneven, MLP, Transformer)}
 
 
 @trains_alike(2, model=MLP, num_steps=4)
@@ -78,22 +74,18 @@ def test_unshard_async_hands_out_a_handle(step: Step, model: MLP) -> list[Tensor
     return _step_with_notes(step, model)
 
 
-@distributed(2)
-def test_reshard_by_hand_before_and_after_forward(ctx: RankContext) -> None:
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        step.control(model.blocks[0]).unshard()
-        step.control(model.blocks[0]).reshard()
-        step.note("resharded", _registered(model))
-        loss = step.loss(model)
-        for module in (model, *model.units()):
-            step.control(module).reshard()
-        step.note("after forward", _registered(model))
-        loss.backward()
-        step.control(model).reshard()  # of a sharded module: nothing to do
-        return [loss]
-
-    shard = functools.partial(shard_units_and_root, reshard_after_forward=False)
-    compare(Case(MLP, shard=shard, step=step), ctx.mesh_1d())
+@trains_alike(2, model=MLP, shard=sharded(reshard_after_forward=False))
+def test_reshard_by_hand_before_and_after_forward(step: Step, model: MLP) -> list[Tensor]:
+    step.control(model.blocks[0]).unshard()
+    step.control(model.blocks[0]).reshard()
+    step.note("resharded", _registered(model))
+    loss = step.loss(model)
+    for module in (model, *model.units()):
+        step.control(module).reshard()
+    step.note("after forward", _registered(model))
+    loss.backward()
+    step.control(model).reshard()  # of a sharded module: nothing to do
+    return [loss]
 
 
 @trains_alike(2, model=MLP, unsharded=None)
@@ -124,9 +116,8 @@ def test_explicit_forward_and_backward_prefetch(ctx: RankContext, distance: int)
 
 @distributed(2)
 def test_prefetch_in_an_order_that_does_not_come_is_harmless(ctx: RankContext) -> None:
-    def shard(runtime, model: MLP, mesh) -> None:
-        shard_units_and_root(runtime, model, mesh)
+    def configure(model: MLP) -> None:
         model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
         model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
 
-    compare(Case(MLP, shard=shard, step=_step_with_notes), ctx.mesh_1d())
+    compare(Case(MLP, sharded(then=configure), _step_with_notes), ctx.mesh_1d())

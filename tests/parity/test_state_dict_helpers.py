@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from tests.harness.compare import compare_values
+from tests.harness.compare import as_torchs, compare_values, hsdp
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
-from tests.harness.models import MLP, Buffers, Transformer, freeze
+from tests.harness.models import MLP, Buffers, Transformer, frozen
 from tests.harness.runtimes import Runtime, oracle, subject
 from tests.harness.selection import long
-from tests.harness.training import dtensor_adamw
-from tests.parity.setups import SETUPS, Setup, evaluate, hybrid_mesh, recorded, setups, train_steps
+from tests.harness.training import dtensor_adamw, shard_units_and_root
+from tests.parity.setups import SETUPS, Setup, evaluate, recorded, setups, train_steps
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 GETTERS = {
@@ -46,18 +46,17 @@ GETTERS = {
 }
 
 
-def _partly_frozen() -> Transformer:
-    model = Transformer()
-    freeze(model, "blocks.0.mlp", "embedding")
-    return model
+def _ignoring(runtime: Runtime, model: MLP, mesh: Any) -> None:
+    shard_units_and_root(runtime, model, mesh, ignored_params={model.blocks[0].up.weight, model.exit.bias})
 
 
 HERE = {
     **{name: SETUPS[name] for name in ("uneven", "hsdp", "tied")},
     "buffers": Setup(Buffers),
-    "frozen": Setup(_partly_frozen),
+    "frozen": Setup(frozen(Transformer, "blocks.0.mlp", "embedding")),
+    "ignored": Setup(MLP, hsdp, _ignoring),
 }
-here = pytest.mark.parametrize("setup", ["uneven", "hsdp", *long("tied", "buffers", "frozen")])
+here = pytest.mark.parametrize("setup", ["uneven", "hsdp", *long("tied", "buffers", "frozen"), "ignored"])
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -146,8 +145,8 @@ def _load_optimizer_from_rank_0(ctx: RankContext, model: Any, optimizer: Any, st
 def _round_trip(setup: Setup, runtime: Runtime, ctx: RankContext, options: StateDictOptions) -> Any:
     """States of a trained model, set on another one; then one more step."""
     model, optimizer = _trained(setup, runtime, ctx)
-    saved = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=options.full_state_dict))
-    saved = copy.deepcopy(saved)
+    how = {key: getattr(options, key) for key in ("full_state_dict", "flatten_optimizer_state_dict")}
+    saved = copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(**how)))
     expected = [recorded(get_state_dict(model, optimizer)), _train(ctx, model, optimizer, [5])]
     model, optimizer = _trained(setup, runtime, ctx, seed=1)
     evaluate(ctx, model)
@@ -170,16 +169,16 @@ SETTERS = {
     "shards": StateDictOptions(),
     "whole": StateDictOptions(full_state_dict=True),
     "whole from rank 0": FROM_RANK_0,
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("options", list(SETTERS))
 @here
-@distributed(2)
-def test_states_make_a_round_trip(ctx: RankContext, setup: str, options: str) -> None:
-    found = _round_trip(HERE[setup], subject(), ctx, SETTERS[options])
-    if ctx.world_size == 2:
-        compare_values("against torch", found, _round_trip(HERE[setup], oracle(), ctx, SETTERS[options]))
+@as_torchs(2)
+def test_states_make_a_round_trip(ctx: RankContext, runtime: Runtime, setup: str, options: str) -> Any:
+    return _round_trip(HERE[setup], runtime, ctx, SETTERS[options])
 
 
 def _empty(setup: Setup, runtime: Runtime, ctx: RankContext) -> Any:
@@ -194,89 +193,50 @@ def _empty(setup: Setup, runtime: Runtime, ctx: RankContext) -> Any:
 
 
 @pytest.mark.parametrize("setup", ["hsdp", "tied", "buffers", *long("uneven", "resting")])
-@distributed(2)
-def test_meta_model_is_loaded_from_rank_0(ctx: RankContext, setup: str) -> None:
+@as_torchs(2)
+def test_meta_model_is_loaded_from_rank_0(ctx: RankContext, runtime: Runtime, setup: str) -> Any:
     where = HERE["buffers"] if setup == "buffers" else SETUPS[setup]
-    results = []
-    for runtime in (oracle(), subject()):
-        model, optimizer = _trained(where, runtime, ctx)
-        states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-        states, losses = copy.deepcopy(states), _train(ctx, model, optimizer, [5])
-        empty = _empty(where, runtime, ctx)
-        _load_model_from_rank_0(ctx, empty, states[0])
-        if setup == "tied":
-            empty.output.weight = empty.embedding.weight  # meta parameters are replaced, each of a tie by its own
-        empty_optimizer = _optimizer(empty)
-        _load_optimizer_from_rank_0(ctx, empty, empty_optimizer, states[1])
-        after = get_state_dict(empty, empty_optimizer, options=StateDictOptions(full_state_dict=True))
-        compare_values("loaded", after, states)
-        compare_values("losses", _train(ctx, empty, empty_optimizer, [5]), losses)
-        results.append(recorded(get_state_dict(empty, empty_optimizer)))
-    if ctx.world_size == 2:
-        compare_values("against torch", results[1], results[0])
+    model, optimizer = _trained(where, runtime, ctx)
+    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    states, losses = copy.deepcopy(states), _train(ctx, model, optimizer, [5])
+    empty = _empty(where, runtime, ctx)
+    _load_model_from_rank_0(ctx, empty, states[0])
+    if setup == "tied":
+        empty.output.weight = empty.embedding.weight  # meta parameters are replaced, each of a tie by its own
+    empty_optimizer = _optimizer(empty)
+    _load_optimizer_from_rank_0(ctx, empty, empty_optimizer, states[1])
+    after = get_state_dict(empty, empty_optimizer, options=StateDictOptions(full_state_dict=True))
+    compare_values("loaded", after, states)
+    compare_values("losses", _train(ctx, empty, empty_optimizer, [5]), losses)
+    return recorded(get_state_dict(empty, empty_optimizer))
 
 
-@distributed(2)
-def test_checkpoint_with_other_keys_is_loaded_if_not_strict(ctx: RankContext) -> None:
-    messages, found = [], []
-    for runtime in (oracle(), subject()):
-        model, _ = _trained(SETUPS["resting"], runtime, ctx)
-        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        full = {key: value.clone() + 1 for key, value in full.items() if key != "exit.bias"}
-        full["unknown"] = torch.ones(3)
-        for from_rank_0 in (False, True):
-            options = StateDictOptions(full_state_dict=True, strict=True, broadcast_from_rank0=from_rank_0)
-            given = copy.deepcopy(full) if ctx.rank == 0 or not from_rank_0 else {}
-            messages.append(error_of(functools.partial(set_model_state_dict, model, dict(given), options=options)))
-            options.strict = False
-            keys = set_model_state_dict(model, dict(given), options=options)
-            found.append([list(keys.missing_keys), list(keys.unexpected_keys), recorded(model.state_dict())])
-    assert messages[:2] == messages[2:]
-    assert [record[:2] for record in found[:2]] == [record[:2] for record in found[2:]]
-    if ctx.world_size == 2:
-        compare_values("against torch", found[2:], found[:2])
-
-
-@distributed(2)
-def test_flat_optimizer_state_makes_a_round_trip(ctx: RankContext) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    for runtime in (oracle(), subject()):
-        model, optimizer = _trained(SETUPS["uneven"], runtime, ctx)
-        flat = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-        weights, losses = copy.deepcopy(model.state_dict()), _train(ctx, model, optimizer, [5])
-        other, other_optimizer = _trained(SETUPS["uneven"], runtime, ctx, seed=1)
-        other.load_state_dict(weights)
-        set_optimizer_state_dict(other, other_optimizer, flat, options=options)
-        compare_values("losses", _train(ctx, other, other_optimizer, [5]), losses)
+@as_torchs(2)
+def test_checkpoint_with_other_keys_is_loaded_if_not_strict(ctx: RankContext, runtime: Runtime) -> Any:
+    found: list[Any] = []
+    model, _ = _trained(SETUPS["resting"], runtime, ctx)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    full = {key: value.clone() + 1 for key, value in full.items() if key != "exit.bias"}
+    full["unknown"] = torch.ones(3)
+    for from_rank_0 in (False, True):
+        options = StateDictOptions(full_state_dict=True, strict=True, broadcast_from_rank0=from_rank_0)
+        given = copy.deepcopy(full) if ctx.rank == 0 or not from_rank_0 else {}
+        found.append(error_of(functools.partial(set_model_state_dict, model, dict(given), options=options)))
+        options.strict = False
+        keys = set_model_state_dict(model, dict(given), options=options)
+        found.append([list(keys.missing_keys), list(keys.unexpected_keys), recorded(model.state_dict())])
+    return found
 
 
 @pytest.mark.parametrize("keep_prefixes", [True, False])
-@distributed(2)
-def test_state_of_a_submodule_alone(ctx: RankContext, keep_prefixes: bool) -> None:
+@as_torchs(2)
+def test_state_of_a_submodule_alone(ctx: RankContext, runtime: Runtime, keep_prefixes: bool) -> Any:
     options = StateDictOptions(keep_submodule_prefixes=keep_prefixes)
-    found = []
-    for runtime in (oracle(), subject()):
-        model, _ = _trained(SETUPS["uneven"], runtime, ctx)
-        with pytest.warns(FutureWarning, match="submodules only"):
-            state = get_model_state_dict(model, submodules={model.blocks[1]}, options=options)
-        found.append(recorded(state))
-    compare_values("against torch", found[1], found[0])
-    assert next(iter(found[1])).startswith("blocks.1." if keep_prefixes else "scale")
-
-
-def _ignoring(runtime: Runtime, model: MLP, mesh: Any) -> None:
-    ignored = {model.blocks[0].up.weight, model.exit.bias}
-    for unit in (*model.units(), model):
-        runtime.fully_shard(unit, mesh=mesh, ignored_params=ignored)
-
-
-@distributed(2)
-def test_ignored_parameters_are_read_and_loaded_as_plain_tensors(ctx: RankContext) -> None:
-    setup = Setup(MLP, hybrid_mesh, _ignoring)
-    found = [
-        _round_trip(setup, runtime, ctx, FROM_RANK_0 if ctx.rank >= 0 else None) for runtime in (oracle(), subject())
-    ]
-    compare_values("against torch", found[1], found[0])
+    model, _ = _trained(SETUPS["uneven"], runtime, ctx)
+    with pytest.warns(FutureWarning, match="submodules only"):
+        state = get_model_state_dict(model, submodules={model.blocks[1]}, options=options)
+    assert next(iter(state)).startswith("blocks.1." if keep_prefixes else "scale")
+    return recorded(state)
 
 
 @setups("uneven", "kept")

@@ -14,9 +14,10 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
-from tests.harness.distributed import RankContext, distributed
+from tests.harness.compare import as_torchs, hsdp
+from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, ParityModel
-from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.runtimes import Runtime
 from tests.harness.training import Step, one_backward, shard_units_and_root
 
 c10d = torch.ops.c10d
@@ -30,37 +31,30 @@ def _model(runtime: Runtime, mesh: Any) -> ParityModel:
 
 
 @pytest.mark.parametrize("axes", [1, 2])
-@distributed(2, 4)
-def test_comm_debug_mode_counts_the_same(ctx: RankContext, axes: int) -> None:
-    mesh = ctx.mesh_1d() if axes == 1 else ctx.mesh_2d(2, ctx.world_size // 2)
+@as_torchs(2, 4)
+def test_comm_debug_mode_counts_the_same(ctx: RankContext, runtime: Runtime, axes: int) -> Any:
     if axes == 2 and ctx.world_size == 2:
-        return  # a shard axis of one rank: nothing is gathered
-    found = []
-    for runtime in (oracle(), subject()):
-        model = _model(runtime, mesh)
-        counts = []
-        for index in range(2):
-            with CommDebugMode() as mode, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the views and hooks that the mode makes
-                one_backward(Step(index, ctx.rank, runtime), model)
-            counts.append(dict(mode.get_comm_counts()))
-        found.append(counts)
-    assert found[0] == found[1]
-    assert found[0][0][c10d._allgather_base_] > 0
+        return None  # a shard axis of one rank: nothing is gathered
+    model = _model(runtime, ctx.mesh_1d() if axes == 1 else hsdp(ctx))
+    counts: list[Any] = []
+    for index in range(2):
+        with CommDebugMode() as mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the views and hooks that the mode makes
+            one_backward(Step(index, ctx.rank, runtime), model)
+        counts.append(sorted((str(op), count) for op, count in mode.get_comm_counts().items()))
+    assert mode.get_comm_counts()[c10d._allgather_base_] > 0
+    return counts
 
 
 RANGES = ("FSDP::all_gather", "FSDP::all_gather_copy_out", "FSDP::post_backward_reduce")
 
 
 @pytest.mark.ci
-@distributed(2)
-def test_profiler_shows_the_same_ranges(ctx: RankContext) -> None:
-    found = []
-    for runtime in (oracle(), subject()):
-        model = _model(runtime, ctx.mesh_1d())
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            one_backward(Step(0, ctx.rank, runtime), model)
-        names = Counter(event.name for event in profiler.events())
-        found.append({name: count for name, count in names.items() if name.split(" ")[0] in RANGES})
-    assert found[0] == found[1]
-    assert found[0]["FSDP::all_gather (blocks.1)"] == 2  # in forward and in backward
+@as_torchs(2)
+def test_profiler_shows_the_same_ranges(ctx: RankContext, runtime: Runtime) -> Any:
+    model = _model(runtime, ctx.mesh_1d())
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        one_backward(Step(0, ctx.rank, runtime), model)
+    found = Counter(event.name for event in profiler.events() if event.name.split(" ")[0] in RANGES)
+    assert found["FSDP::all_gather (blocks.1)"] == 2  # in forward and in backward
+    return sorted(found.items())

@@ -22,7 +22,7 @@ VARIANTS = "distributed/test_traces.py::"
 WRAPPER = "parity/fsdp1/"
 
 NAMES = {
-    "fully_shard": ["parity/test_training.py::test_mlp_trains_in_fp32"],
+    "fully_shard": ["parity/test_training.py::test_trains_as_torchs"],
     "FSDPModule": [PLACEMENT + "test_class_is_both_the_original_and_fsdp_module"],
     "UnshardHandle": [RESHARDING + "test_unshard_async_hands_out_a_handle"],
     "MixedPrecisionPolicy": [
@@ -47,14 +47,14 @@ NAMES = {
 
 ARGUMENTS = {
     "module": [
-        "parity/test_training.py::test_root_alone_makes_one_group_of_everything",
+        "parity/test_training.py::test_trains_as_torchs",
         PLACEMENT + "test_list_of_modules_makes_one_group",
         REFUSALS + "test_call_is_refused",
     ],
     "mesh": [
         PLACEMENT + "test_default_mesh_spans_all_ranks",
         PLACEMENT + "test_hsdp_replicates_on_axis_0_and_shards_on_axis_1",
-        PLACEMENT + "test_hsdp_with_a_shard_axis_of_one_only_replicates",
+        PLACEMENT + "test_meshes_with_an_axis_of_one",
     ],
     "reshard_after_forward": [RESHARDING + "test_reshard_after_forward"],
     "shard_placement_fn": [
@@ -65,9 +65,7 @@ ARGUMENTS = {
     "MixedPrecisionPolicy.param_dtype": [POLICY],
     "MixedPrecisionPolicy.reduce_dtype": [POLICY],
     "MixedPrecisionPolicy.output_dtype": [POLICY],
-    "MixedPrecisionPolicy.cast_forward_inputs": [
-        "parity/test_mixed_precision.py::test_inputs_are_not_cast_when_told_so"
-    ],
+    "MixedPrecisionPolicy.cast_forward_inputs": ["parity/test_mixed_precision.py::test_models_inputs_and_meshes"],
     "offload_policy": [OFFLOAD + "test_training"],
     "CPUOffloadPolicy.pin_memory": [
         OFFLOAD + "test_policy_on_a_cpu_mesh_trains_as_torchs",
@@ -86,10 +84,9 @@ METHODS = {
     ],
     "reshard": [RESHARDING + "test_reshard_by_hand_before_and_after_forward"],
     "reset_iter_state": ["distributed/test_recovery.py::test_a_model_is_usable_and_keeps_its_gradients"],
-    "set_is_last_backward": [ACCUMULATION + "test_is_last_backward_defers_the_end_of_backward"],
+    "set_is_last_backward": [ACCUMULATION + "test_without_gradient_sync_until_the_last_micro_batch"],
     "set_requires_gradient_sync": [
         ACCUMULATION + "test_without_gradient_sync_until_the_last_micro_batch",
-        ACCUMULATION + "test_gradient_sync_switched_off_in_one_unit_only",
     ],
     "set_requires_all_reduce": [ACCUMULATION + "test_hsdp_without_all_reduce_until_the_last_micro_batch"],
     "set_reshard_after_forward": [
@@ -97,7 +94,7 @@ METHODS = {
         REFUSALS + "test_call_is_refused",
     ],
     "set_reshard_after_backward": [
-        ACCUMULATION + "test_parameters_stay_unsharded_between_micro_batches_when_told_so",
+        ACCUMULATION + "test_without_gradient_sync_until_the_last_micro_batch",
         VARIANTS + "test_parameters_kept_after_backward_are_not_gathered_for_the_next_microbatch",
     ],
     "set_modules_to_forward_prefetch": [
@@ -112,9 +109,9 @@ METHODS = {
     "set_custom_reduce_scatter": [COMMUNICATION + "test_custom_collectives_carry_every_message"],
     "set_all_reduce_hook": [COMMUNICATION + "test_hook_sees_the_average_or_the_sum"],
     "set_post_optim_event": [CONTROL + "test_post_optim_event"],
-    "set_gradient_divide_factor": [COMMUNICATION + "test_divide_factor_comes_behind_the_hook_with_sums_only"],
-    "set_reduce_scatter_divide_factor": [COMMUNICATION + "test_deprecated_divide_factor"],
-    "set_force_sum_reduction_for_comms": [COMMUNICATION + "test_force_sum_changes_no_result"],
+    "set_gradient_divide_factor": [COMMUNICATION + "test_hooks_and_divide_factors"],
+    "set_reduce_scatter_divide_factor": [COMMUNICATION + "test_settings_change_no_result"],
+    "set_force_sum_reduction_for_comms": [COMMUNICATION + "test_settings_change_no_result"],
     "set_reduce_scatter_unused_params": [
         CONTROL + "test_ranks_that_use_other_parameters_get_zeros_not_none",
         CONTROL + "test_ranks_that_use_other_units",
@@ -123,12 +120,12 @@ METHODS = {
         CONTROL + "test_any_number_of_reductions_in_flight",
         BESIDE + "test_numbers_of_reductions_in_flight_that_are_none_are_errors_of_the_same_types",
     ],
-    "set_separate_reduce_scatter_group": [COMMUNICATION + "test_separate_reduce_scatter_group"],
+    "set_separate_reduce_scatter_group": [COMMUNICATION + "test_settings_change_no_result"],
     "set_unshard_in_backward": [
         CONTROL + "test_embedding_that_backward_does_not_gather",
         "distributed/test_step_control.py::test_unit_is_not_gathered_for_backward_though_backward_reads_it",
     ],
-    "set_allocate_memory_from_process_group_for_comm": [COMMUNICATION + "test_memory_from_the_process_group"],
+    "set_allocate_memory_from_process_group_for_comm": [COMMUNICATION + "test_settings_change_no_result"],
     "set_symm_mem_for_comm": [
         "distributed/test_custom_comm.py::test_setting_is_refused_and_the_model_trains_as_before"
     ],
@@ -224,7 +221,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "distributed/test_traces.py::test_second_step_prefetches_along_the_recorded_order",
         ],
         "`cpu_offload=CPUOffload(offload_params=True)`": [
-            OFFLOAD + "test_offloading_changes_no_bit",
+            OFFLOAD + "test_training",
             OFFLOAD + "test_policy_on_a_cpu_mesh_trains_as_torchs",
         ],
         "`ignored_states=`, `ignored_modules=`": [
@@ -296,8 +293,8 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "distributed/test_memory.py::test_only_the_root_stays_unsharded_after_forward_and_nothing_after_backward",
         ],
         "`offload_optimizer`, `offload_param`": [
-            OFFLOAD + "test_offloading_changes_no_bit",
-            OFFLOAD + "test_optimizers",
+            OFFLOAD + "test_training",
+            OFFLOAD + "test_trains_offloaded_as_torchs",
         ],
         "`zero_hpz_partition_size`": [
             RESHARDING + "test_reshard_after_forward_to_two_ranks",

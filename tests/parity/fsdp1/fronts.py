@@ -3,37 +3,57 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.fsdp.wrap
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 
 CPU = torch.device("cpu")
+FULL_SHARD, GRAD_OP, NO_SHARD, HYBRID = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.HYBRID_SHARD,
+)
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 
 
 @dataclass(frozen=True)
 class Front:
-    """One of the two implementations. ``names`` is the module with all of its names."""
+    """One of the two implementations. ``names`` is the module with all of its names. ``use_orig_params`` is given to
+    all wrappers, unless it is None."""
 
     ctx: RankContext
     names: ModuleType
+    use_orig_params: bool | None = None
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
         """``module`` in the class, on the CPU."""
+        if self.use_orig_params is not None:
+            options = {"use_orig_params": self.use_orig_params, **options}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", message="FSDP will not all-gather|.* has no forward")
-            return self.names.FullyShardedDataParallel(module, **{"device_id": CPU, **options})
+            return self.cls(module, **{"device_id": CPU, **options})
 
     @property
     def cls(self) -> Any:
@@ -43,32 +63,79 @@ class Front:
     def is_ours(self) -> bool:
         return self.names is fsdp2.fsdp1
 
+    def mesh(self) -> DeviceMesh:
+        return self.ctx.mesh_1d()
 
-def same(ctx: RankContext, scenario: Callable[[Front], Any], *, exact: bool = True) -> None:
+    def batch(self, *shape: int, seed: int = 0) -> Tensor:
+        return batch(self.ctx, *shape, seed=seed)
+
+    def train(self, model: nn.Module, *args: Any, **options: Any) -> list[Tensor]:
+        return train(self.ctx, model, *args, **options)
+
+    @contextmanager
+    def of_kind(self, model: nn.Module, kind: StateDictType, *configs: Any) -> Iterator[None]:
+        """``state_dict_type`` without torch's warnings that its class and ShardedTensors are deprecated."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            with self.cls.state_dict_type(model, kind, *configs):
+                yield
+
+
+def theirs(ctx: RankContext) -> Front:
+    return Front(ctx, torch.distributed.fsdp)
+
+
+def ours(ctx: RankContext) -> Front:
+    return Front(ctx, fsdp2.fsdp1)
+
+
+def same(
+    ctx: RankContext, scenario: Callable[[Front], Any], *, exact: bool = True, use_orig_params: bool | None = None
+) -> None:
     """Run ``scenario`` with both, from the same seeds. What it returns must be equal, bit for bit if ``exact``."""
     results = []
     for names in (torch.distributed.fsdp, fsdp2.fsdp1):
         torch.manual_seed(0)
-        results.append(scenario(Front(ctx, names)))
+        results.append(scenario(Front(ctx, names, use_orig_params)))
     assert_same(*results, exact=exact)
 
 
 ON_TWO_RANKS = "on two ranks"
+_Decorator = Callable[[Callable[..., Any]], Any]
+_MODE = "use_orig_params"
 
 
-def as_torchs(*world_sizes: int, exact: bool | str = True) -> Callable[[Callable[..., Any]], Any]:
+def as_torchs(*world_sizes: int, exact: bool | str = True, both_modes: bool = False) -> _Decorator:
     """A function of a ``Front`` becomes a test on pools of ranks: see ``same``. Other arguments are parameters.
 
-    ``exact``: may be ``ON_TWO_RANKS``; on more, sums are added up in another order.
+    ``exact``: may be ``ON_TWO_RANKS``; on more, sums are added up in another order. ``both_modes``: flat parameters,
+    and original ones.
     """
 
+    def run(ctx: RankContext, scenario: Callable[[Front], Any], mode: bool | None) -> None:
+        is_exact = ctx.world_size == 2 if exact == ON_TWO_RANKS else bool(exact)
+        same(ctx, scenario, exact=is_exact, use_orig_params=mode)
+
+    return _as_test(world_sizes, run, both_modes)
+
+
+def with_ours(*world_sizes: int, both_modes: bool = False) -> _Decorator:
+    """The same with our class only, for what torch's does not do."""
+    return _as_test(world_sizes, lambda ctx, scenario, mode: scenario(Front(ctx, fsdp2.fsdp1, mode)), both_modes)
+
+
+def _as_test(world_sizes: Sequence[int], run: Callable[..., Any], both_modes: bool) -> _Decorator:
     def decorate(scenario: Callable[..., Any]) -> Any:
         @functools.wraps(scenario)
         def body(ctx: RankContext, **parameters: Any) -> None:
-            is_exact = ctx.world_size == 2 if exact == ON_TWO_RANKS else bool(exact)
-            same(ctx, lambda front: scenario(front, **parameters), exact=is_exact)
+            mode = parameters.pop(_MODE) if both_modes else None
+            run(ctx, lambda front: scenario(front, **parameters), mode)
 
-        return distributed(*world_sizes)(body)
+        names = [*inspect.signature(scenario).parameters, *([_MODE] if both_modes else [])]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        body.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in names])  # type: ignore[attr-defined]
+        test = distributed(*world_sizes)(body)
+        return pytest.mark.parametrize(_MODE, [True, False])(test) if both_modes else test
 
     return decorate
 
@@ -111,18 +178,34 @@ def batch(ctx: RankContext, *shape: int, seed: int = 0) -> Tensor:
 def train(
     ctx: RankContext,
     model: nn.Module,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Any = torch.optim.AdamW,
     *,
-    num_steps: int = 3,
+    num_steps: int | range = 3,
     shape: Sequence[int] = (3, 8),
-) -> list[Tensor]:
-    """The losses of some steps."""
-    made = optimizer(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(num_steps):
-        loss = model(batch(ctx, *shape, seed=step)).square().mean()
+    lr: float = 1e-2,
+    dtype: torch.dtype = torch.float32,
+    choices: Sequence[Any] = (),
+    before_step: Callable[[int], Any] = lambda step: None,
+) -> list[Any]:
+    """The losses of some steps, and what ``before_step`` returns between backward and step.
+
+    ``optimizer``: a class, or one that is made already. ``choices``: what the model gets beside the batch, by steps.
+    """
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters(), lr=lr)
+    found = []
+    for step in range(len(choices) or num_steps) if isinstance(num_steps, int) else num_steps:
+        output = model(batch(ctx, *shape, seed=step).to(dtype), *choices[step : step + 1])
+        loss = output.to(torch.promote_types(output.dtype, torch.float32)).square().mean()
         loss.backward()
+        found += [loss.detach(), *(before_step(step) or ())]
         made.step()
         made.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    return found
+
+
+def wrapped_mlp(front: Front, **options: Any) -> Any:
+    """Three layers; the first two are wrappers of their own. Rows do not divide by the number of ranks."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 7), nn.ReLU(), nn.Linear(7, 4))
+    for i in (0, 2):
+        model[i] = front.wrap(model[i], **options)
+    return front.wrap(model, **options)

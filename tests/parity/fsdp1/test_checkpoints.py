@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,23 @@ import fsdp2
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import shared_pool
-from tests.parity.fsdp1.fronts import Front, assert_same, same
-from tests.parity.fsdp1.test_state_dicts import (
-    FULL,
-    LOCAL,
-    SHARDED,
-    Model,
-    described,
-    of_kind,
-    refill,
-    wrapped_model,
-)
+from tests.harness.runtimes import quietly_installed
+from tests.parity.fsdp1.fronts import FULL, LOCAL, SHARDED, Front, assert_same, ours, same, theirs, with_ours
+from tests.parity.fsdp1.test_state_dicts import Model, described, refill, wrapped_model
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
+
+def with_mesh(front: Front) -> nn.Module:
+    return wrapped_model(front, use_orig_params=True, device_mesh=front.mesh())
+
+
 # How a model is wrapped: by a class, with flat parameters, or with a device mesh and original ones; or by fully_shard.
 WRAPPINGS: dict[str, Callable[[RankContext], nn.Module]] = {
-    "torch's": lambda ctx: wrapped_model(Front(ctx, torch.distributed.fsdp)),
-    "torch's, original parameters": lambda ctx: wrapped_model(
-        Front(ctx, torch.distributed.fsdp), use_orig_params=True, device_mesh=ctx.mesh_1d()
-    ),
-    "ours": lambda ctx: wrapped_model(Front(ctx, fsdp2.fsdp1)),
-    "ours, original parameters": lambda ctx: wrapped_model(
-        Front(ctx, fsdp2.fsdp1), use_orig_params=True, device_mesh=ctx.mesh_1d()
-    ),
+    "torch's": lambda ctx: wrapped_model(theirs(ctx)),
+    "torch's, original": lambda ctx: with_mesh(theirs(ctx)),
+    "ours": lambda ctx: wrapped_model(ours(ctx)),
+    "ours, original": lambda ctx: with_mesh(ours(ctx)),
     "torch's fully_shard": lambda ctx: fully_sharded(torch.distributed.fsdp.fully_shard, ctx.mesh_1d()),
     "our fully_shard": lambda ctx: fully_sharded(fsdp2.fully_shard, ctx.mesh_1d()),
 }
@@ -62,17 +55,10 @@ def made(ctx: RankContext, wrapping: str, seed: int) -> nn.Module:
     return WRAPPINGS[wrapping](ctx)
 
 
-@contextmanager
-def sharded(model: nn.Module) -> Iterator[None]:
-    """Inside the block, state dicts of ``model`` are sharded; those of ``fully_shard`` always are."""
-    cls = type(model)
-    if cls not in (torch.distributed.fsdp.FullyShardedDataParallel, fsdp2.fsdp1.FullyShardedDataParallel):
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        with cls.state_dict_type(model, SHARDED):
-            yield
+def of_kind(ctx: RankContext, model: nn.Module, kind: Any = SHARDED) -> AbstractContextManager[None]:
+    """Inside the block, state dicts of ``model`` are of ``kind``; those of ``fully_shard`` always are sharded."""
+    front = next((each for each in (theirs(ctx), ours(ctx)) if type(model) is each.cls), None)
+    return nullcontext() if front is None else front.of_kind(model, kind)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -81,7 +67,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 def _save(ctx: RankContext, wrapping: str, path: Path) -> dict[str, Tensor]:
     model = made(ctx, wrapping, seed=1)
-    with sharded(model):
+    with of_kind(ctx, model):
         dcp.save({"model": model.state_dict()}, checkpoint_id=path)
     expected = whole(model)
     if ctx.rank == 0:
@@ -92,7 +78,7 @@ def _save(ctx: RankContext, wrapping: str, path: Path) -> dict[str, Tensor]:
 
 def _load(ctx: RankContext, wrapping: str, path: Path) -> list[dict[str, Tensor]]:
     model = made(ctx, wrapping, seed=2)
-    with sharded(model):
+    with of_kind(ctx, model):
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=path)
         model.load_state_dict(state["model"])
@@ -104,25 +90,20 @@ def _load(ctx: RankContext, wrapping: str, path: Path) -> list[dict[str, Tensor]
 
 WAYS = {
     "to torch's class": ("ours", 2, "torch's", 2),
-    "from torch's class to more ranks and DTensors": (
-        "torch's, original parameters",
-        2,
-        "ours, original parameters",
-        4,
-    ),
+    "from torch's class to more ranks and DTensors": ("torch's, original", 2, "ours, original", 4),
 }
 MORE_WAYS = {
     "from torch's class": ("torch's", 2, "ours", 2),
     "from torch's class to more ranks": ("torch's", 2, "ours", 4),
     "to torch's class on more ranks": ("ours", 2, "torch's", 4),
     "to fewer ranks": ("ours", 4, "ours", 2),
-    "to DTensors": ("ours", 2, "ours, original parameters", 2),
-    "from DTensors": ("ours, original parameters", 2, "ours", 4),
-    "to torch's class with DTensors": ("ours, original parameters", 4, "torch's, original parameters", 2),
+    "to DTensors": ("ours", 2, "ours, original", 2),
+    "from DTensors": ("ours, original", 2, "ours", 4),
+    "to torch's class with DTensors": ("ours, original", 4, "torch's, original", 2),
     "from torch's fully_shard": ("torch's fully_shard", 2, "ours", 4),
-    "from our fully_shard": ("our fully_shard", 2, "ours, original parameters", 4),
+    "from our fully_shard": ("our fully_shard", 2, "ours, original", 4),
     "to our fully_shard": ("ours", 2, "our fully_shard", 4),
-    "to torch's fully_shard": ("ours, original parameters", 4, "torch's fully_shard", 2),
+    "to torch's fully_shard": ("ours, original", 4, "torch's fully_shard", 2),
 }
 
 
@@ -144,38 +125,33 @@ def test_files_are_loaded_elsewhere(saver: str, savers: int, loader: str, loader
 def test_state_dicts_of_one_class_are_loaded_by_the_other(ctx: RankContext, loader: str) -> None:
     """Without files in between: entries themselves are what the other class takes."""
     saver = "torch's" if loader == "ours" else "ours"
-    for kind, wrapping in ((FULL, ""), (SHARDED, ""), (LOCAL, ""), (SHARDED, ", original parameters")):
+    for kind, wrapping in ((FULL, ""), (SHARDED, ""), (LOCAL, ""), (SHARDED, ", original")):
         source, target = made(ctx, saver + wrapping, seed=1), made(ctx, loader + wrapping, seed=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            with type(source).state_dict_type(source, kind), type(target).state_dict_type(target, kind):
-                result = target.load_state_dict(source.state_dict())
-        assert not result.missing_keys
-        assert not result.unexpected_keys
+        with of_kind(ctx, source, kind), of_kind(ctx, target, kind):
+            assert target.load_state_dict(source.state_dict()) == ([], [])
         assert_same(whole(target), whole(source))
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("saver", ["ours", "torch's"])
 @distributed(2)
-def test_local_values_survive_a_file_of_each_rank(ctx: RankContext, tmp_path: Path) -> None:
+def test_local_values_survive_a_file_of_each_rank(ctx: RankContext, saver: str, tmp_path: Path) -> None:
     path = tmp_path / f"{ctx.rank}.pt"
-    theirs, ours = made(ctx, "torch's", seed=1), made(ctx, "ours", seed=2)
-    for source, target in ((theirs, ours), (ours, made(ctx, "torch's", seed=3))):
-        with of_kind(Front(ctx, torch.distributed.fsdp if source is theirs else fsdp2.fsdp1), source, LOCAL):
-            torch.save(source.state_dict(), path)
-        with of_kind(Front(ctx, fsdp2.fsdp1 if source is theirs else torch.distributed.fsdp), target, LOCAL):
-            target.load_state_dict(torch.load(path, weights_only=False))
-        assert_same(whole(target), whole(source))
+    source, target = made(ctx, saver, seed=1), made(ctx, "torch's" if saver == "ours" else "ours", seed=2)
+    with of_kind(ctx, source, LOCAL), of_kind(ctx, target, LOCAL):
+        torch.save(source.state_dict(), path)
+        target.load_state_dict(torch.load(path, weights_only=False))
+    assert_same(whole(target), whole(source))
 
 
-@pytest.mark.parametrize("wrapping", ["ours", "ours, original parameters"])
+@pytest.mark.parametrize("wrapping", ["ours", "ours, original"])
 @distributed(2)
 def test_torchs_checkpoint_functions_take_our_class(ctx: RankContext, wrapping: str) -> None:
     """They look for torch's class only. So they get what ``state_dict_type`` says: full values, or sharded ones."""
     model, other = made(ctx, wrapping, seed=1), made(ctx, wrapping, seed=2)
-    front = Front(ctx, fsdp2.fsdp1)
     expected = whole(model)
     assert_same(get_model_state_dict(model), dict(model.state_dict()))
-    with of_kind(front, model, SHARDED), of_kind(front, other, SHARDED):
+    with of_kind(ctx, model), of_kind(ctx, other):
         state = get_model_state_dict(model)
         assert type(state["head.weight"]).__name__ == ("DTensor" if "original" in wrapping else "ShardedTensor")
         set_model_state_dict(other, state)
@@ -196,7 +172,7 @@ def test_installed_class_is_torchs_for_its_checkpoint_functions(ctx: RankContext
         options = {"use_orig_params": True, "device_mesh": ctx.mesh_1d()} if has_mesh else {}
         model, other = wrapped_model(front, **options), wrapped_model(front, **options)
         result = []
-        with fsdp2.installed() if front.is_ours else nullcontext(), warnings.catch_warnings():
+        with quietly_installed() if front.is_ours else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for each in (StateDictOptions(), WHOLE):
                 state = get_model_state_dict(model, options=each)
@@ -206,14 +182,11 @@ def test_installed_class_is_torchs_for_its_checkpoint_functions(ctx: RankContext
                 result.append(described(get_model_state_dict(other, options=each)))
         return [dict(sorted(each.items())) for each in result]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # modules of the tests hold torch's names
-        same(ctx, scenario)
+    same(ctx, scenario)
 
 
-@distributed(2)
-def test_a_module_named_like_an_attribute_of_the_wrapper_keeps_its_name_in_torchs_functions(ctx: RankContext) -> None:
-    front = Front(ctx, fsdp2.fsdp1)
+@with_ours(2)
+def test_a_module_named_like_an_attribute_of_the_wrapper_keeps_its_name_in_torchs_functions(front: Front) -> None:
     inner = nn.ModuleDict({"rank": nn.Linear(2, 2)})
     inner.module = nn.Linear(2, 2)
     model = front.wrap(inner)
@@ -223,12 +196,12 @@ def test_a_module_named_like_an_attribute_of_the_wrapper_keeps_its_name_in_torch
     assert_same(dict(model.state_dict()), state)
 
 
-@pytest.mark.parametrize("wrapping", ["ours", "ours, original parameters"])
+@pytest.mark.parametrize("wrapping", ["ours", "ours, original"])
 @distributed(2)
 def test_safetensors_are_saved_and_loaded_from_shards(ctx: RankContext, wrapping: str, tmp_path: Path) -> None:
     """Our tools read the shards, whatever kind of state dicts is set."""
     model, other = made(ctx, wrapping, seed=1), made(ctx, wrapping, seed=2)
-    with of_kind(Front(ctx, fsdp2.fsdp1), model, SHARDED):
+    with of_kind(ctx, model):
         fsdp2.save_safetensors(model, tmp_path)
     fsdp2.load_safetensors(other, tmp_path)
     assert_same(whole(other), whole(model))

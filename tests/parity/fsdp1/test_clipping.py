@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -10,13 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import fsdp2.fsdp1
-from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import Front, as_torchs, batch
-from tests.parity.fsdp1.test_training import FULL, NO_SHARD, wrapped_mlp
-
-OURS = functools.partial(Front, names=fsdp2.fsdp1)
-both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
+import fsdp2
+from tests.parity.fsdp1.fronts import FULL_SHARD, NO_SHARD, Front, as_torchs, with_ours, wrapped_mlp
 
 
 class Sum(nn.Module):
@@ -30,74 +24,65 @@ class Sum(nn.Module):
         return self.first(x.to(dtype)).float().sum() + self.second(x).sum() + self.third(x).sum()
 
 
-@both_modes
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
-@as_torchs(2, 4, exact=False)
-def test_clipping_by_all_norms(front: Front, strategy, use_orig_params) -> Any:
-    model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
+CLIPS: list[tuple[float, float]] = [(0.1, 2), (0.1, math.inf), (0.5, 1), (100, 3.0), (0, 2.0)]
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@as_torchs(2, 4, exact=False, both_modes=True)
+def test_clipping_by_all_norms(front: Front, strategy: Any) -> Any:
+    model = wrapped_mlp(front, sharding_strategy=strategy)
     made = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    found = []
-    for step, (max_norm, norm_type) in enumerate([(0.1, 2), (0.1, math.inf), (0.5, 1), (100, 3.0), (0, 2.0)]):
-        loss = model(batch(front.ctx, 3, 8, seed=step)).square().mean()
-        loss.backward()
-        found += [loss.detach(), model.clip_grad_norm_(max_norm, norm_type)]
-        made.step()
-        made.zero_grad()
-    return found
+    return front.train(model, made, num_steps=5, before_step=lambda step: [model.clip_grad_norm_(*CLIPS[step])])
 
 
-@both_modes
-@as_torchs(2, exact=False)
-def test_a_mix_of_strategies_and_dtypes(front: Front, use_orig_params) -> Any:
+@as_torchs(2, exact=False, both_modes=True)
+def test_a_mix_of_strategies_and_dtypes(front: Front) -> Any:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(1)
-        inner = front.wrap(nn.Linear(8, 6).to(dtype), use_orig_params=use_orig_params)
-        other = front.wrap(nn.Linear(8, 6), use_orig_params=use_orig_params, sharding_strategy=NO_SHARD)
-        model = front.wrap(Sum(inner, other, nn.Linear(8, 6)), use_orig_params=use_orig_params)
-        model(batch(front.ctx, 3, 8), dtype).backward()
+        inner, other = nn.Linear(8, 6).to(dtype), front.wrap(nn.Linear(8, 6), sharding_strategy=NO_SHARD)
+        model = front.wrap(Sum(front.wrap(inner), other, nn.Linear(8, 6)))
+        model(front.batch(3, 8), dtype).backward()
         found.append(model.clip_grad_norm_(0.5))
-    low = front.wrap(nn.Linear(8, 6).to(torch.bfloat16), use_orig_params=use_orig_params)
-    low(batch(front.ctx, 3, 8).bfloat16()).sum().backward()
+    low = front.wrap(nn.Linear(8, 6).to(torch.bfloat16))
+    low(front.batch(3, 8).bfloat16()).sum().backward()
     return [*found, low.clip_grad_norm_(0.5)]
 
 
-@both_modes
-@as_torchs(2)
-def test_clipping_without_gradients_or_not_on_the_root(front: Front, use_orig_params) -> Any:
-    model = wrapped_mlp(front, use_orig_params=use_orig_params)
-    model(batch(front.ctx, 3, 8))
+@as_torchs(2, both_modes=True)
+def test_clipping_without_gradients_or_not_on_the_root(front: Front) -> Any:
+    model = wrapped_mlp(front)
+    model(front.batch(3, 8))
     with pytest.raises(RuntimeError, match=r"root|outermost"):
         model.module[0].clip_grad_norm_(1.0)
     with pytest.warns(UserWarning, match="gradients"):
         return model.clip_grad_norm_(1.0)
 
 
-@both_modes
-@distributed(2)
-def test_gradients_that_the_user_made_are_clipped(ctx: RankContext, use_orig_params) -> None:
+@with_ours(2, both_modes=True)
+def test_gradients_that_the_user_made_are_clipped(front: Front) -> None:
     # A flat parameter's gradient may be the user's own tensor, whose parts become the shards' gradients.
-    model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params)
-    model(batch(ctx, 3, 8)).sum().backward()
+    model = wrapped_mlp(front)
+    model(front.batch(3, 8)).sum().backward()
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     numel = sum(p.numel() for p in nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 7), nn.Linear(7, 4)).parameters())
     norm = model.clip_grad_norm_(1.0)
     torch.testing.assert_close(norm, torch.tensor(float(numel)).sqrt())
     for param in model.parameters():
-        parts = [grad for _, grad in param.parts(param.grad)] if not use_orig_params else [param.grad.to_local()]
+        parts = [grad for _, grad in param.parts(param.grad)] if not front.use_orig_params else [param.grad.to_local()]
         for grad in parts:
             torch.testing.assert_close(grad, torch.full_like(grad, 1 / math.sqrt(numel)))
 
 
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
-@distributed(2)
-def test_the_function_takes_flat_parameters_for_their_shards(ctx: RankContext, strategy) -> None:
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@with_ours(2)
+def test_the_function_takes_flat_parameters_for_their_shards(front: Front, strategy: Any) -> None:
     found = []
     for by_function in (True, False):
         torch.manual_seed(0)
-        model = wrapped_mlp(OURS(ctx), sharding_strategy=strategy)
-        model(batch(ctx, 3, 8)).sum().backward()
+        model = wrapped_mlp(front, sharding_strategy=strategy)
+        model(front.batch(3, 8)).sum().backward()
         norm = fsdp2.clip_grad_norm_(model.parameters(), 0.5) if by_function else model.clip_grad_norm_(0.5)
         found.append([norm, *(param.grad for param in model.parameters())])
     assert all(map(torch.equal, *found))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, wrap
 
-import fsdp2.fsdp1
 from fsdp2.group.group import groups_by_slot
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, train
+from tests.parity.fsdp1.fronts import Front, ours
 from tests.parity.fsdp1.test_extensions import example, extension_set
 
 LINEARS = wrap.ModuleWrapPolicy({nn.Linear})
@@ -28,7 +28,7 @@ class StoppedError(Exception):
     """What a function of the user raises."""
 
 
-def model_of(ctx: RankContext) -> nn.Module:
+def model_of() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     model[4].weight = nn.Parameter(model[4].weight.detach().clone())
@@ -38,16 +38,18 @@ def model_of(ctx: RankContext) -> nn.Module:
 
 def raising_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which raises instead when it is called for the ``call``-th time."""
-    count = 0
+    calls = itertools.count(1)
 
     def counted(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == call:
+        if next(calls) == call:
             raise StoppedError(f"call {call}")
         return function(*args, **options)
 
     return counted
+
+
+def failing(owner: Any, name: str, call: int) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(owner, name, raising_at(call, getattr(owner, name)))
 
 
 def fill(module: nn.Module) -> None:
@@ -67,13 +69,7 @@ def overrides(module: nn.Module) -> bool | dict[str, object]:
 
 
 @contextmanager
-def failing_broadcast() -> Iterator[None]:
-    with mock.patch.object(dist, "broadcast", raising_at(4, dist.broadcast)):
-        yield
-
-
-@contextmanager
-def failing_extension() -> Iterator[None]:
+def failing_extension() -> Any:
     """All parameters are asked for once to check them, and once more unit by unit."""
     extensions = example().LogExtensions()
     extensions.pre_flatten_transform = raising_at(8 + 3, extensions.pre_flatten_transform)
@@ -81,42 +77,25 @@ def failing_extension() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def failing_reset() -> Iterator[None]:
-    with mock.patch.object(nn.Linear, "reset_parameters", raising_at(3, nn.Linear.reset_parameters)):
-        yield
-
-
-def rows() -> dict[str, tuple[bool, dict[str, Any], Callable[[], Any], str]]:
-    """Whether the model is on the meta device, the arguments, what to do meanwhile, and what is raised."""
+def rows() -> dict[str, tuple[str, dict[str, Any], Callable[[], Any]]]:
+    """What is raised, the arguments, and what to do meanwhile. What begins with "meta" has its model there."""
     policy = {"auto_wrap_policy": LINEARS}
+    synced = {**policy, "sync_module_states": True}
     in_fp32 = MixedPrecision(param_dtype=torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm])
     keeping = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
-
-    def asking(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        return recurse or isinstance(module, nn.Linear)
-
+    asking = raising_at(4, lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.Linear))
+    broadcast, reset = failing(dist, "broadcast", 4), failing(nn.Linear, "reset_parameters", 3)
     return {
-        "the policy": (False, {"auto_wrap_policy": raising_at(4, asking)}, nullcontext, "call 4"),
-        "options of the policy": (False, {"auto_wrap_policy": wrap.CustomPolicy(overrides)}, nullcontext, "strategy"),
-        "param_init_fn": (True, {**policy, "param_init_fn": raising_at(3, fill)}, nullcontext, "call 3"),
-        "a parameter left on meta": (True, {**policy, "param_init_fn": leave_the_last_one}, nullcontext, "still on"),
-        "reset_parameters": (True, policy, failing_reset, "call 3"),
-        "sync_module_states": (False, {**policy, "sync_module_states": True}, failing_broadcast, "call 4"),
-        "an extension": (False, policy, failing_extension, "call 11"),
-        "in full precision": (
-            False,
-            {**policy, "mixed_precision": in_fp32, "sync_module_states": True},
-            failing_broadcast,
-            "call 4",
-        ),
-        "gradients that keep their dtype": (
-            False,
-            {**policy, "mixed_precision": keeping, "sync_module_states": True},
-            failing_broadcast,
-            "call 4",
-        ),
-        "the device": (False, {**policy, "device_id": "nowhere"}, nullcontext, "device"),
+        "meta: param_init_fn": ("call 3", {**policy, "param_init_fn": raising_at(3, fill)}, nullcontext),
+        "options of the policy": ("strategy", {"auto_wrap_policy": wrap.CustomPolicy(overrides)}, nullcontext),
+        "the policy": ("call 4", {"auto_wrap_policy": asking}, nullcontext),
+        "meta: a parameter left there": ("still on", {**policy, "param_init_fn": leave_the_last_one}, nullcontext),
+        "meta: reset_parameters": ("call 3", policy, reset),
+        "sync_module_states": ("call 4", synced, broadcast),
+        "an extension": ("call 11", policy, failing_extension),
+        "in full precision": ("call 4", {**synced, "mixed_precision": in_fp32}, broadcast),
+        "gradients that keep their dtype": ("call 4", {**synced, "mixed_precision": keeping}, broadcast),
+        "the device": ("device", {**policy, "device_id": "nowhere"}, nullcontext),
     }
 
 
@@ -134,33 +113,32 @@ def described(model: nn.Module) -> list[Any]:
     return found
 
 
-SHORT = ["param_init_fn", "options of the policy"]
+ROWS = [*rows()]
 
 
-@pytest.mark.parametrize("row", [*SHORT, *long(*(row for row in rows() if row not in SHORT))])
+@pytest.mark.parametrize("row", [*ROWS[:2], *long(*ROWS[2:])])
 @pytest.mark.parametrize("use_orig_params", [True, *long(False)])
 @distributed(2)
-def test_the_model_is_as_it_was_and_can_be_wrapped(ctx: RankContext, row, use_orig_params) -> None:
-    on_meta, options, meanwhile, message = rows()[row]
-    front = Front(ctx, fsdp2.fsdp1)
+def test_the_model_is_as_it_was_and_can_be_wrapped(ctx: RankContext, row: str, use_orig_params: bool) -> None:
+    message, options, meanwhile = rows()[row]
+    on_meta, front = row.startswith("meta"), Front(ctx, ours(ctx).names, use_orig_params)
     with torch.device("meta" if on_meta else "cpu"):
-        model = model_of(ctx)
+        model = model_of()
     before, values = described(model), [param.detach().clone() for param in model.parameters()]
     with meanwhile(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*get a wrapper of their own")
         with pytest.raises(Exception, match=message) as raised:
-            front.wrap(model, use_orig_params=use_orig_params, **options)
+            front.wrap(model, **options)
     assert described(model) == before
     assert {slot.module for slot in groups_by_slot()}.isdisjoint(model.modules())  # the traceback keeps the groups
     del raised
-    for param, value in zip(model.parameters(), values, strict=True):
-        assert on_meta or torch.equal(param, value)
     if not on_meta:
+        assert all(map(torch.equal, model.parameters(), values))
         assert model(torch.ones(2, 8)).shape == (2, 4)
-    again = front.wrap(model, use_orig_params=use_orig_params, auto_wrap_policy=LINEARS, param_init_fn=fill)
-    other = front.wrap(model_of(ctx), use_orig_params=use_orig_params, auto_wrap_policy=LINEARS)
+    again = front.wrap(model, auto_wrap_policy=LINEARS, param_init_fn=fill)
+    other = front.wrap(model_of(), auto_wrap_policy=LINEARS)
     if on_meta:
         with again.summon_full_params(again), other.summon_full_params(other), torch.no_grad():
             for param, filled in zip(other.parameters(), again.parameters(), strict=True):
                 param.copy_(filled)
-    assert train(ctx, again) == train(ctx, other)
+    assert front.train(again) == front.train(other)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,24 +10,18 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-import fsdp2.fsdp1
-from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, batch, train
-from tests.parity.fsdp1.test_training import GRAD_OP, NO_SHARD, wrapped_mlp
-
-OURS = functools.partial(Front, names=fsdp2.fsdp1)
-both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
+from tests.parity.fsdp1.fronts import GRAD_OP, NO_SHARD, ON_TWO_RANKS, Front, as_torchs, with_ours, wrapped_mlp
 
 
 class Normed(nn.Module):
     """Two layers and a buffer in a wrapper, a tied weight, and a frozen one."""
 
-    def __init__(self, front: Front, **options) -> None:
+    def __init__(self, front: Front, **options: Any) -> None:
         super().__init__()
         self.body = front.wrap(nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 8)), **options)
         self.head, self.again = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
         self.again.weight = self.head.weight
-        self.scale = nn.Parameter(torch.ones(3), requires_grad=options.get("use_orig_params") is not True)
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=not front.use_orig_params)
         self.register_buffer("count", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,14 +36,12 @@ def values(module: nn.Module, *, grads: bool = False) -> dict[str, object]:
     return dict(sorted(found.items()))
 
 
-@both_modes
 @pytest.mark.parametrize("strategy", [None, NO_SHARD])
-@as_torchs(2, 4, exact=ON_TWO_RANKS)
-def test_whole_parameters_and_buffers_under_clean_names(front: Front, strategy, use_orig_params) -> Any:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    model = front.wrap(Normed(front, **options), **options)
+@as_torchs(2, 4, exact=ON_TWO_RANKS, both_modes=True)
+def test_whole_parameters_and_buffers_under_clean_names(front: Front, strategy) -> Any:
+    model = front.wrap(Normed(front, sharding_strategy=strategy), sharding_strategy=strategy)
     made = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch(front.ctx, 3, 8)).sum().backward()
+    model(front.batch(3, 8)).sum().backward()
     made.step()
     found = []
     with front.cls.summon_full_params(model):
@@ -63,14 +53,13 @@ def test_whole_parameters_and_buffers_under_clean_names(front: Front, strategy, 
         found.append(values(model))
     with front.cls.summon_full_params(nn.ModuleList([model.body]), recurse=True, writeback=False):
         found.append(values(model.body))
-    return [*found, model(batch(front.ctx, 3, 8, seed=3)).detach()]
+    return [*found, model(front.batch(3, 8, seed=3)).detach()]
 
 
-@both_modes
-@as_torchs(2)
-def test_what_is_written_back(front: Front, use_orig_params) -> Any:
-    model = wrapped_mlp(front, use_orig_params=use_orig_params)
-    summon: Callable = front.cls.summon_full_params
+@as_torchs(2, both_modes=True)
+def test_what_is_written_back(front: Front) -> Any:
+    model = wrapped_mlp(front)
+    summon = front.cls.summon_full_params
     found = []
     with summon(model, writeback=False), torch.no_grad():
         for param in model.parameters():
@@ -89,7 +78,7 @@ def test_what_is_written_back(front: Front, use_orig_params) -> Any:
         pass
     with summon(model, writeback=False):
         found.append(values(model))
-    return [*found, *train(front.ctx, model)]
+    return [*found, *front.train(model)]
 
 
 @as_torchs(2)
@@ -107,58 +96,55 @@ def test_apply_initialises_whole_parameters(front: Front) -> Any:
         model = wrapped_mlp(front, use_orig_params=use_orig_params)
         torch.manual_seed(5)
         assert model.apply(init) is model
-        losses += train(front.ctx, model)
+        losses += front.train(model)
     return [seen, losses]
 
 
 @pytest.mark.parametrize("strategy", [None, NO_SHARD])
 @as_torchs(2, 4, exact=ON_TWO_RANKS)
-def test_gradients_are_read_and_written_whole(front: Front, strategy) -> Any:
+def test_gradients_are_read_and_written_whole(front: Front, strategy: Any) -> Any:
     model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=True)
     made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
-    for step in range(3):
-        model(batch(front.ctx, 3, 8, seed=step)).square().mean().backward()
+
+    def summon(step: int) -> list[Any]:
+        # Under NO_SHARD, torch's class writes in any case.
         with front.cls.summon_full_params(model, with_grads=True, writeback=step != 2 or strategy is NO_SHARD):
-            # Under NO_SHARD, torch's class writes in any case.
-            found.append(values(model, grads=True))
+            found = values(model, grads=True)
             for _, param in sorted(model.named_parameters()):
                 param.grad.mul_(torch.arange(1.0, 1 + param.numel()).view_as(param) / 10)
-        made.step()
-        made.zero_grad()
+        return [found]
+
+    found = front.train(model, made, before_step=summon)
     with front.cls.summon_full_params(model, with_grads=True):
-        found.append(values(model, grads=True))
-    return found
+        return [*found, values(model, grads=True)]
 
 
-@distributed(2)
-def test_gradients_made_or_removed_in_the_block_reach_the_shards(ctx: RankContext) -> None:
-    model = wrapped_mlp(OURS(ctx), use_orig_params=True)
-    model(batch(ctx, 3, 8)).sum().backward()
+@with_ours(2)
+def test_gradients_made_or_removed_in_the_block_reach_the_shards(front: Front) -> None:
+    model = wrapped_mlp(front, use_orig_params=True)
+    model(front.batch(3, 8)).sum().backward()
     first, *rest = model.parameters()
-    if ctx.rank == 1:
+    if front.ctx.rank == 1:
         first.grad = None  # on one rank: the others' part is still there
-    with fsdp2.fsdp1.FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+    with model.summon_full_params(model, with_grads=True):
         assert all(param.grad.shape == param.shape for param in model.parameters())
-        assert model.module[0].weight.grad[:8].any()
-        assert not model.module[0].weight.grad[8:].any()
+        assert [part.any().item() for part in model.module[0].weight.grad.chunk(2)] == [True, False]
         model.module[0].weight.grad = torch.full((16, 8), 2.0)
         model.module[4].bias.grad = None
     assert torch.equal(first.grad.full_tensor(), torch.full((16, 8), 2.0))
     assert [param.grad is None for param in rest] == [False] * 4 + [True]
 
 
-@both_modes
-@as_torchs(2)
-def test_refused_arguments_and_moments(front: Front, use_orig_params) -> Any:
-    model = wrapped_mlp(front, use_orig_params=use_orig_params)
-    summon = front.cls.summon_full_params
+@as_torchs(2, both_modes=True)
+def test_refused_arguments_and_moments(front: Front) -> Any:
+    model = wrapped_mlp(front)
+    summon, original = front.cls.summon_full_params, front.use_orig_params
     found = []
     for options in (
         {"rank0_only": True, "writeback": True},
         {"with_grads": True, "offload_to_cpu": True, "writeback": False, "rank0_only": True},
-        {"with_grads": use_orig_params, "rank0_only": True},
-        {"with_grads": not use_orig_params, "writeback": use_orig_params, "rank0_only": use_orig_params},
+        {"with_grads": original, "rank0_only": True},
+        dict(zip(("with_grads", "writeback", "rank0_only"), (not original, original, original), strict=True)),
     ):
         with pytest.raises(NotImplementedError), summon(model, **options):
             pass
@@ -171,17 +157,16 @@ def test_refused_arguments_and_moments(front: Front, use_orig_params) -> Any:
         found.append("refused")
 
     hook = model.module[1].register_forward_hook(inside)
-    model(batch(front.ctx, 3, 8)).sum().backward()
+    model(front.batch(3, 8)).sum().backward()
     hook.remove()
-    return [*found, *train(front.ctx, model)]
+    return [*found, *front.train(model)]
 
 
-@both_modes
-@distributed(2)
-def test_offloaded_whole_parameters_are_on_the_cpu_and_written_back(ctx: RankContext, use_orig_params) -> None:
+@with_ours(2, both_modes=True)
+def test_offloaded_whole_parameters_are_on_the_cpu_and_written_back(front: Front) -> None:
     # Torch's class reads freed memory in this case on the CPU, and refuses it with NO_SHARD.
     for strategy in (None, NO_SHARD):
-        model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params, sharding_strategy=strategy)
+        model = wrapped_mlp(front, sharding_strategy=strategy)
         with model.summon_full_params(model, offload_to_cpu=True), torch.no_grad():
             for param in model.parameters():
                 assert param.device.type == "cpu"
@@ -190,12 +175,12 @@ def test_offloaded_whole_parameters_are_on_the_cpu_and_written_back(ctx: RankCon
             assert all(value.eq(1.5).all() for value in values(model).values())
 
 
-@distributed(2)
-def test_nothing_is_written_if_the_block_raises(ctx: RankContext) -> None:
+@with_ours(2)
+def test_nothing_is_written_if_the_block_raises(front: Front) -> None:
     # Torch's class writes what the block has left behind.
-    model = wrapped_mlp(OURS(ctx), use_orig_params=True)
-    model(batch(ctx, 3, 8)).sum().backward()
-    before = [(param.to_local().clone(), param.grad.to_local().clone()) for param in model.parameters()]
+    model = wrapped_mlp(front, use_orig_params=True)
+    model(front.batch(3, 8)).sum().backward()
+    before = [t.to_local().clone() for p in model.parameters() for t in (p, p.grad)]
 
     def block() -> None:
         with model.summon_full_params(model, with_grads=True), torch.no_grad():
@@ -206,26 +191,22 @@ def test_nothing_is_written_if_the_block_raises(ctx: RankContext) -> None:
 
     with pytest.raises(KeyError):
         block()
-    for (value, grad), param in zip(before, model.parameters(), strict=True):
-        assert torch.equal(param.to_local(), value)
-        assert torch.equal(param.grad.to_local(), grad)
+    assert all(map(torch.equal, before, [t.to_local() for p in model.parameters() for t in (p, p.grad)]))
 
 
-@both_modes
-@distributed(2)
-def test_modules_run_on_whole_parameters_without_gradients(ctx: RankContext, use_orig_params) -> None:
-    model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params)
-    expected = model(batch(ctx, 3, 8)).detach()
+@with_ours(2, both_modes=True)
+def test_modules_run_on_whole_parameters_without_gradients(front: Front) -> None:
+    model = wrapped_mlp(front)
+    expected = model(front.batch(3, 8)).detach()
     with model.summon_full_params(model), torch.no_grad():
-        assert torch.equal(model(batch(ctx, 3, 8)), expected)
-        if ctx.rank == 0:  # nothing is communicated
-            model.module(batch(ctx, 3, 8))
+        assert torch.equal(model(front.batch(3, 8)), expected)
+        if front.ctx.rank == 0:  # nothing is communicated
+            model.module(front.batch(3, 8))
 
 
-@both_modes
-@as_torchs(2)
-def test_unshard_ahead_of_forward(front: Front, use_orig_params) -> Any:
-    model = wrapped_mlp(front, use_orig_params=use_orig_params, sharding_strategy=GRAD_OP)
+@as_torchs(2, both_modes=True)
+def test_unshard_ahead_of_forward(front: Front) -> Any:
+    model = wrapped_mlp(front, sharding_strategy=GRAD_OP)
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(3):
@@ -234,7 +215,7 @@ def test_unshard_ahead_of_forward(front: Front, use_orig_params) -> Any:
             handle.wait()
             handle.wait()
             assert model._unshard() is None
-        loss = model(batch(front.ctx, 3, 8, seed=step)).sum()
+        loss = model(front.batch(3, 8, seed=step)).sum()
         loss.backward()
         made.step()
         made.zero_grad()
@@ -244,18 +225,20 @@ def test_unshard_ahead_of_forward(front: Front, use_orig_params) -> Any:
 
 @pytest.mark.parametrize("has_policy", [True, False])
 @as_torchs(2)
-def test_attributes_that_the_user_has_set_on_parameters_stay(front: Front, has_policy) -> Any:
+def test_attributes_that_the_user_has_set_on_parameters_stay(front: Front, has_policy: bool) -> Any:
     inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     for name, param in inner.named_parameters():
-        param._no_weight_decay = name.endswith("bias")
-        param.tag = name
+        param.tag, param._no_weight_decay = name, name.endswith("bias")
     options = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if has_policy else {}
     model = front.wrap(inner, use_orig_params=True, **options)
-    found = [(param.tag, param._no_weight_decay) for param in model.parameters()]
-    train(front.ctx, model)
-    found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+
+    def attributes() -> list[Any]:
+        return [(param.tag, param._no_weight_decay) for param in model.parameters()]
+
+    found = attributes()
+    front.train(model)
+    found += attributes()
     with front.cls.summon_full_params(model):
-        found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+        found += attributes()
     model.to(torch.float64)
-    found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
-    return found
+    return found + attributes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -11,32 +10,29 @@ import torch
 import torch.distributed.fsdp.sharded_grad_scaler
 
 import fsdp2.fsdp1
-from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import Front, as_torchs, batch
-from tests.parity.fsdp1.test_training import FULL, NO_SHARD, wrapped_mlp
-
-OURS = functools.partial(Front, names=fsdp2.fsdp1)
-both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
+from tests.parity.fsdp1.fronts import FULL_SHARD, NO_SHARD, Front, as_torchs, with_ours, wrapped_mlp
 
 
-def scaler_of(front: Front, **options):
+def scaler_of(front: Front) -> Any:
     names = fsdp2.fsdp1 if front.is_ours else torch.distributed.fsdp.sharded_grad_scaler
-    return names.ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2, **options)
+    return names.ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
 
 
-@both_modes
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
-@as_torchs(2, 4, exact=False)
-def test_all_ranks_skip_a_step_that_is_not_finite_on_one(front: Front, strategy, use_orig_params) -> Any:
-    model = wrapped_mlp(front, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    made = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scaler = scaler_of(front)
+def local(tensors: Any) -> list[torch.Tensor]:
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors if tensor is not None]
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@as_torchs(2, 4, exact=False, both_modes=True)
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(front: Front, strategy: Any) -> Any:
+    model = wrapped_mlp(front, sharding_strategy=strategy)
+    made, scaler = torch.optim.AdamW(model.parameters(), lr=0.1), scaler_of(front)
     found = []
     for step in range(5):
-        loss = model(batch(front.ctx, 3, 8, seed=step)).square().mean()
+        loss = model(front.batch(3, 8, seed=step)).square().mean()
         scaler.scale(loss).backward()
         if step == 2 and front.ctx.rank == front.ctx.world_size - 1:
-            grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None]
+            grads = local(param.grad for param in model.parameters())
             next(grad for grad in grads if grad.numel()).view(-1)[0] = math.inf
         scaler.unscale_(made)
         scaler.step(made)
@@ -46,22 +42,18 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(front: Front, strategy,
     return found
 
 
-@both_modes
-@distributed(2)
-def test_ranks_without_gradients_join(ctx: RankContext, use_orig_params) -> None:
+@with_ours(2, both_modes=True)
+def test_ranks_without_gradients_join(front: Front) -> None:
     # With torch's scaler, the other ranks would wait for this one, since an operator on DTensors communicates.
-    model = wrapped_mlp(OURS(ctx), use_orig_params=use_orig_params)
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = scaler_of(OURS(ctx))
-    scaler.scale(model(batch(ctx, 3, 8)).sum()).backward()
-    if ctx.rank == 0:
+    model = wrapped_mlp(front)
+    made, scaler = torch.optim.SGD(model.parameters(), lr=0.1), scaler_of(front)
+    scaler.scale(model(front.batch(3, 8)).sum()).backward()
+    if front.ctx.rank == 0:
         made.zero_grad()
     else:
-        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
-        grads[-1].fill_(math.nan)
-    before = [getattr(p, "_local_tensor", p).clone() for p in model.parameters()]
+        local(param.grad for param in model.parameters())[-1].fill_(math.nan)
+    before = [param.clone() for param in local(model.parameters())]
     scaler.step(made)
     scaler.update()
     assert scaler.get_scale() == 4.0
-    for value, param in zip(before, model.parameters(), strict=True):
-        assert torch.equal(value, getattr(param, "_local_tensor", param))
+    assert all(map(torch.equal, before, local(model.parameters())))

@@ -12,10 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, as_torchs, batch, same
-from tests.parity.fsdp1.test_training import wrapped_mlp
+from tests.parity.fsdp1.fronts import Front, as_torchs, wrapped_mlp
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -72,88 +70,75 @@ PRECISIONS = {
 }
 
 
+BY_POLICY = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+
+
+def used(model: nn.Module) -> list[Any]:
+    return [param for param in model.parameters() if param.grad is not None and param.numel()]
+
+
 @pytest.mark.parametrize("has_policy", [True, False])
 @pytest.mark.parametrize("use_orig_params", [True, *long(False)])
 @pytest.mark.parametrize("name", PRECISIONS)
-@distributed(2)
-def test_dtypes_and_losses_are_torchs(ctx: RankContext, name, use_orig_params, has_policy) -> None:
-    precision = PRECISIONS[name]
-
-    def scenario(front: Front):
-        inner = Model()
-        options = {"mixed_precision": precision, "use_orig_params": use_orig_params}
-        if has_policy:
-            options["auto_wrap_policy"] = ModuleWrapPolicy({nn.Linear})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = front.wrap(inner, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        seen = []
-        for step in range(2):
-            x = batch(ctx, 4, 8, seed=step)
-            if not precision.cast_root_forward_inputs:
-                x = x.to(BF16)
-            loss = model(x).float().square().mean()
-            loss.backward()
-            grads = {param.grad.dtype for param in model.parameters() if param.grad is not None and param.numel()}
-            seen += [loss.detach(), sorted(map(str, grads))]
-            if not precision.keep_low_precision_grads:
-                optimizer.step()
-            optimizer.zero_grad()
-        saved = {name: str(value.dtype) for name, value in model.state_dict().items()}
-        if has_policy:  # of a wrapper without parameters, torch's class saves buffers as they were cast
-            saved = {name: dtype for name, dtype in saved.items() if front.is_ours and dtype != str(FP32)}
-        return [*seen, [str(dtype) for dtype in inner.seen], saved]
-
-    same(ctx, scenario)
+@as_torchs(2)
+def test_dtypes_and_losses_are_torchs(front: Front, name: str, use_orig_params: bool, has_policy: bool) -> Any:
+    precision, inner = PRECISIONS[name], Model()
+    options = BY_POLICY if has_policy else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = front.wrap(inner, mixed_precision=precision, use_orig_params=use_orig_params, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(2):
+        x = front.batch(4, 8, seed=step).to(FP32 if precision.cast_root_forward_inputs else BF16)
+        loss = model(x).float().square().mean()
+        loss.backward()
+        seen += [loss.detach(), sorted({str(param.grad.dtype) for param in used(model)})]
+        if not precision.keep_low_precision_grads:
+            optimizer.step()
+        optimizer.zero_grad()
+    saved = {name: str(value.dtype) for name, value in model.state_dict().items()}
+    if has_policy:  # of a wrapper without parameters, torch's class saves buffers as they were cast
+        saved = {name: dtype for name, dtype in saved.items() if front.is_ours and dtype != str(FP32)}
+    return [*seen, [str(dtype) for dtype in inner.seen], saved]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("reduce_dtype", [BF16, None, FP32])
 @pytest.mark.parametrize("param_dtype", [BF16, None])
-@distributed(2)
-def test_low_gradients_can_be_cast_up(ctx: RankContext, param_dtype, reduce_dtype, use_orig_params) -> None:
+@as_torchs(2, both_modes=True)
+def test_low_gradients_can_be_cast_up(front: Front, param_dtype, reduce_dtype) -> Any:
     precision = MixedPrecision(param_dtype, reduce_dtype, keep_low_precision_grads=True)
-
-    def scenario(front: Front):
-        model = wrapped_mlp(front, mixed_precision=precision, use_orig_params=use_orig_params)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        losses, dtypes = [], []
-        for step in range(6):
-            loss = model(batch(ctx, 4, 8, seed=step)).float().square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-            if step % 2:  # the other gradients add up
-                params = [param for param in model.parameters() if param.grad is not None and param.numel()]
-                dtypes.append({str(param.grad.dtype) for param in params})
-                for param in params:
-                    param.grad = param.grad.float()
-                optimizer.step()
-                optimizer.zero_grad()
-        if reduce_dtype is FP32:  # torch's class rounds the reduced gradients; ours are as they were reduced
-            return [loss.bfloat16() for loss in losses]
-        return [losses, dtypes]
-
-    same(ctx, scenario)
+    model = wrapped_mlp(front, mixed_precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses, dtypes = [], []
+    for step in range(6):
+        loss = model(front.batch(4, 8, seed=step)).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if step % 2:  # the other gradients add up
+            dtypes.append({str(param.grad.dtype) for param in used(model)})
+            for param in used(model):
+                param.grad = param.grad.float()
+            optimizer.step()
+            optimizer.zero_grad()
+    if reduce_dtype is FP32:  # torch's class rounds the reduced gradients; ours are as they were reduced
+        return [loss.bfloat16() for loss in losses]
+    return [losses, dtypes]
 
 
-@distributed(2)
-def test_inputs_of_a_root_with_parameters_are_cast_if_those_of_all_wrappers_are(ctx: RankContext) -> None:
+@as_torchs(2)
+def test_inputs_of_a_root_with_parameters_are_cast_if_those_of_all_wrappers_are(front: Front) -> Any:
     precision = MixedPrecision(BF16, cast_forward_inputs=True, cast_root_forward_inputs=False)
-
-    def scenario(front: Front):
-        seen: list[torch.dtype] = []
-        for options in ({}, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}):
-            inner = nn.Sequential(nn.Linear(8, 4))
-            inner.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-            front.wrap(inner, mixed_precision=precision, **options)(batch(ctx, 4, 8)).sum().backward()
-        return seen
-
-    same(ctx, scenario)
+    seen: list[torch.dtype] = []
+    for options in ({}, BY_POLICY):
+        inner = nn.Sequential(nn.Linear(8, 4))
+        inner.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+        front.wrap(inner, mixed_precision=precision, **options)(front.batch(4, 8)).sum().backward()
+    return seen
 
 
 @as_torchs(2)
 def test_classes_in_full_precision_are_named_once(front: Front) -> Any:
     with pytest.warns(UserWarning, match="Norm") as found:
-        front.wrap(Model(), mixed_precision=mixed(BF16), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        front.wrap(Model(), mixed_precision=mixed(BF16), **BY_POLICY)
     return len([each for each in found if "precision" in str(each.message)])

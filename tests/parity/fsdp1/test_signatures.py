@@ -10,6 +10,7 @@ import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.fsdp import sharded_grad_scaler, wrap as their_wrap
+from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
 
 import fsdp2
 import fsdp2.fsdp1 as ours
@@ -62,13 +63,8 @@ def test_methods_take_what_those_of_torchs_class_take(name) -> None:
     assert parameters(getattr(cls, name)) == parameters(getattr(of_torch, name))
 
 
-def test_the_scaler_takes_what_torchs_scaler_takes() -> None:
+def test_the_scaler_and_extensions_take_what_torchs_take() -> None:
     assert parameters(ours.ShardedGradScaler) == parameters(sharded_grad_scaler.ShardedGradScaler)
-
-
-def test_extensions_take_what_torchs_take() -> None:
-    from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
-
     assert ours.FSDPExtensions.__abstractmethods__ == FSDPExtensions.__abstractmethods__
     for name in FSDPExtensions.__abstractmethods__:
         assert parameters(getattr(ours.FSDPExtensions, name)) == parameters(getattr(FSDPExtensions, name)), name

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -28,13 +18,26 @@ import fsdp2
 from fsdp2.extras.lending import gathered_together
 from fsdp2.fsdp1 import state_values
 from tests.harness.distributed import RankContext, distributed
-from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, batch, same
-
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
+from tests.harness.selection import in_ci
+from tests.parity.fsdp1.fronts import (
+    FULL,
+    FULL_SHARD,
+    HYBRID,
+    LOCAL,
+    NO_SHARD,
+    SHARDED,
+    Front,
+    as_torchs,
+    assert_same,
+    ours,
+    same,
+    with_ours,
 )
+
+
+def on_rank_0(**options: bool) -> fsdp.FullStateDictConfig:
+    """A new one: torch's class notes in it whether it has DTensors."""
+    return fsdp.FullStateDictConfig(rank0_only=True, **options)
 
 
 class Model(nn.Module):
@@ -54,49 +57,31 @@ class Model(nn.Module):
 def wrapped_model(front: Front, **options: Any) -> Any:
     """A wrapper in a wrapper, one around a module without parameters of its own, and the root."""
     model = Model()
-    frozen_too = options.get("use_orig_params", False)
-    model.head.bias.requires_grad_(not frozen_too)
-    model.blocks[0][0] = front.wrap(model.blocks[0][0], **options)
-    model.blocks[0][2] = front.wrap(model.blocks[0][2], **options)
+    model.head.bias.requires_grad_(not options.get("use_orig_params", front.use_orig_params))
+    for index in ("0", "2"):
+        model.blocks[0].register_module(index, front.wrap(model.blocks[0].get_submodule(index), **options))
     model.blocks[0] = front.wrap(model.blocks[0], **options)
     model.norm = front.wrap(model.norm, **options)
     return front.wrap(model, **options)
 
 
-@contextmanager
-def of_kind(front: Front, model: nn.Module, kind: StateDictType, *configs: Any) -> Iterator[None]:
-    """``state_dict_type`` without torch's warnings that its class and ShardedTensors are deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        with front.cls.state_dict_type(model, kind, *configs):
-            yield
-
-
 def described(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Entries for ``assert_same``: ShardedTensors as their metadata and local parts."""
-    return {name: described_value(value) for name, value in state_dict.items()}
+    return {name: _described_value(value) for name, value in state_dict.items()}
 
 
-def described_value(value: Any) -> Any:
+def _described_value(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
-        shards = value.local_shards()
-        return [
-            "ShardedTensor",
-            repr(value.metadata()),
-            [(repr(s.metadata), s.tensor.requires_grad, s.tensor.detach().clone()) for s in shards],
-        ]
+        parts = [(repr(s.metadata), s.tensor.requires_grad, s.tensor.detach().clone()) for s in value.local_shards()]
+        return ["ShardedTensor", repr(value.metadata()), parts]
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def state_of(front: Front, model: nn.Module, kind: StateDictType, *configs: Any, **options: Any) -> dict[str, Any]:
+def state_of(front: Front, model: nn.Module, kind: fsdp.StateDictType, *configs: Any, **options: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with of_kind(front, model, kind, *configs):
+        with front.of_kind(model, kind, *configs):
             return described(model.state_dict(**options))
-
-
-def ours(ctx: RankContext) -> Front:
-    return Front(ctx, fsdp2.fsdp1)
 
 
 def values_of(module: nn.Module) -> dict[str, Any]:
@@ -109,29 +94,39 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
 def refill(module: nn.Module) -> None:
     """Give all parameters and buffers other values. State dicts share the memory of buffers."""
-    with torch.no_grad():
-        for child in module.modules():
-            for param in child._parameters.values():
-                if param is not None:
-                    param.fill_(7)
-            for name, buffer in child._buffers.items():
-                if name not in child._non_persistent_buffers_set:
-                    setattr(child, name, torch.full_like(buffer, 7))
+    for child in module.modules():
+        for param in child._parameters.values():
+            if param is not None:
+                param.fill_(7)
+        for name, buffer in child._buffers.items():
+            if name not in child._non_persistent_buffers_set:
+                setattr(child, name, torch.full_like(buffer, 7))
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@as_torchs(2, 4)
-def test_every_kind_is_torchs(front: Front, use_orig_params: bool) -> list[Any]:
-    model = wrapped_model(front, use_orig_params=use_orig_params)
+def loads_again(front: Front, model: Any, *kinds: fsdp.StateDictType) -> dict[str, Any]:
+    """Each kind of state dict gives a model back what it had. Returns the last."""
+    expected, state = values_of(model), {}
+    for kind in kinds:
+        with front.of_kind(model, kind):
+            state = model.state_dict()
+            refill(model)
+            model.load_state_dict(state)
+        assert_same(values_of(model), expected)
+    return state
+
+
+@as_torchs(2, 4, both_modes=True)
+def test_every_kind_is_torchs(front: Front) -> list[Any]:
+    model = wrapped_model(front)
     result = [state_of(front, model, FULL), state_of(front, model, FULL, prefix="a.b.", keep_vars=True)]
-    result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
-    result.append(state_of(front, model, SHARDED))
-    result.append(state_of(front, model.blocks[0], SHARDED, ShardedStateDictConfig(offload_to_cpu=True)))
-    if not use_orig_params:  # else torch's has leftovers of its flattening, which it cannot load again
+    result += [state_of(front, model, FULL, on_rank_0()), state_of(front, model, SHARDED)]
+    result.append(state_of(front, model.blocks[0], SHARDED, fsdp.ShardedStateDictConfig(offload_to_cpu=True)))
+    if not front.use_orig_params:  # else torch's has leftovers of its flattening, which it cannot load again
         result.append(state_of(front, model, LOCAL))
-        result.append(state_of(front, nn.Sequential(model), LOCAL, LocalStateDictConfig(offload_to_cpu=True)))
+        result.append(state_of(front, nn.Sequential(model), LOCAL, fsdp.LocalStateDictConfig(offload_to_cpu=True)))
     return result
 
 
@@ -141,51 +136,39 @@ def test_local_with_original_parameters_has_torchs_layout_and_nothing_else(front
     model = front.wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), use_orig_params=True)
     found = state_of(front, model, LOCAL)
     kind, metadata, ((place, requires_grad, values),) = found["_flat_param"]
-    padding = values == 42  # torch's filling
-    values[padding] = 0
-    if front.is_ours:
-        assert list(found) == ["_flat_param"]
+    values[values == 42] = 0  # torch's filling
+    assert not front.is_ours or list(found) == ["_flat_param"]
     return [kind, metadata, place, requires_grad, values]
 
 
 @as_torchs(2)
 def test_device_mesh_makes_sharded_values_dtensors_and_refuses_local_ones(front: Front) -> list[Any]:
-    model = wrapped_model(front, device_mesh=front.ctx.mesh_1d(), use_orig_params=True)
+    model = wrapped_model(front, device_mesh=front.mesh(), use_orig_params=True)
     result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
-    with of_kind(front, model, SHARDED):
+    with front.of_kind(model, SHARDED):
         model.state_dict()  # torch's sets _use_dtensor here only
         result.append(front.cls.get_state_dict_type(model))
-    with of_kind(front, model, LOCAL), pytest.raises(RuntimeError, match=r"device_mesh|DeviceMesh"):
+    with front.of_kind(model, LOCAL), pytest.raises(RuntimeError, match=r"device_mesh|DeviceMesh"):
         model.state_dict()
     return result
 
 
-@as_torchs(4)
-@pytest.mark.long
-def test_hsdp_is_torchs(front: Front) -> list[Any]:
-    options = {"device_mesh": front.ctx.mesh_2d(2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    model = wrapped_model(front, **options)
-    return [state_of(front, model, FULL), state_of(front, model, SHARDED)]
-
-
 @as_torchs(2)
 def test_no_shard_is_always_full_and_says_so(front: Front) -> list[Any]:
-    model = wrapped_model(front, sharding_strategy=ShardingStrategy.NO_SHARD)
-    result = [state_of(front, model, kind) for kind in (FULL, SHARDED, LOCAL)]
-    with of_kind(front, model, SHARDED), pytest.warns(UserWarning, match="NO_SHARD"):
+    model = wrapped_model(front, sharding_strategy=NO_SHARD)
+    with front.of_kind(model, SHARDED), pytest.warns(UserWarning, match="NO_SHARD"):
         model.load_state_dict(model.state_dict())
-    return result
+    return [state_of(front, model, kind) for kind in (FULL, SHARDED, LOCAL)]
 
 
-@distributed(2)
-def test_offloaded_full_state_dict_is_whole_where_torchs_crashes(ctx: RankContext) -> None:
+@with_ours(2)
+def test_offloaded_full_state_dict_is_whole_where_torchs_crashes(front: Front) -> None:
     """On the CPU, torch 2.13 reads freed memory here. So ours is compared with its own without offloading."""
-    front = ours(ctx)
     model = wrapped_model(front)
     expected = state_of(front, model, FULL)
-    assert_same(state_of(front, model, FULL, FullStateDictConfig(offload_to_cpu=True)), expected)
-    on_rank_0 = state_of(front, model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
-    assert_same(on_rank_0, expected if ctx.rank == 0 else {})
+    assert_same(state_of(front, model, FULL, fsdp.FullStateDictConfig(offload_to_cpu=True)), expected)
+    found = state_of(front, model, FULL, on_rank_0(offload_to_cpu=True))
+    assert_same(found, expected if front.ctx.rank == 0 else {})
 
 
 # Settings
@@ -194,38 +177,36 @@ def test_offloaded_full_state_dict_is_whole_where_torchs_crashes(ctx: RankContex
 @as_torchs(2)
 def test_settings_come_and_go_as_with_torchs(front: Front) -> list[Any]:
     model = nn.Sequential(front.wrap(nn.Linear(3, 3)), front.wrap(nn.Linear(3, 3)))
-    get, result = front.cls.get_state_dict_type, []
-    result.append(get(model))
-    with of_kind(front, model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
+    get = front.cls.get_state_dict_type
+    result = [get(model)]
+    with front.of_kind(model, SHARDED, fsdp.ShardedStateDictConfig(offload_to_cpu=True)):
         result.append(get(model))
-        with of_kind(front, model[0], LOCAL):
+        with front.of_kind(model[0], LOCAL):
             result.append(get(model[0]))
         result.append(get(model[1]))
     result.append(get(model))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result.append(front.cls.set_state_dict_type(model, LOCAL))
-        optim_config = FullOptimStateDictConfig(rank0_only=True)
-        result.append(front.cls.set_state_dict_type(model, FULL, FullStateDictConfig(), optim_config))
-        for wrong in ([FullStateDictConfig()], [None, FullOptimStateDictConfig()]):
+        optim_config = fsdp.FullOptimStateDictConfig(rank0_only=True)
+        result.append(front.cls.set_state_dict_type(model, FULL, fsdp.FullStateDictConfig(), optim_config))
+        for wrong in ([fsdp.FullStateDictConfig()], [None, fsdp.FullOptimStateDictConfig()]):
             with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
                 front.cls.set_state_dict_type(model, SHARDED, *wrong)
-        result.append(get(model))
-    return [*result, get(nn.Linear(2, 2))]
+    return [*result, get(model), get(nn.Linear(2, 2))]
 
 
-@distributed(2)
-def test_settings_come_back_after_an_exception_and_unlike_ones_are_refused(ctx: RankContext) -> None:
+@with_ours(2)
+def test_settings_come_back_after_an_exception_and_unlike_ones_are_refused(front: Front) -> None:
     """Torch's class keeps the settings after an exception, and fails at the end of a block without wrappers."""
-    front = ours(ctx)
     model = nn.Sequential(front.wrap(nn.Linear(3, 3)), front.wrap(nn.Linear(3, 3)))
     before = front.cls.get_state_dict_type(model)
-    with pytest.raises(KeyError), of_kind(front, model, SHARDED):
+    with pytest.raises(KeyError), front.of_kind(model, SHARDED):
         raise KeyError
     assert front.cls.get_state_dict_type(model) == before
-    with of_kind(front, nn.Linear(2, 2), SHARDED):
+    with front.of_kind(nn.Linear(2, 2), SHARDED):
         pass
-    with of_kind(front, model[0], SHARDED):
+    with front.of_kind(model[0], SHARDED):
         for call in (lambda: front.cls.get_state_dict_type(model), lambda: front.cls.set_state_dict_type(model, LOCAL)):
             with pytest.raises(RuntimeError, match="outermost one has"):
                 call()
@@ -238,8 +219,7 @@ def test_settings_come_back_after_an_exception_and_unlike_ones_are_refused(ctx: 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.b.weight = self.a.weight
 
 
@@ -273,17 +253,15 @@ def test_ties_extra_states_hooks_and_checkpoint_wrappers_are_saved_and_loaded(ct
         return model
 
     def scenario(front: Front) -> dict[str, Any]:
-        model = made(front)
-        found = state_of(front, model, kind)
+        found = state_of(front, made(front), kind)
         if not front.is_ours:  # torch's shares freed memory between tied entries
             found["0.0.b.weight"] = found["0.0.a.weight"]
         return dict(sorted(found.items()))
 
     same(ctx, scenario)
-    front = ours(ctx)
-    model = made(front)
+    model: Any = made(ours(ctx))
     expected = values_of(model)
-    with of_kind(front, model, kind):
+    with ours(ctx).of_kind(model, kind):
         state = model.state_dict()
         assert state["0.0.a.weight"] is state["0.0.b.weight"]
         del state["0.added"]
@@ -294,30 +272,22 @@ def test_ties_extra_states_hooks_and_checkpoint_wrappers_are_saved_and_loaded(ct
     assert model[0].module[1].module.extra == 3
 
 
-@distributed(2)
-def test_a_parameter_tied_across_wrappers_is_saved_under_both_names(ctx: RankContext) -> None:
+@with_ours(2)
+def test_a_parameter_tied_across_wrappers_is_saved_under_both_names(front: Front) -> None:
     """The outer unit takes it over. Torch's class leaves a part of it with the inner wrapper."""
-    front = ours(ctx)
     model = Tied()
     model.a = front.wrap(model.a)
     model = front.wrap(model)
     for kind in (FULL, SHARDED, LOCAL):
-        with of_kind(front, model, kind):
-            state = model.state_dict()
-            expected = values_of(model)
-            refill(model)
-            model.load_state_dict(state)
-        assert_same(values_of(model), expected)
+        state = loads_again(front, model, kind)
         if kind is not LOCAL:
             assert sorted(state) == ["a.bias", "a.weight", "b.bias", "b.weight"]
             assert state["a.weight"] is state["b.weight"]
 
 
-@distributed(2)
-def test_wrappers_inside_modules_and_modules_inside_wrappers_have_state_dicts(ctx: RankContext) -> None:
-    front = ours(ctx)
-    plain = Model()
-    whole = {name: value.clone() for name, value in plain.state_dict().items()}
+@with_ours(2)
+def test_wrappers_inside_modules_and_modules_inside_wrappers_have_state_dicts(front: Front) -> None:
+    whole = {name: value.clone() for name, value in Model().state_dict().items()}
     torch.manual_seed(0)
     model = wrapped_model(front)
     # A module inside a wrapper has the shards, as with fully_shard, and takes whole values.
@@ -326,18 +296,10 @@ def test_wrappers_inside_modules_and_modules_inside_wrappers_have_state_dicts(ct
     inner.load_state_dict({name: whole[f"head.{name}"] for name in ("weight", "bias")})
     model.module.load_state_dict(whole)
     assert_same(dict(model.state_dict()), whole)
-    # A plain module around wrappers takes what it gives.
-    refill(model)
-    around = nn.ModuleDict({"x": model})
-    result = around.load_state_dict({f"x.{name}": value for name, value in whole.items()})
-    assert not result.missing_keys
-    assert not result.unexpected_keys
-    assert_same(dict(around.state_dict()), {f"x.{name}": value for name, value in whole.items()})
 
 
-@distributed(2)
-def test_values_stay_when_the_model_is_trained_on(ctx: RankContext) -> None:
-    front = ours(ctx)
+@with_ours(2)
+def test_values_stay_when_the_model_is_trained_on(front: Front) -> None:
     inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     inner[1] = front.wrap(inner[1])
     inner[2].register_buffer("first", torch.zeros(2))
@@ -345,40 +307,33 @@ def test_values_stay_when_the_model_is_trained_on(ctx: RankContext) -> None:
     model = front.wrap(inner)
     states = []
     for kind in (FULL, SHARDED, LOCAL):
-        with warnings.catch_warnings(), of_kind(front, model, kind):
+        with warnings.catch_warnings(), front.of_kind(model, kind):
             warnings.simplefilter("ignore")
             states.append(model.state_dict())
     assert all(state["2.first"].data_ptr() == state["2.second"].data_ptr() for state in states)
     expected = [str(described(state)) for state in states]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(batch(ctx, 2, 3)).sum().backward()
-    optimizer.step()
+    front.train(model, torch.optim.SGD, lr=1.0, num_steps=1, shape=(2, 3))
     inner[2].first.add_(1)
     assert [str(described(state)) for state in states] == expected
     assert str(state_of(front, model, FULL)) != expected[0]
 
 
-@distributed(2)
-def test_full_values_have_memory_of_their_own_and_no_more(ctx: RankContext) -> None:
-    front = ours(ctx)
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-        for value in wrapped_model(front, sharding_strategy=strategy).state_dict().values():
-            assert value.untyped_storage().nbytes() == value.nbytes
+@with_ours(2)
+def test_full_state_dict_is_one_of_the_model_without_wrappers(front: Front) -> None:
+    """Its values have memory of their own and no more."""
+    for strategy in (FULL_SHARD, NO_SHARD):
+        state, plain = wrapped_model(front, sharding_strategy=strategy).state_dict(), Model()
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
+        assert list(state) == list(plain.state_dict())
+        assert state._metadata["norm"] == {"version": 2}
+        plain.load_state_dict(state)
+        assert_same(dict(plain.state_dict()), dict(state))
 
 
-@distributed(2)
-def test_full_state_dict_is_one_of_the_model_without_wrappers(ctx: RankContext) -> None:
-    front = ours(ctx)
-    state, plain = wrapped_model(front).state_dict(), Model()
-    assert list(state) == list(plain.state_dict())
-    assert state._metadata["norm"] == {"version": 2}
-    plain.load_state_dict(state)
-    assert_same(dict(plain.state_dict()), dict(state))
-
-
-@distributed(2)
-def test_ranks_that_save_nothing_hold_one_unit_at_a_time(ctx: RankContext) -> None:
-    front, seen, counts = ours(ctx), [], []
+@with_ours(2)
+def test_ranks_that_save_nothing_hold_one_unit_at_a_time(front: Front) -> None:
+    seen: list[Any] = []
+    counts = []
 
     def gathered(*args: Any) -> list[torch.Tensor]:
         counts.append(sum(each() is not None for each in seen))
@@ -389,27 +344,25 @@ def test_ranks_that_save_nothing_hold_one_unit_at_a_time(ctx: RankContext) -> No
     model = wrapped_model(front)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_values, "gathered_together", gathered)
-        with of_kind(front, model, FULL, FullStateDictConfig(rank0_only=True)):
+        with front.of_kind(model, FULL, on_rank_0()):
             state = model.state_dict()
     assert len(counts) == 4
-    assert ctx.rank == 0 or not any(counts)
-    assert len(state) == (0 if ctx.rank else 17)
+    assert front.ctx.rank == 0 or not any(counts)
+    assert len(state) == (0 if front.ctx.rank else 17)
 
 
-@distributed(2)
-def test_full_gathers_once_per_unit_and_sharded_not_at_all(ctx: RankContext) -> None:
-    front = ours(ctx)
+@with_ours(2)
+def test_full_gathers_once_per_unit_and_sharded_not_at_all(front: Front) -> None:
     model = wrapped_model(front)
     for kind, expected in ((FULL, 4), (SHARDED, 0)):
-        with of_kind(front, model, kind), CommDebugMode() as mode:
+        with front.of_kind(model, kind), CommDebugMode() as mode:
             model.state_dict()
         assert mode.get_total_counts() == expected
 
 
-@distributed(2)
-def test_state_dict_of_whole_parameters_has_what_was_written(ctx: RankContext) -> None:
+@with_ours(2)
+def test_state_dict_of_whole_parameters_has_what_was_written(front: Front) -> None:
     """Inside of ``unsharded``, as torch's class inside of ``summon_full_params``."""
-    front = ours(ctx)
     model = front.wrap(nn.Linear(3, 5))
     with fsdp2.unsharded(model), torch.no_grad():
         model.module.weight.fill_(2.0)
@@ -422,71 +375,60 @@ def test_state_dict_of_whole_parameters_has_what_was_written(ctx: RankContext) -
 class Scaled(nn.Linear):
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("scale", torch.rand(sizes[1]))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale
+        return super().forward(x) * self.scale.to(x.dtype)
+
+
+def one_more(model: Any) -> dict[str, Any]:
+    """Load what the state dict holds, plus 1."""
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    return dict(sorted(model.state_dict().items()))
 
 
 @as_torchs(2)
 def test_buffers_that_were_cast_are_saved_in_their_original_dtype(front: Front) -> list[Any]:
-    precision = MixedPrecision(buffer_dtype=torch.float16)
+    precision = fsdp.MixedPrecision(buffer_dtype=torch.float16)
     inner = front.wrap(Scaled(3, 3), mixed_precision=precision)
     model = front.wrap(nn.Sequential(inner, Scaled(3, 3)), mixed_precision=precision)
-    model(batch(front.ctx, 4, 3))  # torch's casts already when a state dict is made, and so loses bits
+    model(front.batch(4, 3))  # torch's casts already when a state dict is made, and so loses bits
     result: list[Any] = [[buffer.dtype for buffer in model.buffers()]]
     result += [state_of(front, model, kind) for kind in (FULL, SHARDED)]  # torch's local ones stay cast
-    state = {name: value + 1 for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-    return [*result, dict(model.state_dict()), [buffer.dtype for buffer in model.buffers()]]
+    return [*result, one_more(model), [buffer.dtype for buffer in model.buffers()]]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@as_torchs(2)
-def test_ignored_parameters_and_buffers_are_saved_as_they_are(front: Front, use_orig_params: bool) -> list[Any]:
+@as_torchs(2, both_modes=True)
+def test_ignored_parameters_and_buffers_are_saved_as_they_are(front: Front) -> list[Any]:
     model = Model()
     model.head.bias.requires_grad_(True)
-    model.blocks[1] = front.wrap(model.blocks[1], use_orig_params=use_orig_params)
-    ignored = [model.blocks[0], model.norm]
-    model = front.wrap(model, use_orig_params=use_orig_params, ignored_modules=ignored)
-    result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]
-    result.append(state_of(front, model, FULL, FullStateDictConfig(rank0_only=True)))
-    if not use_orig_params:
-        result.append(state_of(front, model, LOCAL))
-    state = {name: value + 1 for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-    return [dict(sorted(each.items())) for each in [*result, model.state_dict()]]
+    model.blocks[1] = front.wrap(model.blocks[1])
+    model = front.wrap(model, ignored_modules=[model.blocks[0], model.norm])
+    kinds = [(FULL,), (SHARDED,), (FULL, on_rank_0()), *([] if front.use_orig_params else [(LOCAL,)])]
+    result = [state_of(front, model, *kind) for kind in kinds]
+    return [*(dict(sorted(each.items())) for each in result), one_more(model)]
 
 
+@pytest.mark.parametrize("given", ["device_mesh", "process_group"])
 @distributed(4)
 @pytest.mark.long
-def test_pair_of_process_groups_is_torchs(ctx: RankContext) -> None:
+def test_hsdp_is_torchs(ctx: RankContext, given: str) -> None:
     """Torch's local parts name ranks of their group as if these were ranks of the world. So local state dicts of the
     second replica raise."""
+    mesh, models = ctx.mesh_2d(2, 2), list[Any]()
+    options = {"device_mesh": mesh, "process_group": (mesh.get_group("shard"), mesh.get_group("replicate"))}
 
     def scenario(front: Front) -> list[Any]:
-        mesh = ctx.mesh_2d(2, 2)
-        groups = mesh.get_group("shard"), mesh.get_group("replicate")
-        model = wrapped_model(front, process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-        result = [state_of(front, model, FULL), state_of(front, model, FULL, FullStateDictConfig(rank0_only=True))]
-        for name, value in state_of(front, model, SHARDED).items():
-            if isinstance(value, list):
-                _, metadata, parts = value
-                result.append({name: [metadata, [values for *_, values in parts]]})
-        models.append(model)
+        models.append(wrapped_model(front, sharding_strategy=HYBRID, **{given: options[given]}))
+        result = [state_of(front, models[-1], *kind) for kind in ((FULL,), (FULL, on_rank_0()), (SHARDED,))]
+        if given == "process_group":
+            sharded = [(name, value) for name, value in result.pop().items() if isinstance(value, list)]
+            result += [{name: [value[1], [values for *_, values in value[2]]]} for name, value in sharded]
         return result
 
-    models: list[Any] = []
     same(ctx, scenario)
-    front, model = ours(ctx), models[-1]
-    expected = values_of(model)
-    for kind in (SHARDED, LOCAL):
-        with of_kind(front, model, kind):
-            state = model.state_dict()
-            refill(model)
-            model.load_state_dict(state)
-        assert_same(values_of(model), expected)
+    loads_again(ours(ctx), models[-1], SHARDED, *([LOCAL] if given == "process_group" else []))
 
 
 # Loading
@@ -503,105 +445,75 @@ def loaded(front: Front, model: nn.Module, state: dict[str, Any], **options: Any
     return list(result.missing_keys), list(result.unexpected_keys)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", [(FULL, True), (SHARDED, False), *in_ci((FULL, False))], ids=str)
 @as_torchs(2)
-def test_loading_returns_and_raises_what_torchs_does(front: Front, use_orig_params: bool) -> list[Any]:
+def test_loading_returns_and_raises_what_torchs_does(front: Front, case: tuple[fsdp.StateDictType, bool]) -> list[Any]:
     """Afterwards, torch's class has loaded a part. Ours has loaded nothing."""
-    model = wrapped_model(front, use_orig_params=use_orig_params)
-    state = model.state_dict()
-    expected = values_of(model)
-    other = {name: torch.full_like(value, 3) for name, value in state.items()}
-    less = {name: value for name, value in other.items() if name != "blocks.0.2.bias"}
-    wrong = {**other, "blocks.0.0.weight": torch.zeros(4, 3)}
-    result = [loaded(front, model, each) for each in ({}, less, {**other, "x": torch.ones(1)}, wrong)]
-    result += [loaded(front, model, {**other, "x": torch.ones(1)} | {"head.weight": torch.ones(2)})]
-    result += [loaded(front, model, wrong, strict=False)]
-    if front.is_ours:
-        assert_same(values_of(model), expected)
-    result.append(loaded(front, model, {"x": torch.ones(1), **less}, strict=False))
-    return [*result, loaded(front, model, other), dict(model.state_dict())]
-
-
-@as_torchs(2)
-def test_loading_sharded_values_returns_and_raises_what_torchs_does(front: Front) -> list[Any]:
-    model, other = wrapped_model(front), wrapped_model(front)
-    with of_kind(front, model, SHARDED), of_kind(front, other, SHARDED):
-        state = other.state_dict()
+    kind, use_orig_params = case
+    model, source = (wrapped_model(front, use_orig_params=use_orig_params) for _ in range(2))
+    with front.of_kind(model, kind), front.of_kind(source, kind):
+        other = source.state_dict()
         expected = values_of(model)
-        less = {name: value for name, value in state.items() if name != "blocks.0.2.bias"}
-        result = [loaded(front, model, each) for each in ({}, less, {**state, "x": torch.ones(1)})]
-        result.append(loaded(front, model, {**state, "head.weight": state["norm.weight"]}))
+        less = {name: value for name, value in other.items() if name != "blocks.0.2.bias"}
+        more = {**other, "x": torch.ones(1)}
+        result = [loaded(front, model, each) for each in ({}, less, more)]
+        if kind is FULL:
+            wrong = {**other, "blocks.0.0.weight": torch.zeros(4, 3)}
+            result += [loaded(front, model, each) for each in (wrong, more | {"head.weight": torch.ones(2)})]
+            result.append(loaded(front, model, wrong, strict=False))
+        else:
+            result.append(loaded(front, model, {**other, "head.weight": other["norm.weight"]}))
         if front.is_ours:
             assert_same(values_of(model), expected)
         result.append(loaded(front, model, {"x": torch.ones(1), **less}, strict=False))
-        return [*result, loaded(front, model, state), described(model.state_dict())]
+        return [*result, loaded(front, model, other), described(model.state_dict())]
 
 
-@distributed(2)
-def test_failure_on_one_rank_raises_on_all_and_loads_nothing(ctx: RankContext) -> None:
-    front = ours(ctx)
+@with_ours(2)
+def test_what_one_rank_cannot_load_raises_on_all_and_loads_nothing(front: Front) -> None:
     model = wrapped_model(front)
     before = values_of(model)
-    state = {name: value + 1 for name, value in model.state_dict().items()}
-    if ctx.rank == 1:
-        del state["norm.weight"]
-    with pytest.raises(RuntimeError, match=r"norm\.weight"):
-        model.load_state_dict(state)
-    assert_same(values_of(model), before)
-    model.load_state_dict(state, strict=False)
+    whole = {name: value + 1 for name, value in model.state_dict().items()}
+    less = {name: value for name, value in whole.items() if name != "norm.weight"}
+    no_dict = "On rank 1: load_state_dict: expected a dict of tensors, got a NoneType"  # only the first read the file
+    given: Any
+    for given, error, match in ((less, RuntimeError, r"norm\.weight"), (None, TypeError, no_dict)):
+        with pytest.raises(error, match=match):
+            model.load_state_dict(given if front.ctx.rank == 1 else whole)
+        assert_same(values_of(model), before)
+    model.load_state_dict(less, strict=False)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(2)
-def test_every_kind_is_loaded_again(ctx: RankContext, use_orig_params: bool) -> None:
-    front = ours(ctx)
-    model = wrapped_model(front, use_orig_params=use_orig_params)
-    expected = values_of(model)
-    for kind in (FULL, SHARDED, LOCAL):
-        with of_kind(front, model, kind):
-            state = model.state_dict()
-            refill(model)
-            model.load_state_dict(state)
-        assert_same(values_of(model), expected)
-    with of_kind(front, model, LOCAL):
-        local = model.state_dict()
+@with_ours(2, both_modes=True)
+def test_every_kind_is_loaded_again(front: Front) -> None:
+    model = wrapped_model(front)
+    local = loads_again(front, model, FULL, SHARDED, LOCAL)
+    with front.of_kind(model, LOCAL):
         refill(model)
         before = values_of(model)
         right, local["blocks.0.2._flat_param"] = local["blocks.0.2._flat_param"], local["_flat_param"]
         with pytest.raises(RuntimeError, match=r"'blocks\.0\.2\._flat_param'.*number of ranks"):
             model.load_state_dict(local)
         local["blocks.0.2._flat_param"] = right
-        if ctx.rank == 1:
+        if front.ctx.rank == 1:
             del local["_flat_param"]
-        with pytest.raises(
-            RuntimeError,
-            match=r"rank 1 of the group: .*'_flat_param' is missing|load_state_dict: '_flat_param' is missing",
-        ):
+        match = r"rank 1 of the group: .*'_flat_param' is missing|load_state_dict: '_flat_param' is missing"
+        with pytest.raises(RuntimeError, match=match):
             model.load_state_dict(local)
         assert_same(values_of(model), before)
 
 
-@distributed(2)
-def test_what_is_no_dict_on_one_rank_raises_on_all(ctx: RankContext) -> None:
-    """As when only the first rank has read the file."""
-    model = ours(ctx).wrap(nn.Linear(3, 3))
-    whole = model.state_dict()
-    given: Any = whole if ctx.rank == 0 else None
-    with pytest.raises(TypeError, match="On rank 1: load_state_dict: expected a dict of tensors, got a NoneType"):
-        model.load_state_dict(given)
-
-
-@distributed(2)
-def test_assigned_values_are_taken_over(ctx: RankContext) -> None:
+@with_ours(2)
+def test_assigned_values_are_taken_over(front: Front) -> None:
     """``assign=True`` replaces parameters, also those on the meta device."""
-    front = ours(ctx)
     model = front.wrap(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), use_orig_params=True)
     state = {name: value + 1 for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     assert_same(dict(model.state_dict()), state)
-    assert model(batch(ctx, 4, 3)).shape == (4, 5)
+    assert model(front.batch(4, 3)).shape == (4, 5)
     replicated = {
-        name: DTensor.from_local(value + 1, ctx.mesh_1d(), [Replicate()]) if value.ndim else value
+        name: DTensor.from_local(value + 1, front.mesh(), [Replicate()]) if value.ndim else value
         for name, value in state.items()
     }
     replicated.update((name, state[name]) for name in state if "running" in name)
@@ -609,18 +521,12 @@ def test_assigned_values_are_taken_over(ctx: RankContext) -> None:
     assert_same(model.state_dict()["0.weight"], state["0.weight"] + 1)
 
 
-@distributed(2)
-def test_parameters_without_values_are_refused(ctx: RankContext) -> None:
-    model = ours(ctx).wrap(nn.Linear(3, 3))
-    model.to("meta")
-    with pytest.raises(RuntimeError, match="meta device"):
-        model.state_dict()
-
-
-@distributed(2)
-def test_refused_while_a_forward_runs(ctx: RankContext) -> None:
-    front = ours(ctx)
+@with_ours(2)
+def test_refused_without_values_and_while_a_forward_runs(front: Front) -> None:
     model = front.wrap(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     model.module[1].register_forward_hook(lambda *_: model.state_dict())
     with pytest.raises(fsdp2.ScheduleError, match="forward"):
-        model(batch(ctx, 2, 3))
+        model(front.batch(2, 3))
+    model = front.wrap(nn.Linear(3, 3)).to("meta")
+    with pytest.raises(RuntimeError, match="meta device"):
+        model.state_dict()

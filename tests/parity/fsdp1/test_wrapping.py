@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy, wrap
+from torch.distributed.fsdp import wrap
 
-import fsdp2.fsdp1
-from tests.harness.distributed import RankContext, distributed
+import fsdp2.fsdp1.wrap
+from tests.harness.models import Block as ResidualBlock
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, as_torchs, same, train
+from tests.parity.fsdp1.fronts import GRAD_OP, Front, as_torchs, with_ours
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+class Block(ResidualBlock):
+    def __init__(self) -> None:
+        super().__init__(8)
 
 
 class Model(nn.Module):
@@ -47,7 +43,7 @@ def by_size(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 def overrides(module: nn.Module) -> bool | dict[str, object]:
     if isinstance(module, Block):
-        return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+        return {"sharding_strategy": GRAD_OP}
     return isinstance(module, nn.LayerNorm)
 
 
@@ -68,24 +64,22 @@ POLICIES = {
 def test_policies_wrap_what_torchs_class_wraps(front: Front, policy, use_orig_params) -> Any:
     model = Model()
     model.again = nn.Identity()
-    options = {"auto_wrap_policy": POLICIES[policy], "use_orig_params": use_orig_params}
-    model = front.wrap(model, **options)
+    model = front.wrap(model, auto_wrap_policy=POLICIES[policy], use_orig_params=use_orig_params)
     wrapped = [name for name, module in model.named_modules() if isinstance(module, front.cls)]
     strategies = [module.sharding_strategy.name for module in front.cls.fsdp_modules(model)]
-    return [wrapped, strategies, *train(front.ctx, model)]
+    return [wrapped, strategies, *front.train(model)]
 
 
-@distributed(2)
-def test_shared_modules_are_wrapped_in_all_places(ctx: RankContext) -> None:
+@with_ours(2)
+def test_shared_modules_are_wrapped_in_all_places(front: Front) -> None:
     """Torch's class wraps them in one place, and reads sharded parameters in the others."""
-    front = Front(ctx, fsdp2.fsdp1)
     torch.manual_seed(0)
-    expected = train(ctx, front.wrap(Model()))
+    expected = front.train(front.wrap(Model()))
     torch.manual_seed(0)
     model = front.wrap(Model(), auto_wrap_policy=POLICIES["module classes"])
     assert model.again is model.blocks[0]
     assert isinstance(model.again, front.cls)
-    assert train(ctx, model) == expected
+    assert front.train(model) == expected
 
 
 @as_torchs(2)
@@ -93,9 +87,9 @@ def test_wrap_and_enable_wrap(front: Front) -> Any:
     options = {"wrapper_cls": front.cls, "device_id": torch.device("cpu"), "use_orig_params": True}
     with wrap.enable_wrap(**options):
         model = nn.Sequential(wrap.wrap(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4))
-        model = wrap.wrap(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        model = wrap.wrap(model, sharding_strategy=GRAD_OP)
     assert isinstance(model[0], front.cls)
-    return [model.sharding_strategy.name, *train(front.ctx, model)]
+    return [model.sharding_strategy.name, *front.train(model)]
 
 
 @pytest.mark.parametrize("what", ["parameters", "modules", "ignored_modules"])
@@ -111,50 +105,43 @@ def test_ignored_states_stay_as_they_are(front: Front, what) -> Any:
     }[what]
     wrapped = front.wrap(model, auto_wrap_policy=POLICIES["module classes"], use_orig_params=True, **options)
     assert type(left_alone[1].weight) is nn.Parameter
-    found = train(front.ctx, wrapped)
+    found = front.train(wrapped)
     return [isinstance(model.exit[0], front.cls), *found, left_alone[1].weight.detach()]
 
 
-@distributed(2)
-def test_models_on_the_meta_device(ctx: RankContext) -> None:
+@as_torchs(2)
+def test_models_on_the_meta_device(front: Front) -> Any:
     def init(module: nn.Module) -> None:
-        for param in module.parameters(recurse=False):
-            value = torch.full_like(param, 0.1, device="cpu")
-            setattr(module, next(n for n, p in module.named_parameters() if p is param), nn.Parameter(value))
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.full_like(param, 0.1, device="cpu")))
 
-    def scenario(front: Front):
-        losses = []
-        for options in ({"param_init_fn": init}, {}):
-            torch.manual_seed(1)
-            with torch.device("meta"):
-                model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-            if options:
-                model[1] = nn.ReLU()
-            model = front.wrap(model, auto_wrap_policy=POLICIES["lambda"], use_orig_params=True, **options)
-            losses += train(ctx, model)
-        return losses
-
-    same(ctx, scenario)
-
-
-@distributed(2)
-def test_states_are_those_of_the_first_rank(ctx: RankContext) -> None:
-    """Torch's class refuses CPU parameters for ``sync_module_states``; ours sends them."""
-    front = Front(ctx, fsdp2.fsdp1)
     losses = []
-    for seed, options in ((0, {}), (ctx.rank, {"sync_module_states": True})):
+    for norm, options in ((nn.ReLU, {"param_init_fn": init}), (functools.partial(nn.BatchNorm1d, 8), {})):
+        torch.manual_seed(1)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), norm(), nn.Linear(8, 4))
+        model = front.wrap(model, auto_wrap_policy=POLICIES["lambda"], use_orig_params=True, **options)
+        losses += front.train(model)
+    return losses
+
+
+@with_ours(2)
+def test_states_are_those_of_the_first_rank(front: Front) -> None:
+    """Torch's class refuses CPU parameters for ``sync_module_states``; ours sends them."""
+    losses = []
+    for seed, options in ((0, {}), (front.ctx.rank, {"sync_module_states": True})):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-        model[1].running_mean.fill_(float(seed))
+        norm = nn.BatchNorm1d(8)
+        norm.running_mean.fill_(float(seed))  # type: ignore[union-attr]
+        model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 4))
         wrapped = front.wrap(model, auto_wrap_policy=POLICIES["lambda"], **options)
-        assert model[1].running_mean[0] == 0
-        losses.append(train(ctx, wrapped))
+        assert norm.running_mean[0] == 0  # type: ignore[index]
+        losses.append(front.train(wrapped))
     assert losses[0] == losses[1]
 
 
-@distributed(2)
-def test_names_of_torchs_module_of_policies(ctx: RankContext) -> None:
-    from fsdp2.fsdp1 import wrap as ours
-
+@with_ours(2)
+def test_names_of_torchs_module_of_policies(front: Front) -> None:
+    ours = fsdp2.fsdp1.wrap
     assert {name: getattr(ours, name) for name in wrap.__all__} == {name: getattr(wrap, name) for name in wrap.__all__}
     assert ours._or_policy is wrap._or_policy
