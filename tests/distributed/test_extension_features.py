@@ -14,11 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import fully_shard
 from tests.distributed.extension_support import MIXED, UNEVEN, Net, Twins, batch, dtensor_adam
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extensions import (
-    KeptAliasing,
-    Scaled,
-    recorded,
-)
+from tests.harness.extensions import KeptAliasing, Scaled, recorded
 from tests.harness.selection import long
 
 SOME = {"scaled": Scaled, "kept": KeptAliasing}

@@ -13,14 +13,7 @@ from fsdp2 import fully_shard
 from tests.distributed.extension_support import UNEVEN, Net, Twins, batch, loss_of, sgd
 from tests.distributed.support import InjectedError
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extensions import (
-    Aliasing,
-    KeptAliasing,
-    Padded,
-    Scaled,
-    count,
-    recorded,
-)
+from tests.harness.extensions import Aliasing, KeptAliasing, Padded, Scaled, count, recorded
 from tests.harness.selection import long
 
 SOME = {"scaled": Scaled, "kept": KeptAliasing}

@@ -11,25 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.extension_support import (
-    EVEN,
-    MIXED,
-    UNEVEN,
-    Twins,
-    built,
-    dtensor_adam,
-    linear,
-    sharded,
-    step,
-)
+from tests.distributed.extension_support import EVEN, MIXED, UNEVEN, Twins, built, dtensor_adam, linear, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import ON_LONGER_AXES, plain
-from tests.harness.extensions import (
-    Halved,
-    Scaled,
-    Travelling,
-    recorded,
-)
+from tests.harness.extensions import Halved, Scaled, Travelling, recorded
 
 # Arguments
 

@@ -31,17 +31,7 @@ from tests.distributed.extension_support import (
 from tests.harness.comms import direct_from
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import Reference, assert_same_shards
-from tests.harness.extensions import (
-    Aliasing,
-    AliasingHalved,
-    Halved,
-    Packed4,
-    Padded,
-    Ragged,
-    Scaled,
-    Silent,
-    wrap,
-)
+from tests.harness.extensions import Aliasing, AliasingHalved, Halved, Packed4, Padded, Ragged, Scaled, Silent, wrap
 from tests.harness.selection import long
 
 CLASSES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -129,10 +129,7 @@ def test_a_users_type_is_shown_whole_saved_and_loaded(ctx: RankContext, with_mes
             chunk, load = (
                 ("chunk_dtensor", "all_gather_dtensor")
                 if with_mesh
-                else (
-                    "chunk_tensor",
-                    "pre_load_state_dict_transform",
-                )
+                else ("chunk_tensor", "pre_load_state_dict_transform")
             )
             assert isinstance(saved["0.weight"], DTensor) == with_mesh
             assert (calls[chunk], calls[load]) == (8, 4)  # two models were saved, one was loaded
@@ -246,10 +243,7 @@ def test_wrong_parts_of_optimizer_states_name_method_and_parameter(ctx: RankCont
     model(batch(ctx, 3, 4)).sum().backward()
     made.step()
     extensions.chunk_tensor = lambda *_: torch.zeros(3)
-    with (
-        model.state_dict_type(model, SHARDED),
-        pytest.raises(fsdp2.ExtensionError, match=r"chunk_tensor.*'weight'"),
-    ):
+    with model.state_dict_type(model, SHARDED), pytest.raises(fsdp2.ExtensionError, match=r"chunk_tensor.*'weight'"):
         model.optim_state_dict(model, made)
 
 
