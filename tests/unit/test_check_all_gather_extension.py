@@ -5,6 +5,7 @@ The reports are in ``golden/check_all_gather_extension.txt``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,12 +32,86 @@ from tests.harness import extensions
 from tests.harness.extensions import is_in_place
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
-from tests.unit.checked_wrapper import Wrapper, aten
 
+aten = torch.ops.aten
 TEXTS = texts_beside(__file__)
 MATRICES = [shape for shape in SHAPES if len(shape) > 1]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 ROWS = Float8Scaling.PER_ROW
+
+
+class Wrapper(torch.Tensor):
+    """A wrapper of one plain tensor, sent multiplied by ``factor``. Broken classes differ in one thing each."""
+
+    inner: Tensor
+    factor: int
+    keeps_class = frozenset(
+        {
+            aten.detach.default,
+            aten.alias.default,
+            aten.clone.default,
+            aten._to_copy.default,
+            aten.new_zeros.default,
+            aten.empty_like.default,
+        }
+    )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __init_subclass__(cls) -> None:
+        torch.serialization.add_safe_globals([cls])
+        if "<locals>" not in cls.__qualname__:  # pickle looks there, also for what type() has made
+            setattr(sys.modules[cls.__module__], cls.__qualname__, cls)
+
+    def __new__(cls, plain: Tensor, factor: int = 2) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, plain.shape, strides=plain.stride(), dtype=plain.dtype, device=plain.device
+        )
+        made.inner, made.factor = plain, factor
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["inner"], self.factor
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
+        return cls(inner["inner"], factor)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = cls.before(func, args, kwargs or {})
+        result = func(*map_tensors(_inner, args), **map_tensors(_inner, kwargs))
+        if func in cls.keeps_class:
+            return cls(result, args[0].factor)
+        return args[0] if is_in_place(func) and isinstance(result, Tensor) else result
+
+    @classmethod
+    def before(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        return (self.inner * self.factor,), self.factor
+
+    def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        if out is not None:
+            return out.copy_(outputs[0]).div_(factor)
+        made = outputs[0].to(param_dtype, copy=True).div_(factor)
+        return made, (made,)
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
+torch.serialization.add_safe_globals([Wrapper])
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    return tensor.inner if isinstance(tensor, Wrapper) else tensor
+
+
+# Classes that are right
 
 
 def _share_a_scale(shards: list[Any]) -> None:
@@ -118,6 +193,19 @@ def _sending(name: str, pre_hook: Callable[[Any, Any], Any]) -> None:
     _broken(type(name, (Wrapper,), {"fsdp_pre_all_gather": pre_hook}))
 
 
+def _receiving(name: str, post_hook: Callable[..., Any]) -> None:
+    """A class with another post-hook. ``right`` is that of ``Wrapper``, with other arguments if it is given any."""
+
+    def post(self: Wrapper, outputs: Any, factor: int, param_dtype: Any, *, out: Any = None) -> Any:
+        def right(**other: Any) -> Any:
+            given = {"outputs": outputs, "factor": factor, "param_dtype": param_dtype, "out": out, **other}
+            return Wrapper.fsdp_post_all_gather(self, **given)
+
+        return post_hook(self, outputs, out, right)
+
+    _broken(type(name, (Wrapper,), {"fsdp_post_all_gather": post}))
+
+
 def _losing_class(name: str, operation: Any) -> type[Wrapper]:
     """A class that gives plain tensors in ``operation``, too."""
     return _broken(type(name, (Wrapper,), {"keeps_class": Wrapper.keeps_class - {operation}}))
@@ -129,9 +217,8 @@ LosesItsClassOnClone = _losing_class("LosesItsClassOnClone", aten.clone.default)
 _losing_class("LosesItsClassOnEmptyLike", aten.empty_like.default)
 _losing_class("LosesItsClassOnTo", aten._to_copy.default)
 _broken(type("HasNoPostHook", (Wrapper,), {"fsdp_post_all_gather": None}))
-_broken(
-    type("AnswersOne", (Wrapper,), {"fsdp_should_release_all_gather_outputs_after_post_all_gather": lambda self: 1})
-)
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+_broken(type("AnswersOne", (Wrapper,), {_RELEASE: lambda self: 1}))
 _sending("ReturnsAList", lambda self, mesh: ([self.inner], None))
 _sending("SendsWhatRanksCannotJoin", lambda self, mesh: ((self.inner[:, mesh.get_local_rank() :].contiguous(),), 1))
 _sending(
@@ -142,65 +229,30 @@ _sending("DependsOnTheNumberOfRanks", lambda self, mesh: ((self.inner * mesh.siz
 _sending("DependsOnTheRank", lambda self, mesh: ((self.inner * 1,), 1 + mesh.get_rank()))
 _sending("FailsOnEmptyShards", lambda self, mesh: ((self.inner / self.inner.amax(),), 1))
 _sending("Communicates", lambda self, mesh: torch.distributed.all_reduce(self.inner, group=mesh.get_group()))
+_sending("AsksForMore", lambda self, mesh, rank: None)
 
 
-@_broken
-class AsksForMore(Wrapper):
-    def fsdp_pre_all_gather(self, mesh: Any, rank: int) -> Any:  # type: ignore[override]
-        raise NotImplementedError
+def _with_the_shard(self: Wrapper, outputs: Any, out: Any, right: Callable[..., Any]) -> Any:
+    made = right()
+    return None if out is not None else (made[0], (made[0], self.inner))
 
 
-@_broken
-class ReturnsOneTensor(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return outputs[0]
+def _with_other_memory(self: Wrapper, outputs: Any, out: Any, right: Callable[..., Any]) -> Any:
+    made = right(out=None)
+    if out is None:
+        return made
+    out.data = made[0]
+    return None
 
 
-@_broken
-class DropsARow(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return super().fsdp_post_all_gather((outputs[0][1:],), metadata, param_dtype, out=out)
-
-
-@_broken
-class FreesTheShard(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
-        return None if out is not None else (made[0], (made[0], self.inner))
-
-
-@_broken
-class ReleasesWhatItNeeds(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        return (outputs[0].div_(factor), ()) if out is None else None
-
-
-@_broken
-class Leaks(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
-        return None if out is not None else (made[0], ())
-
-
-@_broken
-class IgnoresOut(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return None if out is not None else super().fsdp_post_all_gather(outputs, metadata, param_dtype)
-
-
-@_broken
-class ReturnsAnother(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return super().fsdp_post_all_gather(outputs, metadata, param_dtype)
-
-
-@_broken
-class PutsOtherMemoryUnderOut(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype)
-        if out is not None:
-            out.data = made[0]
-        return made if out is None else None
+_receiving("FreesTheShard", _with_the_shard)
+_receiving("Leaks", lambda self, _, out, right: right() if out is not None else (right()[0], ()))
+_receiving("ReleasesWhatItNeeds", lambda self, outputs, out, _: (outputs[0].div_(2), ()) if out is None else None)
+_receiving("IgnoresOut", lambda self, _, out, right: right() if out is None else None)
+_receiving("ReturnsAnother", lambda self, _, out, right: right(out=None))
+_receiving("ReturnsOneTensor", lambda self, outputs, *_: outputs[0])
+_receiving("DropsARow", lambda self, outputs, _, right: right(outputs=(outputs[0][1:],)))
+_receiving("PutsOtherMemoryUnderOut", _with_other_memory)
 
 
 @_broken
@@ -290,6 +342,22 @@ class RefusesToBeStepped(Wrapper):
         return args, kwargs
 
 
+class IsNotSafeToRead(Wrapper):
+    def __init_subclass__(cls) -> None:
+        """Torch is not told of subclasses."""
+
+
+@_broken
+class CannotBeRead(IsNotSafeToRead):
+    pass
+
+
+@_broken
+class LosesItsFactor(Wrapper):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (self.inner.clone() * 2,)
+
+
 @_broken
 class Twice(LosesItsClassOnClone, LooksAtItsValues):  # type: ignore[misc, valid-type]
     """Of several kinds."""
@@ -330,6 +398,16 @@ def test_what_is_wrong_is_reported(name: str) -> None:
     make, options = REPORTED[name]
     given = {"shapes": [(5, 3)], "world_sizes": (2,), **options}
     TEXTS.check(name, error_of(lambda: check_all_gather_extension(make, **given)))
+
+
+def test_class_that_checkpoints_cannot_write_is_reported() -> None:
+    class OfAFunction(Wrapper):
+        pass
+
+    checked = partial(check_all_gather_extension, OfAFunction, shapes=[(5, 3)], world_sizes=(2,))
+    report = error_of(checked).replace("\n", " ")
+    assert "- save: torch.save cannot write a OfAFunction: AttributeError: " in report  # then the text of this Python
+    assert "Define the class, and those of its attributes, at the top of a module." in report
 
 
 def test_every_text_has_a_case() -> None:
