@@ -6,6 +6,8 @@ The reference (``tests/harness/extension_reference.py``) uses neither a runtime 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,25 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.extension_support import (
-    EVEN,
-    MIXED,
-    UNEVEN,
-    Net,
-    Twins,
-    adam,
-    batch,
-    built,
-    dtensor_adam,
-    loss_of,
-    sgd,
-    sharded,
-)
-from tests.harness.comms import direct_from
+from tests.distributed.extension_support import EVEN, MIXED, UNEVEN, Net, Twins, dtensor_adam, sgd, sharded
+from tests.harness.comms import direct_from, gathers_noted
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extension_reference import Reference, assert_same_shards
 from tests.harness.extensions import Aliasing, AliasingHalved, Halved, Packed4, Padded, Ragged, Scaled, Silent, wrap
-from tests.harness.selection import long
+from tests.harness.selection import in_ci, long
 
 CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": Halved,
@@ -43,47 +31,44 @@ CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
     "aliasing": Aliasing,
     "silent": Silent,
 }
-on_four_ranks = pytest.mark.parametrize(
-    "name", ["packed4", *long("ragged", "aliasing", "halved", "scaled", "padded", "silent")]
-)
-POLICIES = {"full": None, "mixed": MIXED, "reduced": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+REDUCED = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+ON_TWO: dict[str, dict[str, Any]] = {
+    "uneven, Adam": {"dim": UNEVEN, "optimizer": dtensor_adam},
+    "uneven, mixed precision": {"dim": UNEVEN, "optimizer": dtensor_adam, "policy": MIXED},
+    "even, SGD": {"optimizer": sgd, "reshard_after_forward": True},
+    "even, SGD, kept": {"optimizer": sgd, "reshard_after_forward": False},
+}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "uneven and empty": {"dim": UNEVEN},
+    "resting on two": {"dim": UNEVEN, "optimizer": sgd, "policy": MIXED, "reshard_after_forward": 2},
+    "travelling alone": {"dim": UNEVEN, "reshard_after_forward": 2},
+}
 
 
-@pytest.mark.parametrize("policy", ["full", "mixed"])
-@pytest.mark.parametrize("name", list(CLASSES))
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", ["uneven, Adam", "even, SGD", *in_ci("uneven, mixed precision", "even, SGD, kept")])
+@pytest.mark.parametrize("name", ["halved", *in_ci(*list(CLASSES)[1:])])
 @distributed(2)
-def test_uneven_shards_train_with_adam_as_by_hand(ctx: RankContext, name: str, policy: str) -> None:
-    policies = POLICIES[policy]
-    Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, policy=policies, optimizer=dtensor_adam).train(3)
-
-
-@on_four_ranks
-@distributed(4)
-def test_uneven_and_empty_shards_train_with_adam_as_by_hand(ctx: RankContext, name: str) -> None:
-    Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN).train(3)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("name", list(CLASSES))
-@distributed(2)
-def test_even_shards_train_with_sgd_as_by_hand(ctx: RankContext, name: str, reshard: bool) -> None:
-    twins = Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, optimizer=sgd, reshard_after_forward=reshard)
+def test_trains_as_by_hand_bit_for_bit(ctx: RankContext, name: str, way: str) -> None:
+    twins = Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, **ON_TWO[way])
     assert twins.exact
     twins.train(3)
 
 
-@on_four_ranks
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", list(ON_FOUR))
+@pytest.mark.parametrize("name", ["packed4", *long("ragged", "aliasing", "halved", "scaled", "padded", "silent")])
 @distributed(4)
-def test_payloads_that_rest_on_two_of_four_ranks_train_with_sgd_as_by_hand(ctx: RankContext, name: str) -> None:
-    kwargs: dict[str, Any] = {"optimizer": sgd, "policy": MIXED, "reshard_after_forward": 2}
-    Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, **kwargs).train(2)
+def test_trains_on_four_ranks_as_by_hand(ctx: RankContext, name: str, way: str) -> None:
+    with direct_from(0) if way == "travelling alone" else nullcontext():
+        Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, **ON_FOUR[way]).train(3)
 
 
-@pytest.mark.parametrize("policy", [*list(POLICIES)[:1], *long(*list(POLICIES)[1:])])
+@pytest.mark.parametrize("policy", [None, *long(MIXED, REDUCED)])
 @pytest.mark.parametrize("name", ["packed4", *long("aliasing")])
 @distributed(4)
-def test_trains_on_hsdp_as_by_hand(ctx: RankContext, name: str, policy: str) -> None:
-    twins = Twins(CLASSES[name], ctx.mesh_2d(2, 2), ctx.rank, dim=UNEVEN, policy=POLICIES[policy])
+def test_trains_on_hsdp_as_by_hand(ctx: RankContext, name: str, policy: MixedPrecisionPolicy | None) -> None:
+    twins = Twins(CLASSES[name], ctx.mesh_2d(2, 2), ctx.rank, dim=UNEVEN, policy=policy)
     assert twins.exact
     twins.train(3)
 
@@ -93,6 +78,14 @@ def test_trains_on_hsdp_as_by_hand(ctx: RankContext, name: str, policy: str) -> 
 def test_world_of_one_trains_as_by_hand(ctx: RankContext, name: str) -> None:
     for policy in (None, MIXED):
         Twins(CLASSES[name], ctx.mesh_of_one(), ctx.rank, dim=UNEVEN, policy=policy).train(3)
+
+
+class _Cast(Net):
+    """Computes in bfloat16 whatever its parameters are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
 
 
 @pytest.mark.long
@@ -107,25 +100,8 @@ def test_what_arrives_in_another_dtype_than_the_bias_is_reduced_in_its_own(
 
 @distributed(2)
 def test_what_arrives_in_another_dtype_than_the_policy_asks_for_is_reduced_in_it(ctx: RankContext) -> None:
-    def prepare(model: nn.Module) -> None:
-        wrap(model, AliasingHalved, lambda name, value: True)
-
+    prepare = partial(wrap, make=AliasingHalved, select=lambda name, value: True)
     Twins(AliasingHalved, ctx.mesh_1d(), ctx.rank, model=_Cast, prepare=prepare).train(3)
-
-
-class _Cast(Net):
-    """Computes in bfloat16 whatever its parameters are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x)
-
-
-@on_four_ranks
-@distributed(4)
-def test_trains_as_by_hand_where_everything_travels_on_its_own(ctx: RankContext, name: str) -> None:
-    with direct_from(0):
-        Twins(CLASSES[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, reshard_after_forward=2).train(2)
 
 
 class _Large(nn.Module):
@@ -150,18 +126,8 @@ def test_large_payloads_train_as_by_hand(ctx: RankContext, make: Any) -> None:
 @distributed(2, 4)
 def test_shards_of_columns_train_as_by_hand(ctx: RankContext, make: Any, dim: int) -> None:
     """The payload keeps the dims, so it is joined along the second one."""
-    mesh = ctx.mesh_1d()
-    reference = Reference(built(make, dim), mesh, adam, dim=lambda name, value: value.dim() - 1)
-    model = sharded(built(make, dim), mesh, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
-    optimizer = adam(model.parameters())
-    for index in range(3):
-        loss = loss_of(batch(ctx.rank, index))
-        loss(model).backward()
-        reference.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step()
-        assert_same_shards(dict(model.named_parameters()), reference, exact=ctx.world_size == 2)
+    shard = partial(sharded, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+    Twins(make, ctx.mesh_1d(), ctx.rank, dim=dim, shard=shard, cut=lambda name, value: value.dim() - 1).train(3)
 
 
 @distributed(2, 4)
@@ -180,11 +146,8 @@ def test_payloads_of_fp8_bits_arrive(ctx: RankContext) -> None:
 
 
 @distributed(2, 4)
-def test_classes_and_plain_parameters_share_a_group(ctx: RankContext) -> None:
-    """Every second weight is plain, and the biases of a vector class."""
-
-    def shard(model: Any, mesh: Any, **kwargs: Any) -> Any:
-        return fully_shard(model, mesh=mesh, **kwargs)
+def test_classes_and_plain_parameters_travel_in_one_launch(ctx: RankContext) -> None:
+    """Every second weight is plain, and the biases are of a vector class."""
 
     def mixed(model: Any) -> None:
         wrap(model, Scaled, lambda name, value: "up.weight" in name)
@@ -192,6 +155,9 @@ def test_classes_and_plain_parameters_share_a_group(ctx: RankContext) -> None:
         wrap(model, Ragged, lambda name, value: "entry.weight" in name)
 
     for nbytes in (0, 512 * 1024):
-        with direct_from(nbytes):
-            twins = Twins(lambda value: value, ctx.mesh_1d(), ctx.rank, dim=UNEVEN, prepare=mixed, shard=shard)
+        with direct_from(nbytes), gathers_noted() as noted:
+            twins = Twins(lambda value: value, ctx.mesh_1d(), ctx.rank, dim=UNEVEN, prepare=mixed, shard=fully_shard)
             twins.train(3)
+            if ctx.device_type == "cpu":  # one gather for each step, since the root stays unsharded after forward
+                kinds = {"torch.bfloat16", "torch.float32", "torch.int8"}
+                assert [kinds <= set(dtypes) for dtypes in noted] == [True] * 3, noted
