@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
-from fsdp2.plan.trees import map_tensors
 from fsdp2.tensors.wrapper import WrapperTensor
 from tests.distributed.faulty import (
     LATER_POST,
@@ -35,10 +34,10 @@ from tests.distributed.faulty import (
 )
 from tests.distributed.support import Stack, same_on_all_ranks, seeded, step
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extensions import Travelling
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of, wrapped
 from tests.harness.pool import shared_pool
+from tests.unit.test_check_all_gather_extension import BROKEN, Subclass
 
 TEXTS = texts_beside(__file__)
 
@@ -90,27 +89,27 @@ _sends_fewer_columns = _sends(lambda plain: (plain[:, 1:].contiguous(),))
 # Post-hooks
 
 
-def _made(make: Callable[[Tensor], Any]) -> Callable[..., Any]:
-    """A post-hook that makes something of the first output, whatever ``out`` is, and lists it to be freed."""
+def _post(made: Callable[[Any, Outputs, Any], Any]) -> Callable[..., Any]:
+    """A post-hook that returns what ``made`` makes of the shard, the outputs and ``out``."""
 
     def post(self: Faulty, outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        made = make(outputs[0])
-        return made, (made,)
+        return made(self, outputs, out)
 
     return post
 
 
-def _post_raises(self: Faulty, outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+def _made(make: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """Makes something of the first output, whatever ``out`` is, and lists it to be freed."""
+    return _post(lambda self, outputs, out: ((made := make(outputs[0])), (made,)))
+
+
+@_post
+def _post_raises(self: Faulty, outputs: Outputs, out: Any) -> Any:
     raise ValueError("this tensor is not to my liking")
 
 
-def _makes_one_tensor(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
-    return outputs[0].clone()
-
-
-def _puts_other_memory_under_out(
-    self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None
-) -> Any:
+@_post
+def _puts_other_memory_under_out(self: Faulty, outputs: Outputs, out: Any) -> Any:
     made = outputs[0].clone()
     if out is None:
         return made, (made,)
@@ -118,13 +117,10 @@ def _puts_other_memory_under_out(
     return None
 
 
-def _frees_the_shard(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
-    made = Right.fsdp_post_all_gather(self, outputs, metadata, param_dtype, out=out)
+@_post
+def _frees_the_shard(self: Faulty, outputs: Outputs, out: Any) -> Any:
+    made = Right.fsdp_post_all_gather(self, outputs, None, torch.float32, out=out)
     return None if out is not None else (made[0], (made[0], self))
-
-
-def _decodes_in_place(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
-    return outputs[0].mul_(1.0), ()
 
 
 FAULTS = {
@@ -150,10 +146,11 @@ FAULTS = {
     "post-hook that raises on one rank": Fault(POST, _post_raises, 1, is_of_one=True),
     "post-hook that raises on one replica": Fault(POST, _post_raises, 2, is_of_one=True, world_size=4, replicas=2),
     "post-hook that raises in a later step": Fault(LATER_POST, _post_raises, after=1),
-    "post-hook that returns one tensor": Fault(POST, _makes_one_tensor),
+    "post-hook that returns one tensor": Fault(POST, _post(lambda self, outputs, out: outputs[0].clone())),
     "post-hook that returns too few rows": Fault(POST, _made(lambda output: output[:1].clone())),
     "post-hook that puts other memory under out": Fault(POST, _puts_other_memory_under_out),
-    "post-hook that writes its outputs": Fault(LATER_POST, _decodes_in_place),
+    "post-hook that writes its outputs": Fault(LATER_POST, _post(lambda _, outputs, out: (outputs[0].mul_(1.0), ()))),
+    "tensor on outputs that are released": Fault(POST, _post(lambda _, outputs, out: (outputs[0], ()))),
     "shard listed to be freed": Fault(POST, _frees_the_shard),
     "integers of a trainable parameter": Fault(POST, _made(lambda output: output.int())),
     "answer that is no bool": Fault(RELEASE, lambda self: 1),
@@ -183,10 +180,11 @@ def test_fault_in_a_hook_is_an_error_on_all_ranks_and_the_model_works_without_it
 def test_post_hook_that_returns_a_new_object_for_out_is_warned_of_once(ctx: RankContext) -> None:
     """As in torch, the result is ignored."""
 
-    def also_fills_out(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+    @_post
+    def also_fills_out(self: Faulty, outputs: Outputs, out: Any) -> Any:
         if out is not None:
             out.copy_(outputs[0])
-        return _made(torch.clone)(self, outputs, metadata, param_dtype)
+        return ((made := outputs[0].clone()), (made,))
 
     model = sharded(stack_of(Faulty), ctx.mesh_1d())
     with fault_in(LATER_POST, also_fills_out), warnings.catch_warnings(record=True) as caught:
@@ -209,14 +207,7 @@ def test_post_hook_that_returns_aliases_of_the_outputs_whatever_out_is_trains(ct
 # Classes
 
 
-class LosesItsClass(Right):
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        return result.plain if func is torch.ops.aten.new_zeros.default else result
-
-
-class CannotBeCut(Right):
+class HasNoSplit(Right):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.split.Tensor:
@@ -230,16 +221,6 @@ class HookedParameter(nn.Parameter):
 
     def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
         raise NotImplementedError
-
-
-class PythonOnly(Tensor):
-    """Hooks, and nothing that would keep the class inside a DTensor."""
-
-    def __new__(cls, data: Tensor) -> PythonOnly:
-        return data.as_subclass(cls)
-
-    fsdp_pre_all_gather = Right.fsdp_pre_all_gather
-    fsdp_post_all_gather = Right.fsdp_post_all_gather
 
 
 def _refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
@@ -257,7 +238,7 @@ def _refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
     return error
 
 
-REFUSED_CLASSES = [LosesItsClass, CannotBeCut, HookedParameter, PythonOnly]
+REFUSED_CLASSES: list[Any] = [BROKEN["CannotBeCut"], HasNoSplit, HookedParameter, Subclass]
 
 
 @pytest.mark.parametrize("cls", REFUSED_CLASSES)
@@ -278,54 +259,13 @@ def _without_hooks(ctx: RankContext) -> str:
     return error
 
 
-class AliasesWhatItReleases(Right):
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        return (all_gather_outputs[0], ()) if out is None else None
-
-
-def _released_and_aliased(ctx: RankContext) -> str:
-    return error_of(lambda: step(sharded(stack_of(AliasesWhatItReleases), ctx.mesh_1d())))
-
-
-class Spreading(Travelling):
-    """Whatever is computed with it becomes one of it; it takes no plain results apart."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        return map_tensors(lambda tensor: tensor if isinstance(tensor, Travelling) else cls(tensor), result)
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["itself"], None
-
-    @property
-    def itself(self) -> Tensor:
-        return self.plain
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Spreading:
-        return cls(inner["itself"])
-
-
-def _spreads(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
-    made = Right.fsdp_post_all_gather(self, outputs, metadata, param_dtype, out=None if out is None else out.plain)
-    return None if out is not None else (Spreading(made[0]), made[1])
-
-
-def _gradient_refused(ctx: RankContext) -> str:
-    with fault_in(POST, _spreads):
-        model = sharded(stack_of(Faulty), ctx.mesh_1d())
-        error = error_of(lambda: step(model))
-    assert_trains_like_a_plain_one(sharded(stack_of(Faulty), ctx.mesh_1d()))  # what was unsharded cannot be mended
-    return error
+def _gradient_of_a_class(ctx: RankContext) -> str:
+    return error_of(lambda: step(sharded(stack_of(BROKEN["SpreadsToItsGradient"]), ctx.mesh_1d())))
 
 
 IN_A_STEP = {
     "subclass without hooks": _without_hooks,
-    "tensor on outputs that are released": _released_and_aliased,
-    "gradient that nothing says how to reduce": _gradient_refused,
+    "gradient that nothing says how to reduce": _gradient_of_a_class,
 }
 
 
