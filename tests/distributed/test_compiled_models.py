@@ -37,6 +37,14 @@ def _compile(model: Any, way: str, **options: Any) -> Any:
     return model
 
 
+def _assert_compiled_like_eager(ctx: RankContext, way: str, **kwargs: Any) -> None:
+    start_compiling()
+    model = shard(ctx, seeded(Unrolled), **kwargs)
+    outputs = train(model, _compile(model, way))
+    assert num_graphs() == NUM_GRAPHS
+    assert_alike(outputs, train(shard(ctx, seeded(Unrolled), **kwargs)))
+
+
 WAYS = ["torch.compile(model)", "model.compile()"]
 MORE_WAYS = [(WAYS[0], None), (WAYS[1], False)]
 
@@ -47,12 +55,8 @@ MORE_WAYS = [(WAYS[0], None), (WAYS[1], False)]
 )
 @distributed(2)
 def test_graphs_break_at_the_units_and_nowhere_else(ctx: RankContext, way: str, kept: bool | None) -> None:
-    start_compiling()
-    model = shard(ctx, seeded(Unrolled), reshard_after_forward=kept)
-    outputs = train(model, _compile(model, way))
-    assert num_graphs() == NUM_GRAPHS
+    _assert_compiled_like_eager(ctx, way, reshard_after_forward=kept)
     assert breaks() == ["Skip inlining `torch.compiler.disable()`d function"]
-    assert_alike(outputs, train(shard(ctx, seeded(Unrolled), reshard_after_forward=kept)))
 
 
 @pytest.mark.ci
@@ -66,22 +70,10 @@ def test_calls_that_the_compiler_leaves_to_python_are_watched_without_it(ctx: Ra
     assert_alike(outputs, train(shard(ctx, seeded(Stack))))
 
 
-@pytest.mark.ci
-@distributed(2)
-def test_compiled_model_trains_like_the_compiled_unsharded_one(ctx: RankContext) -> None:
-    start_compiling()
-    model, reference = shard(ctx, seeded(Unrolled)), seeded(Unrolled)
-    assert_alike(train(model, _compile(model, WAYS[0])), train(reference, _compile(reference, WAYS[0])))
-
-
 @pytest.mark.long  # blocks that rest on a smaller mesh are not: test_compiled_blocks.py
 @distributed(4)
 def test_compiled_model_that_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
-    start_compiling()
-    model = shard(ctx, seeded(Unrolled), reshard_after_forward=2)
-    outputs = train(model, _compile(model, WAYS[0]))
-    assert num_graphs() == NUM_GRAPHS
-    assert_alike(outputs, train(shard(ctx, seeded(Unrolled), reshard_after_forward=2)))
+    _assert_compiled_like_eager(ctx, WAYS[0], reshard_after_forward=2)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -154,11 +146,11 @@ def test_compiling_says_nothing(ctx: RankContext) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._functorch", "fsdp2")]
-    for logger in loggers:
-        logger.addHandler(handler)
     model = shard(ctx, seeded(Unrolled))
     for block in model.blocks:
         block.compile(backend=BACKEND)
+    for logger in loggers:
+        logger.addHandler(handler)
     train(model, torch.compile(model, backend=BACKEND))
     for logger in loggers:
         logger.removeHandler(handler)
