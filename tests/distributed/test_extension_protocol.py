@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.extension_support import EVEN, MIXED, UNEVEN, built, linear, sharded, step
+from tests.distributed.extension_support import (
+    EVEN,
+    MIXED,
+    UNEVEN,
+    Twins,
+    adam,
+    built,
+    dtensor_adam,
+    linear,
+    sharded,
+    step,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import plain
-from tests.harness.extensions import Halved, Travelling, recorded
+from tests.harness.extensions import (
+    Aliasing,
+    AliasingHalved,
+    Call,
+    CountingHalved,
+    Halved,
+    KeptHalved,
+    Packed4,
+    Scaled,
+    Silent,
+    Travelling,
+    count,
+    recorded,
+)
 
 # Arguments
 
@@ -145,3 +170,177 @@ def test_hooks_given_to_one_of_two_instances_leave_the_other_plain(ctx: RankCont
         model.reshard()
     assert type(model[0].weight.grad.to_local()) is Tensor
     assert model[0].weight.grad.to_local().shape == local.shape
+
+
+# Which objects hooks make and fill, how much memory they take, and how often hooks are called
+
+
+def _converted(make: Any, rows: int = EVEN) -> Tensor:
+    """What hooks make of the whole weight; none of those used with this depends on the cut."""
+    weight = linear(None, rows).weight.detach()
+    return make.decode(make.encode(weight, 0, weight.shape, 1), weight.shape, 1, torch.float32)
+
+
+# Objects and memory
+
+
+def _unsharded(model: nn.Module) -> dict[str, Tensor]:
+    for module in (model, *model.blocks):
+        module.unshard()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("make", [Halved, Scaled, Aliasing, AliasingHalved, Packed4])
+@distributed(2)
+def test_unsharded_objects_stay_the_same_over_steps(ctx: RankContext, make: Any) -> None:
+    model = sharded(built(make), ctx.mesh_1d(), mp_policy=MIXED)
+    optimizer = adam(model.parameters())
+    seen = []
+    for index in range(3):
+        seen.append(_unsharded(model))
+        for module in (model, *model.blocks):
+            module.reshard()
+        step(model, ctx, index)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(later[name] is tensor for later in seen[1:] for name, tensor in seen[0].items())
+
+
+def _nbytes(*tensors: Tensor) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED])
+@pytest.mark.parametrize("make", [Halved, Scaled, Packed4, Aliasing, AliasingHalved])
+@distributed(2, 4)
+def test_resharding_frees_outputs_and_what_hooks_made_of_them(
+    ctx: RankContext, make: Any, policy: MixedPrecisionPolicy
+) -> None:
+    model = linear(make, UNEVEN)
+    fully_shard(model, mesh=ctx.mesh_1d(), mp_policy=policy)
+    for _ in range(2):
+        with recorded() as calls:
+            model.unshard()
+        outputs = calls[-1].given["outputs"]
+        assert model.weight.untyped_storage().nbytes() >= UNEVEN * 6 * model.weight.itemsize
+        assert model.bias.untyped_storage().nbytes() >= UNEVEN * model.bias.itemsize
+        if make.releases_outputs:
+            assert _nbytes(*outputs) == [0] * len(outputs)
+        else:
+            assert all(nbytes > 0 for nbytes in _nbytes(*outputs))
+        unsharded = [*outputs, model.weight, model.bias]
+        model.reshard()
+        assert _nbytes(*unsharded) == [0] * len(unsharded)
+        assert plain(model.weight).untyped_storage().nbytes() >= plain(model.weight).nbytes
+
+
+@distributed(2)
+def test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs(ctx: RankContext) -> None:
+    for make in (Halved, Aliasing):
+        model = linear(make)
+        fully_shard(model, mesh=ctx.mesh_1d())
+        with recorded() as calls:
+            model.unshard()
+            outputs, unsharded = calls[-1].given["outputs"], [model.weight, model.bias]
+            model.reshard()
+            calls.clear()
+            model.unshard(async_op=True)
+            model.reshard()
+        assert [call.hook for call in calls] == ["pre"]
+        assert _nbytes(*outputs, *unsharded) == [0] * (len(outputs) + 2)
+        model.unshard()
+        assert torch.equal(model.weight, _converted(make))
+
+
+# How often
+
+
+def _micro_batches(model: Any, ctx: RankContext, num: int) -> list[Call]:
+    with recorded() as calls:
+        for index in range(num):
+            step(model, ctx, index)
+    return calls
+
+
+@distributed(2)
+def test_pre_hook_is_called_for_every_gather(ctx: RankContext) -> None:
+    model = sharded(built(Halved), ctx.mesh_1d())
+    step(model, ctx)
+    calls = _micro_batches(model, ctx, 3)
+    # Two weights in each of two blocks, gathered in forward and backward; the root's one in forward only.
+    assert count(calls, "pre") == 3 * (2 * 2 * 2 + 1)
+    assert count(calls, "fill") == 3 * (2 * 2 * 2 + 1)
+    assert count(calls, "post") == 0
+
+
+@pytest.mark.parametrize("make", [KeptHalved, CountingHalved])
+@distributed(2, 4)
+def test_kept_payload_is_made_once_for_all_micro_batches(ctx: RankContext, make: Any) -> None:
+    model = sharded(built(make, UNEVEN), ctx.mesh_1d())
+    calls = _micro_batches(model, ctx, 3)
+    assert count(calls, "pre") == 5  # one for each weight, the first one included
+    assert count(calls, "post") == 5
+    assert count(calls, "fill") == 3 * (2 * 2 * 2 + 1) - 5
+
+
+@distributed(2)
+def test_metadata_is_that_of_the_payload_that_was_gathered(ctx: RankContext) -> None:
+    for make in (Halved, KeptHalved, Silent):
+        model = linear(make)
+        fully_shard(model, mesh=ctx.mesh_1d())
+        latest = None
+        for _ in range(3):
+            with recorded() as calls:
+                model.unshard()
+                model.reshard()
+            made = [call.given["metadata"] for call in calls if call.hook == "pre"]
+            used = [call.given["metadata"] for call in calls if call.hook != "pre"]
+            assert bool(made) or make is KeptHalved, make
+            latest = made[-1] if made else latest
+            assert all(meta is latest for meta in used)
+
+
+WRITES: dict[str, Callable[[Any, Any], None]] = {
+    "optimizer": lambda model, optimizer: optimizer.step(),
+    "to_local": lambda model, optimizer: model.weight.to_local().mul_(0.5),
+    "local tensor": lambda model, optimizer: model.weight._local_tensor.mul_(0.5),
+    "view": lambda model, optimizer: model.weight.to_local()[0:1].mul_(0.5),
+    "inner tensor": lambda model, optimizer: model.weight._local_tensor.plain.mul_(0.5),
+    "parameter": lambda model, optimizer: model.weight.mul_(0.5),
+    "load": lambda model, optimizer: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}),
+    "load assign": lambda model, optimizer: model.load_state_dict(
+        {k: v.detach().clone().mul_(0.5) for k, v in model.state_dict().items()}, assign=True
+    ),
+    "cast": lambda model, optimizer: model.to(torch.bfloat16).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("write", list(WRITES))
+@distributed(2)
+def test_kept_payload_is_made_anew_after_a_write(ctx: RankContext, write: str) -> None:
+    for make in (KeptHalved, CountingHalved):
+        model = linear(make)
+        fully_shard(model, mesh=ctx.mesh_1d())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model(torch.ones(2, 6)).sum().backward()
+        for _ in range(2):
+            with torch.no_grad():
+                WRITES[write](model, optimizer)
+            expected = plain(model.weight).bfloat16().float()
+            with recorded() as calls:
+                for _ in range(2):
+                    model.unshard()
+                    unsharded = model.weight.detach().clone()
+                    model.reshard()
+            assert count(calls, "pre") == 1
+            assert torch.equal(unsharded.chunk(ctx.world_size)[ctx.rank], expected)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("make", [KeptHalved, CountingHalved, Halved])
+@distributed(2)
+def test_kept_payload_follows_every_kind_of_optimizer(ctx: RankContext, make: Any, options: dict[str, bool]) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return dtensor_adam(parameters, **options)
+
+    Twins(make, ctx.mesh_1d(), ctx.rank, optimizer=optimizer).train(3)

@@ -1,7 +1,4 @@
-"""``grad_dtype`` of a parameter: the dtype of its sharded gradient, and of its reduction unless the policy says so.
-
-torch reads it from 2.15 on. Expected values are made by hand: every rank's gradient of an unsharded copy, cast, summed.
-"""
+"""``grad_dtype``, which torch reads from 2.15 on, against gradients of an unsharded copy, cast and summed by hand."""
 
 from __future__ import annotations
 

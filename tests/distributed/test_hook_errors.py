@@ -1,7 +1,4 @@
-"""What goes wrong in all-gather hooks, and subclasses that cannot be sharded: errors as text, on every rank.
-
-The words are in ``golden/hook_errors.txt``. Once a hook is mended, the model works.
-"""
+"""What goes wrong in all-gather hooks, as text on every rank (``golden/hook_errors.txt``); mended, the model works."""
 
 from __future__ import annotations
 
@@ -43,15 +40,12 @@ TEXTS = texts_beside(__file__)
 
 
 class Fault(NamedTuple):
-    """What stands in the place of ``hook``: on all ranks or on one, ``after`` so many steps.
-
-    ``is_of_one``: the rank says what happened, and all others say where it did.
-    """
+    """What stands in the place of ``hook``: on all ranks or on one, ``after`` so many steps."""
 
     hook: str
     fault: object
     on_rank: int | None = None
-    is_of_one: bool = False
+    is_of_one: bool = False  # the rank says what happened, and all others say where it did
     world_size: int = 2
     replicas: int = 1
     after: int = 0

@@ -3,11 +3,8 @@
     python -m tests.faults.growth --steps 10000                  # all variants, 2 ranks, a table
     python -m tests.faults.growth --steps 10000 --runtime torch  # the same under torch's fully_shard
 
-A leak of one object or of some bytes per step is thousands of them in a long run. So counts are compared, not guessed
-from memory: all of a process are read at a few steps, each time behind a garbage collection.
-
-torch notes the last 2,000 collectives of a process, with about 1.3 KB each. fsdp2 calls one per step on gloo: its other
-messages are no collectives. So the first reading is after 2,000 steps; TORCH_FR_BUFFER_SIZE=0 makes shorter runs flat.
+torch notes the last 2,000 collectives of a process, with about 1.3 KB each; fsdp2 calls one per step on gloo. So the
+first reading is after 2,000 steps; TORCH_FR_BUFFER_SIZE=0 makes shorter runs flat.
 """
 
 from __future__ import annotations
@@ -164,19 +161,12 @@ def _in_bfloat16(runtime: Runtime, ctx: RankContext) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-        options: of ``fully_shard``, from a runtime and a rank.
-        step: one step of a model and its optimizer; its values are kept by the user for some steps.
-        compiled: the blocks, with inductor's front and no C++ compiler.
-        needs_ours: uses what torch's runtime lacks.
-    """
-
-    options: Callable[[Runtime, RankContext], dict[str, Any]] = lambda runtime, ctx: {}
-    step: Callable[[Any, torch.optim.Optimizer, int], list[Any]] = _one_backward
-    compiled: bool = False
-    needs_ours: bool = False
+    options: Callable[[Runtime, RankContext], dict[str, Any]] = lambda runtime, ctx: {}  # of fully_shard
+    step: Callable[[Any, torch.optim.Optimizer, int], list[Any]] = _one_backward  # the user keeps what it returns
+    compiled: bool = False  # the blocks, with inductor's front and no C++ compiler
+    needs_ours: bool = False  # uses what torch's runtime lacks
 
 
 VARIANTS = {

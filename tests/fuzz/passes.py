@@ -1,10 +1,7 @@
 """Programs of passes, with changes between a forward and its backward: the sharded model beside the plain one.
 
-    python -m tests.fuzz.passes --seeds 1000     # on 2 ranks
-
-A program is a list of operations. After each one, losses and ``requires_grad`` of all parameters are compared; at each
-step, gradients are, too. ``tests.fuzz.program`` draws programs of other features, which torch's runtime runs as well;
-torch does not follow most of these changes.
+``python -m tests.fuzz.passes --seeds 1000`` runs them on 2 ranks. Losses and ``requires_grad`` are compared after each
+operation, gradients at each step. Torch's runtime does not follow most of these changes.
 """
 
 from __future__ import annotations
@@ -90,18 +87,12 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Passes:
-    """A program.
-
-    Attributes:
-        reshards: ``reshard_after_forward`` of each block; "no unit" if the block belongs to the root.
-        root: ``reshard_after_forward`` of the root.
-        by_hand: flags are set on the parameters that were listed before the first pass, not on those that are bound.
-    """
+    """A program."""
 
     way: str
-    reshards: tuple[bool | str | None, ...]
-    root: bool | None
-    by_hand: bool
+    reshards: tuple[bool | str | None, ...]  # reshard_after_forward of each block; "no unit" if it belongs to the root
+    root: bool | None  # reshard_after_forward of the root
+    by_hand: bool  # flags are set on the parameters that were listed before the first pass, not on those bound
     operations: tuple[Operation, ...]
 
 

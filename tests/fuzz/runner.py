@@ -17,10 +17,7 @@ MAX_RUNS = 150  # of one program that is being shrunk
 
 
 class Runner:
-    """A pool of ``world_size`` ranks; a new one after a program that leaves its ranks at different places.
-
-    ``body`` is what the ranks run instead of ``check``.
-    """
+    """A pool of ranks, new after a program that leaves them at different places. They run ``body``, or ``check``."""
 
     def __init__(self, world_size: int, device: str = "cpu", body: Callable[..., Any] | None = None) -> None:
         if body is None and device != "cpu":

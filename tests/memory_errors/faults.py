@@ -1,7 +1,4 @@
-"""``python -m tests.memory_errors.faults``: memory errors made on purpose, each in a process that must not survive it.
-
-Prints how each process ended, and its report, as JSON. Started with what ``allocator.environment`` returns.
-"""
+"""``python -m tests.memory_errors.faults``: for each memory error made on purpose, how its process ended, as JSON."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ MUTATIONS = [
             *_RANDOM,
             "distributed/test_recovery.py",
             "distributed/test_failure_at_every_event.py",
-            "distributed/test_extension_lifetimes.py",
+            "distributed/test_extension_protocol.py",
             "distributed/test_memory.py",
         ),
     ),

@@ -1,7 +1,4 @@
-"""The conformance check passes classes that keep the protocol, and names what is wrong with those that do not.
-
-The reports are in ``golden/check_all_gather_extension.txt``.
-"""
+"""The conformance check passes classes that keep the protocol, and names what is wrong with others, in golden texts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What hooks send, in layouts and plans: pieces of sizes that the ranks chose, joined; routes and lifetimes as text.
-
-Trained with in ``tests/distributed/test_extension_*.py``. ``EXPECTTEST_ACCEPT=1`` rewrites texts.
-"""
+"""What hooks send, in layouts and plans: pieces of sizes that the ranks chose, joined; routes and lifetimes as text."""
 
 from __future__ import annotations
 

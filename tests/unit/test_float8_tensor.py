@@ -1,5 +1,4 @@
-"""float8 keeps its error bound, scales are dropped when they are outdated, and the unsharded tensor computes like its
-dequantised values, with plain gradients. There is no process group: scales of several ranks are put in by hand."""
+"""float8 keeps its error bound, drops outdated scales, and computes like its dequantised values."""
 
 from __future__ import annotations
 

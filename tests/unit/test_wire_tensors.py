@@ -1,5 +1,4 @@
-"""Tensors with a wire format behave as their master values, keep their class where parameters are moved around, and
-travel as they say. Ranks are played one after the other: there is no process group here."""
+"""Tensors with a wire format behave as their master values, keep their class when moved, and travel as they say."""
 
 from __future__ import annotations
 
