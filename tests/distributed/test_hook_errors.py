@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,29 +15,75 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
 from fsdp2.tensors.wrapper import WrapperTensor
-from tests.distributed.faulty import (
-    LATER_POST,
-    LATER_PRE,
-    POST,
-    PRE,
-    RELEASE,
-    Faulty,
-    Outputs,
-    Right,
-    assert_trains_like_a_plain_one,
-    fault_in,
-    refused,
-    sharded,
-    stack_of,
-)
-from tests.distributed.support import Stack, same_on_all_ranks, seeded, step
+from tests.distributed.changes import assert_step_is_that_of
+from tests.distributed.support import Stack, same_on_all_ranks, seeded, shard, step
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.extensions import Travelling
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of, wrapped
 from tests.harness.pool import shared_pool
 from tests.unit.test_check_all_gather_extension import BROKEN, Subclass
 
 TEXTS = texts_beside(__file__)
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+LATER_PRE, LATER_POST = "later_pre", "later_post"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+Outputs = tuple[Tensor, ...]
+
+
+class Right(Travelling):
+    """Sends its values as they are, so that a model with it trains like a plain one."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return (self.plain,), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        if out is not None:
+            out.copy_(all_gather_outputs[0])
+            return None
+        made = all_gather_outputs[0].clone()
+        return made, (made,)
+
+
+class Faulty(Right):
+    """Hooks are bound at first use; what these two call may be replaced later."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return self.later_pre(mesh)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        return self.later_post(all_gather_outputs, metadata, param_dtype, out=out)
+
+    later_pre = Right.fsdp_pre_all_gather
+    later_post = Right.fsdp_post_all_gather
+
+
+@contextmanager
+def fault_in(hook: str, fault: object) -> Iterator[None]:
+    """``Faulty`` has ``fault`` in the place of ``hook`` in this block."""
+    right = getattr(Faulty, hook)
+    setattr(Faulty, hook, fault)
+    yield
+    setattr(Faulty, hook, right)
+
+
+def stack_of(make: Callable[[Tensor], Tensor]) -> Any:
+    model = seeded(Stack)
+    linear = model.blocks[1].linear
+    linear.weight = nn.Parameter(make(linear.weight.detach()))
+    return model
+
+
+def assert_trains_like_a_plain_one(model: Any) -> None:
+    """Two steps, so that the second one goes through ``out``."""
+    model.zero_grad()
+    for _ in range(2):
+        assert_step_is_that_of(model, seeded(Stack))
 
 
 class Fault(NamedTuple):
@@ -152,8 +199,17 @@ FAULTS = {
 
 
 def _error_of_step(ctx: RankContext, name: str) -> str:
-    fault = FAULTS[name]
-    return refused(ctx, fault.hook, fault.fault, fault.on_rank, fault.after, fault.replicas)
+    """The error of a step with a fault, which comes after some steps without."""
+    hook, fault, on_rank, _, _, replicas, after = FAULTS[name]
+    mesh = ctx.mesh_1d() if replicas == 1 else ctx.mesh_2d(replicas, ctx.world_size // replicas)
+    model = shard(ctx, stack_of(Faulty), mesh=mesh)
+    for _ in range(after):
+        step(model)
+    with fault_in(hook, fault if on_rank in (None, ctx.rank) else getattr(Faulty, hook)):
+        error = error_of(lambda: step(model))
+    model.reset_iter_state()
+    assert_trains_like_a_plain_one(model)
+    return error
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -180,7 +236,7 @@ def test_post_hook_that_returns_a_new_object_for_out_is_warned_of_once(ctx: Rank
             out.copy_(outputs[0])
         return ((made := outputs[0].clone()), (made,))
 
-    model = sharded(stack_of(Faulty), ctx.mesh_1d())
+    model = shard(ctx, stack_of(Faulty))
     with fault_in(LATER_POST, also_fills_out), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_trains_like_a_plain_one(model)
@@ -195,7 +251,7 @@ def test_post_hook_that_returns_a_new_object_for_out_is_warned_of_once(ctx: Rank
 def test_post_hook_that_returns_aliases_of_the_outputs_whatever_out_is_trains(ctx: RankContext) -> None:
     aliases = _made(lambda output: output.view(32, 32))
     with fault_in(LATER_POST, aliases), fault_in(RELEASE, lambda self: False):
-        assert_trains_like_a_plain_one(sharded(stack_of(Faulty), ctx.mesh_1d()))
+        assert_trains_like_a_plain_one(shard(ctx, stack_of(Faulty)))
 
 
 # Classes
@@ -228,7 +284,7 @@ def _refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert type(model) is Stack
     linear.weight = weight
-    assert_trains_like_a_plain_one(sharded(model, ctx.mesh_1d()))
+    assert_trains_like_a_plain_one(shard(ctx, model))
     return error
 
 
@@ -245,7 +301,7 @@ class WithoutHooks(Right):
 
 
 def _without_hooks(ctx: RankContext) -> str:
-    model = sharded(stack_of(WithoutHooks), ctx.mesh_1d())
+    model = shard(ctx, stack_of(WithoutHooks))
     error = error_of(lambda: step(model))
     model.reset_iter_state()
     model.blocks[1].linear.weight._local_tensor.__class__ = Right
@@ -254,7 +310,7 @@ def _without_hooks(ctx: RankContext) -> str:
 
 
 def _gradient_of_a_class(ctx: RankContext) -> str:
-    return error_of(lambda: step(sharded(stack_of(BROKEN["SpreadsToItsGradient"]), ctx.mesh_1d())))
+    return error_of(lambda: step(shard(ctx, stack_of(BROKEN["SpreadsToItsGradient"]))))
 
 
 IN_A_STEP = {
@@ -275,7 +331,7 @@ BOUND_AGAIN = {
 
 
 def _on_one_rank_when_bound_again(ctx: RankContext, name: str) -> str:
-    model = sharded(stack_of(Faulty), ctx.mesh_1d())
+    model = shard(ctx, stack_of(Faulty))
     step(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     with fault_in(LATER_PRE, BOUND_AGAIN[name] if ctx.rank == 1 else getattr(Faulty, LATER_PRE)):

@@ -66,22 +66,6 @@ def next_serial() -> int:
     return _serial
 
 
-# Operations that cut, move and copy parameters; all others give plain tensors.
-_KEEPS_CLASS = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.new_zeros.default,
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.split.Tensor,
-    aten.slice.Tensor,
-    aten.view.default,
-    aten.as_strided.default,
-}
-
-
 def is_in_place(func: Any) -> bool:
     return func.__name__.partition(".")[0].endswith("_")
 
@@ -94,6 +78,10 @@ class Travelling(torch.Tensor):
     """A wrapper of one plain tensor that computes as that tensor. Subclasses say what is gathered in its place."""
 
     plain: Tensor
+    # Operations that cut, move and copy parameters; all others give plain tensors.
+    keeps_class = frozenset((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default))
+    keeps_class |= {aten.new_zeros.default, aten.empty_like.default, aten.zeros_like.default, aten.split.Tensor}
+    keeps_class |= {aten.slice.Tensor, aten.view.default, aten.as_strided.default}
     releases_outputs = True
     keeps_inputs = False
     counts_writes = False
@@ -106,6 +94,9 @@ class Travelling(torch.Tensor):
         )
         made.plain = plain
         return made
+
+    def like(self, plain: Tensor) -> Travelling:
+        return type(self)(plain)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["plain"], None
@@ -121,8 +112,8 @@ class Travelling(torch.Tensor):
             torch.autograd.graph.increment_version([item.plain for item in written if isinstance(item, Travelling)])
         plain_args, plain_kwargs = tree_map_only(Travelling, lambda tensor: tensor.plain, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
-        if func in _KEEPS_CLASS:
-            return tree_map_only(torch.Tensor, type(args[0]), result)
+        if func in cls.keeps_class:
+            return tree_map_only(torch.Tensor, args[0].like, result)
         return args[0] if is_in_place(func) and isinstance(result, Tensor) else result
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -245,7 +236,7 @@ class Ragged(Travelling):
 class Padded(Travelling):
     """Pads its shard to that of the first rank, as torch asks of hooks. What it returns has the padding at its end."""
 
-    decode = Halved.decode
+    decode = staticmethod(Halved.decode)
 
     @classmethod
     def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
@@ -270,7 +261,7 @@ class KeptAliasing(Aliasing):
 class AliasingHalved(Aliasing):
     """What has arrived is the parameter, in bfloat16 whatever the policy says."""
 
-    encode = Halved.encode
+    encode = staticmethod(Halved.encode)
     decode = staticmethod(lambda outputs, *_: outputs[0])
 
 

@@ -37,23 +37,11 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 ROWS = Float8Scaling.PER_ROW
 
 
-class Wrapper(torch.Tensor):
-    """A wrapper of one plain tensor, sent multiplied by ``factor``. Broken classes differ in one thing each."""
+class Wrapper(extensions.Travelling):
+    """Sent multiplied by ``factor``. Broken classes differ in one thing each."""
 
-    inner: Tensor
     factor: int
-    keeps_class = frozenset(
-        {
-            aten.detach.default,
-            aten.alias.default,
-            aten.clone.default,
-            aten._to_copy.default,
-            aten.new_zeros.default,
-            aten.empty_like.default,
-        }
-    )
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __reduce_ex__ = Tensor.__reduce_ex__
 
     def __init_subclass__(cls) -> None:
         torch.serialization.add_safe_globals([cls])
@@ -61,26 +49,23 @@ class Wrapper(torch.Tensor):
             setattr(sys.modules[cls.__module__], cls.__qualname__, cls)
 
     def __new__(cls, plain: Tensor, factor: int = 2) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(
-            cls, plain.shape, strides=plain.stride(), dtype=plain.dtype, device=plain.device
-        )
-        made.inner, made.factor = plain, factor
+        made = super().__new__(cls, plain)
+        made.factor = factor
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
-        return ["inner"], self.factor
+        return ["plain"], self.factor
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
-        return cls(inner["inner"], factor)
+        return cls(inner["plain"], factor)
+
+    def like(self, plain: Tensor) -> Wrapper:
+        return type(self)(plain, self.factor)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = cls.before(func, args, kwargs or {})
-        result = func(*map_tensors(_inner, args), **map_tensors(_inner, kwargs))
-        if func in cls.keeps_class:
-            return cls(result, args[0].factor)
-        return args[0] if is_in_place(func) and isinstance(result, Tensor) else result
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, *cls.before(func, args, kwargs or {}))
 
     @classmethod
     def before(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -89,7 +74,7 @@ class Wrapper(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        return (self.inner * self.factor,), self.factor
+        return (self.plain * self.factor,), self.factor
 
     def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
         if out is not None:
@@ -97,15 +82,8 @@ class Wrapper(torch.Tensor):
         made = outputs[0].to(param_dtype, copy=True).div_(factor)
         return made, (made,)
 
-    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
-        return True
-
 
 torch.serialization.add_safe_globals([Wrapper])
-
-
-def _inner(tensor: Tensor) -> Tensor:
-    return tensor.inner if isinstance(tensor, Wrapper) else tensor
 
 
 # Classes that are right
@@ -216,22 +194,22 @@ _losing_class("LosesItsClassOnTo", aten._to_copy.default)
 _broken(type("HasNoPostHook", (Wrapper,), {"fsdp_post_all_gather": None}))
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _broken(type("AnswersOne", (Wrapper,), {_RELEASE: lambda self: 1}))
-_sending("ReturnsAList", lambda self, mesh: ([self.inner], None))
-_sending("SendsWhatRanksCannotJoin", lambda self, mesh: ((self.inner[:, mesh.get_local_rank() :].contiguous(),), 1))
+_sending("ReturnsAList", lambda self, mesh: ([self.plain], None))
+_sending("SendsWhatRanksCannotJoin", lambda self, mesh: ((self.plain[:, mesh.get_local_rank() :].contiguous(),), 1))
 _sending(
     "SendsAnotherDtypeFromTheSecondRank",
-    lambda self, mesh: ((self.inner.to(torch.float64 if mesh.get_rank() else torch.float32),), 1),
+    lambda self, mesh: ((self.plain.to(torch.float64 if mesh.get_rank() else torch.float32),), 1),
 )
-_sending("DependsOnTheNumberOfRanks", lambda self, mesh: ((self.inner * mesh.size(),), 1))
-_sending("DependsOnTheRank", lambda self, mesh: ((self.inner * 1,), 1 + mesh.get_rank()))
-_sending("FailsOnEmptyShards", lambda self, mesh: ((self.inner / self.inner.amax(),), 1))
-_sending("Communicates", lambda self, mesh: torch.distributed.all_reduce(self.inner, group=mesh.get_group()))
+_sending("DependsOnTheNumberOfRanks", lambda self, mesh: ((self.plain * mesh.size(),), 1))
+_sending("DependsOnTheRank", lambda self, mesh: ((self.plain * 1,), 1 + mesh.get_rank()))
+_sending("FailsOnEmptyShards", lambda self, mesh: ((self.plain / self.plain.amax(),), 1))
+_sending("Communicates", lambda self, mesh: torch.distributed.all_reduce(self.plain, group=mesh.get_group()))
 _sending("AsksForMore", lambda self, mesh, rank: None)
 
 
 def _with_the_shard(self: Wrapper, outputs: Any, out: Any, right: Callable[..., Any]) -> Any:
     made = right()
-    return None if out is not None else (made[0], (made[0], self.inner))
+    return None if out is not None else (made[0], (made[0], self.plain))
 
 
 def _with_other_memory(self: Wrapper, outputs: Any, out: Any, right: Callable[..., Any]) -> Any:
@@ -258,7 +236,7 @@ class ChangesItsPayload(Wrapper):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
         self.num_calls += 1
-        return (self.inner.repeat(self.num_calls, 1),), 1
+        return (self.plain.repeat(self.num_calls, 1),), 1
 
 
 class Spreading(Wrapper):
@@ -273,7 +251,7 @@ class Spreading(Wrapper):
 @_broken
 class SpreadsToItsGradient(Wrapper):
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=None if out is None else out.inner)
+        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=None if out is None else out.plain)
         return None if out is not None else (Spreading(made[0]), made[1])
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
@@ -281,7 +259,7 @@ class SpreadsToItsGradient(Wrapper):
 
     @property
     def itself(self) -> Tensor:
-        return self.inner
+        return self.plain
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
@@ -298,7 +276,7 @@ class ClonesNothing(Wrapper):
 class ForgetsItsFactor(Wrapper):
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
-        return cls(inner["inner"], 3)
+        return cls(inner["plain"], 3)
 
     def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
         return super().fsdp_post_all_gather(outputs, 2, param_dtype, out=out)
@@ -316,7 +294,7 @@ class SendsWhatItSentFirst(Wrapper):
     sent: Any = None
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
-        self.sent = self.inner * self.factor if self.sent is None else self.sent
+        self.sent = self.plain * self.factor if self.sent is None else self.sent
         return (self.sent,), self.factor
 
 
@@ -352,7 +330,7 @@ class CannotBeRead(IsNotSafeToRead):
 @_broken
 class LosesItsFactor(Wrapper):
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self), (self.inner.clone() * 2,)
+        return type(self), (self.plain.clone() * 2,)
 
 
 @_broken
