@@ -80,15 +80,6 @@ def test_compiled_before_or_after_fully_shard(ctx: RankContext, way: str, before
     _assert_compiled_like_eager(ctx, Stack, COMPILE[way], before)
 
 
-@distributed(2)
-def test_compiled_blocks_train_like_those_of_the_unsharded_model(ctx: RankContext) -> None:
-    start_compiling()
-    reference = seeded(Stack)
-    for block in reference.blocks:
-        block.compile(**OPTIONS)
-    assert_alike(train(_shard(ctx, seeded(Stack), _compile_method, before=False)), train(reference))
-
-
 class _CheckpointedInside(Block):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)

@@ -100,7 +100,7 @@ def _float8(full: Tensor, dtype: torch.dtype) -> Tensor:
     return Float8Tensor(quantise_float8(full, scale), scale, dtype)
 
 
-def _float8_rows(full: Tensor, dtype: torch.dtype) -> Tensor:
+def float8_rows(full: Tensor, dtype: torch.dtype) -> Tensor:
     scale = scale_from(row_magnitudes(full))
     return Float8Tensor(quantise_float8(full, scale), scale, dtype)
 
@@ -109,7 +109,7 @@ def _nf4(full: Tensor, dtype: torch.dtype) -> Tensor:
     return NF4Tensor.quantise(full).dequantise(dtype)
 
 
-def _int8(full: Tensor, dtype: torch.dtype) -> Tensor:
+def int8(full: Tensor, dtype: torch.dtype) -> Tensor:
     made = torch.empty_like(full, dtype=dtype)
     dequantise(*quantise(full, 16), 16, out=made)
     return made
@@ -135,8 +135,8 @@ def _exact(make: Callable[[Tensor], Tensor], value: Callable[[Tensor, torch.dtyp
         *_exact(BFloat16AllGatherTensor, lambda full, dtype: full.bfloat16().to(dtype)),
         *_exact(partial(BFloat16AllGatherTensor, pad=True), lambda full, dtype: full.bfloat16().to(dtype)),
         *_exact(Float8AllGatherTensor, _float8, prepare=_share_a_scale),
-        *_exact(partial(Float8AllGatherTensor, scaling=ROWS), _float8_rows, shapes=MATRICES),
-        *_exact(partial(Int8AllGatherTensor, block_size=16), _int8, shapes=[(7, 40), (5, 3, 9)]),
+        *_exact(partial(Float8AllGatherTensor, scaling=ROWS), float8_rows, shapes=MATRICES),
+        *_exact(partial(Int8AllGatherTensor, block_size=16), int8, shapes=[(7, 40), (5, 3, 9)]),
         *_exact(NF4Tensor.quantise, _nf4, shapes=MATRICES, trainable=False),
         *_exact(lambda full: TwoTensor(full, full + 1), _pair),
         (partial(Float8AllGatherTensor, quantise_once=True), {"prepare": _share_a_scale}),

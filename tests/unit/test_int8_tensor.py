@@ -32,12 +32,17 @@ def restored(data: torch.Tensor, block_size: int, dtype: torch.dtype = torch.flo
 def test_error_is_at_most_half_a_step_of_the_block(shape: tuple[int, ...], block_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
         data = random(*shape, spread=dtype is not torch.float16).to(dtype)
+        data[1:2] = 0
+        data.view(-1)[3::5] = 0
         values, scales = quantise(data, block_size)
         steps = scales.repeat_interleave(block_size, dim=1)[:, : math.prod(shape[1:])].reshape(shape)
         assert (values.dtype, values.shape) == (torch.int8, data.shape)
         assert (scales.dtype, scales.shape) == (torch.float32, (shape[0], math.ceil(math.prod(shape[1:]) / block_size)))
-        error = (restored(data, block_size).double() - data.double()).abs()
-        assert torch.all(error <= steps * (0.5 + ROUNDING))
+        result = restored(data, block_size)
+        assert torch.all((result.double() - data.double()).abs() <= steps * (0.5 + ROUNDING))
+        assert torch.all(result[data == 0] == 0)
+        assert torch.all(result * data >= 0)
+        assert torch.equal(restored(data, block_size, dtype), result.to(dtype))  # rounded once
 
 
 @pytest.mark.parametrize("block_size", [4, 256])
@@ -45,21 +50,6 @@ def test_a_step_is_the_largest_magnitude_of_the_block_over_127(block_size: int) 
     data = random(3, 512)
     _, scales = quantise(data, block_size)
     torch.testing.assert_close(scales, data.view(3, -1, block_size).abs().amax(-1) / 127)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_compute_dtypes_are_rounded_once_from_float32(dtype: torch.dtype) -> None:
-    data = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(restored(data, 32, dtype), restored(data, 32).to(dtype))
-
-
-def test_zeros_stay_zeros_and_signs_are_kept() -> None:
-    data = random(4, 64)
-    data[1] = 0
-    data[2, ::3] = 0
-    result = restored(data, 16)
-    assert torch.equal(result[data == 0], data[data == 0])
-    assert torch.all(result * data >= 0)
 
 
 def test_blocks_too_small_for_a_scale_lose_at_most_half_of_the_smallest_step() -> None:

@@ -15,7 +15,6 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.plan.trees import map_tensors
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,
@@ -25,6 +24,7 @@ from fsdp2.tensors import (
     wrap_parameters,
 )
 from fsdp2.tensors.wrapper import written_by
+from fsdp2.testing.world import StandInDTensor
 from fsdp2.types import MixedPrecisionPolicy
 
 MAKERS: dict[str, Callable[[torch.Tensor], WireFormatTensor]] = {
@@ -148,24 +148,6 @@ def test_a_write_changes_the_stamp(write: Any, master: torch.Tensor) -> None:
     assert param.write_stamp != before
 
 
-class Around(torch.Tensor):
-    """Like a DTensor: its operations run on a local tensor, below the place where torch counts writes and views."""
-
-    __torch_function__ = nn.Parameter.__torch_function__
-    local: torch.Tensor
-
-    def __new__(cls, local: torch.Tensor) -> Around:
-        made = cls._make_wrapper_subclass(cls, local.shape, strides=local.stride(), dtype=local.dtype)
-        made.local = local
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        local_args = map_tensors(lambda tensor: tensor.local if isinstance(tensor, Around) else tensor, args)
-        result = func(*local_args, **(kwargs or {}))
-        return map_tensors(lambda tensor: Around(tensor) if isinstance(tensor, WireFormatTensor) else tensor, result)
-
-
 @pytest.mark.parametrize(
     ("name", "is_padded"),
     [(name, False) for name in ("in place", "data", "detached", "a view", "foreach")]
@@ -176,7 +158,7 @@ def test_a_write_through_a_tensor_around_it_is_counted_for_the_plain_tensor(
     name: str, is_padded: bool, master: torch.Tensor
 ) -> None:
     memory = BFloat16AllGatherTensor(torch.cat([master, master]) if is_padded else master)
-    around = nn.Parameter(Around(memory[:6] if is_padded else memory))
+    around = nn.Parameter(StandInDTensor(memory[:6] if is_padded else memory))
     stamp, version = around.local.write_stamp, around.local._data._version
     WRITES[name](around)
     assert around.local.write_stamp != stamp
