@@ -178,5 +178,6 @@ class Twins:
         return loss_of(x), loss_of(x.to(self.dtype))
 
 
-def twins_of(ctx: RankContext, name: str, **kwargs: Any) -> Twins:
-    return Twins(SOME[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, **kwargs)
+def twins_of(ctx: RankContext, make: Any, **kwargs: Any) -> Twins:
+    """Uneven ones on all ranks. ``make``: a class, or its name in ``SOME``."""
+    return Twins(SOME.get(make, make), ctx.mesh_1d(), ctx.rank, dim=UNEVEN, **kwargs)

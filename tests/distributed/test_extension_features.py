@@ -303,7 +303,7 @@ def test_frozen_parameter_may_become_integers(ctx: RankContext) -> None:
 @pytest.mark.parametrize("make", [Scaled, *long(Aliasing, Padded)])
 @distributed(2)
 def test_compiled_blocks_train_and_are_compiled_once(ctx: RankContext, make: Any) -> None:
-    twins = Twins(make, ctx.mesh_1d(), ctx.rank, dim=UNEVEN)
+    twins = twins_of(ctx, make)
     torch.compiler.reset()
     for block in twins.model.blocks:
         block.compile(backend="aot_eager")

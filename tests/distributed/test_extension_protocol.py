@@ -12,18 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.extension_support import (
-    EVEN,
-    MIXED,
-    UNEVEN,
-    Twins,
-    adam,
-    built,
-    dtensor_adam,
-    linear,
-    sharded,
-    step,
-)
+from tests.distributed.extension_support import EVEN, MIXED, UNEVEN, Twins, built, dtensor_adam, linear, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import plain
 from tests.harness.extensions import (
@@ -194,7 +183,7 @@ def _unsharded(model: nn.Module) -> dict[str, Tensor]:
 @distributed(2)
 def test_unsharded_objects_stay_the_same_over_steps(ctx: RankContext, make: Any) -> None:
     model = sharded(built(make), ctx.mesh_1d(), mp_policy=MIXED)
-    optimizer = adam(model.parameters())
+    optimizer = dtensor_adam(model.parameters())
     seen = []
     for index in range(3):
         seen.append(_unsharded(model))

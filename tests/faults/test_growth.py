@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from unittest import mock
 
 import pytest
@@ -46,12 +47,9 @@ def test_objects_and_descriptors_do_not_grow_in_100_steps(ctx: RankContext) -> N
 @pytest.mark.timeout(1800)
 def test_nothing_grows_in_10_000_steps() -> None:
     """``python -m tests.faults.growth`` runs the other variants, too: they are too long for a suite."""
-    pool = WorkerPool(2)
-    try:
+    with closing(WorkerPool(2)) as pool:
         for rank, found in enumerate(pool.run(train, 1800, variant="tensors kept by the user", at=MANY_STEPS)):
             _assert_flat(found, f"rank {rank}")
-    finally:
-        pool.close()
 
 
 _kept: list[object] = []
@@ -74,8 +72,5 @@ def _train_leaking(ctx: RankContext, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", LEAKS)
 def test_what_leaks_in_every_step_is_noticed(name: str) -> None:
-    pool = WorkerPool(2)
-    try:
+    with closing(WorkerPool(2)) as pool:
         pool.run(_train_leaking, name=name)
-    finally:
-        pool.close()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp2.tensors.two_tensor import TwoTensor
+from tests.harness.extensions import wrap
 
 
 def two_of(*shape: int, seed: int = 0) -> TwoTensor:
@@ -18,24 +19,19 @@ def two_of(*shape: int, seed: int = 0) -> TwoTensor:
     return TwoTensor(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
 
 
+def _plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+
+
 def _mlp() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
-    for module in model:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(two_of(*parameter.shape, seed=parameter.numel())))
-    return model
+    return wrap(_plain(), lambda value: two_of(*value.shape, seed=value.numel()), lambda *_: True)
 
 
-def _halves(model: nn.Module) -> list[nn.Module]:
-    """Two plain models: one of the first inner tensors, one of the second."""
-    halves = []
-    for which in ("a", "b"):
-        half = copy.deepcopy(model)
-        for module in half.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(getattr(parameter, which)))
-        halves.append(half)
-    return halves
+def _half(model: nn.Module, which: str) -> nn.Module:
+    """A plain model of the first inner tensors, ``a``, or of the second, ``b``."""
+    half = _plain()
+    half.load_state_dict({name: getattr(value, which) for name, value in model.state_dict().items()})
+    return half
 
 
 # Ops
@@ -108,7 +104,7 @@ def test_ops_on_lists_write_and_return_plain_tensors_among_them_once() -> None:
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 def test_adam_updates_each_inner_tensor_as_if_it_were_alone(options: dict[str, bool]) -> None:
     model = _mlp()
-    models = [model, *_halves(model)]
+    models = [model, _half(model, "a"), _half(model, "b")]
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.1, **options) for each in models]
     for step in range(3):
         x = torch.randn(7, 3, generator=torch.Generator().manual_seed(step))
