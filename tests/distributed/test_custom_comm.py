@@ -171,9 +171,6 @@ def test_hook_gets_one_buffer_with_zeros_between_the_gradients(ctx: RankContext)
     assert torch.equal(flat[flat != 0].sort().values, gradients[gradients != 0].sort().values)
 
 
-# What is refused
-
-
 class Setter(NamedTuple):
     """A call that is refused, after another one."""
 

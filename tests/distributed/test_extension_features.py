@@ -21,8 +21,6 @@ from tests.harness.extensions import Aliasing, Padded, Scaled, count, recorded
 from tests.harness.models import freeze
 from tests.harness.selection import in_ci, long
 
-# Models
-
 
 class _Blocks(Net):
     """Runs ``used`` of its blocks, ``by`` the function of the class; ``fails`` before the second."""
@@ -87,9 +85,6 @@ def _wrapped_by(kind: CheckpointImpl) -> Callable[..., None]:
         fully_shard(model, mesh=mesh)
 
     return shard
-
-
-# Runs
 
 
 def _train(twins: Twins) -> None:

@@ -30,8 +30,6 @@ from tests.harness.extensions import (
     recorded,
 )
 
-# Arguments
-
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED])
 @pytest.mark.parametrize("rows", [EVEN, UNEVEN, 1])
@@ -99,9 +97,6 @@ def test_sharded_dim_that_the_payload_lacks_is_joined_along_the_first(ctx: RankC
     assert torch.equal(model.weight, expected)
 
 
-# Patched after fully_shard
-
-
 def _pre_short(self: Tensor, mesh: Any) -> Any:
     return (plain(self).to(torch.bfloat16),), ("short", mesh.size())
 
@@ -161,16 +156,10 @@ def test_hooks_given_to_one_of_two_instances_leave_the_other_plain(ctx: RankCont
     assert model[0].weight.grad.to_local().shape == local.shape
 
 
-# Which objects hooks make and fill, how much memory they take, and how often hooks are called
-
-
 def _converted(make: Any, rows: int = EVEN) -> Tensor:
     """What hooks make of the whole weight; none of those used with this depends on the cut."""
     weight = linear(None, rows).weight.detach()
     return make.decode(make.encode(weight, 0, weight.shape, 1), weight.shape, 1, torch.float32)
-
-
-# Objects and memory
 
 
 def _unsharded(model: nn.Module) -> dict[str, Tensor]:
@@ -239,9 +228,6 @@ def test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs(ctx:
         assert _nbytes(*outputs, *unsharded) == [0] * (len(outputs) + 2)
         model.unshard()
         assert torch.equal(model.weight, _converted(make))
-
-
-# How often
 
 
 def _micro_batches(model: Any, ctx: RankContext, num: int) -> list[Call]:

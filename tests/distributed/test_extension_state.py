@@ -86,9 +86,6 @@ def test_values_loaded_between_steps_are_computed_with(ctx: RankContext, name: s
         twins.check()
 
 
-# Checkpoints of torch.distributed.checkpoint
-
-
 def _trained(ctx: RankContext, name: str, path: Path, loads: bool) -> dict[str, Tensor]:
     """Train two steps and save, or load. Then full values, and those after one more step.
 
@@ -149,9 +146,6 @@ def test_packed_weights_are_loaded_from_rank_0_dequantised(ctx: RankContext) -> 
     rows = torch.chunk(torch.arange(10), ctx.world_size)[ctx.rank]
     assert torch.equal(local.dequantise(), packed.dequantise()[rows])
     assert torch.equal(linear(x), x @ packed.dequantise().T)
-
-
-# Other shards
 
 
 @some

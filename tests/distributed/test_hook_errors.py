@@ -38,13 +38,11 @@ class Right(Travelling):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
         return (self.plain,), None
 
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
+    def fsdp_post_all_gather(self, outputs: Outputs, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         if out is not None:
-            out.copy_(all_gather_outputs[0])
+            out.copy_(outputs[0])
             return None
-        made = all_gather_outputs[0].clone()
+        made = outputs[0].clone()
         return made, (made,)
 
 
@@ -54,10 +52,8 @@ class Faulty(Right):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
         return self.later_pre(mesh)
 
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        return self.later_post(all_gather_outputs, metadata, param_dtype, out=out)
+    def fsdp_post_all_gather(self, outputs: Outputs, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return self.later_post(outputs, metadata, param_dtype, out=out)
 
     later_pre = Right.fsdp_pre_all_gather
     later_post = Right.fsdp_post_all_gather
@@ -98,9 +94,6 @@ class Fault(NamedTuple):
     after: int = 0
 
 
-# Pre-hooks
-
-
 class Packed(WrapperTensor):
     """Half as many inner elements as it shows."""
 
@@ -126,8 +119,6 @@ def _wants_a_rank(self: Faulty, mesh: DeviceMesh, rank: int) -> Any:
 
 _sends_halves = _sends(lambda plain: (plain.half(),))
 _sends_fewer_columns = _sends(lambda plain: (plain[:, 1:].contiguous(),))
-
-# Post-hooks
 
 
 def _post(made: Callable[[Any, Outputs, Any], Any]) -> Callable[..., Any]:
@@ -252,9 +243,6 @@ def test_post_hook_that_returns_aliases_of_the_outputs_whatever_out_is_trains(ct
     aliases = _made(lambda output: output.view(32, 32))
     with fault_in(LATER_POST, aliases), fault_in(RELEASE, lambda self: False):
         assert_trains_like_a_plain_one(shard(ctx, stack_of(Faulty)))
-
-
-# Classes
 
 
 class HasNoSplit(Right):

@@ -67,9 +67,6 @@ def held() -> Counter[str]:
     return found
 
 
-# Variants
-
-
 def _inputs(index: int) -> Tensor:
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(index))
 

@@ -154,9 +154,6 @@ def test_a_kill_at_a_random_time_leaves_a_complete_checkpoint(
     assert num_half_written > 5  # the moments are those of writing
 
 
-# A rank that cannot write
-
-
 def _full_disk(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
 

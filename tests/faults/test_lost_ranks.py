@@ -167,9 +167,6 @@ def test_python_ends_after_the_error(tmp_path: Path) -> None:
             rank.wait()
 
 
-# The harness of these ranks: one may be lost while it writes its answer, too
-
-
 def _killed_while_it_answers(ctx: RankContext, mesh: DeviceMesh) -> str:
     def write_half(path: Path, data: bytes) -> int:
         with open(path, "wb") as file:

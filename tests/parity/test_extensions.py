@@ -114,9 +114,6 @@ def test_hooks_that_instances_were_given(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard, unsharded=None), ctx.mesh_1d())
 
 
-# What PyTorch's own tests of hooks do
-
-
 def _patched(model: nn.Module, pre: Any, post: Any) -> None:
     """Give the shards of all matrices hooks of their own; the class has none."""
     for param in model.parameters():

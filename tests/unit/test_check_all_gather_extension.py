@@ -80,9 +80,6 @@ class Wrapper(extensions.Travelling):
 torch.serialization.add_safe_globals([Wrapper])
 
 
-# Classes that are right
-
-
 def _share_a_scale(shards: list[Any]) -> None:
     scale = scale_from(torch.stack([magnitude(shard._data) for shard in shards]).amax(0))
     for shard in shards:
@@ -146,8 +143,6 @@ def _exact(make: Callable[[Tensor], Tensor], value: Callable[[Tensor, torch.dtyp
 def test_class_that_keeps_the_protocol_passes(make: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:
     check_all_gather_extension(make, **options)
 
-
-# Classes that are wrong in one thing
 
 BROKEN: dict[str, Callable[[Tensor], Tensor]] = {}
 

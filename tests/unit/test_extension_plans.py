@@ -21,9 +21,6 @@ WORLD_SIZE = 4
 ARRIVAL, UNSHARDED = Lifetime.ARRIVAL, Lifetime.UNSHARDED
 
 
-# Joining pieces
-
-
 def _random_pieces(draw: random.Random) -> tuple[list[torch.Tensor], int]:
     """One piece per rank that differ along one dim only; some of size 0."""
     num_dims = draw.randint(1, 4)
@@ -105,9 +102,6 @@ def test_join(shapes: list[tuple[int, ...]], dim: int, expected: JoinedLayout) -
 def test_pieces_that_differ_elsewhere_are_not_joined(shapes: list[tuple[int, ...]], dim: int) -> None:
     with pytest.raises(ValueError, match="differ in more than dim"):
         join(shapes, dim)
-
-
-# Plans
 
 
 ROUTING = Routing(direct_min_nbytes=1024, reduces_uneven=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,9 +35,6 @@ def scale_of(data: torch.Tensor, scaling: Float8Scaling) -> torch.Tensor:
 def unsharded(data: torch.Tensor, scaling: Float8Scaling, dtype: torch.dtype = torch.bfloat16) -> Float8Tensor:
     scale = scale_of(data, scaling)
     return Float8Tensor(quantise_float8(data, scale), scale, dtype)
-
-
-# Quantising
 
 
 @both
@@ -83,9 +81,6 @@ def test_inf_and_nan_are_never_hidden(bad: float) -> None:
     assert quantise_float8(beyond, torch.ones(1)).tolist() == [[LARGEST, -LARGEST, 1.0]]
 
 
-# Travelling
-
-
 def test_what_arrives_is_the_unsharded_parameter_and_the_precomputed_scale_is_copied() -> None:
     data = random(4, 16)
     for scaling in (PER_ROW, PER_TENSOR):
@@ -100,28 +95,12 @@ def test_what_arrives_is_the_unsharded_parameter_and_the_precomputed_scale_is_co
         assert made._scale.data_ptr() != scale.data_ptr()
 
 
-# Scales that were precomputed
-
-
-class AskedError(Exception):
-    pass
-
-
-def asking_mesh() -> Any:
-    """A mesh of two ranks that tells when ranks are about to communicate."""
-
-    def get_group() -> Any:
-        raise AskedError
-
-    return SimpleNamespace(size=lambda: 2, get_group=get_group)
-
-
 def asks(shard: Float8AllGatherTensor) -> bool:
-    try:
-        shard.fsdp_pre_all_gather(asking_mesh(), shard.shape, shard.stride(), None, None)
-    except AskedError:
-        return True
-    return False
+    """Whether a gather of two ranks communicates before it."""
+    mesh = mock.Mock(**{"size.return_value": 2, "get_group.side_effect": InterruptedError})
+    with suppress(InterruptedError):
+        shard.fsdp_pre_all_gather(mesh, shard.shape, shard.stride(), None, None)
+    return mesh.get_group.called
 
 
 def step(shard: Any) -> None:
@@ -179,9 +158,6 @@ def test_precomputing_passes_over_what_is_not_sharded() -> None:
     module.weight = nn.Parameter(Float8AllGatherTensor(module.weight))
     precompute_float8_scales(module)
     assert asks(module.weight)
-
-
-# Computing
 
 
 @both

@@ -34,18 +34,10 @@ def _same(left: NF4Tensor, right: NF4Tensor) -> bool:
     return torch.equal(left._packed, right._packed) and torch.equal(left._scales, right._scales)
 
 
-def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """The codes, one each: uint8 ``[..., n]`` to ``[..., 2n]``."""
-    return torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
-
-
 def _dequantised(packed: torch.Tensor, scales: torch.Tensor, cols: int) -> torch.Tensor:
     out = torch.empty(packed.size(0), cols)
     normal_float.dequantise(packed, scales, out=out)
     return out
-
-
-# Codebook and arithmetic
 
 
 def test_codebook_is_the_published_one() -> None:
@@ -66,7 +58,8 @@ def test_each_codebook_value_has_its_own_code() -> None:
     packed, scales = normal_float.quantise(torch.tensor([normal_float.CODEBOOK]) * 3, 16)
     assert packed.shape == (1, 8)
     assert packed[0, 0] == 0x01
-    assert _unpacked(packed).tolist() == [list(range(16))]
+    codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
+    assert codes.tolist() == [list(range(16))]
     assert scales.tolist() == [[3.0]]
 
 
@@ -114,9 +107,6 @@ def test_long_weights_are_treated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     pieces = whole.dequantise()
     monkeypatch.undo()
     assert torch.equal(pieces, whole.dequantise())
-
-
-# The tensor
 
 
 def test_shape_and_dtype_are_the_weights_and_it_takes_4_bits_and_its_share_of_a_scale() -> None:

@@ -34,9 +34,6 @@ def _half(model: nn.Module, which: str) -> nn.Module:
     return half
 
 
-# Ops
-
-
 def _linear(x: torch.Tensor) -> torch.Tensor:
     return F.linear(torch.arange(6.0).view(2, 3), x).relu()
 

@@ -50,9 +50,6 @@ def master() -> torch.Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
 
-# Being the master values
-
-
 @every_class
 def test_it_looks_like_its_master_values_and_computes_plain_tensors(make: Any, master: torch.Tensor) -> None:
     wrapper = make(master)
@@ -125,9 +122,6 @@ def test_optimizers_step_as_on_a_plain_parameter_with_plain_states(
     assert torch.equal(plain, wrapped)
 
 
-# Counting writes
-
-
 WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "in place": lambda param: param.add_(1),
     "data": lambda param: param.data.add_(1),
@@ -186,9 +180,6 @@ def test_collectives_that_read_a_shard_do_not_count_as_writes(master: torch.Tens
     assert written is shard
 
 
-# Storing and showing
-
-
 @every_class
 def test_saving_writes_the_plain_tensor_which_loads_without_fsdp2(make: Any, master: torch.Tensor) -> None:
     stored = io.BytesIO()
@@ -213,9 +204,6 @@ Float8AllGatherTensor(tensor([[1., 2.]]), scaling=Float8Scaling.PER_ROW, quantis
     )
 
 
-# Compiling
-
-
 @every_class
 def test_compiled_code_reads_writes_and_returns_wrappers(make: Any, master: torch.Tensor) -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -231,9 +219,6 @@ def test_compiled_code_reads_writes_and_returns_wrappers(make: Any, master: torc
     assert torch.equal(master, expected)
     assert same._options == wrapper._options
     assert wrapper.write_stamp != before
-
-
-# Travelling. The values that arrive are those of test_check_all_gather_extension
 
 
 FORMATS: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {
@@ -278,9 +263,6 @@ def test_bfloat16_outputs_are_released_only_where_they_are_copied_from(
     assert not wrapper.fsdp_should_release_all_gather_outputs_after_post_all_gather()  # not known yet
     pre(wrapper, 1, master, param_dtype)
     assert wrapper.fsdp_should_release_all_gather_outputs_after_post_all_gather() is released
-
-
-# wrap_parameters
 
 
 class Tied(nn.Module):
