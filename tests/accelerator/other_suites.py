@@ -58,7 +58,6 @@ EXCLUDED: dict[str, dict[str, str]] = {
     "distributed": {
         "test_autocast": _AUTOCAST,
         "test_compiled_blocks": "torch.compile has no backend for the device",
-        "test_compiled_models": "torch.compile has no backend for the device",
         "test_comm": "is about the channels of gloo",
         "test_custom_comm.test_hook_gets_one_buffer_with_zeros_between_the_gradients": (
             "is about the alignment of buffers on the CPU"

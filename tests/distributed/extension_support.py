@@ -15,8 +15,8 @@ from tests.harness.distributed import RankContext
 from tests.harness.extension_reference import (
     Loss,
     Reference,
+    assert_same,
     assert_same_gradients,
-    assert_same_losses,
     assert_same_shards,
     sharded_parameters,
 )
@@ -148,12 +148,12 @@ class Twins:
         found = loss(self.model)
         found.backward()
         expected = self.reference.backward(by_hand, reduce=reduce)
-        assert_same_losses([found.detach()], [expected], exact=self.exact)
+        assert_same("loss", found.detach(), expected, self.exact)
 
     def evaluate(self) -> None:
         loss, by_hand = self._next_losses()
         with torch.no_grad():
-            assert_same_losses([loss(self.model)], [self.reference.forward(by_hand)], exact=self.exact)
+            assert_same("loss", loss(self.model), self.reference.forward(by_hand), self.exact)
 
     def step(self) -> None:
         """The optimizers; compares gradients and shards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -315,7 +316,4 @@ def test_kept_payload_is_made_anew_after_a_write(ctx: RankContext, write: str) -
 @pytest.mark.parametrize("make", [KeptHalved, CountingHalved, Halved])
 @distributed(2)
 def test_kept_payload_follows_every_kind_of_optimizer(ctx: RankContext, make: Any, options: dict[str, bool]) -> None:
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return dtensor_adam(parameters, **options)
-
-    Twins(make, ctx.mesh_1d(), ctx.rank, optimizer=optimizer).train(3)
+    Twins(make, ctx.mesh_1d(), ctx.rank, optimizer=partial(dtensor_adam, **options)).train(3)

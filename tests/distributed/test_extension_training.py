@@ -29,7 +29,7 @@ from tests.distributed.extension_support import (
 )
 from tests.harness.comms import direct_from, gathers_noted
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extension_reference import Reference, assert_same_gradients, assert_same_losses, assert_same_shards
+from tests.harness.extension_reference import Reference, assert_same, assert_same_gradients, assert_same_shards
 from tests.harness.extensions import Aliasing, AliasingHalved, Halved, Packed4, Padded, Ragged, Scaled, Silent, wrap
 from tests.harness.selection import in_ci, long
 
@@ -234,7 +234,7 @@ class _Pairs:
         loss.backward()
         for half, reference in self.references.items():
             expected = reference.backward(loss_of(x.to(self.dtype)), reduce=reduce)
-            assert_same_losses([getattr(loss.detach(), half)], [expected], exact=self.exact)
+            assert_same(f"loss of {half}", getattr(loss.detach(), half), expected, self.exact)
 
     def step(self) -> None:
         assert all(

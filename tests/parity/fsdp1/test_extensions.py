@@ -158,12 +158,8 @@ def recording() -> Iterator[list[tuple[Any, ...]]]:
         state._fsdp_extension = made
 
     # torch's class itself takes an extension only for tensor parallelism
-    with mock.patch("torch.distributed.fsdp.fully_sharded_data_parallel._init_extension", set_on):
-        fsdp2.set_fsdp_extensions(made)
-        try:
-            yield calls
-        finally:
-            fsdp2.set_fsdp_extensions(None)
+    with mock.patch("torch.distributed.fsdp.fully_sharded_data_parallel._init_extension", set_on), extension_set(made):
+        yield calls
 
 
 def plain_states(value: Any) -> Any:
