@@ -57,13 +57,12 @@ EXCLUDED: dict[str, dict[str, str]] = {
     "distributed": {
         "test_autocast": _AUTOCAST,
         "test_compiled_blocks": "torch.compile has no backend for the device",
-        "test_compiled_models": "torch.compile has no backend for the device",
         "test_comm": "is about the channels of gloo",
         "test_custom_comm.test_hook_gets_one_buffer_with_zeros_between_the_gradients": (
             "is about the alignment of buffers on the CPU"
         ),
         "test_extension_features.test_prefetch_in_vain_is_dropped": _PREFETCH,
-        "test_extension_lifetimes.test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs": _PREFETCH,
+        "test_extension_protocol.test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs": _PREFETCH,
         "test_extension_training.test_what_arrives_in_another_dtype_than_the_bias_is_reduced_in_its_own": _AUTOCAST,
         "test_extension_training.test_what_arrives_in_another_dtype_than_the_policy_asks_for_is_reduced_in_it": (
             _AUTOCAST

@@ -15,16 +15,17 @@ from tests.harness.distributed import RankContext
 from tests.harness.extension_reference import (
     Loss,
     Reference,
+    assert_same,
     assert_same_gradients,
-    assert_same_losses,
     assert_same_shards,
     sharded_parameters,
 )
-from tests.harness.extensions import wrap
+from tests.harness.extensions import KeptAliasing, Scaled, wrap
 from tests.harness.training import OnShards
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 EVEN, UNEVEN = 8, 5  # with 5 rows, 2 and 4 ranks have uneven shards
+SOME = {"scaled": Scaled, "kept": KeptAliasing}
 
 
 class Block(nn.Module):
@@ -121,20 +122,25 @@ class Twins:
         prepare: Callable[[Any], Any] = lambda model: None,
         shard: Callable[..., Any] = sharded,
         reduce_dtype: torch.dtype | None = None,
+        cut: Callable[[str, Tensor], int] = lambda name, value: 0,
         **kwargs: Any,
     ) -> None:
         """``prepare`` is called on both models before sharding. ``by_hand`` is the model of the reference, if another
-        one; ``reduce_dtype`` is for the reference only."""
+        one; ``reduce_dtype`` and ``cut``, the dim to cut, are for the reference only."""
         self.rank, self.exact = rank, max(mesh.shape) <= 2
         self.dtype = (policy and policy.param_dtype) or torch.float32
         self.model, unsharded = built(make, dim, model), built(make, dim, by_hand or model)
         for each in (self.model, unsharded):
             prepare(each)
-        self.reference = Reference(unsharded, mesh, optimizer, policy, reduce_dtype=reduce_dtype)
-        shard(self.model, mesh, **({"mp_policy": policy} if policy else {}), **kwargs)
-        self.parameters = sharded_parameters(self.model)  # also while others are bound
-        self.optimizer = optimizer(self.parameters.values())
+        self.reference = Reference(unsharded, mesh, optimizer, policy, cut, reduce_dtype)
+        shard(self.model, mesh=mesh, **({"mp_policy": policy} if policy else {}), **kwargs)
         self.num_batches = 0
+        self.use(self.model, optimizer)
+
+    def use(self, model: Any, optimizer: Callable[..., torch.optim.Optimizer] = dtensor_adam) -> None:
+        """Go on with the sharded ``model``."""
+        self.model, self.parameters = model, sharded_parameters(model)  # also while others are bound
+        self.optimizer = optimizer(self.parameters.values())
 
     def backward(self, *, reduce: bool = True) -> None:
         """One micro-batch on both."""
@@ -142,12 +148,12 @@ class Twins:
         found = loss(self.model)
         found.backward()
         expected = self.reference.backward(by_hand, reduce=reduce)
-        assert_same_losses([found.detach()], [expected], exact=self.exact)
+        assert_same("loss", found.detach(), expected, self.exact)
 
     def evaluate(self) -> None:
         loss, by_hand = self._next_losses()
         with torch.no_grad():
-            assert_same_losses([loss(self.model)], [self.reference.forward(by_hand)], exact=self.exact)
+            assert_same("loss", loss(self.model), self.reference.forward(by_hand), self.exact)
 
     def step(self) -> None:
         """The optimizers; compares gradients and shards."""
@@ -170,3 +176,8 @@ class Twins:
         x = batch(self.rank, self.num_batches)
         self.num_batches += 1
         return loss_of(x), loss_of(x.to(self.dtype))
+
+
+def twins_of(ctx: RankContext, make: Any, **kwargs: Any) -> Twins:
+    """Uneven ones on all ranks. ``make``: a class, or its name in ``SOME``."""
+    return Twins(SOME.get(make, make), ctx.mesh_1d(), ctx.rank, dim=UNEVEN, **kwargs)

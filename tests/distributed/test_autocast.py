@@ -1,5 +1,4 @@
-"""torch.autocast keeps the cast of a parameter until its region ends. Autograd comes to the node of an old cast last,
-so a forward must not use one whose unit is reduced by then. torch's ``fully_shard`` loses these gradients."""
+"""No gradient is lost through a cast that torch.autocast keeps until its region ends, as torch's loses some."""
 
 from __future__ import annotations
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.group.gradients import GroupOptions
 from fsdp2.runtime.unit import unit_of
 from tests.distributed.support import Scaled, Stack, batch, same_on_all_ranks, seeded, sharded, step
 from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
@@ -83,40 +80,6 @@ def test_messages_in_flight_may_lie_in_the_same_memory(ctx: RankContext) -> None
     assert gather.messages
 
 
-@distributed(2, 4)
-def test_gradients_survive_a_reduce_scatter_that_always_returns_the_same_memory(ctx: RankContext) -> None:
-    """All blocks are alike, so the messages of all of them lie in the same two buffers."""
-    expected = _trained(sharded(ctx))
-    model = sharded(ctx)
-    _set_comms(model, CountingAllGather(persistent=True), CountingReduceScatter(persistent=True))
-    actual = _trained(model)
-    if ctx.world_size == 2:  # else gloo's reduce-scatter and ours sum in different orders
-        compare_values("persistent memory", actual, expected)
-    for found, value in zip(actual, expected, strict=True):
-        assert torch.allclose(found, value, rtol=1e-5, atol=1e-6)
-
-
-@distributed(2)
-def test_memory_kept_from_inference_mode_serves_training(ctx: RankContext) -> None:
-    expected = _trained(sharded(ctx))
-    model = sharded(ctx)
-    _set_comms(model, CountingAllGather(persistent=True), CountingReduceScatter(persistent=True))
-    with torch.inference_mode():
-        model(batch())
-    model.reshard()  # the root's parameters stay unsharded, and the optimizer is to have the shards
-    compare_values("after inference", _trained(model), expected)
-
-
-@distributed(2)
-def test_prefetched_message_that_nobody_reads_is_dropped(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    gather = CountingAllGather(persistent=True)
-    _set_comms(model, gather, CountingReduceScatter())
-    model.blocks[0].unshard(async_op=True)
-    model.blocks[0].reshard()
-    compare_values("after a dropped gather", _trained(model), _trained(sharded(ctx)))
-
-
 class _FailsOnce(CountingAllGather):
     has_failed = False
 
@@ -127,13 +90,37 @@ class _FailsOnce(CountingAllGather):
         return super().__call__(*args, **kwargs)
 
 
-@distributed(2)
-def test_all_gather_that_raises_leaves_the_model_usable(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    _set_comms(model, _FailsOnce(persistent=True), CountingReduceScatter())
+def _infer(model: Any) -> None:
+    with torch.inference_mode():
+        model(batch())
+    model.reshard()  # the root's parameters stay unsharded, and the optimizer is to have the shards
+
+
+def _prefetch_in_vain(model: Any) -> None:
+    model.blocks[0].unshard(async_op=True)
+    model.blocks[0].reshard()
+
+
+def _fail(model: Any) -> None:
     with pytest.raises(OSError, match="the network is gone"):
         step(model)
-    compare_values("after a failure", _trained(model), _trained(sharded(ctx)))
+
+
+BEFORE: dict[str, tuple[type[CountingAllGather], Callable[[Any], None]]] = {
+    "inference": (CountingAllGather, _infer),
+    "a prefetch in vain": (CountingAllGather, _prefetch_in_vain),
+    "a failure": (_FailsOnce, _fail),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("before", BEFORE)
+@distributed(2)
+def test_memory_that_is_kept_serves_training_after(ctx: RankContext, before: str) -> None:
+    model, (gather, run) = sharded(ctx), BEFORE[before]
+    _set_comms(model, gather(persistent=True), CountingReduceScatter(persistent=True))
+    run(model)
+    compare_values(f"after {before}", _trained(model), _trained(sharded(ctx)))
 
 
 @distributed(2)
@@ -184,16 +171,13 @@ def test_hook_gets_one_buffer_with_zeros_between_the_gradients(ctx: RankContext)
     assert torch.equal(flat[flat != 0].sort().values, gradients[gradients != 0].sort().values)
 
 
-# What is refused
-
-
 class Setter(NamedTuple):
     """A call that is refused, after another one."""
 
     name: str
     args: tuple[Any, ...] = ()
     before: tuple[Any, ...] = ()
-    on_hsdp: bool = False
+    placed: str = ""  # on HSDP, or a parameter on another mesh
     options: dict[str, Any] = {}  # noqa: RUF012  # nobody writes it
 
 
@@ -210,7 +194,7 @@ CASES = {
     "None as reduce-scatter": Setter(REDUCE_SCATTER, (None,)),
     "class as all-gather": Setter(ALL_GATHER, (fsdp2.AllGather,)),
     "text as hook": Setter("set_all_reduce_hook", ("sum",)),
-    "hook with a stream on HSDP": Setter("set_all_reduce_hook", (_nothing,), on_hsdp=True, options={"stream": STREAM}),
+    "hook with a stream on HSDP": Setter("set_all_reduce_hook", (_nothing,), placed="HSDP", options={"stream": STREAM}),
     "memory of the process group beside a custom all-gather": Setter(
         PROCESS_GROUP, (True,), before=(ALL_GATHER, CountingAllGather())
     ),
@@ -221,22 +205,31 @@ CASES = {
     "symmetric memory beside that of the process group": Setter(SYMM_MEM, before=(PROCESS_GROUP, True)),
     "symmetric memory on the CPU": Setter(SYMM_MEM),
     "symmetric memory by another backend": Setter(SYMM_MEM, ("NVSHMEM",)),
+    "all-gather of two groups": Setter(ALL_GATHER, (CountingAllGather(),), placed="two meshes"),
+    "reduce-scatter of two groups": Setter(REDUCE_SCATTER, (CountingReduceScatter(),), placed="two meshes"),
+    "hook of two groups": Setter("set_all_reduce_hook", (_nothing,), placed="two meshes"),
 }
 
 
 def _refused(ctx: RankContext, case: str) -> str:
     """The error of a setter; the model trains as before."""
     setter = CASES[case]
-    model = fully_shard(seeded(Stack), mesh=ctx.mesh_2d(2, 1)) if setter.on_hsdp else sharded(ctx)
+    mesh = ctx.mesh_2d(2, 1)
+
+    def place(param: nn.Parameter) -> fsdp2.ParamPlacement | None:
+        is_other = setter.placed == "two meshes" and param is model.exit.weight
+        return fsdp2.ParamPlacement(None, mesh["shard"]) if is_other else None
+
+    model = seeded(Stack)
+    fully_shard(model, mesh=mesh if setter.placed == "HSDP" else ctx.mesh_1d(), shard_placement_fn=place)
     if setter.before:
         name, value = setter.before
         getattr(model, name)(value)
     unit = unit_of(model)
     assert unit is not None
-    (group,) = unit.groups
-    options = group.options
+    options = [group.options for group in unit.groups]
     error = error_of(lambda: getattr(model, setter.name)(*setter.args, **setter.options))
-    assert group.options == options
+    assert [group.options for group in unit.groups] == options
     step(model)
     return error
 
@@ -247,14 +240,7 @@ def test_setting_is_refused_and_the_model_trains_as_before(case: str) -> None:
 
 
 def test_every_text_has_a_case() -> None:
-    TEXTS.check_names(CASES)
-
-
-SINGLE = {
-    "set_custom_all_gather": CountingAllGather,
-    "set_custom_reduce_scatter": CountingReduceScatter,
-    "set_all_reduce_hook": lambda: _nothing,
-}
+    TEXTS.check_names([*CASES, "allocate that returns another tensor"])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -276,33 +262,6 @@ def test_unit_with_scalars_takes_comms_and_a_hook(ctx: RankContext, replicas: in
     assert bool(gather.messages) is bool(reduce.messages) is (replicas == 1)
 
 
-def _refused_for_two_groups(ctx: RankContext) -> list[str]:
-    model = seeded(Stack)
-    shape = ctx.mesh_2d(2, 1)
-
-    def place(param: nn.Parameter) -> fsdp2.ParamPlacement | None:
-        return fsdp2.ParamPlacement(None, shape["shard"]) if param is model.exit.weight else None
-
-    fsdp2.fully_shard(model, mesh=ctx.mesh_1d(), shard_placement_fn=place)
-    errors = [error_of(partial(getattr(model, name), make())) for name, make in SINGLE.items()]
-    unit = unit_of(model)
-    assert unit is not None
-    assert [group.options for group in unit.groups] == [GroupOptions(), GroupOptions()]
-    step(model)
-    return errors
-
-
-def test_unit_of_several_groups_takes_no_comm_and_no_hook() -> None:
-    errors = same_on_all_ranks(_refused_for_two_groups)
-    assert [error.partition(":")[2].split(":")[0].strip() for error in errors] == list(SINGLE)
-    assert_expected_inline(
-        errors[0],
-        """\
-ValueError: set_custom_all_gather: unit 'FSDPStack' has 2 parameter groups on different meshes,
-expected one group. Call fully_shard separately on the modules of each mesh.""",
-    )
-
-
 class _TooSmall(CountingAllGather):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(7, dtype=torch.float64)
@@ -319,10 +278,4 @@ def _too_small(ctx: RankContext) -> str:
 
 
 def test_allocate_that_returns_another_tensor() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_too_small),
-        """\
-ValueError: _TooSmall.allocate((2112,), dtype=torch.float32, device='cpu') returned a tensor of
-shape (7,), torch.float64, on cpu, with strides (1,). Return a contiguous tensor of the requested
-size, dtype and device, for example a slice of a larger buffer.""",
-    )
+    TEXTS.check("allocate that returns another tensor", same_on_all_ranks(_too_small))

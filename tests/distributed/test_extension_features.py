@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,56 +14,255 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard
-from tests.distributed.extension_support import MIXED, UNEVEN, Net, Twins, batch, dtensor_adam
+from tests.distributed.extension_support import MIXED, SOME, UNEVEN, Net, Twins, batch, dtensor_adam, sgd, twins_of
+from tests.distributed.support import InjectedError
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extensions import (
-    KeptAliasing,
-    Scaled,
-    recorded,
+from tests.harness.extensions import Aliasing, Padded, Scaled, count, recorded
+from tests.harness.models import freeze
+from tests.harness.selection import in_ci, long
+
+
+class _Blocks(Net):
+    """Runs ``used`` of its blocks, ``by`` the function of the class; ``fails`` before the second."""
+
+    fails = False
+    used: tuple[int, ...] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for index in range(len(self.blocks)) if self.used is None else self.used:
+            if index and self.fails:
+                raise InjectedError
+            x = self.called(self.blocks[index], x)
+        return x
+
+    def called(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class _Checkpointed(_Blocks):
+    def called(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class _Reentrant(_Blocks):
+    def called(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class _Tied(Net):
+    """One weight in two places of a block, and one in two blocks of the root's own."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.out = nn.Linear(6, dim)
+        self.out.weight = self.entry.weight
+        for block in self.blocks:
+            block.down = nn.Linear(block.up.in_features, dim, bias=False)
+            block.down.weight = block.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.out(x)
+
+
+class _Unused(Net):
+    """A weight that shares its unit with a bias that is used, and a whole block, get no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x.mean(-1, keepdim=True) * self.entry.bias)
+
+
+def _together(model: Any, mesh: Any) -> None:
+    fully_shard(list(model.blocks), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _wrapped_by(kind: CheckpointImpl) -> Callable[..., None]:
+    def shard(model: Any, mesh: Any) -> None:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=kind)
+            fully_shard(model.blocks[index], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    return shard
+
+
+def _train(twins: Twins) -> None:
+    twins.train(3)
+
+
+def _accumulate(twins: Twins, control: str, flags: tuple[bool, ...], always_reduces: bool = False) -> None:
+    """``flags`` of the model's ``control``, one for each micro-batch."""
+    for _ in range(2):
+        for flag in flags:
+            getattr(twins.model, control)(flag)
+            twins.backward(reduce=always_reduces or flag)
+        twins.step()
+
+
+def _freeze_between_steps(twins: Twins) -> None:
+    names = ("blocks.0.up.weight", "blocks.1.")
+    twins.train(1)
+    freeze(twins.model, *names)
+    twins.reference._trainable = {name for name in twins.reference._trainable if not name.startswith(names)}
+    twins.train(1)
+    assert twins.model.blocks[0].up.weight.grad is None
+
+
+def _evaluate(twins: Twins) -> None:
+    twins.evaluate()
+    for _ in range(2):
+        twins.backward()
+        twins.evaluate()
+        twins.step()
+        twins.evaluate()
+
+
+def _use_without_gradients(twins: Twins, guard: Any) -> None:
+    for num_steps in (2, 1):
+        with guard():
+            twins.model(batch(twins.rank, 77))
+        twins.train(num_steps)
+
+
+def _unshard_by_hand(twins: Twins) -> None:
+    for _ in range(3):
+        handles = [block.unshard(async_op=True) for block in twins.model.blocks]
+        twins.model.unshard()
+        handles[1].wait()
+        assert torch.equal(twins.model.blocks[1].up.weight, twins.reference.unsharded("blocks.1.up.weight"))
+        twins.model.blocks[0].reshard()
+        twins.backward()
+        twins.step()
+
+
+def _step_while_unsharded(twins: Twins) -> None:
+    for _ in range(3):
+        twins.backward()
+        for unit in (*twins.model.blocks, twins.model):
+            unit.unshard()
+        twins.step()
+
+
+def _prefetch(twins: Twins) -> None:
+    blocks = twins.model.blocks
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 3]))
+        block.set_modules_to_backward_prefetch(list(blocks[max(index - 2, 0) : index]))
+    twins.train(3)
+
+
+def _share_ties(twins: Twins) -> None:
+    with recorded() as calls:
+        twins.backward()
+    assert count(calls, "post") == 3
+    twins.step()
+    twins.train(2)
+    assert twins.model.out.weight is twins.model.entry.weight
+
+
+def _step_in_backward(twins: Twins) -> None:
+    """Each step writes the shards while the rest of backward runs."""
+    for parameter in twins.model.parameters():
+        optimizer = sgd([parameter])
+
+        def step(_: Tensor, optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        twins.backward()
+        twins.reference.step()
+        twins.check()
+
+
+def _fail(twins: Twins, warm: bool, resets: bool) -> None:
+    twins.train(int(warm))
+    twins.model.fails = True
+    with pytest.raises(InjectedError):
+        twins.model(batch(twins.rank, 9))
+    twins.model.fails = False
+    if resets:
+        twins.model.reset_iter_state()
+    twins.train(3)
+
+
+def _failing(warm: bool, resets: bool) -> Any:
+    return partial(_fail, warm=warm, resets=resets), {"model": _Blocks}
+
+
+_IN_LAST = partial(_accumulate, control="set_requires_gradient_sync", flags=(False, False, True))
+_RESTS_LAST = partial(
+    _accumulate, control="set_reshard_after_backward", flags=(False, False, True), always_reduces=True
 )
-from tests.harness.selection import long
+# What is done with the twins, and how they are made.
+SCENARIOS: dict[str, tuple[Callable[[Twins], None], dict[str, Any]]] = {
+    "a frozen block": (_train, {"prepare": lambda model: freeze(model, "blocks.0")}),
+    "frozen between steps": (_freeze_between_steps, {}),
+    "accumulation without communication": (_IN_LAST, {}),
+    "accumulation in mixed precision": (_IN_LAST, {"policy": MIXED}),
+    "accumulation of what is reduced": (partial(_RESTS_LAST, flags=(True, True, True)), {}),
+    "unsharded between micro-batches": (_RESTS_LAST, {"reshard_after_forward": False}),
+    "evaluation between steps": (_evaluate, {}),
+    "first use in inference mode": (partial(_use_without_gradients, guard=torch.inference_mode), {}),
+    "unshard by hand": (_unshard_by_hand, {}),
+    "step while unsharded": (_step_while_unsharded, {"optimizer": dtensor_adam}),
+    "prefetch lists": (_prefetch, {"model": partial(Net, num_blocks=4)}),
+    "checkpointed": (_train, {"model": _Checkpointed, "by_hand": Net}),
+    "checkpointed, mixed precision": (_train, {"model": _Checkpointed, "by_hand": Net, "policy": MIXED}),
+    "wrapped checkpoints, reentrant": (_train, {"shard": _wrapped_by(CheckpointImpl.REENTRANT)}),
+    "ties travel once": (_share_ties, {"model": _Tied}),
+    "modules as one unit": (_train, {"shard": _together}),
+    "parameters without a gradient": (_train, {"model": _Unused}),
+    "optimizer in backward": (_step_in_backward, {"optimizer": sgd}),
+    "forward that failed": _failing(warm=True, resets=True),
+}
+VARIANTS: dict[str, tuple[Callable[[Twins], None], dict[str, Any]]] = {
+    "a frozen weight": (_train, {"prepare": lambda model: freeze(model, "blocks.1.up.weight", "entry.bias")}),
+    "frozen but for a block": (_train, {"prepare": lambda model: freeze(model, "entry", "blocks.0")}),
+    "first use without gradients": (partial(_use_without_gradients, guard=torch.no_grad), {}),
+    "foreach step while unsharded": (_step_while_unsharded, {"optimizer": partial(dtensor_adam, foreach=True)}),
+    "checkpointed reentrantly": (_train, {"model": _Reentrant, "by_hand": Net}),
+    "checkpointed reentrantly, mixed precision": (_train, {"model": _Reentrant, "by_hand": Net, "policy": MIXED}),
+    "wrapped checkpoints, not reentrant": (_train, {"shard": _wrapped_by(CheckpointImpl.NO_REENTRANT)}),
+    "first forward that failed": _failing(warm=False, resets=True),
+    "forward that failed, no reset": _failing(warm=True, resets=False),
+    "first forward that failed, no reset": _failing(warm=False, resets=False),
+}
 
-SOME = {"scaled": Scaled, "kept": KeptAliasing}
-some = pytest.mark.parametrize("name", ["scaled", *long("kept")])
 
-
-def _twins(ctx: RankContext, name: str, **kwargs: Any) -> Twins:
-    return Twins(SOME[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, **kwargs)
-
-
-# Frozen
-
-
-def _freeze(*prefixes: str) -> Callable[[nn.Module], None]:
-    def prepare(model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if name.startswith(prefixes):
-                parameter.requires_grad_(False)
-
-    return prepare
-
-
-@pytest.mark.parametrize("frozen", [("blocks.0",), ("blocks.1.up.weight", "entry.bias"), ("entry", "blocks.0")])
-@some
+@pytest.mark.every_case
+@pytest.mark.parametrize("scenario", [*SCENARIOS, *in_ci(*VARIANTS)])
+@pytest.mark.parametrize("name", ["scaled", *long("kept")])
 @distributed(2)
-def test_frozen_and_trainable_parameters_train(ctx: RankContext, name: str, frozen: tuple[str, ...]) -> None:
-    _twins(ctx, name, prepare=_freeze(*frozen)).train(3)
+def test_hooks_compute_what_is_computed_by_hand(ctx: RankContext, name: str, scenario: str) -> None:
+    run, options = (SCENARIOS | VARIANTS)[scenario]
+    run(twins_of(ctx, name, **options))
 
 
-@some
+@pytest.mark.parametrize("name", ["scaled", *long("kept")])
 @distributed(2)
-def test_parameters_frozen_between_steps(ctx: RankContext, name: str) -> None:
-    model = Twins(SOME[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN)
-    weight, rest = model.model.blocks[0].up.weight, model.model.blocks[1].parameters()
-    model.train(1)
-    for parameter in (weight, *rest):
-        parameter.requires_grad_(False)
-    model.reference._trainable -= {
-        "blocks.0.up.weight",
-        *(f"blocks.1.{n}" for n, _ in model.model.blocks[1].named_parameters()),
-    }
-    model.train(1)
-    assert weight.grad is None
+def test_prefetch_in_vain_is_dropped(ctx: RankContext, name: str) -> None:
+    """The second block runs in every other forward only."""
+    twins = twins_of(ctx, name, model=lambda dim: _Blocks(dim, num_blocks=3))
+    local = twins.model.blocks[1].up.weight._local_tensor
+    for index in range(4):
+        twins.model.used = twins.reference.model.used = None if index % 2 == 0 else (0, 2)
+        with recorded() as calls:
+            twins.backward()
+        twins.step()
+        if index == 1:
+            assert [call.hook for call in calls if call.on is local] in ([], ["pre"])  # kept ones are not made again
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["scaled", *long("kept")])
+@distributed(4)
+def test_hsdp_reduces_over_the_replicas_in_the_last_micro_batch_only(ctx: RankContext, name: str) -> None:
+    twins = Twins(SOME[name], ctx.mesh_2d(2, 2), ctx.rank, dim=UNEVEN)
+    twins.exact = False  # the sums are added in another order
+    _accumulate(twins, "set_requires_all_reduce", (False, True))
 
 
 class _Integers(Scaled):
@@ -93,184 +294,18 @@ def test_frozen_parameter_may_become_integers(ctx: RankContext) -> None:
     assert model.table.grad is None
 
 
-# Accumulation
-
-
-@some
-@distributed(2)
-def test_gradients_accumulate_without_communication(ctx: RankContext, name: str) -> None:
-    for policy in (None, MIXED):
-        twins = _twins(ctx, name, policy=policy)
-        for _ in range(2):
-            twins.model.set_requires_gradient_sync(False)
-            twins.backward(reduce=False)
-            twins.backward(reduce=False)
-            twins.model.set_requires_gradient_sync(True)
-            twins.backward()
-            twins.step()
-
-
-@some
-@distributed(2)
-def test_gradients_accumulate_over_reduced_micro_batches(ctx: RankContext, name: str) -> None:
-    twins = _twins(ctx, name)
-    for _ in range(2):
-        for _ in range(3):
-            twins.backward()
-        twins.step()
-
-
-@some
-@distributed(2)
-def test_parameters_stay_unsharded_between_micro_batches(ctx: RankContext, name: str) -> None:
-    twins = _twins(ctx, name, reshard_after_forward=False)
-    for _ in range(2):
-        for is_last in (False, False, True):
-            twins.model.set_reshard_after_backward(is_last)
-            twins.backward()
-        twins.step()
-
-
 @pytest.mark.ci
-@some
-@distributed(4)
-def test_hsdp_reduces_over_the_replicas_in_the_last_micro_batch_only(ctx: RankContext, name: str) -> None:
-    twins = Twins(SOME[name], ctx.mesh_2d(2, 2), ctx.rank, dim=UNEVEN)
-    twins.exact = False  # the sums are added in another order
-    for _ in range(2):
-        for is_last in (False, True):
-            twins.model.set_requires_all_reduce(is_last)
-            twins.backward(reduce=is_last)
-        twins.step()
-
-
-# When parameters are gathered
-
-
-@some
+@pytest.mark.parametrize("make", [Scaled, *long(Aliasing, Padded)])
 @distributed(2)
-def test_evaluation_between_steps_and_before_the_first(ctx: RankContext, name: str) -> None:
-    twins = _twins(ctx, name)
-    twins.evaluate()
-    for _ in range(2):
-        twins.backward()
-        twins.evaluate()
-        twins.step()
-        twins.evaluate()
-
-
-@pytest.mark.parametrize("guard", [torch.inference_mode, torch.no_grad])
-@some
-@distributed(2)
-def test_first_use_without_gradients_then_training(ctx: RankContext, name: str, guard: Any) -> None:
-    twins = _twins(ctx, name)
-    with guard():
-        twins.model(batch(ctx.rank, 77))
-    twins.train(2)
-    with guard():
-        twins.model(batch(ctx.rank, 77))
-    twins.train(1)
-
-
-@some
-@distributed(2)
-def test_unshard_and_reshard_by_hand(ctx: RankContext, name: str) -> None:
-    twins = _twins(ctx, name)
-    for _ in range(3):
-        handles = [block.unshard(async_op=True) for block in twins.model.blocks]
-        twins.model.unshard()
-        handles[1].wait()
-        assert torch.equal(twins.model.blocks[1].up.weight, twins.reference.unsharded("blocks.1.up.weight"))
-        twins.model.blocks[0].reshard()
-        twins.backward()
-        twins.step()
-
-
-@pytest.mark.parametrize("optimizer", [{}, {"foreach": True}], ids=str)
-@some
-@distributed(2)
-def test_what_was_unsharded_by_hand_is_gathered_again_after_a_step(
-    ctx: RankContext, name: str, optimizer: dict[str, bool]
-) -> None:
-    twins = _twins(ctx, name, optimizer=lambda parameters: dtensor_adam(parameters, **optimizer))
-    for _ in range(3):
-        twins.backward()
-        for unit in (*twins.model.blocks, twins.model):
-            unit.unshard()
-        twins.step()
-
-
-@some
-@distributed(2)
-def test_explicit_prefetch_lists(ctx: RankContext, name: str) -> None:
-    twins = Twins(SOME[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, model=lambda dim: Net(dim, num_blocks=4))
-    blocks = twins.model.blocks
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 3]))
-        block.set_modules_to_backward_prefetch(list(blocks[max(index - 2, 0) : index]))
-    twins.train(3)
-
-
-class _Skips(Net):
-    """Runs the second block in every other forward only, so that its prefetch is in vain."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        self.calls += 1
-        for block in self.blocks if self.calls % 2 else (self.blocks[0], self.blocks[2]):
-            x = block(x)
-        return x
-
-
-@some
-@distributed(2)
-def test_prefetch_in_vain_is_dropped(ctx: RankContext, name: str) -> None:
-    twins = Twins(SOME[name], ctx.mesh_1d(), ctx.rank, dim=UNEVEN, model=lambda dim: _Skips(dim, num_blocks=3))
-    local = twins.model.blocks[1].up.weight._local_tensor
-    twins.backward()
-    twins.step()
-    with recorded() as calls:
-        twins.backward()
-    assert [call.hook for call in calls if call.on is local] in ([], ["pre"])  # kept ones are not made again
-    twins.step()
-    twins.train(2)
-
-
-# Activation checkpointing
-
-
-class _Checkpointed(Net):
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-class _Reentrant(_Checkpointed):
-    reentrant = True
-
-
-@pytest.mark.parametrize("model", [_Checkpointed, _Reentrant])
-@some
-@distributed(2)
-def test_checkpointed_blocks_train(ctx: RankContext, name: str, model: Any) -> None:
-    for policy in (None, MIXED):
-        _twins(ctx, name, model=model, by_hand=Net, policy=policy).train(3)
-
-
-@pytest.mark.parametrize("kind", list(CheckpointImpl))
-@some
-@distributed(2)
-def test_wrapped_checkpoints_inside_of_units_train(ctx: RankContext, name: str, kind: CheckpointImpl) -> None:
-    def checkpointed(model: Any, mesh: Any, **kwargs: Any) -> None:
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=kind)
-            fully_shard(model.blocks[index], mesh=mesh, **kwargs)
-        fully_shard(model, mesh=mesh, **kwargs)
-
-    _twins(ctx, name, shard=checkpointed).train(3)
+def test_compiled_blocks_train_and_are_compiled_once(ctx: RankContext, make: Any) -> None:
+    twins = twins_of(ctx, make)
+    torch.compiler.reset()
+    for block in twins.model.blocks:
+        block.compile(backend="aot_eager")
+    twins.exact = False  # the compiler may order sums otherwise
+    for index in range(4):
+        stance = "default" if index < 2 else "fail_on_recompile"
+        with warnings.catch_warnings(), torch.compiler.set_stance(stance):
+            # the compiler looks at .grad of every tensor it meets
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+            twins.train(1)

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.extension_support import (
-    EVEN,
-    MIXED,
-    UNEVEN,
-    Twins,
-    built,
-    dtensor_adam,
-    linear,
-    sharded,
-    step,
-)
+from tests.distributed.extension_support import EVEN, MIXED, UNEVEN, Twins, built, dtensor_adam, linear, sharded, step
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extension_reference import ON_LONGER_AXES, plain
+from tests.harness.extension_reference import plain
 from tests.harness.extensions import (
+    Aliasing,
+    AliasingHalved,
+    Call,
+    CountingHalved,
     Halved,
+    KeptHalved,
+    Packed4,
     Scaled,
+    Silent,
     Travelling,
+    count,
     recorded,
 )
-
-# Arguments
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED])
@@ -42,12 +40,15 @@ def test_hooks_get_the_shard_mesh_the_outer_sizes_the_module_and_the_policy(
 ) -> None:
     model, mesh = linear(Halved, rows), ctx.mesh_1d()
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    local = model.weight._local_tensor
+    chunk = -(-rows // ctx.world_size)
+    assert local.shape == (min(chunk, max(rows - ctx.rank * chunk, 0)), 6)  # without padding
     with recorded() as calls:
         model.unshard()
         model.reshard()
         model.unshard()
     assert [call.hook for call in calls] == ["pre", "post", "pre", "fill"]
-    assert {type(call.on) for call in calls} == {Halved}
+    assert all(call.on is local for call in calls)
     given = calls[0].given
     assert given["mesh"].get_group() is mesh.get_group()
     assert (given["mesh"].ndim, given["mesh"].size()) == (1, ctx.world_size)
@@ -64,35 +65,17 @@ def test_hooks_get_the_shard_mesh_the_outer_sizes_the_module_and_the_policy(
 
 
 @distributed(4)
-def test_mesh_of_the_hooks_is_the_shard_axis_of_hsdp(ctx: RankContext) -> None:
-    mesh, model = ctx.mesh_2d(2, 2), linear(Halved)
-    fully_shard(model, mesh=mesh)
-    with recorded() as calls:
-        model.unshard()
-    found = calls[0].given["mesh"]
-    assert (found.ndim, found.size(), found.get_local_rank()) == (1, 2, ctx.rank % 2)
-    assert found.get_group() is mesh["shard"].get_group()
-
-
-@distributed(2)
-def test_module_of_the_hooks_is_the_one_that_holds_the_parameter(ctx: RankContext) -> None:
-    model = sharded(built(Halved), ctx.mesh_1d())
+def test_hooks_get_the_shard_axis_of_hsdp_and_the_module_that_holds_the_parameter(ctx: RankContext) -> None:
+    mesh = ctx.mesh_2d(2, 2)
+    model = sharded(built(Halved), mesh)
     with recorded() as calls:
         step(model, ctx)
-    modules = {call.given["module"] for call in calls if call.hook == "pre"}
-    assert modules == {model.entry, *(m for block in model.blocks for m in (block.up, block.down))}
-
-
-@distributed(2, 4)
-def test_self_of_the_hooks_is_the_local_tensor_without_padding(ctx: RankContext) -> None:
-    model = linear(Scaled, UNEVEN)
-    fully_shard(model, mesh=ctx.mesh_1d())
-    local = model.weight._local_tensor
-    with recorded() as calls:
-        model.unshard()
-    assert all(call.on is local for call in calls)
-    chunk = -(-UNEVEN // ctx.world_size)
-    assert local.shape == (min(chunk, max(UNEVEN - ctx.rank * chunk, 0)), 6)
+    given = [call.given for call in calls if call.hook == "pre"]
+    found = given[0]["mesh"]
+    assert (found.ndim, found.size(), found.get_local_rank()) == (1, 2, ctx.rank % 2)
+    assert found.get_group() is mesh["shard"].get_group()
+    holders = {model.entry, *(linear for block in model.blocks for linear in (block.up, block.down))}
+    assert {each["module"] for each in given} == holders
 
 
 @distributed(2, 4)
@@ -115,9 +98,6 @@ def test_sharded_dim_that_the_payload_lacks_is_joined_along_the_first(ctx: RankC
     assert torch.equal(model.weight, expected)
 
 
-# Patched after fully_shard
-
-
 def _pre_short(self: Tensor, mesh: Any) -> Any:
     return (plain(self).to(torch.bfloat16),), ("short", mesh.size())
 
@@ -134,33 +114,6 @@ def _post(self: Tensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: A
         return None
     made = outputs[0].to(param_dtype, copy=True)
     return made, (made,)
-
-
-@pytest.mark.parametrize("pre", [_pre_short, _pre_long])
-@pytest.mark.parametrize("rows", [EVEN, UNEVEN])
-@distributed(2, 4)
-def test_instances_can_be_given_hooks_before_the_first_forward(ctx: RankContext, rows: int, pre: Any) -> None:
-    """Plain shards of fully_shard; the bias and the other weights stay plain."""
-    twins = Twins(Halved, ctx.mesh_1d(), ctx.rank, dim=rows, shard=lambda *args, **kwargs: None)
-    model = sharded(built(None, rows), ctx.mesh_1d())
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            local = module.weight._local_tensor
-            assert type(local) is Tensor
-            local.fsdp_pre_all_gather = types.MethodType(pre, local)
-            local.fsdp_post_all_gather = types.MethodType(_post, local)
-    twins.model, twins.parameters = model, dict(model.named_parameters())
-    twins.optimizer = dtensor_adam(model.parameters())
-    twins.train(3)
-    state, expected = twins.optimizer.state_dict()["state"], twins.reference.optimizer.state_dict()["state"]
-    tolerance = {"rtol": 0.0, "atol": 0.0} if twins.exact else ON_LONGER_AXES
-    for (name, value), moments, others in zip(
-        model.state_dict().items(), state.values(), expected.values(), strict=True
-    ):
-        torch.testing.assert_close(value.to_local(), twins.reference.shards[name], **tolerance)
-        torch.testing.assert_close(moments["exp_avg"].to_local(), others["exp_avg"], **tolerance)
-        assert type(moments["exp_avg"]) is DTensor
-        assert moments["exp_avg"].to_local().shape == value.to_local().shape
 
 
 @pytest.mark.parametrize("pre", [_pre_short, _pre_long])
@@ -187,13 +140,180 @@ def test_class_can_be_given_hooks_before_the_first_forward(ctx: RankContext, pre
             setattr(Travelling, name, hook)
 
 
-@distributed(2)
+@distributed(2, 4)
 def test_hooks_given_to_one_of_two_instances_leave_the_other_plain(ctx: RankContext) -> None:
-    model = fully_shard(nn.Sequential(linear(None), nn.Linear(EVEN, 6)), mesh=ctx.mesh_1d())
+    model = fully_shard(nn.Sequential(linear(None, UNEVEN), nn.Linear(UNEVEN, 6)), mesh=ctx.mesh_1d())
     exact = model[1].weight.full_tensor()
     local = model[0].weight._local_tensor
     local.fsdp_pre_all_gather = types.MethodType(_pre_short, local)
     local.fsdp_post_all_gather = types.MethodType(_post, local)
-    model.unshard()
-    assert torch.equal(model[0].weight, linear(None).weight.bfloat16().float())
-    assert torch.equal(model[1].weight, exact)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        model.unshard()
+        assert torch.equal(model[0].weight, linear(None, UNEVEN).weight.bfloat16().float())
+        assert torch.equal(model[1].weight, exact)
+        model.reshard()
+    assert type(model[0].weight.grad.to_local()) is Tensor
+    assert model[0].weight.grad.to_local().shape == local.shape
+
+
+def _converted(make: Any, rows: int = EVEN) -> Tensor:
+    """What hooks make of the whole weight; none of those used with this depends on the cut."""
+    weight = linear(None, rows).weight.detach()
+    return make.decode(make.encode(weight, 0, weight.shape, 1), weight.shape, 1, torch.float32)
+
+
+def _unsharded(model: nn.Module) -> dict[str, Tensor]:
+    for module in (model, *model.blocks):
+        module.unshard()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("make", [Halved, Scaled, Aliasing, AliasingHalved, Packed4])
+@distributed(2)
+def test_unsharded_objects_stay_the_same_over_steps(ctx: RankContext, make: Any) -> None:
+    model = sharded(built(make), ctx.mesh_1d(), mp_policy=MIXED)
+    optimizer = dtensor_adam(model.parameters())
+    seen = []
+    for index in range(3):
+        seen.append(_unsharded(model))
+        for module in (model, *model.blocks):
+            module.reshard()
+        step(model, ctx, index)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(later[name] is tensor for later in seen[1:] for name, tensor in seen[0].items())
+
+
+def _nbytes(*tensors: Tensor) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED])
+@pytest.mark.parametrize("make", [Halved, Scaled, Packed4, Aliasing, AliasingHalved])
+@distributed(2, 4)
+def test_resharding_frees_outputs_and_what_hooks_made_of_them(
+    ctx: RankContext, make: Any, policy: MixedPrecisionPolicy
+) -> None:
+    model = linear(make, UNEVEN)
+    fully_shard(model, mesh=ctx.mesh_1d(), mp_policy=policy)
+    for _ in range(2):
+        with recorded() as calls:
+            model.unshard()
+        outputs = calls[-1].given["outputs"]
+        assert model.weight.untyped_storage().nbytes() >= UNEVEN * 6 * model.weight.itemsize
+        assert model.bias.untyped_storage().nbytes() >= UNEVEN * model.bias.itemsize
+        if make.releases_outputs:
+            assert _nbytes(*outputs) == [0] * len(outputs)
+        else:
+            assert all(nbytes > 0 for nbytes in _nbytes(*outputs))
+        unsharded = [*outputs, model.weight, model.bias]
+        model.reshard()
+        assert _nbytes(*unsharded) == [0] * len(unsharded)
+        assert plain(model.weight).untyped_storage().nbytes() >= plain(model.weight).nbytes
+
+
+@distributed(2)
+def test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs(ctx: RankContext) -> None:
+    for make in (Halved, Aliasing):
+        model = linear(make)
+        fully_shard(model, mesh=ctx.mesh_1d())
+        with recorded() as calls:
+            model.unshard()
+            outputs, unsharded = calls[-1].given["outputs"], [model.weight, model.bias]
+            model.reshard()
+            calls.clear()
+            model.unshard(async_op=True)
+            model.reshard()
+        assert [call.hook for call in calls] == ["pre"]
+        assert _nbytes(*outputs, *unsharded) == [0] * (len(outputs) + 2)
+        model.unshard()
+        assert torch.equal(model.weight, _converted(make))
+
+
+def _micro_batches(model: Any, ctx: RankContext, num: int) -> list[Call]:
+    with recorded() as calls:
+        for index in range(num):
+            step(model, ctx, index)
+    return calls
+
+
+@distributed(2)
+def test_pre_hook_is_called_for_every_gather(ctx: RankContext) -> None:
+    model = sharded(built(Halved), ctx.mesh_1d())
+    step(model, ctx)
+    calls = _micro_batches(model, ctx, 3)
+    # Two weights in each of two blocks, gathered in forward and backward; the root's one in forward only.
+    assert count(calls, "pre") == 3 * (2 * 2 * 2 + 1)
+    assert count(calls, "fill") == 3 * (2 * 2 * 2 + 1)
+    assert count(calls, "post") == 0
+
+
+@pytest.mark.parametrize("make", [KeptHalved, CountingHalved])
+@distributed(2, 4)
+def test_kept_payload_is_made_once_for_all_micro_batches(ctx: RankContext, make: Any) -> None:
+    model = sharded(built(make, UNEVEN), ctx.mesh_1d())
+    calls = _micro_batches(model, ctx, 3)
+    assert count(calls, "pre") == 5  # one for each weight, the first one included
+    assert count(calls, "post") == 5
+    assert count(calls, "fill") == 3 * (2 * 2 * 2 + 1) - 5
+
+
+@distributed(2)
+def test_metadata_is_that_of_the_payload_that_was_gathered(ctx: RankContext) -> None:
+    for make in (Halved, KeptHalved, Silent):
+        model = linear(make)
+        fully_shard(model, mesh=ctx.mesh_1d())
+        latest = None
+        for _ in range(3):
+            with recorded() as calls:
+                model.unshard()
+                model.reshard()
+            made = [call.given["metadata"] for call in calls if call.hook == "pre"]
+            used = [call.given["metadata"] for call in calls if call.hook != "pre"]
+            assert bool(made) or make is KeptHalved, make
+            latest = made[-1] if made else latest
+            assert all(meta is latest for meta in used)
+
+
+WRITES: dict[str, Callable[[Any, Any], None]] = {
+    "optimizer": lambda model, optimizer: optimizer.step(),
+    "to_local": lambda model, optimizer: model.weight.to_local().mul_(0.5),
+    "local tensor": lambda model, optimizer: model.weight._local_tensor.mul_(0.5),
+    "view": lambda model, optimizer: model.weight.to_local()[0:1].mul_(0.5),
+    "inner tensor": lambda model, optimizer: model.weight._local_tensor.plain.mul_(0.5),
+    "parameter": lambda model, optimizer: model.weight.mul_(0.5),
+    "load": lambda model, optimizer: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}),
+    "load assign": lambda model, optimizer: model.load_state_dict(
+        {k: v.detach().clone().mul_(0.5) for k, v in model.state_dict().items()}, assign=True
+    ),
+    "cast": lambda model, optimizer: model.to(torch.bfloat16).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("write", list(WRITES))
+@distributed(2)
+def test_kept_payload_is_made_anew_after_a_write(ctx: RankContext, write: str) -> None:
+    for make in (KeptHalved, CountingHalved):
+        model = linear(make)
+        fully_shard(model, mesh=ctx.mesh_1d())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model(torch.ones(2, 6)).sum().backward()
+        for _ in range(2):
+            with torch.no_grad():
+                WRITES[write](model, optimizer)
+            expected = plain(model.weight).bfloat16().float()
+            with recorded() as calls:
+                for _ in range(2):
+                    model.unshard()
+                    unsharded = model.weight.detach().clone()
+                    model.reshard()
+            assert count(calls, "pre") == 1
+            assert torch.equal(unsharded.chunk(ctx.world_size)[ctx.rank], expected)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("make", [KeptHalved, CountingHalved, Halved])
+@distributed(2)
+def test_kept_payload_follows_every_kind_of_optimizer(ctx: RankContext, make: Any, options: dict[str, bool]) -> None:
+    Twins(make, ctx.mesh_1d(), ctx.rank, optimizer=partial(dtensor_adam, **options)).train(3)

@@ -1,7 +1,4 @@
-"""``grad_dtype`` of a parameter: the dtype of its sharded gradient, and of its reduction unless the policy says so.
-
-torch reads it from 2.15 on. Expected values are made by hand: every rank's gradient of an unsharded copy, cast, summed.
-"""
+"""``grad_dtype``, which torch reads from 2.15 on, against gradients of an unsharded copy, cast and summed by hand."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.distributed.support import seeded
 from tests.harness.comms import reductions_noted
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import in_ci
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DIM = 16
@@ -52,17 +50,19 @@ def _loss(model: nn.Module, rank: int, micro: int = 0) -> Tensor:
     return model(torch.randn(4, DIM, generator=generator)).square().mean()
 
 
-def _expected(ctx: RankContext, model: nn.Module, reduce: dict[str, torch.dtype], micros: int = 1) -> dict[str, Tensor]:
-    """Averages over ranks of ``model``'s gradients, each accumulated and summed in its reduce dtype."""
+def _expected(
+    ctx: RankContext, model: nn.Module, reduce: dict[str, torch.dtype], micros: Any = (0,), alone: bool = False
+) -> dict[str, Tensor]:
+    """Averages over ranks, or those of one ``alone``, of ``model``'s gradients, summed in their reduce dtypes."""
     sums: dict[str, Tensor] = {}
-    for micro in range(micros):
+    for micro in micros:
         _loss(model, ctx.rank, micro).backward()
         for name, param in model.named_parameters():
             assert param.grad is not None
             grad = param.grad.to(reduce[name])
             sums[name] = sums[name] + grad if name in sums else grad
             param.grad = None
-    for grad in sums.values():
+    for grad in () if alone else sums.values():
         dist.all_reduce(grad)
         grad /= ctx.world_size
     return sums
@@ -77,105 +77,77 @@ def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], dtypes: dic
         torch.testing.assert_close(grad.full_tensor(), expected[name].to(dtypes[name]), rtol=0, atol=0, msg=name)
 
 
-def _own(**grad_dtypes: torch.dtype | None) -> Net:
-    """A ``Net`` whose linear weight and scale have these."""
-    model = seeded(Net)
+def _set(model: Net, grad_dtypes: dict[str, torch.dtype | None]) -> None:
     for name, dtype in grad_dtypes.items():
-        model.get_parameter({"weight": "linear.weight"}.get(name, name)).grad_dtype = dtype
+        model.get_parameter(name).grad_dtype = dtype
+
+
+def _own(**grad_dtypes: torch.dtype | None) -> Net:
+    """A ``Net`` whose parameters have these."""
+    model = seeded(Net)
+    _set(model, grad_dtypes)
     return model
 
 
+WEIGHT = {"linear.weight": FP32}
 IN_FP32 = {"norm.weight": FP32, "norm.bias": FP32, "linear.weight": FP32, "linear.bias": BF16, "scale": BF16}
 
 
+NARROW = {**IN_FP32, "norm.weight": BF16, "linear.weight": BF16}
+ALL_FP32, ALL_BF16 = dict.fromkeys(IN_FP32, FP32), dict.fromkeys(IN_FP32, BF16)
+# The grad_dtype of parameters, the policy's reduce_dtype; the dtypes in which gradients are reduced, and are kept.
+CASES: dict[str, tuple[dict[str, Any], torch.dtype | None, dict[str, torch.dtype], dict[str, torch.dtype]]] = {
+    "wider": ({"linear.weight": FP32}, None, IN_FP32, IN_FP32),
+    "narrower": ({"norm.weight": BF16}, None, NARROW, NARROW),
+    "the policy comes before it": ({"linear.weight": FP32}, BF16, ALL_BF16, IN_FP32),
+    "comes wider": ({"scale": FP32}, FP32, ALL_FP32, {**IN_FP32, "linear.weight": BF16, "scale": FP32}),
+    "any, and comes wider": ({"scale": None}, FP32, ALL_FP32, {**IN_FP32, "linear.weight": BF16, "scale": FP32}),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("shards_first", [False, *in_ci(True)])
+@pytest.mark.parametrize("case", CASES)
 @distributed(2)
-def test_gradient_is_reduced_and_kept_in_grad_dtype(ctx: RankContext) -> None:
-    model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d())
+def test_gradient_is_reduced_and_kept_in_grad_dtype(ctx: RankContext, case: str, shards_first: bool) -> None:
+    """It may be set on the shards before the first forward, too."""
+    own, reduce_dtype, reduced, kept = CASES[case]
+    model = seeded(Net) if shards_first else _own(**own)
+    fully_shard(model, mesh=ctx.mesh_1d(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    if shards_first:
+        _set(model, own)
     _loss(model, ctx.rank).backward()
-    expected = _expected(ctx, seeded(Net), IN_FP32)
-    _assert_gradients(model, expected, IN_FP32)
-    assert not torch.equal(expected["linear.weight"], expected["linear.weight"].to(BF16))  # else nothing is shown
-    assert model.linear.weight.grad_dtype is FP32
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert model.linear.weight.dtype is BF16
+    reference = _own(scale=None) if "scale" in own else seeded(Net)  # keeps what autograd computes
+    expected = _expected(ctx, reference, reduced)
+    _assert_gradients(model, expected, kept)
+    if case == "wider":
+        assert not torch.equal(expected["linear.weight"], expected["linear.weight"].to(BF16))  # else nothing is shown
+        assert model.linear.weight.grad_dtype is FP32
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert model.linear.weight.dtype is BF16
+    if "scale" in own:
+        assert not torch.equal(_expected(ctx, seeded(Net), reduced)["scale"], expected["scale"])
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @distributed(2)
-def test_gradient_narrower_than_its_parameter(ctx: RankContext) -> None:
-    model = seeded(Net)
-    model.norm.weight.grad_dtype = BF16
-    fully_shard(model, mesh=ctx.mesh_1d())
-    _loss(model, ctx.rank).backward()
-    narrow = {**IN_FP32, "norm.weight": BF16, "linear.weight": BF16}
-    _assert_gradients(model, _expected(ctx, seeded(Net), narrow), narrow)
-
-
-@distributed(2)
-def test_reduce_dtype_of_the_policy_comes_before_grad_dtype(ctx: RankContext) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=BF16)
-    model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d(), mp_policy=policy)
-    _loss(model, ctx.rank).backward()
-    _assert_gradients(model, _expected(ctx, seeded(Net), dict.fromkeys(IN_FP32, BF16)), IN_FP32)
-
-
-@pytest.mark.parametrize("grad_dtype", [FP32, None])
-@distributed(2)
-def test_gradient_that_comes_wider_than_its_parameter_is_not_rounded(
-    ctx: RankContext, grad_dtype: torch.dtype | None
-) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=FP32)
-    model = fully_shard(_own(scale=grad_dtype), mesh=ctx.mesh_1d(), mp_policy=policy)
-    _loss(model, ctx.rank).backward()
-    reference = _own(scale=None)  # keeps what autograd computes
-    expected = _expected(ctx, reference, dict.fromkeys(IN_FP32, FP32))
-    _assert_gradients(model, expected, {**IN_FP32, "linear.weight": BF16, "scale": FP32})
-    rounded = _expected(ctx, seeded(Net), dict.fromkeys(IN_FP32, FP32))
-    assert not torch.equal(rounded["scale"], expected["scale"])
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@distributed(2)
-def test_microbatches_accumulate_in_it_from_the_first_on(ctx: RankContext, world: int) -> None:
-    mesh = ctx.mesh_1d() if world == 2 else ctx.mesh_of_one()
-    model = fully_shard(_own(weight=FP32), mesh=mesh)
+def test_microbatches_accumulate_in_it_from_the_first_on(ctx: RankContext, alone: bool) -> None:
+    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_of_one() if alone else ctx.mesh_1d())
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
         _loss(model, ctx.rank, micro).backward()
-    found, reference = model.linear.weight.grad, seeded(Net)
-    assert found is not None
-    grads = []
-    for micro in range(3):
-        _loss(reference, ctx.rank, micro).backward()
-        grads.append(reference.linear.weight.grad.float())
-        reference.linear.weight.grad = None
-    total = grads[0] + grads[1] + grads[2]
-    if world == 2:
-        dist.all_reduce(total)
-        total /= 2
-    assert found.dtype is FP32
-    assert torch.equal(found.full_tensor(), total)
+    expected = _expected(ctx, seeded(Net), IN_FP32, range(3), alone)["linear.weight"]
+    assert model.linear.weight.grad.dtype is FP32
+    assert torch.equal(model.linear.weight.grad.full_tensor(), expected)
 
 
 @distributed(2)
 def test_gradients_of_several_backwards_add_up_in_it(ctx: RankContext) -> None:
-    model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d())
-    totals: dict[str, Tensor] = {}
+    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_1d())
     for micro in range(2):
         _loss(model, ctx.rank, micro).backward()
-        reference = seeded(Net)
-        _loss(reference, ctx.rank, micro).backward()
-        grad = reference.linear.weight.grad.float()
-        dist.all_reduce(grad)
-        totals["weight"] = totals.get("weight", torch.zeros_like(grad)) + grad / 2
-    assert torch.equal(model.linear.weight.grad.full_tensor(), totals["weight"])
-
-
-@distributed(2)
-def test_it_may_be_set_on_the_shards_before_the_first_forward(ctx: RankContext) -> None:
-    model = fully_shard(seeded(Net), mesh=ctx.mesh_1d())
-    model.linear.weight.grad_dtype = FP32
-    _loss(model, ctx.rank).backward()
-    _assert_gradients(model, _expected(ctx, seeded(Net), IN_FP32), IN_FP32)
+    first, second = (_expected(ctx, seeded(Net), IN_FP32, [micro])["linear.weight"] for micro in range(2))
+    assert torch.equal(model.linear.weight.grad.full_tensor(), first + second)
 
 
 @distributed(2)
@@ -200,7 +172,7 @@ def test_it_survives_conversions_and_loading(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_gradients_of_all_dtypes_travel_in_one_launch(ctx: RankContext) -> None:
-    model = fully_shard(_own(weight=FP32), mesh=ctx.mesh_1d())
+    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_1d())
     with reductions_noted() as launched:
         _loss(model, ctx.rank).backward()
     assert launched == [["torch.bfloat16", "torch.float32", "torch.float32"]]  # the norm's, the weight's

@@ -1,12 +1,10 @@
-"""What goes wrong in all-gather hooks, and subclasses that cannot be sharded: errors as text, on every rank.
-
-The words are in ``golden/hook_errors.txt``. Once a hook is mended, the model works.
-"""
+"""What goes wrong in all-gather hooks, as text on every rank (``golden/hook_errors.txt``); mended, the model works."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,49 +14,84 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
-from fsdp2.plan.trees import map_tensors
 from fsdp2.tensors.wrapper import WrapperTensor
-from tests.distributed.faulty import (
-    LATER_POST,
-    LATER_PRE,
-    POST,
-    PRE,
-    RELEASE,
-    Faulty,
-    Outputs,
-    Right,
-    assert_trains_like_a_plain_one,
-    fault_in,
-    refused,
-    sharded,
-    stack_of,
-)
-from tests.distributed.support import Stack, same_on_all_ranks, seeded, step
+from tests.distributed.changes import assert_step_is_that_of
+from tests.distributed.support import Stack, same_on_all_ranks, seeded, shard, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Travelling
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of, wrapped
 from tests.harness.pool import shared_pool
+from tests.unit.test_check_all_gather_extension import BROKEN, Subclass
 
 TEXTS = texts_beside(__file__)
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+LATER_PRE, LATER_POST = "later_pre", "later_post"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+Outputs = tuple[Tensor, ...]
+
+
+class Right(Travelling):
+    """Sends its values as they are, so that a model with it trains like a plain one."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return (self.plain,), None
+
+    def fsdp_post_all_gather(self, outputs: Outputs, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            out.copy_(outputs[0])
+            return None
+        made = outputs[0].clone()
+        return made, (made,)
+
+
+class Faulty(Right):
+    """Hooks are bound at first use; what these two call may be replaced later."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return self.later_pre(mesh)
+
+    def fsdp_post_all_gather(self, outputs: Outputs, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return self.later_post(outputs, metadata, param_dtype, out=out)
+
+    later_pre = Right.fsdp_pre_all_gather
+    later_post = Right.fsdp_post_all_gather
+
+
+@contextmanager
+def fault_in(hook: str, fault: object) -> Iterator[None]:
+    """``Faulty`` has ``fault`` in the place of ``hook`` in this block."""
+    right = getattr(Faulty, hook)
+    setattr(Faulty, hook, fault)
+    yield
+    setattr(Faulty, hook, right)
+
+
+def stack_of(make: Callable[[Tensor], Tensor]) -> Any:
+    model = seeded(Stack)
+    linear = model.blocks[1].linear
+    linear.weight = nn.Parameter(make(linear.weight.detach()))
+    return model
+
+
+def assert_trains_like_a_plain_one(model: Any) -> None:
+    """Two steps, so that the second one goes through ``out``."""
+    model.zero_grad()
+    for _ in range(2):
+        assert_step_is_that_of(model, seeded(Stack))
 
 
 class Fault(NamedTuple):
-    """What stands in the place of ``hook``: on all ranks or on one, ``after`` so many steps.
-
-    ``is_of_one``: the rank says what happened, and all others say where it did.
-    """
+    """What stands in the place of ``hook``: on all ranks or on one, ``after`` so many steps."""
 
     hook: str
     fault: object
     on_rank: int | None = None
-    is_of_one: bool = False
+    is_of_one: bool = False  # the rank says what happened, and all others say where it did
     world_size: int = 2
     replicas: int = 1
     after: int = 0
-
-
-# Pre-hooks
 
 
 class Packed(WrapperTensor):
@@ -87,30 +120,28 @@ def _wants_a_rank(self: Faulty, mesh: DeviceMesh, rank: int) -> Any:
 _sends_halves = _sends(lambda plain: (plain.half(),))
 _sends_fewer_columns = _sends(lambda plain: (plain[:, 1:].contiguous(),))
 
-# Post-hooks
 
-
-def _made(make: Callable[[Tensor], Any]) -> Callable[..., Any]:
-    """A post-hook that makes something of the first output, whatever ``out`` is, and lists it to be freed."""
+def _post(made: Callable[[Any, Outputs, Any], Any]) -> Callable[..., Any]:
+    """A post-hook that returns what ``made`` makes of the shard, the outputs and ``out``."""
 
     def post(self: Faulty, outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        made = make(outputs[0])
-        return made, (made,)
+        return made(self, outputs, out)
 
     return post
 
 
-def _post_raises(self: Faulty, outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+def _made(make: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """Makes something of the first output, whatever ``out`` is, and lists it to be freed."""
+    return _post(lambda self, outputs, out: ((made := make(outputs[0])), (made,)))
+
+
+@_post
+def _post_raises(self: Faulty, outputs: Outputs, out: Any) -> Any:
     raise ValueError("this tensor is not to my liking")
 
 
-def _makes_one_tensor(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
-    return outputs[0].clone()
-
-
-def _puts_other_memory_under_out(
-    self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None
-) -> Any:
+@_post
+def _puts_other_memory_under_out(self: Faulty, outputs: Outputs, out: Any) -> Any:
     made = outputs[0].clone()
     if out is None:
         return made, (made,)
@@ -118,13 +149,10 @@ def _puts_other_memory_under_out(
     return None
 
 
-def _frees_the_shard(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
-    made = Right.fsdp_post_all_gather(self, outputs, metadata, param_dtype, out=out)
+@_post
+def _frees_the_shard(self: Faulty, outputs: Outputs, out: Any) -> Any:
+    made = Right.fsdp_post_all_gather(self, outputs, None, torch.float32, out=out)
     return None if out is not None else (made[0], (made[0], self))
-
-
-def _decodes_in_place(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
-    return outputs[0].mul_(1.0), ()
 
 
 FAULTS = {
@@ -150,10 +178,11 @@ FAULTS = {
     "post-hook that raises on one rank": Fault(POST, _post_raises, 1, is_of_one=True),
     "post-hook that raises on one replica": Fault(POST, _post_raises, 2, is_of_one=True, world_size=4, replicas=2),
     "post-hook that raises in a later step": Fault(LATER_POST, _post_raises, after=1),
-    "post-hook that returns one tensor": Fault(POST, _makes_one_tensor),
+    "post-hook that returns one tensor": Fault(POST, _post(lambda self, outputs, out: outputs[0].clone())),
     "post-hook that returns too few rows": Fault(POST, _made(lambda output: output[:1].clone())),
     "post-hook that puts other memory under out": Fault(POST, _puts_other_memory_under_out),
-    "post-hook that writes its outputs": Fault(LATER_POST, _decodes_in_place),
+    "post-hook that writes its outputs": Fault(LATER_POST, _post(lambda _, outputs, out: (outputs[0].mul_(1.0), ()))),
+    "tensor on outputs that are released": Fault(POST, _post(lambda _, outputs, out: (outputs[0], ()))),
     "shard listed to be freed": Fault(POST, _frees_the_shard),
     "integers of a trainable parameter": Fault(POST, _made(lambda output: output.int())),
     "answer that is no bool": Fault(RELEASE, lambda self: 1),
@@ -161,8 +190,17 @@ FAULTS = {
 
 
 def _error_of_step(ctx: RankContext, name: str) -> str:
-    fault = FAULTS[name]
-    return refused(ctx, fault.hook, fault.fault, fault.on_rank, fault.after, fault.replicas)
+    """The error of a step with a fault, which comes after some steps without."""
+    hook, fault, on_rank, _, _, replicas, after = FAULTS[name]
+    mesh = ctx.mesh_1d() if replicas == 1 else ctx.mesh_2d(replicas, ctx.world_size // replicas)
+    model = shard(ctx, stack_of(Faulty), mesh=mesh)
+    for _ in range(after):
+        step(model)
+    with fault_in(hook, fault if on_rank in (None, ctx.rank) else getattr(Faulty, hook)):
+        error = error_of(lambda: step(model))
+    model.reset_iter_state()
+    assert_trains_like_a_plain_one(model)
+    return error
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -183,12 +221,13 @@ def test_fault_in_a_hook_is_an_error_on_all_ranks_and_the_model_works_without_it
 def test_post_hook_that_returns_a_new_object_for_out_is_warned_of_once(ctx: RankContext) -> None:
     """As in torch, the result is ignored."""
 
-    def also_fills_out(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+    @_post
+    def also_fills_out(self: Faulty, outputs: Outputs, out: Any) -> Any:
         if out is not None:
             out.copy_(outputs[0])
-        return _made(torch.clone)(self, outputs, metadata, param_dtype)
+        return ((made := outputs[0].clone()), (made,))
 
-    model = sharded(stack_of(Faulty), ctx.mesh_1d())
+    model = shard(ctx, stack_of(Faulty))
     with fault_in(LATER_POST, also_fills_out), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_trains_like_a_plain_one(model)
@@ -203,20 +242,10 @@ def test_post_hook_that_returns_a_new_object_for_out_is_warned_of_once(ctx: Rank
 def test_post_hook_that_returns_aliases_of_the_outputs_whatever_out_is_trains(ctx: RankContext) -> None:
     aliases = _made(lambda output: output.view(32, 32))
     with fault_in(LATER_POST, aliases), fault_in(RELEASE, lambda self: False):
-        assert_trains_like_a_plain_one(sharded(stack_of(Faulty), ctx.mesh_1d()))
+        assert_trains_like_a_plain_one(shard(ctx, stack_of(Faulty)))
 
 
-# Classes
-
-
-class LosesItsClass(Right):
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        return result.plain if func is torch.ops.aten.new_zeros.default else result
-
-
-class CannotBeCut(Right):
+class HasNoSplit(Right):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.split.Tensor:
@@ -232,16 +261,6 @@ class HookedParameter(nn.Parameter):
         raise NotImplementedError
 
 
-class PythonOnly(Tensor):
-    """Hooks, and nothing that would keep the class inside a DTensor."""
-
-    def __new__(cls, data: Tensor) -> PythonOnly:
-        return data.as_subclass(cls)
-
-    fsdp_pre_all_gather = Right.fsdp_pre_all_gather
-    fsdp_post_all_gather = Right.fsdp_post_all_gather
-
-
 def _refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
     """Nothing has changed then: the same parameters are bound, and with a plain one in its place the model works."""
     model = seeded(Stack)
@@ -253,11 +272,11 @@ def _refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert type(model) is Stack
     linear.weight = weight
-    assert_trains_like_a_plain_one(sharded(model, ctx.mesh_1d()))
+    assert_trains_like_a_plain_one(shard(ctx, model))
     return error
 
 
-REFUSED_CLASSES = [LosesItsClass, CannotBeCut, HookedParameter, PythonOnly]
+REFUSED_CLASSES: list[Any] = [BROKEN["CannotBeCut"], HasNoSplit, HookedParameter, Subclass]
 
 
 @pytest.mark.parametrize("cls", REFUSED_CLASSES)
@@ -270,7 +289,7 @@ class WithoutHooks(Right):
 
 
 def _without_hooks(ctx: RankContext) -> str:
-    model = sharded(stack_of(WithoutHooks), ctx.mesh_1d())
+    model = shard(ctx, stack_of(WithoutHooks))
     error = error_of(lambda: step(model))
     model.reset_iter_state()
     model.blocks[1].linear.weight._local_tensor.__class__ = Right
@@ -278,54 +297,13 @@ def _without_hooks(ctx: RankContext) -> str:
     return error
 
 
-class AliasesWhatItReleases(Right):
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: Outputs, metadata: None, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        return (all_gather_outputs[0], ()) if out is None else None
-
-
-def _released_and_aliased(ctx: RankContext) -> str:
-    return error_of(lambda: step(sharded(stack_of(AliasesWhatItReleases), ctx.mesh_1d())))
-
-
-class Spreading(Travelling):
-    """Whatever is computed with it becomes one of it; it takes no plain results apart."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        return map_tensors(lambda tensor: tensor if isinstance(tensor, Travelling) else cls(tensor), result)
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["itself"], None
-
-    @property
-    def itself(self) -> Tensor:
-        return self.plain
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Spreading:
-        return cls(inner["itself"])
-
-
-def _spreads(self: Faulty, outputs: Outputs, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
-    made = Right.fsdp_post_all_gather(self, outputs, metadata, param_dtype, out=None if out is None else out.plain)
-    return None if out is not None else (Spreading(made[0]), made[1])
-
-
-def _gradient_refused(ctx: RankContext) -> str:
-    with fault_in(POST, _spreads):
-        model = sharded(stack_of(Faulty), ctx.mesh_1d())
-        error = error_of(lambda: step(model))
-    assert_trains_like_a_plain_one(sharded(stack_of(Faulty), ctx.mesh_1d()))  # what was unsharded cannot be mended
-    return error
+def _gradient_of_a_class(ctx: RankContext) -> str:
+    return error_of(lambda: step(shard(ctx, stack_of(BROKEN["SpreadsToItsGradient"]))))
 
 
 IN_A_STEP = {
     "subclass without hooks": _without_hooks,
-    "tensor on outputs that are released": _released_and_aliased,
-    "gradient that nothing says how to reduce": _gradient_refused,
+    "gradient that nothing says how to reduce": _gradient_of_a_class,
 }
 
 
@@ -341,7 +319,7 @@ BOUND_AGAIN = {
 
 
 def _on_one_rank_when_bound_again(ctx: RankContext, name: str) -> str:
-    model = sharded(stack_of(Faulty), ctx.mesh_1d())
+    model = shard(ctx, stack_of(Faulty))
     step(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     with fault_in(LATER_PRE, BOUND_AGAIN[name] if ctx.rank == 1 else getattr(Faulty, LATER_PRE)):

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from datetime import timedelta
 from typing import NoReturn
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.comm.backends import PeerComm
-from tests.distributed.support import Stack, batch, seeded, sharded, step
+from tests.distributed.support import batch, sharded, step
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.messages import Heard
-from tests.harness.pool import WorkerPool
 from tests.harness.selection import long
-
-TIMEOUT_S = 4  # gloo takes that long at most to connect, too
-
-
-class Parting(Stack):
-    """Rank 1 leaves a block out, which it may not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](self.entry(x))
-        if dist.get_rank() == 0:
-            x = self.blocks[1](x)
-        return self.exit(self.blocks[2](x))
-
-
-def _part(ctx: RankContext) -> tuple[str, list[str]]:
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    mesh = DeviceMesh.from_group(group, "cpu")
-    model = seeded(Parting)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
-    with Heard() as heard, pytest.raises(fsdp2.CommunicationError) as raised:
-        model(batch())
-    assert raised.value.__cause__ is not None
-    return str(raised.value), heard.messages
 
 
 class _Lost:
@@ -103,27 +72,3 @@ def test_memory_that_a_launch_lacks_is_no_lost_collective(ctx: RankContext, coll
         step(model)
     assert type(raised.value) is RuntimeError, raised.value
     model.reset_iter_state()
-
-
-@pytest.mark.long
-def test_every_rank_names_the_unit_and_its_last_events() -> None:
-    """In the error after the timeout, and before it in what is said of a stall."""
-    pool = WorkerPool(2)  # of its own: what is lost does not come back
-    try:
-        answers = pool.run(_part)
-    finally:
-        pool.close(kill=True)
-    for rank, ((message, told), missing) in enumerate(zip(answers, ("blocks.1", "blocks.2"), strict=True)):
-        assert re.match(rf"all-gather of unit '{missing}' failed on rank {rank}: \S", message), message
-        *_, story, _ = message.splitlines()
-        events = f"pre_forward (root), pre_forward blocks.0, post_forward blocks.0, pre_forward {missing}."
-        assert story == f"Last events on rank {rank}: {events}", message
-        assert len(told) == 1
-        first, *lines = told[0].splitlines()
-        cause = "All ranks wait for each other, because they use other units:"
-        assert re.match(rf"rank {rank}: no progress for [12] s. {cause}", first), first
-        assert lines[rank - 2] == story
-        assert lines[:2] == [
-            "  unit 'blocks.1' ran on rank 0, not on rank 1",
-            "  unit 'blocks.2' ran on rank 1, not on rank 0",
-        ]

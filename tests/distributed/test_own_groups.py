@@ -27,8 +27,7 @@ class _Recorded:
     made: ClassVar[dict[tuple[int, ...], Any]] = {}
 
     def __init__(self) -> None:
-        self.calls: list[list[int]] = []
-        self._new_group = dist.new_group
+        self.calls, self._new_group = list[list[int]](), dist.new_group
 
     def __call__(self, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         if len(ranks) == 1:  # made for the count alone: other tests may have left other counts on other ranks

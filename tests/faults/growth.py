@@ -3,11 +3,8 @@
     python -m tests.faults.growth --steps 10000                  # all variants, 2 ranks, a table
     python -m tests.faults.growth --steps 10000 --runtime torch  # the same under torch's fully_shard
 
-A leak of one object or of some bytes per step is thousands of them in a long run. So counts are compared, not guessed
-from memory: all of a process are read at a few steps, each time behind a garbage collection.
-
-torch notes the last 2,000 collectives of a process, with about 1.3 KB each. fsdp2 calls one per step on gloo: its other
-messages are no collectives. So the first reading is after 2,000 steps; TORCH_FR_BUFFER_SIZE=0 makes shorter runs flat.
+torch notes the last 2,000 collectives of a process, with about 1.3 KB each; fsdp2 calls one per step on gloo. So the
+first reading is after 2,000 steps; TORCH_FR_BUFFER_SIZE=0 makes shorter runs flat.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,81 +38,33 @@ KEPT_STEPS = 5
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Held:
-    """What this process holds.
-
-    Attributes:
-        step: after how many steps.
-        resident_nbytes: memory that the system has given; it also moves with how pages are used.
-        malloc_nbytes: memory that was allocated and not freed, Python's and torch's.
-        python_blocks: memory blocks of Python objects, also of those that the garbage collector does not know.
-        objects: how many the garbage collector knows, by the name of their type.
-        tensors: how many of these are tensors.
-        threads, descriptors, mappings: of the process, as the system counts them.
-    """
-
-    step: int
-    resident_nbytes: int
-    malloc_nbytes: int
-    python_blocks: int
-    objects: Counter[str]
-    tensors: int
-    threads: int
-    descriptors: int
-    mappings: int
-
-
 class _Mallinfo2(ctypes.Structure):
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-def held(step: int) -> Held:
-    """What this process holds now; Linux with glibc."""
+def held() -> Counter[str]:
+    """What this process holds now, by what it is; Linux with glibc.
+
+    "resident_nbytes" also moves with how pages are used. "malloc_nbytes" is memory that was allocated and not freed,
+    Python's and torch's. "python_blocks" are also of objects that the garbage collector does not know; those that it
+    knows are counted by their types, and "tensors" once more.
+    """
     gc.collect()
-    python_blocks = sys.getallocatedblocks()
+    found = Counter(python_blocks=sys.getallocatedblocks())
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _Mallinfo2
     malloc = mallinfo2()
-    types = Counter(map(type, gc.get_objects()))
-    objects: Counter[str] = Counter()
-    for cls, count in types.items():
-        objects[f"{cls.__module__}.{cls.__qualname__}"] += count
+    for cls, count in Counter(map(type, gc.get_objects())).items():
+        found[f"{cls.__module__}.{cls.__qualname__}"] += count
+        found["tensors"] += count if issubclass(cls, Tensor) else 0
     process = Path("/proc/self")
-    return Held(
-        step=step,
-        resident_nbytes=int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-        malloc_nbytes=malloc.uordblks + malloc.hblkhd,
-        python_blocks=python_blocks,
-        objects=objects,
-        tensors=sum(count for cls, count in types.items() if issubclass(cls, Tensor)),
-        threads=len(list((process / "task").iterdir())),
-        descriptors=len(list((process / "fd").iterdir())),
-        mappings=(process / "maps").read_text().count("\n"),
-    )
-
-
-# Variants
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to train.
-
-    Attributes:
-        options: of ``fully_shard``, from a runtime and a rank.
-        step: one step of a model and its optimizer; its values are kept by the user for some steps.
-        compiled: the blocks, with inductor's front and no C++ compiler.
-        needs_ours: uses what torch's runtime lacks.
-    """
-
-    options: Callable[[Runtime, RankContext], dict[str, Any]] = lambda runtime, ctx: {}
-    step: Callable[[Any, torch.optim.Optimizer, int], list[Any]] = lambda model, optimizer, index: _one_backward(
-        model, optimizer, index
-    )
-    compiled: bool = False
-    needs_ours: bool = False
+    found["resident_nbytes"] = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    found["malloc_nbytes"] = malloc.uordblks + malloc.hblkhd
+    found["threads"] = len(list((process / "task").iterdir()))
+    found["descriptors"] = len(list((process / "fd").iterdir()))
+    found["mappings"] = (process / "maps").read_text().count("\n")
+    return found
 
 
 def _inputs(index: int) -> Tensor:
@@ -207,6 +156,16 @@ def _in_bfloat16(runtime: Runtime, ctx: RankContext) -> dict[str, Any]:
     return {"mp_policy": runtime.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A way to train."""
+
+    options: Callable[[Runtime, RankContext], dict[str, Any]] = lambda runtime, ctx: {}  # of fully_shard
+    step: Callable[[Any, torch.optim.Optimizer, int], list[Any]] = _one_backward  # the user keeps what it returns
+    compiled: bool = False  # the blocks, with inductor's front and no C++ compiler
+    needs_ours: bool = False  # uses what torch's runtime lacks
+
+
 VARIANTS = {
     "fp32": Variant(),
     "mixed precision": Variant(_in_bfloat16),
@@ -226,7 +185,7 @@ VARIANTS = {
 }
 
 
-def train(ctx: RankContext, variant: str, at: tuple[int, ...], with_torch: bool = False) -> list[Held]:
+def train(ctx: RankContext, variant: str, at: tuple[int, ...], with_torch: bool = False) -> list[Counter[str]]:
     """Train as ``variant`` says; what this rank holds after each number of steps in ``at``."""
     chosen, runtime = VARIANTS[variant], oracle() if with_torch else subject()
     if chosen.compiled:
@@ -240,24 +199,20 @@ def train(ctx: RankContext, variant: str, at: tuple[int, ...], with_torch: bool 
     runtime.fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     kept: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
-    held(0)  # what reading itself keeps, such as compiled patterns of paths, is there from now on
+    held()  # what reading itself keeps, such as compiled patterns of paths, is there from now on
     with tempfile.TemporaryFile() as readings:  # in memory, the first would be growth in the last
         for index in range(max(at)):
             kept.append(chosen.step(model, optimizer, index))
             if index + 1 in at:
-                pickle.dump(held(index + 1), readings)
+                pickle.dump(held(), readings)
         readings.seek(0)
         return [pickle.load(readings) for _ in at]
 
 
-def growth(found: list[Held]) -> Iterator[tuple[str, int, int]]:
-    """What grew between the first and the last reading: its name, before, and after."""
+def growth(found: list[Counter[str]]) -> dict[str, int]:
+    """What the last reading has more or less than the first one."""
     first, last = found[0], found[-1]
-    for name in ("resident_nbytes", "malloc_nbytes", "python_blocks", "tensors", "threads", "descriptors", "mappings"):
-        yield name, getattr(first, name), getattr(last, name)
-    for name in last.objects:
-        if last.objects[name] != first.objects[name]:
-            yield name, first.objects[name], last.objects[name]
+    return {name: last[name] - first[name] for name in sorted(first | last) if last[name] != first[name]}
 
 
 def main() -> None:
@@ -277,8 +232,8 @@ def main() -> None:
         print(f"{time.perf_counter() - started:.0f} s")
         for rank, readings in enumerate(found):
             print(f"{name}, rank {rank}:")
-            for what, before, after in growth(readings):
-                print(f"    {what:<24} {before:>12,} {after - before:>+12,}", flush=True)
+            for what, more in growth(readings).items():
+                print(f"    {what:<24} {readings[0][what]:>12,} {more:>+12,}", flush=True)
 
 
 if __name__ == "__main__":

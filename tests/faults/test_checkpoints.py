@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,11 +36,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 
 def _example() -> dict[str, Any]:
-    sys.path.insert(0, str(_EXAMPLE.parent))
-    try:
+    with mock.patch.object(sys, "path", [str(_EXAMPLE.parent), *sys.path]):
         return runpy.run_path(str(_EXAMPLE))
-    finally:
-        sys.path.remove(str(_EXAMPLE.parent))
 
 
 def _trainer(example: dict[str, Any]) -> Any:
@@ -54,7 +52,7 @@ def _save(trainer: Any, folder: Path, step: int) -> None:
     trainer.save(folder, step)
 
 
-def _save_thrice(
+def _save_twice(
     ctx: RankContext,
     mesh: DeviceMesh,
     folder: Path,
@@ -90,11 +88,8 @@ def _assert_latest_is_complete(folder: Path) -> int:
     assert path is not None, sorted(folder.rglob("*"))
     step = int(path.name.removeprefix("step_"))
     described = FileSystemReader(path).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {
-        name: torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in described.items()
-        if name.startswith("model.")
-    }
+    shown = {name: each for name, each in described.items() if name.startswith("model.")}
+    state: dict[str, Any] = {n: torch.empty(each.size, dtype=each.properties.dtype) for n, each in shown.items()}
     assert len(state) > 5
     dcp.load(state, checkpoint_id=path, no_dist=True)
     assert all(torch.equal(value, torch.full_like(value, step)) for value in state.values())
@@ -105,11 +100,8 @@ def _assert_latest_is_complete(folder: Path) -> int:
 def _assert_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The next run says which folder it ignores, and why."""
     example = _example()
-    sys.path.insert(0, str(_EXAMPLE.parent))
-    try:
+    with mock.patch.object(sys, "path", [str(_EXAMPLE.parent), *sys.path]):
         import lm_run
-    finally:
-        sys.path.remove(str(_EXAMPLE.parent))
     left = lm_run.unfinished_checkpoints(folder)
     (folder / "config.json").write_text(json.dumps(_TINY))
     (folder / "losses.jsonl").write_text("")
@@ -126,14 +118,14 @@ def test_a_kill_before_each_file_operation_leaves_a_complete_checkpoint(
     num_ranks: int, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two of them in the short suite: while the files are written, and before the new checkpoint has its name."""
-    (first, *_) = World(_save_thrice, num_ranks, 60.0, folder=tmp_path / "counted").join()
+    (first, *_) = World(_save_twice, num_ranks, 60.0, folder=tmp_path / "counted").join()
     assert first.exit_code == 0, first.trace
     count, _ = first.value
     assert count > 5
     found = set()
     for operation in range(count) if num_ranks > 1 else (2, count - 4):
         folder = tmp_path / str(operation)
-        ended = World(_save_thrice, num_ranks, 60.0, folder=folder, operation=operation).join()
+        ended = World(_save_twice, num_ranks, 60.0, folder=folder, operation=operation).join()
         assert ended[0].exit_code == -signal.SIGKILL
         assert all(each.exit_code == 1 for each in ended[1:])
         found.add(_assert_latest_is_complete(folder))
@@ -146,23 +138,20 @@ def test_a_kill_at_a_random_time_leaves_a_complete_checkpoint(
     killed: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """34 moments for each rank, and for both at once: 102. The next run names what is half written."""
-    ended = World(_save_thrice, 2, 60.0, folder=tmp_path / "timed").join()
+    ended = World(_save_twice, 2, 60.0, folder=tmp_path / "timed").join()
     _, duration_s = ended[0].value
     times = random.Random(str(killed))
     num_half_written, num_killed = 0, 0
     for number in range(34):
         folder = tmp_path / str(number)
         after_s = times.uniform(0, 1.1 * duration_s)
-        ended = World(_save_thrice, 2, 60.0, folder=folder, after_s=after_s, killed=killed).join()
+        ended = World(_save_twice, 2, 60.0, folder=folder, after_s=after_s, killed=killed).join()
         num_killed += any(each.exit_code == -signal.SIGKILL for each in ended)
         num_half_written += bool(list(folder.glob("checkpoints/writing_*")))
         _assert_latest_is_complete(folder)
         _assert_goes_on(folder, capsys)
     assert num_killed > 10
     assert num_half_written > 5  # the moments are those of writing
-
-
-# A rank that cannot write
 
 
 def _full_disk(folder: Path) -> None:
@@ -195,24 +184,18 @@ def _save_with_fault(
     return found
 
 
+FAULTS: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    "full disk": (_full_disk, 1, "rank 1: "),
+    "full disk on rank 0": (_full_disk, 0, "rank 0: "),
+    "no folder": (_no_folder, 0, "Error: "),
+    "no rename": (_no_rename, 0, "rank 0: NotADirectoryError: "),
+}
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("fault", "on_rank", "reason"),
-    [
-        (_full_disk, 1, "rank 1: "),
-        *[
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in [
-                (_full_disk, 0, "rank 0: "),
-                (_no_folder, 0, "Error: "),
-                (_no_rename, 0, "rank 0: NotADirectoryError: "),
-            ]
-        ],
-    ],
-)
-def test_all_ranks_name_the_checkpoint_that_one_rank_cannot_write(
-    fault: Callable[[Path], None], on_rank: int, reason: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["full disk", *long(*list(FAULTS)[1:])])
+def test_all_ranks_name_the_checkpoint_that_one_rank_cannot_write(name: str, tmp_path: Path) -> None:
+    fault, on_rank, reason = FAULTS[name]
     ended: list[Ended] = World(_save_with_fault, 2, 60.0, folder=tmp_path, fault=fault, on_rank=on_rank).join()
     for each in ended:
         assert each.exit_code == 0, each.trace

@@ -16,10 +16,12 @@ from collections import Counter
 
 from tqdm import tqdm
 
+from tests.fuzz import passes
 from tests.fuzz.check import Outcome
 from tests.fuzz.program import draw
 from tests.fuzz.runner import Runner, shrunk
 from tests.fuzz.source import source
+from tests.harness.pool import WorkerPool
 
 
 def main() -> None:
@@ -28,6 +30,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--device", default="cpu", choices=("cpu", "sim"), help="sim: the simulated accelerator")
+    parser.add_argument("--passes", action="store_true", help="programs of passes.py, on 2 ranks")
     parser.add_argument("--show", action="store_true", help="print the programs; run nothing")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.seeds)
@@ -35,6 +38,8 @@ def main() -> None:
         for seed in seeds:
             print(f"# seed {seed} on {options.ranks} ranks\n{source(draw(seed, options.ranks))}")
         return
+    if options.passes:
+        sys.exit(_run_passes(seeds))
     outcomes: Counter[str] = Counter()
     failures = []
     runner = Runner(options.ranks, options.device)
@@ -56,6 +61,19 @@ def main() -> None:
         print(source(program))
     runner.close()
     sys.exit(bool(failures))
+
+
+def _run_passes(seeds: range) -> bool:
+    """Whether one differs."""
+    pool, failed = WorkerPool(2), dict[int, str]()
+    for first in seeds[::50]:
+        for found in pool.run(passes.check, 120.0, seeds=range(first, min(first + 50, seeds.stop))):
+            failed |= found
+    pool.close()
+    for seed, what in sorted(failed.items()):
+        print(f"seed {seed}: {what}")
+    print(f"{len(seeds)} programs from seed {seeds.start}: {len(failed)} differ")
+    return bool(failed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""The blocks that programs are made of. A printed program quotes them, so they need nothing but torch.
-
-As in ``tests/harness/models.py``, no gradient is zero by mathematics and noise by arithmetic.
-"""
+"""The blocks of programs, whose gradients are never zero by mathematics and noise by arithmetic. Printed with them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.fuzz.known import known_difference
 from tests.fuzz.program import Program
-from tests.fuzz.source import has_reference, is_low, source
+from tests.fuzz.source import settings, source
 from tests.harness.compare import compare_with_oracle, compare_with_unsharded, oracle_records, subject_records
 from tests.harness.distributed import RankContext
 from tests.harness.training import Case, Tolerance
@@ -65,14 +65,7 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # so that tracebacks have lines
     found: dict[str, Any] = {"__name__": "program"}
     exec(compile(text, name, "exec"), found)
-    case = _case(
-        found,
-        clip_norm=program.clip_norm,
-        set_to_none=program.set_to_none,
-        is_low=is_low(program),
-        num_steps=len(program.steps),
-        has_reference=has_reference(program),
-    )
+    case = _case(found, **settings(program))
     try:
         mesh = _mesh(program.mesh, ctx)
         return compared(case, mesh, known_difference(program), with_torch=with_torch and not program.ranks_differ)
@@ -124,26 +117,10 @@ def _of_all_ranks(value: bool) -> list[str]:
     return [store.get(f"fuzz {number} {rank}").decode() for rank in range(dist.get_world_size())]
 
 
-def _case(
-    found: dict[str, Any],
-    *,
-    clip_norm: float | None,
-    set_to_none: bool,
-    is_low: bool,
-    num_steps: int,
-    has_reference: bool,
-) -> Case:
-    return Case(
-        found["build"],
-        found["shard"],
-        found["run"],
-        found["optimizer"],
-        num_steps=num_steps,
-        set_to_none=set_to_none,
-        clip_norm=clip_norm,
-        reduce_dtype=torch.bfloat16 if is_low else torch.float32,
-        unsharded=(IN_LESS if is_low else IN_FP32) if has_reference else None,
-    )
+def _case(found: dict[str, Any], *, is_low: bool, has_reference: bool, **own: Any) -> Case:
+    unsharded = (IN_LESS if is_low else IN_FP32) if has_reference else None
+    own |= {"reduce_dtype": torch.bfloat16 if is_low else torch.float32, "unsharded": unsharded}
+    return Case(found["build"], found["shard"], found["run"], found["optimizer"], **own)
 
 
 def _mesh(kind: str, ctx: RankContext) -> DeviceMesh:
@@ -163,7 +140,7 @@ def check(ctx: RankContext, programs: list[Program], *, with_torch: bool = True)
     return [verdict(program, ctx, with_torch=with_torch) for program in programs]
 
 
-def main(mesh: str, *, with_torch: bool, **settings: Any) -> None:
+def main(mesh: str, *, with_torch: bool, **given: Any) -> None:
     """What a printed program runs, under ``torchrun --nproc-per-node 2``."""
     import __main__
 
@@ -171,7 +148,7 @@ def main(mesh: str, *, with_torch: bool, **settings: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ctx = RankContext(dist.get_rank(), dist.get_world_size())
-    found = compared(_case(vars(__main__), **settings), _mesh(mesh, ctx), with_torch=with_torch)
+    found = compared(_case(vars(__main__), **given), _mesh(mesh, ctx), with_torch=with_torch)
     print(f"rank {ctx.rank}: {found.outcome.value}\n{found.text}", flush=True)
     dist.barrier()
     os._exit(found.outcome.is_failure)

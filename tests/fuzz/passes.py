@@ -1,21 +1,16 @@
 """Programs of passes, with changes between a forward and its backward: the sharded model beside the plain one.
 
-    python -m tests.fuzz.passes --seeds 1000     # on 2 ranks
-
-A program is a list of operations. After each one, losses and ``requires_grad`` of all parameters are compared; at each
-step, gradients are, too. ``tests.fuzz.program`` draws programs of other features, which torch's runtime runs as well;
-torch does not follow most of these changes.
+``python -m tests.fuzz --passes`` runs them. Losses and ``requires_grad`` are compared after each operation, gradients
+at each step. Torch's runtime does not follow most of these changes.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp2
 from tests.harness.distributed import RankContext
-from tests.harness.pool import WorkerPool
+from tests.harness.models import MLP
 from tests.harness.runtimes import quietly_installed
 
 DIM = 6
@@ -54,18 +49,10 @@ class Block(nn.Module):
         return x + torch.tanh(y * self.gain)
 
 
-class Model(nn.Module):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.entry = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.exit = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.exit(x)
+def _model(num_blocks: int) -> MLP:
+    model = MLP(0, DIM)
+    model.blocks.extend(Block() for _ in range(num_blocks))
+    return model
 
 
 # What a change is about: the parameters whose names contain one of these.
@@ -81,46 +68,34 @@ PARTS = {
 }
 
 
-class Operation(NamedTuple):
-    """``name`` is a method of ``Side``; ``given`` are its arguments."""
-
-    name: str
-    given: tuple[Any, ...] = ()
-
-
 @dataclass(frozen=True)
 class Passes:
-    """A program.
-
-    Attributes:
-        reshards: ``reshard_after_forward`` of each block; "no unit" if the block belongs to the root.
-        root: ``reshard_after_forward`` of the root.
-        by_hand: flags are set on the parameters that were listed before the first pass, not on those that are bound.
-    """
+    """A program."""
 
     way: str
-    reshards: tuple[bool | str | None, ...]
-    root: bool | None
-    by_hand: bool
-    operations: tuple[Operation, ...]
+    reshards: tuple[bool | str | None, ...]  # reshard_after_forward of each block; "no unit" if it belongs to the root
+    root: bool | None  # reshard_after_forward of the root
+    by_hand: bool  # flags are set on the parameters that were listed before the first pass, not on those bound
+    operations: tuple[tuple[Any, ...], ...]  # each the name of a method of Side, and its arguments
 
 
 def draw(seed: int) -> Passes:
     pick = random.Random(seed)
-    operations: list[Operation] = []
+    operations: list[tuple[Any, ...]] = []
 
-    def change() -> Operation:
+    def change() -> tuple[Any, ...]:
         part = pick.choice(list(PARTS))
         return pick.choice(
             [
-                *[Operation("freeze", (part,)), Operation("thaw", (part,))] * 2,
-                *[Operation("reference", (part,))] * 3,
-                *[Operation("evaluate", (mode,)) for mode in ("no_grad", "inference_mode")],
-                Operation("there_and_back", (part,)),
-                Operation("use_adapter", (pick.choice([0, 1, None]), pick.random() < 0.5)),
-                Operation("train", (pick.random() < 0.5,)),
-                Operation("forward_in_vain"),
-                Operation("control", (pick.choice(["reshard", "unshard"]),)),
+                *[("freeze", part), ("thaw", part)] * 2,
+                *[("reference", part)] * 3,
+                ("evaluate", "no_grad"),
+                ("evaluate", "inference_mode"),
+                ("there_and_back", part),
+                ("use_adapter", pick.choice([0, 1, None]), pick.random() < 0.5),
+                ("train", pick.random() < 0.5),
+                ("forward_in_vain",),
+                ("control", pick.choice(["reshard", "unshard"])),
             ]
         )
 
@@ -132,14 +107,13 @@ def draw(seed: int) -> Passes:
             num_forwards = pick.choice([1, 1, 1, 2])
             for _ in range(num_forwards):
                 changes(2)
-                operations.append(Operation("forward"))
+                operations.append(("forward",))
             for _ in range(num_forwards):
                 changes(4)
-                operations.append(Operation("backward", (pick.random() < 0.75,)))
+                operations.append(("backward", pick.random() < 0.75))
         changes(1)
         # A step needs a backward that communicates.
-        operations += [Operation("thaw", ("everything",)), Operation("forward"), Operation("backward", (True,))]
-        operations.append(Operation("step"))
+        operations += [("thaw", "everything"), ("forward",), ("backward", True), ("step",)]
     return Passes(
         way=pick.choice(WAYS),
         reshards=tuple(pick.choice([None, True, False, False, "no unit"]) for _ in range(pick.randint(1, 3))),
@@ -154,7 +128,7 @@ class Side:
 
     def __init__(self, program: Passes, rank: int) -> None:
         torch.manual_seed(0)
-        self.model: Any = self.sharded(Model(len(program.reshards)), program)
+        self.model: Any = self.sharded(_model(len(program.reshards)), program)
         self.blocks = [module for module in self.model.modules() if isinstance(module, Block)]
         self.listed = dict(_named(self.model))
         self._by_hand, self._rank = program.by_hand, rank
@@ -162,7 +136,7 @@ class Side:
         self._losses: list[Tensor] = []
         self._num_batches = 0
 
-    def sharded(self, model: Model, program: Passes) -> nn.Module:
+    def sharded(self, model: MLP, program: Passes) -> nn.Module:
         return model
 
     @contextmanager
@@ -259,7 +233,7 @@ class Side:
 class ShardedSide(Side):
     """The sharded model."""
 
-    def sharded(self, model: Model, program: Passes) -> nn.Module:
+    def sharded(self, model: MLP, program: Passes) -> nn.Module:
         self._is_fsdp1 = program.way.startswith("FSDP1")
         if self._is_fsdp1:
             return _wrapped(model, program.way)
@@ -292,7 +266,7 @@ class ShardedSide(Side):
             getattr(self.model, method)()
 
 
-def _wrapped(model: Model, way: str) -> nn.Module:
+def _wrapped(model: MLP, way: str) -> nn.Module:
     strategy = ShardingStrategy.SHARD_GRAD_OP if "SHARD_GRAD_OP" in way else ShardingStrategy.FULL_SHARD
     policy = None if "one wrapper" in way else ModuleWrapPolicy({Block})
     return fsdp2.FullyShardedDataParallel(
@@ -322,14 +296,14 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def difference(program: Passes, rank: int) -> str | None:
     """The first difference between the sharded and the plain model; None if there is none. Collective."""
     plain, sharded = Side(program, rank), ShardedSide(program, rank)
-    for index, (name, given) in enumerate(program.operations):
+    for index, (name, *given) in enumerate(program.operations):
         expected, found = getattr(plain, name)(*given), getattr(sharded, name)(*given)
         what = _unequal(found, expected)
         # Parameters that were listed before, and those that are bound, agree when a forward comes.
         if what is None and (not program.by_hand or name in ("forward", "evaluate")):
             what = _unequal(sharded.flags(), plain.flags())
         if what is not None:
-            return f"after operation {index}, {name}{given}: {what}"
+            return f"after operation {index}, {name}{tuple(given)}: {what}"
     return None
 
 
@@ -369,25 +343,3 @@ def shortened(program: Passes, rank: int) -> Passes:
         if differs:
             program = shorter
     return program
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=100, help="how many programs")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    options = parser.parse_args()
-    pool = WorkerPool(2)
-    failed: dict[int, str] = {}
-    seeds = range(options.first, options.first + options.seeds)
-    for first in range(seeds.start, seeds.stop, 50):
-        for found in pool.run(check, 120.0, seeds=range(first, min(first + 50, seeds.stop))):
-            failed |= found
-    pool.close()
-    for seed, what in sorted(failed.items()):
-        print(f"seed {seed}: {what}")
-    print(f"{len(seeds)} programs from seed {seeds.start}: {len(failed)} differ")
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()

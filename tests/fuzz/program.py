@@ -12,37 +12,21 @@ WIRES = ("bf16", "halved", "scaled")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the model.
+    """One block of the model."""
 
-    Attributes:
-        kind: what it computes: see ``source._BLOCKS``.
-        uses: how often a forward calls it.
-        checkpoint: "", or how its activations are checkpointed: "reentrant", "not reentrant".
-        alone: it is a unit of its own; else a part of the next unit around it.
-        inner: its first submodule is a unit, too.
-        reshard: ``reshard_after_forward``.
-        skipped: steps in which no rank calls it.
-        left_out: steps in which ranks with odd numbers do not call it: torch would hang.
-        detached: what it computes is used, but gradients do not flow into it.
-        double: it computes in float64, between blocks in float32.
-        frozen: its first parameter needs no gradient.
-        wire: its matrices decide how they travel: "", or one of ``WIRES``.
-        compiled: with ``torch.compile``, backend "aot_eager".
-    """
-
-    kind: str = "mlp"
-    uses: int = 1
-    checkpoint: str = ""
-    alone: bool = True
-    inner: bool = False
-    reshard: bool | int | None = None
-    skipped: tuple[int, ...] = ()
-    left_out: tuple[int, ...] = ()
-    detached: bool = False
-    double: bool = False
-    frozen: bool = False
-    wire: str = ""
-    compiled: bool = False
+    kind: str = "mlp"  # what it computes: see source._BLOCKS
+    uses: int = 1  # how often a forward calls it
+    checkpoint: str = ""  # or how its activations are checkpointed: "reentrant", "not reentrant"
+    alone: bool = True  # it is a unit of its own; else a part of the next unit around it
+    inner: bool = False  # its first submodule is a unit, too
+    reshard: bool | int | None = None  # reshard_after_forward
+    skipped: tuple[int, ...] = ()  # steps in which no rank calls it
+    left_out: tuple[int, ...] = ()  # steps in which ranks with odd numbers do not call it: torch would hang
+    detached: bool = False  # what it computes is used, but gradients do not flow into it
+    double: bool = False  # it computes in float64, between blocks in float32
+    frozen: bool = False  # its first parameter needs no gradient
+    wire: str = ""  # its matrices decide how they travel: one of WIRES
+    compiled: bool = False  # with torch.compile, backend "aot_eager"
 
 
 @dataclass(frozen=True)
@@ -57,31 +41,18 @@ class Precision:
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch: what is set before it, its forwards, and its backward.
+    """One micro-batch: what is set before it, its forwards, and its backward."""
 
-    Attributes:
-        sync: what its backward communicates: "all", "no all-reduce", "no reduction".
-        keep: parameters stay unsharded after backward.
-        by_hand: before forward: "", "unshard", "unshard async", "reshard".
-        evaluates: a forward without gradients comes first.
-        fails: a forward that raises comes first (fsdp2 only: torch has no call to recover by).
-        forwards: so many, whose losses are one sum.
-        backwards: so many, of one graph.
-        marks_last: ``set_is_last_backward`` says whether more micro-batches follow.
-        uses_side: blocks of kind "side" use all their parameters.
-        between: what happens between the forwards and the backwards, of ``BETWEEN``.
-    """
-
-    sync: str = "all"
-    keep: bool = False
-    by_hand: str = ""
-    evaluates: bool = False
-    fails: bool = False
-    forwards: int = 1
-    backwards: int = 1
-    marks_last: bool = False
-    uses_side: bool = True
-    between: tuple[str, ...] = ()
+    sync: str = "all"  # what its backward communicates: "all", "no all-reduce", "no reduction"
+    keep: bool = False  # parameters stay unsharded after backward
+    by_hand: str = ""  # before forward: "unshard", "unshard async", "reshard"
+    evaluates: bool = False  # a forward without gradients comes first
+    fails: bool = False  # a forward that raises comes first (fsdp2 only: torch has no call to recover by)
+    forwards: int = 1  # whose losses are one sum
+    backwards: int = 1  # of one graph
+    marks_last: bool = False  # set_is_last_backward says whether more micro-batches follow
+    uses_side: bool = True  # blocks of kind "side" use all their parameters
+    between: tuple[str, ...] = ()  # what happens between the forwards and the backwards, of BETWEEN
 
 
 @dataclass(frozen=True)
@@ -101,40 +72,25 @@ BETWEEN = ("reference", "freeze", "thaw", "evaluate")  # tests/fuzz/passes.py ha
 
 @dataclass(frozen=True)
 class Program:
-    """Defaults are the simplest choice: what a failing program does not need is shrunk to them.
-
-    Attributes:
-        mesh: "fsdp", "hsdp", "one replica", "one rank", "tp" (FSDP x TP), "experts" (block 0 on a mesh of its own).
-        dim: width of the model; 10 is cut unevenly by 4 ranks.
-        tied: the last layer has the weight of the first.
-        listed: the last two blocks are one unit.
-        placement_dim: of the tensors with so many dims, the dim that is cut.
-        ignored: the root's bias is left alone.
-        buffer: the model counts its forwards in a buffer.
-        scalar: the model has a parameter without dims, which torch refuses.
-        covered: the first and last layer are units, so the root has no parameters, and returns what a unit returned.
-        force_sum: gradients are summed, and divided beside the reduction.
-        reduces_unused: parameters that no rank used get gradients of zero.
-        root_reshard: ``reshard_after_forward`` of the root.
-    """
+    """Defaults are the simplest choice: what a failing program does not need is shrunk to them."""
 
     blocks: tuple[Block, ...] = (Block(),)
-    mesh: str = "fsdp"
-    dim: int = 8
-    tied: bool = False
-    listed: bool = False
-    buffer: bool = False
-    scalar: bool = False
-    covered: bool = False
-    force_sum: bool = False
-    reduces_unused: bool = False
-    placement_dim: int = 0
-    ignored: bool = False
+    mesh: str = "fsdp"  # or "hsdp", "one replica", "one rank", "tp" (FSDP x TP), "experts" (block 0 on its own mesh)
+    dim: int = 8  # width of the model; 10 is cut unevenly by 4 ranks
+    tied: bool = False  # the last layer has the weight of the first
+    listed: bool = False  # the last two blocks are one unit
+    buffer: bool = False  # the model counts its forwards in a buffer
+    scalar: bool = False  # the model has a parameter without dims, which torch refuses
+    covered: bool = False  # the first and last layer are units, so the root has no parameters
+    force_sum: bool = False  # gradients are summed, and divided beside the reduction
+    reduces_unused: bool = False  # parameters that no rank used get gradients of zero
+    placement_dim: int = 0  # of the tensors with so many dims, the dim that is cut
+    ignored: bool = False  # the root's bias is left alone
     precision: Precision = field(default_factory=Precision)
     offload: bool = False
     prefetch: bool = False
     divide_factor: float | None = None
-    root_reshard: bool | int | None = None
+    root_reshard: bool | int | None = None  # reshard_after_forward of the root
     optimizer: str = "SGD"
     clip_norm: float | None = None
     set_to_none: bool = True

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
+
 from tests.fuzz.check import OneSidedRefusalError, Outcome, Verdict, check
 from tests.fuzz.program import Block, Micro, Program, Step
 from tests.harness.compare import oracle_records
+from tests.harness.distributed import RankContext
 from tests.harness.pool import WorkerError, WorkerPool
 
 # Longer than that, ranks hang; on a busy machine, too. A program takes a third of a second, and compiling some more.
@@ -16,16 +19,27 @@ SECONDS, SECONDS_TO_COMPILE = 8.0, 24.0
 MAX_RUNS = 150  # of one program that is being shrunk
 
 
-class Runner:
-    """A pool of ``world_size`` ranks; a new one after a program that leaves its ranks at different places.
+def check_on_device(ctx: RankContext, **given: Any) -> list[Verdict]:
+    """``check`` on the simulated accelerator, whose gathers and reductions come late."""
+    from tests.accelerator import device  # needs a compiler
+    from tests.accelerator.other_suites import SCHEDULE
+    from tests.accelerator.support import prepare
 
-    ``body`` is what the ranks run instead of ``check``.
-    """
+    prepare()
+    device.load().spoil_all_free()  # else values of an earlier run stand in for those that came too late
+    device.schedule(**SCHEDULE)
+    try:
+        with torch.device(device.DEVICE):
+            return check(ctx, **given)
+    finally:
+        device.load().drain()  # what other ranks may wait for
+
+
+class Runner:
+    """A pool of ranks, new after a program that leaves them at different places. They run ``body``, or ``check``."""
 
     def __init__(self, world_size: int, device: str = "cpu", body: Callable[..., Any] | None = None) -> None:
-        if body is None and device != "cpu":
-            from tests.fuzz.on_device import check_on_device as body  # needs a compiler
-        self._body = body or check
+        self._body = body or (check if device == "cpu" else check_on_device)
         self._pool = WorkerPool(world_size, device)
 
     def verdict(self, program: Program) -> Verdict:

@@ -124,10 +124,7 @@ if step.runtime is not None and step.runtime.name == "fsdp2":  # torch has no ca
 _MAIN = """
 if __name__ == "__main__":
     from tests.fuzz.check import main
-    main(
-        {mesh!r}, clip_norm={clip_norm}, set_to_none={set_to_none}, is_low={is_low}, num_steps={num_steps},
-        has_reference={has_reference}, with_torch={with_torch},
-    )
+    main({mesh!r}, with_torch={with_torch}, **{settings})
 """
 
 
@@ -136,16 +133,14 @@ def source(program: Program) -> str:
     as ``harness.training.Case`` takes them. Run as a script, it compares: see ``check.main``."""
     classes = dict.fromkeys(_BLOCKS[block.kind] for block in program.blocks)
     parts = [_IMPORTS, *(inspect.getsource(cls) for cls in classes), _model(program), _shard(program), _run(program)]
-    main = _MAIN.format(
-        mesh=program.mesh,
-        clip_norm=program.clip_norm,
-        set_to_none=program.set_to_none,
-        is_low=is_low(program),
-        num_steps=len(program.steps),
-        has_reference=has_reference(program),
-        with_torch=not program.ranks_differ,
-    )
+    main = _MAIN.format(mesh=program.mesh, with_torch=not program.ranks_differ, settings=settings(program))
     return "\n\n".join(part.strip("\n") for part in [*parts, main]) + "\n"
+
+
+def settings(program: Program) -> dict[str, Any]:
+    """What a case has besides its functions; ``is_low`` and ``has_reference`` say how it is compared."""
+    own = {"clip_norm": program.clip_norm, "set_to_none": program.set_to_none, "num_steps": len(program.steps)}
+    return {**own, "is_low": is_low(program), "has_reference": has_reference(program)}
 
 
 def is_low(program: Program) -> bool:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,27 +60,21 @@ def test_programs_on_four_ranks(ctx: RankContext) -> None:
 @pytest.mark.parametrize("seeds", [range(i, i + 10) for i in range(0, 100, 10)], ids=str)
 def test_100_programs(seeds: range, world_size: int) -> None:
     """Torch may hang on some: the runner then goes on without it."""
-    runner = Runner(world_size)
-    try:
+    with closing(Runner(world_size)) as runner:
         programs = [draw(seed, world_size) for seed in seeds]
         _assert_no_failure(programs, [runner.verdict(program) for program in programs])
-    finally:
-        runner.close()
 
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler: the simulated accelerator cannot be built")
 def test_programs_on_the_simulated_accelerator() -> None:
-    runner = Runner(2, device.DEVICE)
-    try:
+    with closing(Runner(2, device.DEVICE)) as runner:
         for seed in range(40):
             program = draw(seed, 2)
             if program.offload and any(block.wire for block in program.blocks):
                 continue  # the tests' classes with hooks support no pinned memory, which fsdp2 says
             found = runner.verdict(program)
             assert not found.outcome.is_failure, f"seed {seed}: {found.text}"
-    finally:
-        runner.close()
 
 
 def test_programs_have_every_feature() -> None:
@@ -200,11 +195,8 @@ def test_program_shrunk_from_a_defect_is_small_and_fails_alone(tmp_path: Path) -
         return keeps_partial and program.mesh == "hsdp" and known_difference(program) is None
 
     program = next(each for seed in range(1000) if shows_it(each := draw(seed, 2)) and len(each.blocks) > 1)
-    runner = Runner(2, body=_check_with_lost_partial_sums)
-    try:
+    with closing(Runner(2, body=_check_with_lost_partial_sums)) as runner:
         found, verdict = shrunk(program, runner)
-    finally:
-        runner.close()
     assert verdict.outcome is Outcome.DIFFERS
     assert found == Program(mesh="hsdp", steps=(Step(micros=(Micro("no all-reduce"), Micro())),), blocks=(Block(),))
     defect = """import pytest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -19,27 +20,18 @@ from fsdp2.tensors import (
     precompute_float8_scales,
     wrap_parameters,
 )
-from fsdp2.tensors.float8 import quantise_float8, row_magnitudes, scale_from
-from fsdp2.tensors.int8 import dequantise, quantise
 from tests.gpu.support import Stack, batch, on_gpus
 from tests.harness.distributed import RankContext
+from tests.unit.test_check_all_gather_extension import float8_rows, int8
 
-
-def _int8(weight: Tensor) -> Tensor:
-    out = torch.empty_like(weight)
-    dequantise(*quantise(weight, 256), 256, out=out)
-    return out
-
-
-def _float8(weight: Tensor) -> Tensor:
-    scales = scale_from(row_magnitudes(weight))
-    return quantise_float8(weight, scales).float() * scales
-
-
+# The classes, and what a dense model holds in their place.
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "bfloat16": (BFloat16AllGatherTensor, lambda weight: weight.bfloat16().float()),
-    "int8": (Int8AllGatherTensor, _int8),
-    "float8": (lambda weight: Float8AllGatherTensor(weight, scaling=Float8Scaling.PER_ROW), _float8),
+    "int8": (partial(Int8AllGatherTensor, block_size=16), lambda weight: int8(weight, weight.dtype)),
+    "float8": (
+        partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW),
+        lambda weight: float8_rows(weight, weight.dtype).dequantised(),
+    ),
 }
 
 

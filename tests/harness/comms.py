@@ -48,6 +48,21 @@ def reductions_noted() -> Iterator[list[list[str]]]:
         PeerComm.reduce_scatter = launch  # type: ignore[method-assign]
 
 
+@contextmanager
+def gathers_noted() -> Iterator[list[list[str]]]:
+    """The dtypes of the tensors of each all-gather of the models that are sharded meanwhile, sorted."""
+    noted: list[list[str]] = []
+    prepare = PeerComm.all_gather
+
+    def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
+        launch = prepare(self, outputs, inputs)
+        return lambda: (noted.append(sorted(str(tensor.dtype) for tensor in inputs)), launch())[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerComm, "all_gather", noting)
+        yield noted
+
+
 class _Buffers:
     """New memory for every message, or the same for all of one size and dtype.
 

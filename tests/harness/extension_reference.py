@@ -9,7 +9,7 @@ few roundings that grow over the steps, ``ON_LONGER_AXES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ def assert_same_shards(parameters: Mapping[str, Tensor], reference: Reference, *
     """The sharded ``parameters`` hold what the reference holds."""
     assert parameters.keys() == reference.shards.keys()
     for name, parameter in parameters.items():
-        _assert_same(name, plain(parameter), reference.shards[name], exact)
+        assert_same(name, plain(parameter), reference.shards[name], exact)
 
 
 def assert_same_gradients(parameters: Mapping[str, Tensor], reference: Reference, *, exact: bool) -> None:
@@ -161,15 +161,10 @@ def assert_same_gradients(parameters: Mapping[str, Tensor], reference: Reference
         expected = reference.shards[name].grad
         assert (parameter.grad is None) == (expected is None), name
         if parameter.grad is not None and expected is not None:
-            _assert_same(f"gradient of {name}", plain(parameter.grad), expected, exact)
+            assert_same(f"gradient of {name}", plain(parameter.grad), expected, exact)
 
 
-def assert_same_losses(actual: Sequence[Tensor], expected: Sequence[Tensor], *, exact: bool) -> None:
-    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        _assert_same(f"loss {index}", ours, theirs, exact)
-
-
-def _assert_same(name: str, actual: Tensor, expected: Tensor, exact: bool) -> None:
+def assert_same(name: str, actual: Tensor, expected: Tensor, exact: bool) -> None:
     assert actual.dtype is expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     options: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if exact else ON_LONGER_AXES

@@ -66,30 +66,22 @@ def next_serial() -> int:
     return _serial
 
 
-# Operations that cut, move and copy parameters; all others give plain tensors.
-_KEEPS_CLASS = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.new_zeros.default,
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.split.Tensor,
-    aten.slice.Tensor,
-    aten.view.default,
-    aten.as_strided.default,
-}
-
-
 def is_in_place(func: Any) -> bool:
     return func.__name__.partition(".")[0].endswith("_")
+
+
+def _contiguous(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    return shard.to(dtype, memory_format=torch.contiguous_format)
 
 
 class Travelling(torch.Tensor):
     """A wrapper of one plain tensor that computes as that tensor. Subclasses say what is gathered in its place."""
 
     plain: Tensor
+    # Operations that cut, move and copy parameters; all others give plain tensors.
+    keeps_class = frozenset((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default))
+    keeps_class |= {aten.new_zeros.default, aten.empty_like.default, aten.zeros_like.default, aten.split.Tensor}
+    keeps_class |= {aten.slice.Tensor, aten.view.default, aten.as_strided.default}
     releases_outputs = True
     keeps_inputs = False
     counts_writes = False
@@ -102,6 +94,9 @@ class Travelling(torch.Tensor):
         )
         made.plain = plain
         return made
+
+    def like(self, plain: Tensor) -> Travelling:
+        return type(self)(plain)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["plain"], None
@@ -117,8 +112,8 @@ class Travelling(torch.Tensor):
             torch.autograd.graph.increment_version([item.plain for item in written if isinstance(item, Travelling)])
         plain_args, plain_kwargs = tree_map_only(Travelling, lambda tensor: tensor.plain, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
-        if func in _KEEPS_CLASS:
-            return tree_map_only(torch.Tensor, type(args[0]), result)
+        if func in cls.keeps_class:
+            return tree_map_only(torch.Tensor, args[0].like, result)
         return args[0] if is_in_place(func) and isinstance(result, Tensor) else result
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -127,17 +122,10 @@ class Travelling(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain.__reduce_ex__(protocol)  # checkpoints are plain
 
-    # What travels
-
-    @classmethod
-    def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
-        """What ``rank`` sends for its plain ``shard`` of a parameter of ``size``."""
-        return (shard.contiguous(),)
-
-    @classmethod
-    def decode(cls, outputs: tuple[Tensor, ...], size: torch.Size, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        """The parameter of ``size``, or with more rows, in memory of its own or that of ``outputs``."""
-        return outputs[0].to(dtype)
+    # What travels: what ``rank`` sends for its plain ``shard`` of a parameter of ``size``; and the parameter, or with
+    # more rows, in memory of its own or that of ``outputs``.
+    encode: Any = staticmethod(lambda shard, rank, size, num_ranks: (shard.contiguous(),))
+    decode: Any = staticmethod(lambda outputs, size, num_ranks, dtype: outputs[0].to(dtype))
 
     # The protocol
 
@@ -151,28 +139,16 @@ class Travelling(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Meta]:
-        given = {
-            "mesh": mesh,
-            "outer_size": outer_size,
-            "outer_stride": outer_stride,
-            "module": module,
-            "mp_policy": mp_policy,
-        }
         meta = Meta(outer_size, mesh.size(), mesh.get_local_rank(), next_serial())
-        note("pre", self, **given, metadata=meta)
+        given = {"outer_size": outer_size, "outer_stride": outer_stride, "module": module, "mp_policy": mp_policy}
+        note("pre", self, **given, mesh=mesh, metadata=meta)
         return self.encode(self.plain, meta.rank, outer_size, meta.num_ranks), meta
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Meta, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        note(
-            "post" if out is None else "fill",
-            self,
-            outputs=all_gather_outputs,
-            metadata=metadata,
-            param_dtype=param_dtype,
-            out=out,
-        )
+        given = {"outputs": all_gather_outputs, "metadata": metadata, "param_dtype": param_dtype, "out": out}
+        note("post" if out is None else "fill", self, **given)
         made = self.decode(all_gather_outputs, metadata.outer_size, metadata.num_ranks, param_dtype)
         if out is None:
             return made, (made,)
@@ -187,13 +163,8 @@ class Travelling(torch.Tensor):
 class Halved(Travelling):
     """Travels in bfloat16."""
 
-    @classmethod
-    def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
-        return (shard.to(torch.bfloat16, memory_format=torch.contiguous_format),)
-
-    @classmethod
-    def decode(cls, outputs: tuple[Tensor, ...], size: torch.Size, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        return outputs[0].to(dtype, copy=True)
+    encode = staticmethod(lambda shard, *_: (_contiguous(shard, torch.bfloat16),))
+    decode = staticmethod(lambda outputs, size, num_ranks, dtype: outputs[0].to(dtype, copy=True))
 
 
 class KeptHalved(Halved):
@@ -265,15 +236,13 @@ class Ragged(Travelling):
 class Padded(Travelling):
     """Pads its shard to that of the first rank, as torch asks of hooks. What it returns has the padding at its end."""
 
+    decode = staticmethod(Halved.decode)
+
     @classmethod
     def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
         padded = shard.new_full((-(-size[0] // num_ranks), *size[1:]), float("nan"))
         padded[: shard.size(0)].copy_(shard)
         return (padded,)
-
-    @classmethod
-    def decode(cls, outputs: tuple[Tensor, ...], size: torch.Size, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        return outputs[0].to(dtype, copy=True)
 
 
 class Aliasing(Travelling):
@@ -285,39 +254,24 @@ class Aliasing(Travelling):
 class KeptAliasing(Aliasing):
     """What has arrived is the parameter; what is sent is made once per write, and writes are counted as above."""
 
-    keeps_inputs = True
-    counts_writes = True
-
-    @classmethod
-    def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
-        return (shard.clone(memory_format=torch.contiguous_format),)
+    keeps_inputs = counts_writes = True
+    encode = staticmethod(lambda shard, *_: (shard.clone(memory_format=torch.contiguous_format),))
 
 
 class AliasingHalved(Aliasing):
     """What has arrived is the parameter, in bfloat16 whatever the policy says."""
 
-    @classmethod
-    def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
-        return (shard.to(torch.bfloat16, memory_format=torch.contiguous_format),)
-
-    @classmethod
-    def decode(cls, outputs: tuple[Tensor, ...], size: torch.Size, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        return outputs[0]
+    encode = staticmethod(Halved.encode)
+    decode = staticmethod(lambda outputs, *_: outputs[0])
 
 
 class Silent(Travelling):
     """Sends nothing: everyone knows the value, the same for all entries."""
 
-    VALUE = 0.125
-
-    @classmethod
-    def encode(cls, shard: Tensor, rank: int, size: torch.Size, num_ranks: int) -> tuple[Tensor, ...]:
-        return ()
-
-    @classmethod
-    def decode(cls, outputs: tuple[Tensor, ...], size: torch.Size, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        assert outputs == ()
-        return torch.full(size, cls.VALUE, dtype=dtype)
+    encode = staticmethod(lambda *_: ())
+    decode = staticmethod(
+        lambda outputs, size, num_ranks, dtype: torch.full(size, float("nan") if outputs else 0.125, dtype=dtype)
+    )
 
 
 def wrap(

@@ -31,6 +31,10 @@ class GoldenTexts:
         _, *parts = _HEAD.split(path.read_text() if path.exists() else "")
         self._texts = {name: text.strip("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
+    def of(self, name: str) -> str:
+        """The text of the section ``name``."""
+        return self._texts[name]
+
     def check(self, name: str, found: str) -> None:
         """``found`` is the text of the section ``name``."""
         __tracebackhide__ = True

@@ -1,7 +1,4 @@
-"""``python -m tests.memory_errors.faults``: memory errors made on purpose, each in a process that must not survive it.
-
-Prints how each process ended, and its report, as JSON. Started with what ``allocator.environment`` returns.
-"""
+"""``python -m tests.memory_errors.faults``: for each memory error made on purpose, how its process ended, as JSON."""
 
 from __future__ import annotations
 
@@ -91,15 +88,8 @@ def nothing() -> None:
     assert num_guarded_allocations() >= before + 200
 
 
-FAULTS: list[Callable[[], None]] = [
-    use_after_free,
-    overflow_by_one_element,
-    overflow_of_whole_cache_lines,
-    underflow,
-    write_to_a_storage_that_was_resized,
-    message_into_memory_that_was_freed,
-    nothing,
-]
+ERRORS = [use_after_free, overflow_by_one_element, overflow_of_whole_cache_lines, underflow]
+ERRORS += [write_to_a_storage_that_was_resized, message_into_memory_that_was_freed, nothing]
 
 
 def _end_of(fault: Callable[[], None]) -> dict[str, Any]:
@@ -123,4 +113,4 @@ def _end_of(fault: Callable[[], None]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({fault.__name__: _end_of(fault) for fault in FAULTS}))
+    print(json.dumps({fault.__name__: _end_of(fault) for fault in ERRORS}))

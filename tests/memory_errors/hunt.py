@@ -52,25 +52,14 @@ def _checks_of_asan() -> dict[str, str]:
 CHECKS: dict[str, Callable[[], dict[str, str]]] = {"malloc": _checks_of_glibc, "asan": _checks_of_asan}
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """What runs, and how. ``allocator``: guard, malloc (glibc's checks), or none."""
-
-    work: str
-    allocator: str
-    runtime: str
-    compiles: bool
-    world_size: int
-    seed: int
-
-    def environment(self) -> dict[str, str]:
-        """The variables that the ranks need."""
-        variables = {"FSDP2_TEST_SUBJECT": self.runtime, "OMP_NUM_THREADS": "1"}
-        if self.allocator == "guard":
-            return variables | {CHOICE: "guard"}
-        if self.allocator in CHECKS:
-            return variables | CHECKS[self.allocator]() | {CHOICE: "system", "PYTHONMALLOC": "malloc"}
-        return variables
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """The variables that the ranks need."""
+    variables = {"FSDP2_TEST_SUBJECT": options.runtime, "OMP_NUM_THREADS": "1"}
+    if options.allocator == "guard":
+        return variables | {CHOICE: "guard"}
+    if options.allocator in CHECKS:
+        return variables | CHECKS[options.allocator]() | {CHOICE: "system", "PYTHONMALLOC": "malloc"}
+    return variables
 
 
 @dataclass
@@ -95,11 +84,11 @@ class Totals:
 
 
 def hunt_programs(
-    configuration: Configuration, deadline: float, totals: Totals, body: Callable[..., None] = run_programs
+    options: argparse.Namespace, deadline: float, totals: Totals, body: Callable[..., None] = run_programs
 ) -> None:
     """Random programs in one pool, which a failure replaces."""
-    pool = WorkerPool(configuration.world_size)
-    seed = configuration.seed
+    pool = WorkerPool(options.world_size)
+    seed = options.seed
     try:
         while time.monotonic() < deadline:
             started = time.monotonic()
@@ -108,46 +97,30 @@ def hunt_programs(
             try:
                 pool.run(body, timeout_s=TIMEOUT_S, seeds=seeds)
             except WorkerError as error:  # the time is not counted, since ranks may have waited for each other
-                totals.note(f"programs {seeds}, {configuration}", str(error))
+                totals.note(f"programs {seeds}, {options}", str(error))
                 continue
             totals.programs += PROGRAMS_PER_CALL
-            totals.rank_seconds += (time.monotonic() - started) * configuration.world_size
+            totals.rank_seconds += (time.monotonic() - started) * options.world_size
     finally:
         pool.close(kill=True)
 
 
-def hunt_tests(configuration: Configuration, deadline: float, totals: Totals, selected: list[str]) -> None:
+def hunt_tests(options: argparse.Namespace, deadline: float, totals: Totals) -> None:
     """The tests on pools of ranks, in another order each time."""
-    seed = configuration.seed
+    seed = options.seed
     while (left := deadline - time.monotonic()) > 0:
         with tempfile.TemporaryDirectory() as folder:
             tally = Path(folder) / "tally"
-            options = [f"--shuffle-seed={seed}", f"--tally={tally}", f"--seconds={left}"]
-            command = [
-                *PYTEST,
-                *options,
-                "-k",
-                "ranks" if configuration.compiles else "ranks and not compil",
-                *selected,
-            ]
+            shuffled = [f"--shuffle-seed={seed}", f"--tally={tally}", f"--seconds={left}"]
+            kinds = "ranks" if options.compile == "on" else "ranks and not compil"
+            command = [*PYTEST, *shuffled, "-k", kinds, *options.selected]
             result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             seen = json.loads(tally.read_text()) if tally.exists() else {"tests": 0, "rank_seconds": 0}
         totals.tests += seen["tests"]
         totals.rank_seconds += seen["rank_seconds"]
         if DIED in result.stdout or " failed" in result.stdout or not seen["tests"]:
-            totals.note(f"tests in the order of seed {seed}, {configuration}", result.stdout)
+            totals.note(f"tests in the order of seed {seed}, {options}", result.stdout)
         seed += 1
-
-
-def _configuration(arguments: argparse.Namespace) -> Configuration:
-    return Configuration(
-        work=arguments.work,
-        allocator=arguments.allocator,
-        runtime=arguments.runtime,
-        compiles=arguments.compile == "on",
-        world_size=arguments.world_size,
-        seed=arguments.seed,
-    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -161,18 +134,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, default=2, help="of programs")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "memory_errors.jsonl")
-    arguments = parser.parse_args(argv)
-    configuration, totals = _configuration(arguments), Totals()
-    os.environ.update(configuration.environment())
+    options, totals = parser.parse_args(argv), Totals()
+    os.environ.update(environment(options))
     started = time.monotonic()
-    deadline = started + 60 * arguments.minutes
-    if arguments.work == "programs":
-        hunt_programs(configuration, deadline, totals)
-    else:
-        hunt_tests(configuration, deadline, totals, arguments.selected)
-    line: dict[str, Any] = asdict(configuration) | {"hours": (time.monotonic() - started) / 3600} | asdict(totals)
-    with arguments.results.open("a") as results:
-        results.write(json.dumps(line) + "\n")
+    hunt = hunt_programs if options.work == "programs" else hunt_tests
+    hunt(options, started + 60 * options.minutes, totals)
+    line: dict[str, Any] = vars(options) | {"hours": (time.monotonic() - started) / 3600} | asdict(totals)
+    with options.results.open("a") as results:
+        results.write(json.dumps(line, default=str) + "\n")
     print(
         f"{totals.programs} programs, {totals.tests} tests, {totals.rank_seconds / 3600:.2f} hours of ranks, "
         f"{totals.deaths} deaths, {totals.failures} other failures"

@@ -1,7 +1,4 @@
-"""A pytest plugin for ``hunt``: tests in an order drawn from a seed, for a time, and how long ranks have worked.
-
-Tests on pools of one size stay together, so that one test's ranks run the next test, too.
-"""
+"""A pytest plugin for ``hunt``: tests in a drawn order, those on pools of one size together, and the time of ranks."""
 
 from __future__ import annotations
 

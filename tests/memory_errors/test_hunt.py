@@ -6,16 +6,18 @@ import json
 import os
 import signal
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.harness.worker import RankContext
-from tests.memory_errors.hunt import PROGRAMS_PER_CALL, Configuration, Totals, hunt_programs, main
+from tests.memory_errors.hunt import PROGRAMS_PER_CALL, Totals, hunt_programs, main
 
 pytestmark = pytest.mark.long  # a tool of the tests, not a part of the package
 
-CONFIGURATION = Configuration("programs", "none", "fsdp2", compiles=True, world_size=2, seed=7)
+OPTIONS = Namespace(work="programs", allocator="none", world_size=2, seed=7)
 
 
 def _die(ctx: RankContext, seeds: list[int]) -> None:
@@ -32,27 +34,26 @@ def _fail(ctx: RankContext, seeds: list[int]) -> None:
     raise AssertionError("wrong numbers")
 
 
-def test_rank_that_dies_is_reported_with_its_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+def _totals_of(body: Callable[..., None]) -> Totals:
     totals = Totals()
-    hunt_programs(CONFIGURATION, time.monotonic() + 0.01, totals, _die)
-    assert (totals.programs, totals.deaths, totals.failures) == (0, 1, 0)
-    assert totals.rank_seconds == 0
+    hunt_programs(OPTIONS, time.monotonic() + 0.01, totals, body)
+    return totals
+
+
+def test_rank_that_dies_is_reported_with_its_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    totals = _totals_of(_die)
+    assert (totals.programs, totals.deaths, totals.failures, totals.rank_seconds) == (0, 1, 0, 0)
     (report,) = totals.reports
-    assert report.startswith("programs [7, 8, 9, 10], Configuration(work='programs', allocator='none'")
+    assert report.startswith("programs [7, 8, 9, 10], Namespace(work='programs', allocator='none'")
     assert "died with exit code -11" in report
     assert report in capsys.readouterr().out
 
 
-def test_programs_that_ran_are_counted_with_their_time() -> None:
-    totals = Totals()
-    hunt_programs(CONFIGURATION, time.monotonic() + 0.01, totals, _wait)
+def test_programs_that_ran_are_counted_with_their_time_and_failures_are_no_deaths() -> None:
+    totals = _totals_of(_wait)
     assert (totals.programs, totals.deaths, totals.failures) == (PROGRAMS_PER_CALL, 0, 0)
     assert totals.rank_seconds >= 2 * 0.1
-
-
-def test_work_that_fails_is_no_death() -> None:
-    totals = Totals()
-    hunt_programs(CONFIGURATION, time.monotonic() + 0.01, totals, _fail)
+    totals = _totals_of(_fail)
     assert (totals.deaths, totals.failures) == (0, 1)
 
 

@@ -130,7 +130,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     (
         *_RANDOM,
         "distributed/test_recovery.py",
-        "distributed/test_extension_lifetimes.py",
+        "distributed/test_extension_protocol.py",
         "distributed/test_memory.py",
     ): {
         30: ("Gather.drop", "self._wait_for_works()", "pass"),

@@ -114,26 +114,6 @@ def test_hooks_that_instances_were_given(ctx: RankContext) -> None:
     compare(Case(MLP, shard=shard, unsharded=None), ctx.mesh_1d())
 
 
-@distributed(2)
-def test_embedding_with_hooks(ctx: RankContext) -> None:
-    class Words(ParityModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(32, 16)
-            self.exit = nn.Linear(16, 8)
-
-        def batch(self, generator: torch.Generator) -> tuple[Any, ...]:
-            return (torch.randint(32, (4, 3), generator=generator),)
-
-        def forward(self, words: Tensor) -> Tensor:
-            return self.exit(self.table(words).sum(1))
-
-    compare(_case(CarefulScaled, Words), ctx.mesh_1d())
-
-
-# What PyTorch's own tests of hooks do
-
-
 def _patched(model: nn.Module, pre: Any, post: Any) -> None:
     """Give the shards of all matrices hooks of their own; the class has none."""
     for param in model.parameters():
@@ -143,12 +123,20 @@ def _patched(model: nn.Module, pre: Any, post: Any) -> None:
             local.fsdp_post_all_gather = post.__get__(local)
 
 
-def _two_tensors() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
-    for layer in model:
-        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
-    return model
+def _two_tensor_losses(ctx: RankContext, mesh: Any, hooks: Any, num_forwards: int) -> Any:
+    """Pairs of losses: of the oracle, and of the subject."""
+    results = []
+    for runtime in (oracle(), subject()):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        for layer in model:
+            layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+        for module in (*model, model):
+            runtime.fully_shard(module, mesh=mesh)
+        _patched(model, *hooks)
+        torch.manual_seed(ctx.rank)
+        results.append([model(torch.randn(2, 8)).square().sum() for _ in range(num_forwards)])
+    return zip(*results, strict=True)
 
 
 def _as_bfloat16(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
@@ -183,16 +171,7 @@ def _as_it_came(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out
 def test_payload_that_is_a_wrapper_tensor(ctx: RankContext, hooks: Any, axes: int) -> None:
     """torch writes all inner tensors of the payload to one place, so that the last one arrives. Here they are equal."""
     mesh = ctx.mesh_2d(2, 2) if axes == 2 else ctx.mesh_2d(2, 2)["shard"]
-    results = []
-    for runtime in (oracle(), subject()):
-        model = _two_tensors()
-        for layer in model:
-            runtime.fully_shard(layer, mesh=mesh)
-        runtime.fully_shard(model, mesh=mesh)
-        _patched(model, *hooks)
-        torch.manual_seed(ctx.rank)
-        results.append([model(torch.randn(2, 8)).square().sum() for _ in range(2)])
-    for theirs, ours in zip(*results, strict=True):
+    for theirs, ours in _two_tensor_losses(ctx, mesh, hooks, 2):
         assert isinstance(ours, TwoTensor)
         assert torch.equal(ours.a, theirs)
         assert torch.equal(ours.b, theirs)
@@ -211,15 +190,7 @@ def _with_metadata(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, 
 
 @distributed(2)
 def test_a_post_hook_may_replace_what_was_not_gathered(ctx: RankContext) -> None:
-    results = []
-    for runtime in (oracle(), subject()):
-        model = _two_tensors()
-        for layer in (*model, model):
-            runtime.fully_shard(layer, mesh=ctx.mesh_1d())
-        _patched(model, _first_half, _with_metadata)
-        torch.manual_seed(ctx.rank)
-        results.append([model(torch.randn(2, 8)).square().sum() for _ in range(3)])
-    for theirs, ours in zip(*results, strict=True):
+    for theirs, ours in _two_tensor_losses(ctx, ctx.mesh_1d(), (_first_half, _with_metadata), 3):
         assert torch.equal(ours.a, theirs.a)
         assert torch.equal(ours.b, theirs.b)
 

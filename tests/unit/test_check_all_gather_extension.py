@@ -1,10 +1,8 @@
-"""The conformance check passes classes that keep the protocol, and names what is wrong with those that do not.
-
-The reports are in ``golden/check_all_gather_extension.txt``.
-"""
+"""The conformance check passes classes that keep the protocol, and names what is wrong with others, in golden texts."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,14 +13,8 @@ from torch import Tensor
 
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.plan.trees import find_tensors, map_tensors
-from fsdp2.tensors import (
-    BFloat16AllGatherTensor,
-    Float8AllGatherTensor,
-    Float8Scaling,
-    Float8Tensor,
-    Int8AllGatherTensor,
-)
-from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, scale_from
+from fsdp2.tensors import BFloat16AllGatherTensor, Float8AllGatherTensor, Float8Scaling, Int8AllGatherTensor
+from fsdp2.tensors.float8 import Float8Tensor, magnitude, quantise_float8, row_magnitudes, scale_from
 from fsdp2.tensors.int8 import dequantise, quantise
 from fsdp2.tensors.nf4 import NF4Tensor
 from fsdp2.tensors.two_tensor import TwoTensor
@@ -31,12 +23,61 @@ from tests.harness import extensions
 from tests.harness.extensions import is_in_place
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
-from tests.unit.checked_wrapper import Wrapper, aten
 
+aten = torch.ops.aten
 TEXTS = texts_beside(__file__)
 MATRICES = [shape for shape in SHAPES if len(shape) > 1]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 ROWS = Float8Scaling.PER_ROW
+
+
+class Wrapper(extensions.Travelling):
+    """Sent multiplied by ``factor``. Broken classes differ in one thing each."""
+
+    factor: int
+    __reduce_ex__ = Tensor.__reduce_ex__
+
+    def __init_subclass__(cls) -> None:
+        torch.serialization.add_safe_globals([cls])
+        if "<locals>" not in cls.__qualname__:  # pickle looks there, also for what type() has made
+            setattr(sys.modules[cls.__module__], cls.__qualname__, cls)
+
+    def __new__(cls, plain: Tensor, factor: int = 2) -> Wrapper:
+        made = super().__new__(cls, plain)
+        made.factor = factor
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["plain"], self.factor
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
+        return cls(inner["plain"], factor)
+
+    def like(self, plain: Tensor) -> Wrapper:
+        return type(self)(plain, self.factor)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, *cls.before(func, args, kwargs or {}))
+
+    @classmethod
+    def before(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        return (self.plain * self.factor,), self.factor
+
+    def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        if out is not None:
+            return out.copy_(outputs[0]).div_(factor)
+        made = outputs[0].to(param_dtype, copy=True).div_(factor)
+        return made, (made,)
+
+
+torch.serialization.add_safe_globals([Wrapper])
 
 
 def _share_a_scale(shards: list[Any]) -> None:
@@ -50,7 +91,7 @@ def _float8(full: Tensor, dtype: torch.dtype) -> Tensor:
     return Float8Tensor(quantise_float8(full, scale), scale, dtype)
 
 
-def _float8_rows(full: Tensor, dtype: torch.dtype) -> Tensor:
+def float8_rows(full: Tensor, dtype: torch.dtype) -> Tensor:
     scale = scale_from(row_magnitudes(full))
     return Float8Tensor(quantise_float8(full, scale), scale, dtype)
 
@@ -59,7 +100,7 @@ def _nf4(full: Tensor, dtype: torch.dtype) -> Tensor:
     return NF4Tensor.quantise(full).dequantise(dtype)
 
 
-def _int8(full: Tensor, dtype: torch.dtype) -> Tensor:
+def int8(full: Tensor, dtype: torch.dtype) -> Tensor:
     made = torch.empty_like(full, dtype=dtype)
     dequantise(*quantise(full, 16), 16, out=made)
     return made
@@ -85,8 +126,8 @@ def _exact(make: Callable[[Tensor], Tensor], value: Callable[[Tensor, torch.dtyp
         *_exact(BFloat16AllGatherTensor, lambda full, dtype: full.bfloat16().to(dtype)),
         *_exact(partial(BFloat16AllGatherTensor, pad=True), lambda full, dtype: full.bfloat16().to(dtype)),
         *_exact(Float8AllGatherTensor, _float8, prepare=_share_a_scale),
-        *_exact(partial(Float8AllGatherTensor, scaling=ROWS), _float8_rows, shapes=MATRICES),
-        *_exact(partial(Int8AllGatherTensor, block_size=16), _int8, shapes=[(7, 40), (5, 3, 9)]),
+        *_exact(partial(Float8AllGatherTensor, scaling=ROWS), float8_rows, shapes=MATRICES),
+        *_exact(partial(Int8AllGatherTensor, block_size=16), int8, shapes=[(7, 40), (5, 3, 9)]),
         *_exact(NF4Tensor.quantise, _nf4, shapes=MATRICES, trainable=False),
         *_exact(lambda full: TwoTensor(full, full + 1), _pair),
         (partial(Float8AllGatherTensor, quantise_once=True), {"prepare": _share_a_scale}),
@@ -103,8 +144,6 @@ def test_class_that_keeps_the_protocol_passes(make: Callable[[Tensor], Tensor], 
     check_all_gather_extension(make, **options)
 
 
-# Classes that are wrong in one thing
-
 BROKEN: dict[str, Callable[[Tensor], Tensor]] = {}
 
 
@@ -118,6 +157,19 @@ def _sending(name: str, pre_hook: Callable[[Any, Any], Any]) -> None:
     _broken(type(name, (Wrapper,), {"fsdp_pre_all_gather": pre_hook}))
 
 
+def _receiving(name: str, post_hook: Callable[..., Any]) -> None:
+    """A class with another post-hook. ``right`` is that of ``Wrapper``, with other arguments if it is given any."""
+
+    def post(self: Wrapper, outputs: Any, factor: int, param_dtype: Any, *, out: Any = None) -> Any:
+        def right(**other: Any) -> Any:
+            given = {"outputs": outputs, "factor": factor, "param_dtype": param_dtype, "out": out, **other}
+            return Wrapper.fsdp_post_all_gather(self, **given)
+
+        return post_hook(self, outputs, out, right)
+
+    _broken(type(name, (Wrapper,), {"fsdp_post_all_gather": post}))
+
+
 def _losing_class(name: str, operation: Any) -> type[Wrapper]:
     """A class that gives plain tensors in ``operation``, too."""
     return _broken(type(name, (Wrapper,), {"keeps_class": Wrapper.keeps_class - {operation}}))
@@ -129,78 +181,42 @@ LosesItsClassOnClone = _losing_class("LosesItsClassOnClone", aten.clone.default)
 _losing_class("LosesItsClassOnEmptyLike", aten.empty_like.default)
 _losing_class("LosesItsClassOnTo", aten._to_copy.default)
 _broken(type("HasNoPostHook", (Wrapper,), {"fsdp_post_all_gather": None}))
-_broken(
-    type("AnswersOne", (Wrapper,), {"fsdp_should_release_all_gather_outputs_after_post_all_gather": lambda self: 1})
-)
-_sending("ReturnsAList", lambda self, mesh: ([self.inner], None))
-_sending("SendsWhatRanksCannotJoin", lambda self, mesh: ((self.inner[:, mesh.get_local_rank() :].contiguous(),), 1))
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+_broken(type("AnswersOne", (Wrapper,), {_RELEASE: lambda self: 1}))
+_sending("ReturnsAList", lambda self, mesh: ([self.plain], None))
+_sending("SendsWhatRanksCannotJoin", lambda self, mesh: ((self.plain[:, mesh.get_local_rank() :].contiguous(),), 1))
 _sending(
     "SendsAnotherDtypeFromTheSecondRank",
-    lambda self, mesh: ((self.inner.to(torch.float64 if mesh.get_rank() else torch.float32),), 1),
+    lambda self, mesh: ((self.plain.to(torch.float64 if mesh.get_rank() else torch.float32),), 1),
 )
-_sending("DependsOnTheNumberOfRanks", lambda self, mesh: ((self.inner * mesh.size(),), 1))
-_sending("DependsOnTheRank", lambda self, mesh: ((self.inner * 1,), 1 + mesh.get_rank()))
-_sending("FailsOnEmptyShards", lambda self, mesh: ((self.inner / self.inner.amax(),), 1))
-_sending("Communicates", lambda self, mesh: torch.distributed.all_reduce(self.inner, group=mesh.get_group()))
+_sending("DependsOnTheNumberOfRanks", lambda self, mesh: ((self.plain * mesh.size(),), 1))
+_sending("DependsOnTheRank", lambda self, mesh: ((self.plain * 1,), 1 + mesh.get_rank()))
+_sending("FailsOnEmptyShards", lambda self, mesh: ((self.plain / self.plain.amax(),), 1))
+_sending("Communicates", lambda self, mesh: torch.distributed.all_reduce(self.plain, group=mesh.get_group()))
+_sending("AsksForMore", lambda self, mesh, rank: None)
 
 
-@_broken
-class AsksForMore(Wrapper):
-    def fsdp_pre_all_gather(self, mesh: Any, rank: int) -> Any:  # type: ignore[override]
-        raise NotImplementedError
+def _with_the_shard(self: Wrapper, outputs: Any, out: Any, right: Callable[..., Any]) -> Any:
+    made = right()
+    return None if out is not None else (made[0], (made[0], self.plain))
 
 
-@_broken
-class ReturnsOneTensor(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return outputs[0]
+def _with_other_memory(self: Wrapper, outputs: Any, out: Any, right: Callable[..., Any]) -> Any:
+    made = right(out=None)
+    if out is None:
+        return made
+    out.data = made[0]
+    return None
 
 
-@_broken
-class DropsARow(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return super().fsdp_post_all_gather((outputs[0][1:],), metadata, param_dtype, out=out)
-
-
-@_broken
-class FreesTheShard(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
-        return None if out is not None else (made[0], (made[0], self.inner))
-
-
-@_broken
-class ReleasesWhatItNeeds(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        return (outputs[0].div_(factor), ()) if out is None else None
-
-
-@_broken
-class Leaks(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
-        return None if out is not None else (made[0], ())
-
-
-@_broken
-class IgnoresOut(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return None if out is not None else super().fsdp_post_all_gather(outputs, metadata, param_dtype)
-
-
-@_broken
-class ReturnsAnother(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return super().fsdp_post_all_gather(outputs, metadata, param_dtype)
-
-
-@_broken
-class PutsOtherMemoryUnderOut(Wrapper):
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype)
-        if out is not None:
-            out.data = made[0]
-        return made if out is None else None
+_receiving("FreesTheShard", _with_the_shard)
+_receiving("Leaks", lambda self, _, out, right: right() if out is not None else (right()[0], ()))
+_receiving("ReleasesWhatItNeeds", lambda self, outputs, out, _: (outputs[0].div_(2), ()) if out is None else None)
+_receiving("IgnoresOut", lambda self, _, out, right: right() if out is None else None)
+_receiving("ReturnsAnother", lambda self, _, out, right: right(out=None))
+_receiving("ReturnsOneTensor", lambda self, outputs, *_: outputs[0])
+_receiving("DropsARow", lambda self, outputs, _, right: right(outputs=(outputs[0][1:],)))
+_receiving("PutsOtherMemoryUnderOut", _with_other_memory)
 
 
 @_broken
@@ -209,7 +225,7 @@ class ChangesItsPayload(Wrapper):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
         self.num_calls += 1
-        return (self.inner.repeat(self.num_calls, 1),), 1
+        return (self.plain.repeat(self.num_calls, 1),), 1
 
 
 class Spreading(Wrapper):
@@ -224,7 +240,7 @@ class Spreading(Wrapper):
 @_broken
 class SpreadsToItsGradient(Wrapper):
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=None if out is None else out.inner)
+        made = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=None if out is None else out.plain)
         return None if out is not None else (Spreading(made[0]), made[1])
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
@@ -232,7 +248,7 @@ class SpreadsToItsGradient(Wrapper):
 
     @property
     def itself(self) -> Tensor:
-        return self.inner
+        return self.plain
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
@@ -249,7 +265,7 @@ class ClonesNothing(Wrapper):
 class ForgetsItsFactor(Wrapper):
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], factor: int, size: Any, stride: Any) -> Wrapper:
-        return cls(inner["inner"], 3)
+        return cls(inner["plain"], 3)
 
     def fsdp_post_all_gather(self, outputs: Any, factor: int, param_dtype: torch.dtype, *, out: Any = None) -> Any:
         return super().fsdp_post_all_gather(outputs, 2, param_dtype, out=out)
@@ -267,7 +283,7 @@ class SendsWhatItSentFirst(Wrapper):
     sent: Any = None
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
-        self.sent = self.inner * self.factor if self.sent is None else self.sent
+        self.sent = self.plain * self.factor if self.sent is None else self.sent
         return (self.sent,), self.factor
 
 
@@ -288,6 +304,22 @@ class RefusesToBeStepped(Wrapper):
         if func is not aten.copy_.default and any(isinstance(tensor, cls) for tensor in written):
             raise NotImplementedError("only copy_ writes this class")
         return args, kwargs
+
+
+class IsNotSafeToRead(Wrapper):
+    def __init_subclass__(cls) -> None:
+        """Torch is not told of subclasses."""
+
+
+@_broken
+class CannotBeRead(IsNotSafeToRead):
+    pass
+
+
+@_broken
+class LosesItsFactor(Wrapper):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (self.plain.clone() * 2,)
 
 
 @_broken
@@ -330,6 +362,16 @@ def test_what_is_wrong_is_reported(name: str) -> None:
     make, options = REPORTED[name]
     given = {"shapes": [(5, 3)], "world_sizes": (2,), **options}
     TEXTS.check(name, error_of(lambda: check_all_gather_extension(make, **given)))
+
+
+def test_class_that_checkpoints_cannot_write_is_reported() -> None:
+    class OfAFunction(Wrapper):
+        pass
+
+    checked = partial(check_all_gather_extension, OfAFunction, shapes=[(5, 3)], world_sizes=(2,))
+    report = error_of(checked).replace("\n", " ")
+    assert "- save: torch.save cannot write a OfAFunction: AttributeError: " in report  # then the text of this Python
+    assert "Define the class, and those of its attributes, at the top of a module." in report
 
 
 def test_every_text_has_a_case() -> None:

@@ -1,42 +1,24 @@
-"""What hooks send, in layouts and plans: pieces of sizes that the ranks chose, joined; routes and lifetimes as text.
-
-The comm is a stub, or the one of a single rank, so no process group is needed. ``EXPECTTEST_ACCEPT=1`` rewrites texts.
-"""
+"""What hooks send, in layouts and plans: pieces of sizes that the ranks chose, joined; routes and lifetimes as text."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fsdp2.comm.streams import streams_for
-from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, piece_pairs
+from fsdp2.group.all_gather import piece_pairs
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import JoinedLayout, ShardLayout, join
-from fsdp2.plan.plan import (
-    GatherInput,
-    GatherPlan,
-    HookInput,
-    Lifetime,
-    Origin,
-    PlanInput,
-    Route,
-    Routing,
-    compile_gather,
-)
+from fsdp2.plan.plan import GatherInput, HookInput, Lifetime, Origin, PlanInput, Route, Routing, compile_gather
 from fsdp2.types import MixedPrecisionPolicy
 from tests.unit.plan_text import text_of_gather
 
 F32, BF16, I8, U8 = torch.float32, torch.bfloat16, torch.int8, torch.uint8
 WORLD_SIZE = 4
 ARRIVAL, UNSHARDED = Lifetime.ARRIVAL, Lifetime.UNSHARDED
-
-
-# Joining pieces
 
 
 def _random_pieces(draw: random.Random) -> tuple[list[torch.Tensor], int]:
@@ -122,9 +104,6 @@ def test_pieces_that_differ_elsewhere_are_not_joined(shapes: list[tuple[int, ...
         join(shapes, dim)
 
 
-# Plans
-
-
 ROUTING = Routing(direct_min_nbytes=1024, reduces_uneven=False)
 
 
@@ -138,7 +117,7 @@ def _param(
     return PlanInput(name, ShardLayout(shape, dim, num_shards), param_dtypes(F32, MixedPrecisionPolicy(**policy)))
 
 
-def _gather(inputs: list[GatherInput]) -> GatherPlan:
+def _gather(inputs: list[GatherInput]) -> Any:
     return compile_gather(dict(enumerate(inputs)), ROUTING)
 
 
@@ -204,80 +183,3 @@ def test_plan_of_hooks_that_send_nothing_is_empty() -> None:
     assert (plan.steps, plan.buckets, plan.unsharded_nbytes, plan.staging_nbytes) == ((), (), 0, 0)
     (step,) = _gather([_hook("w[0]", [(0, 3)] * 4, F32, UNSHARDED)]).steps
     assert (step.padded_nbytes, step.route) == (0, Route.ROWS)
-
-
-# One launch
-
-
-@dataclass
-class OneRank:
-    """A comm of one rank that counts its launches."""
-
-    routing: ClassVar[Routing] = Routing(64)
-    launches: list[list[tuple[int, torch.dtype]]] = field(default_factory=list)
-
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        def launch() -> tuple[()]:
-            self.launches.append([(mine.numel(), mine.dtype) for mine in inputs])
-            for output, mine in zip(outputs, inputs, strict=True):
-                output.copy_(mine.clone())
-            return ()
-
-        return launch
-
-
-@dataclass
-class FixedHooks:
-    """Sends the same payloads each time; looks at the outputs when they have arrived."""
-
-    tensors: list[torch.Tensor]
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    storages: list[torch.UntypedStorage] = field(default_factory=list)
-    seen: list[list[torch.Tensor]] = field(default_factory=list)
-
-    def payloads(self) -> list[torch.Tensor]:
-        return self.tensors
-
-    def arrive(self) -> None:
-        self.seen.append([output.clone() for output in self.outputs])
-
-
-def _bound(hooks: FixedHooks, comm: OneRank, lifetimes: list[Lifetime]) -> tuple[Gather, FlatShards]:
-    inputs: dict[int, GatherInput] = {0: _param("bias", (5,), num_shards=1), 1: _param("weight", (8, 8), num_shards=1)}
-    for k, (tensor, lifetime) in enumerate(zip(hooks.tensors, lifetimes, strict=True)):
-        inputs[2 + k] = _hook(f"hooked[{k}]", [tuple(tensor.shape)], tensor.dtype, lifetime)
-    device = torch.device("cpu")
-    plan = compile_gather(inputs, comm.routing)
-    flats = flat_shards(plan, device)
-    for flat in flats.values():
-        flat.copy_(torch.arange(flat.numel()))
-    gather = Gather(plan, flats, GatheredMemory(plan, device), 0, comm, streams_for(device), hooks)
-    hooks.outputs = [gather.outputs[2 + k] for k in range(len(hooks.tensors))]
-    return gather, flats
-
-
-def test_plain_parameters_and_all_tensors_of_hooks_travel_in_one_launch() -> None:
-    tensors = [torch.randn(3, 2), torch.randint(0, 9, (4,), dtype=U8), torch.randn(6, 6), torch.randn(20).bfloat16()]
-    hooks, comm = FixedHooks(tensors), OneRank()
-    gather, _ = _bound(hooks, comm, [ARRIVAL, UNSHARDED, ARRIVAL, UNSHARDED])
-    for _ in range(2):
-        gather.issue()
-        gather.wait()
-        assert all(torch.equal(found, sent) for found, sent in zip(hooks.seen[-1], tensors, strict=True))
-        assert torch.equal(gather.outputs[0], torch.arange(5.0))
-        assert gather.outputs[1].untyped_storage().nbytes() > 0
-        gather.release()
-    assert len(comm.launches) == 2  # one for each gather, whatever travels in it
-    by_size = sorted(comm.launches[0], key=lambda item: item[0])
-    assert by_size == [(4, U8), (11, F32), (20, BF16), (36, F32), (64, F32)]
-
-
-def test_what_is_consumed_is_freed_on_arrival_and_the_rest_with_the_group() -> None:
-    tensors = [torch.randn(3, 2), torch.randn(6, 6), torch.randn(2, 2), torch.randn(5, 5)]
-    hooks, comm = FixedHooks(tensors), OneRank()
-    gather, _ = _bound(hooks, comm, [ARRIVAL, ARRIVAL, UNSHARDED, UNSHARDED])
-    gather.issue()
-    gather.wait()
-    assert [output.untyped_storage().nbytes() for output in hooks.outputs] == [0, 0, 16, 100]
-    gather.release()
-    assert [output.untyped_storage().nbytes() for output in hooks.outputs] == [0, 0, 0, 0]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch import nn
 
 from fsdp2.tensors import normal_float, wrapper
 from fsdp2.tensors.nf4 import NF4Tensor
-from tests.harness.messages import error_of
 from tests.harness.selection import in_ci
 
 # Appendix E of arXiv 2305.14314, rounded.
@@ -28,7 +25,7 @@ def _weight(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
 
 
-def _nf4(*shape: int, dtype: torch.dtype = torch.float32, block_size: int = 8) -> NF4Tensor:
+def nf4_of(*shape: int, dtype: torch.dtype = torch.float32, block_size: int = 8) -> NF4Tensor:
     return NF4Tensor.quantise(_weight(*shape, dtype=dtype), block_size=block_size)
 
 
@@ -37,18 +34,10 @@ def _same(left: NF4Tensor, right: NF4Tensor) -> bool:
     return torch.equal(left._packed, right._packed) and torch.equal(left._scales, right._scales)
 
 
-def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """The codes, one each: uint8 ``[..., n]`` to ``[..., 2n]``."""
-    return torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
-
-
 def _dequantised(packed: torch.Tensor, scales: torch.Tensor, cols: int) -> torch.Tensor:
     out = torch.empty(packed.size(0), cols)
     normal_float.dequantise(packed, scales, out=out)
     return out
-
-
-# Codebook and arithmetic
 
 
 def test_codebook_is_the_published_one() -> None:
@@ -69,7 +58,8 @@ def test_each_codebook_value_has_its_own_code() -> None:
     packed, scales = normal_float.quantise(torch.tensor([normal_float.CODEBOOK]) * 3, 16)
     assert packed.shape == (1, 8)
     assert packed[0, 0] == 0x01
-    assert _unpacked(packed).tolist() == [list(range(16))]
+    codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
+    assert codes.tolist() == [list(range(16))]
     assert scales.tolist() == [[3.0]]
 
 
@@ -106,52 +96,34 @@ def test_zeros_and_the_largest_weight_of_a_block_are_exact() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_quantising_again_changes_nothing(dtype: torch.dtype) -> None:
-    once = _nf4(6, 20, dtype=dtype)
+    once = nf4_of(6, 20, dtype=dtype)
     assert _same(NF4Tensor.quantise(once.dequantise(), block_size=8), once)
 
 
 def test_long_weights_are_treated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = _nf4(50, 20)
+    whole = nf4_of(50, 20)
     monkeypatch.setattr(wrapper, "_CPU_PIECE_NUMEL", 130)
-    assert _same(_nf4(50, 20), whole)
+    assert _same(nf4_of(50, 20), whole)
     pieces = whole.dequantise()
     monkeypatch.undo()
     assert torch.equal(pieces, whole.dequantise())
 
 
-def test_dequantise_rounds_once_into_the_dtype_asked_for() -> None:
-    weight = _nf4(6, 20)
-    assert torch.equal(weight.dequantise(torch.bfloat16), weight.dequantise().bfloat16())
-
-
-def test_a_weight_takes_4_bits_and_its_share_of_a_scale() -> None:
-    weight = _nf4(16, 256, block_size=64)
-    assert weight._packed.nbytes + weight._scales.nbytes == 16 * 256 * 0.5625
-
-
-# The tensor
-
-
-def test_shape_and_dtype_are_the_weights() -> None:
-    weight = _nf4(6, 4, 5, dtype=torch.bfloat16)
+def test_shape_and_dtype_are_the_weights_and_it_takes_4_bits_and_its_share_of_a_scale() -> None:
+    weight = nf4_of(6, 4, 5, dtype=torch.bfloat16)
     assert weight.shape == weight.dequantise().shape == (6, 4, 5)
     assert weight.dtype == weight.dequantise().dtype == torch.bfloat16
     assert weight._row_numel == 20
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
-def test_chunks_of_rows_are_exact_and_stay_packed(num_chunks: int) -> None:
-    weight = _nf4(7, 20)
-    for chunk, dense in zip(weight.chunk(num_chunks), weight.dequantise().chunk(num_chunks), strict=True):
-        assert isinstance(chunk, NF4Tensor)
-        assert torch.equal(chunk.dequantise(), dense)
+    weight = nf4_of(16, 256, block_size=64)
+    assert weight._packed.nbytes + weight._scales.nbytes == 16 * 256 * 0.5625
+    assert torch.equal(weight.dequantise(torch.bfloat16), weight.dequantise().bfloat16())  # rounded once
 
 
 @pytest.mark.parametrize(
     "rows", [slice(2, 5), slice(5, 99), slice(-2, None), slice(7, None), slice(0, 7), slice(1, 6, 2)]
 )
 def test_slices_of_rows_are_exact_and_share_memory(rows: slice) -> None:
-    weight = _nf4(7, 20)
+    weight = nf4_of(7, 20)
     cut = weight[rows]
     assert isinstance(cut, NF4Tensor)
     assert torch.equal(cut.dequantise(), weight.dequantise()[rows])
@@ -159,221 +131,65 @@ def test_slices_of_rows_are_exact_and_share_memory(rows: slice) -> None:
     assert torch.equal(weight.dequantise()[rows], torch.ones(cut.shape))
 
 
-def test_narrow_to_the_whole_of_another_dim_is_no_cut() -> None:
-    weight = _nf4(7, 20)
-    assert _same(weight.narrow(1, 0, 20), weight)
-
-
 def test_flattened_view_keeps_the_rows_for_the_way_back() -> None:
-    weight = _nf4(7, 20)
+    weight = nf4_of(7, 20)
     flat = weight.view(-1)
     assert isinstance(flat, NF4Tensor)
     assert torch.equal(flat.dequantise(), weight.dequantise().view(-1))
     assert _same(flat.view(7, 20)[2:4], weight[2:4])
     assert _same(weight.view(7, 4, 5)[2:4].view(2, 20), weight[2:4])
+    assert _same(weight.narrow(1, 0, 20), weight)
+    assert _same(weight.as_strided((7, 20), (20, 1)), weight)
 
 
 @pytest.mark.parametrize("make", [lambda w: w.new_zeros(3, 20), lambda w: torch.zeros_like(w[:3])])
 def test_new_zeros_are_packed_and_positive(make: Callable[[NF4Tensor], torch.Tensor]) -> None:
-    zeros = make(_nf4(7, 20))
+    zeros = make(nf4_of(7, 20))
     assert isinstance(zeros, NF4Tensor)
     assert torch.equal(zeros.dequantise(), torch.zeros(3, 20))
     assert not zeros.dequantise().signbit().any()
 
 
-def test_new_tensors_of_other_rows_are_dense() -> None:
-    assert type(_nf4(7, 20).new_zeros(3, 21)) is torch.Tensor
-    assert type(_nf4(7, 20).new_empty(0)) is torch.Tensor
-    assert type(torch.zeros_like(_nf4(7, 20), dtype=torch.int64)) is torch.Tensor
-
-
-def test_padded_shard_is_made_as_runtimes_make_it() -> None:
-    weight = _nf4(7, 20)
-    padded = weight.new_zeros(4, 20)
-    padded.narrow(0, 0, 3).copy_(weight[4:])
-    assert torch.equal(padded.dequantise(), torch.cat([weight.dequantise()[4:], torch.zeros(1, 20)]))
-
-
-def test_copy_between_equal_forms_moves_codes() -> None:
-    source, target = _nf4(7, 20), _nf4(7, 20).new_zeros(7, 20)
+def test_copies_move_codes_quantise_and_dequantise() -> None:
+    source, target = nf4_of(7, 20), nf4_of(7, 20).new_zeros(7, 20)
     assert target.copy_(source) is target
     assert _same(target, source)
-
-
-def test_copy_from_dense_or_other_blocks_quantises() -> None:
-    target = _nf4(7, 20).new_zeros(7, 20)
+    assert torch.equal(torch.zeros(7, 20).copy_(source), source.dequantise())
     target.copy_(_weight(7, 20))
-    assert _same(target, _nf4(7, 20))
-    other = _nf4(7, 20, block_size=4)
+    assert _same(target, source)
+    other = nf4_of(7, 20, block_size=4)
     target.copy_(other)
     assert _same(target, NF4Tensor.quantise(other.dequantise(), block_size=8))
 
 
-def test_copy_into_dense_dequantises() -> None:
-    weight = _nf4(7, 20)
-    assert torch.equal(torch.zeros(7, 20).copy_(weight), weight.dequantise())
-
-
 def test_cast_changes_what_it_dequantises_to_and_nothing_else() -> None:
-    weight = _nf4(7, 20)
+    weight = nf4_of(7, 20)
     cast = weight.to(torch.bfloat16)
     assert isinstance(cast, NF4Tensor)
     assert cast.dequantise().dtype == torch.bfloat16
     assert _same(cast, weight)
     assert torch.equal(weight.to(torch.int32), weight.dequantise().to(torch.int32))
-
-
-def test_module_moves_to_meta_and_back_with_its_weight_packed() -> None:
-    layer = nn.Linear(20, 7, bias=False)
-    layer.weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
-    values = copy.deepcopy(layer.state_dict())
-    layer.to("meta")
-    assert layer.weight.is_meta
-    layer.to_empty(device="cpu").load_state_dict(values)
-    assert isinstance(layer.weight, NF4Tensor)
-    assert _same(layer.weight, _nf4(7, 20))
+    results = [weight + 1, weight.t(), weight[2], weight.sum(), torch.ones(7, 20).mul_(weight)]
+    results += [weight.new_zeros(3, 21), weight.new_empty(0), torch.zeros_like(weight, dtype=torch.int64)]
+    assert {type(result) for result in results} == {torch.Tensor}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, torch.clone, lambda w: w.to(torch.float32, copy=True)])
 def test_copies_share_no_memory(copied: Callable[[NF4Tensor], NF4Tensor]) -> None:
-    weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
+    weight = nn.Parameter(nf4_of(7, 20), requires_grad=False)
     made = copied(weight)
     assert _same(made, weight)
     made.copy_(torch.zeros(7, 20))
-    assert _same(weight, _nf4(7, 20))
-
-
-def test_saved_weight_loads_with_weights_only() -> None:
-    file = io.BytesIO()
-    torch.save({"weight": nn.Parameter(_nf4(7, 20, dtype=torch.bfloat16), requires_grad=False)}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)["weight"]
-    assert loaded.dtype == torch.bfloat16
-    assert _same(loaded, _nf4(7, 20, dtype=torch.bfloat16))
+    assert _same(weight, nf4_of(7, 20))
 
 
 @pytest.mark.parametrize("compiled", [False, *in_ci(True)])
 def test_linear_layer_computes_with_the_dense_weight(compiled: bool) -> None:
     layer = nn.Linear(20, 7)
-    layer.weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
+    layer.weight = nn.Parameter(nf4_of(7, 20), requires_grad=False)
     x = _weight(3, 20).requires_grad_()
     result = torch.compile(layer, backend="aot_eager", fullgraph=True)(x) if compiled else layer(x)
     result.sum().backward()
     dense = layer.weight.dequantise()
     torch.testing.assert_close(result, F.linear(x, dense, layer.bias))
     torch.testing.assert_close(x.grad, dense.sum(0).expand(3, 20))
-
-
-def test_results_are_plain_tensors() -> None:
-    weight = _nf4(7, 20)
-    for result in (weight + 1, weight.t(), weight[2], weight.sum(), torch.ones(7, 20).mul_(weight)):
-        assert type(result) is torch.Tensor
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    "require",
-    [
-        lambda: nn.Parameter(_nf4(7, 20)),
-        lambda: _nf4(7, 20).requires_grad_(),
-        lambda: setattr(_nf4(7, 20), "requires_grad", True),
-        lambda: nn.ParameterList([nn.Parameter(_nf4(7, 20), requires_grad=False)]).requires_grad_(True),
-    ],
-    ids=["Parameter", "requires_grad_", "requires_grad", "Module.requires_grad_"],
-)
-def test_gradients_are_refused(require: Callable[[], object]) -> None:
-    assert_expected_inline(
-        error_of(require),
-        """\
-ValueError: NF4Tensor of shape (7, 20), torch.float32: requires_grad=True, but 4-bit codes cannot be
-trained. Use nn.Parameter(weight, requires_grad=False), and train an adapter instead.""",
-    )
-
-
-@pytest.mark.parametrize("cut", [lambda w: w[:, :8], lambda w: w.chunk(2, dim=-1), lambda w: w.narrow(1, 8, 8)])
-def test_cut_along_another_dim_is_refused(cut: Callable[[NF4Tensor], object]) -> None:
-    with pytest.raises(ValueError, match=r"cut along dim -?1, but blocks of 8 weights lie within the rows of dim 0"):
-        cut(_nf4(7, 20))
-
-
-def test_cut_along_another_dim_is_refused_in_words() -> None:
-    assert_expected_inline(
-        error_of(lambda: _nf4(7, 20).chunk(2, dim=1)),
-        """\
-ValueError: NF4Tensor of shape (7, 20), torch.float32: cut along dim 1, but blocks of 8 weights lie
-within the rows of dim 0, so only cuts along dim 0 are exact. Use Shard(0), or call dequantise()
-first.""",
-    )
-
-
-def test_cut_of_a_flattened_view_is_refused() -> None:
-    assert_expected_inline(
-        error_of(lambda: _nf4(7, 20).view(-1)[:20]),
-        """\
-ValueError: NF4Tensor of shape (140,), torch.float32: cut along dim 0, but dim 0 of this view no
-longer holds the rows of 20 weights. Cut the tensor before the view.""",
-    )
-
-
-def test_as_strided_is_refused_unless_it_changes_nothing() -> None:
-    weight = _nf4(7, 20)
-    assert _same(weight.as_strided((7, 20), (20, 1)), weight)
-    assert_expected_inline(
-        error_of(lambda: weight.as_strided((3, 20), (20, 1), 40)),
-        """\
-ValueError: NF4Tensor of shape (7, 20), torch.float32: as_strided to shape (3, 20), strides (20, 1),
-offset 40 is not possible, because the weights are packed. Cut along dim 0, or call dequantise()
-first.""",
-    )
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda w: w.add_(1),
-        lambda w: w.zero_(),
-        lambda w: torch.add(torch.ones(7, 20), 1, out=w),
-        lambda w: torch._foreach_add_([torch.ones(7, 20), w], 1),
-        lambda w: w[1:2].fill_(0),
-    ],
-)
-def test_arithmetic_in_place_is_refused(write: Callable[[NF4Tensor], object]) -> None:
-    weight = _nf4(7, 20)
-    with pytest.raises(TypeError, match="would write an NF4Tensor, which is frozen"):
-        write(weight)
-    assert _same(weight, _nf4(7, 20))
-
-
-def test_optimizer_on_a_frozen_weight_is_refused_in_words() -> None:
-    weight = nn.Parameter(_nf4(7, 20), requires_grad=False)
-    weight.grad = torch.ones(7, 20)
-    assert_expected_inline(
-        error_of(torch.optim.SGD([weight], lr=0.1, foreach=False).step),
-        """\
-TypeError: aten.add_.Tensor would write an NF4Tensor, which is frozen. Pass only parameters that
-require gradients to the optimizer, or call dequantise() first.""",
-    )
-
-
-@pytest.mark.parametrize(
-    ("weight", "block_size", "problem"),
-    [
-        (torch.zeros(7), 64, r"rows that are not empty, found shape \(7,\)"),
-        (torch.zeros(7, 0), 64, r"rows that are not empty, found shape \(7, 0\)"),
-        (torch.zeros(7, 20), 7, "block_size is 7"),
-        (torch.zeros(7, 20), 0, "block_size is 0"),
-        (torch.full((7, 20), float("nan")), 64, "infinite or NaN entries"),
-        (torch.full((7, 20), 1e300, dtype=torch.float64), 64, "infinite or NaN entries"),
-    ],
-)
-def test_weights_that_cannot_be_quantised_are_refused(weight: torch.Tensor, block_size: int, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        NF4Tensor.quantise(weight, block_size=block_size)
-
-
-@pytest.mark.parametrize("weight", [torch.zeros(7, 20, dtype=torch.int8), _nf4(7, 20)], ids=["int8", "NF4"])
-def test_what_is_no_plain_floating_point_weight_is_refused(weight: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match=r"expected plain floating-point weights, found \w+ of shape"):
-        NF4Tensor.quantise(weight)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
+import importlib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -35,12 +36,8 @@ FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
 @functools.cache
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("log_weights", ROOT / "docs" / "examples" / "log_weights.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with mock.patch.object(sys, "path", [str(ROOT / "docs" / "examples"), *sys.path]):
+        return importlib.import_module("log_weights")
 
 
 @contextmanager
@@ -126,20 +123,17 @@ def test_a_users_type_is_shown_whole_saved_and_loaded(ctx: RankContext, with_mes
             assert torch.equal(inside["2.weight"], weights["2.weight"])
             assert_same(*({k: v.as_subclass(torch.Tensor) for k, v in each.items()} for each in (saved, again)))
         else:
-            chunk, load = (
-                ("chunk_dtensor", "all_gather_dtensor")
-                if with_mesh
-                else (
-                    "chunk_tensor",
-                    "pre_load_state_dict_transform",
-                )
-            )
+            chunk, load = CUTTING[with_mesh], LOADING[with_mesh]
             assert isinstance(saved["0.weight"], DTensor) == with_mesh
             assert (calls[chunk], calls[load]) == (8, 4)  # two models were saved, one was loaded
     assert_same(train(ctx, model), train(ctx, other))
 
 
-def cut_otherwise(tensor: torch.Tensor, mesh: Any) -> DTensor:
+CUTTING, LOADING = ("chunk_tensor", "chunk_dtensor"), ("pre_load_state_dict_transform", "all_gather_dtensor")
+NUM_NOTED = {"post_unflatten_transform": 1, "chunk_tensor": 2, "chunk_dtensor": 1}  # arguments behind the tensor
+
+
+def cut_otherwise(tensor: torch.Tensor, rank: int, mesh: Any) -> DTensor:
     return distribute_tensor(tensor.as_subclass(torch.Tensor), mesh, [Shard(tensor.dim() - 1)], src_data_rank=None)
 
 
@@ -148,28 +142,15 @@ def recording() -> Iterator[list[tuple[Any, ...]]]:
     """Inside the block, wrappers of both fronts get an extension that notes its calls, and cuts along the last dim."""
     log, calls = example().LogExtensions(), []
 
-    class Recording(type(log)):  # type: ignore[misc]
-        def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-            calls.append(("post_unflatten_transform", tensor.shape, param_extension))
-            return super().post_unflatten_transform(tensor, param_extension)
+    class Recording:
+        def __getattr__(self, name: str) -> Any:
+            def noted(tensor: torch.Tensor, *given: Any, **options: Any) -> Any:
+                kind = type(tensor) if name in CUTTING else ""
+                calls.append((name, kind, tensor.shape, *given[: NUM_NOTED.get(name, 0)]))
+                method = cut_otherwise if name == "chunk_dtensor" else getattr(log, name)
+                return method(tensor, *given, **options)
 
-        def chunk_tensor(
-            self, tensor: torch.Tensor, rank: int, world_size: int, per_node: int, pg: Any, device: Any = None
-        ) -> torch.Tensor:
-            calls.append(("chunk_tensor", type(tensor), tensor.shape, rank, world_size))
-            return super().chunk_tensor(tensor, rank, world_size, per_node, pg)
-
-        def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: Any) -> torch.Tensor:
-            calls.append(("chunk_dtensor", type(tensor), tensor.shape, rank))
-            return cut_otherwise(tensor, device_mesh)
-
-        def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> Any:
-            calls.append(("pre_load_state_dict_transform", tensor.shape))
-            return super().pre_load_state_dict_transform(tensor)
-
-        def all_gather_dtensor(self, tensor: DTensor, parent_mesh: Any) -> torch.Tensor:
-            calls.append(("all_gather_dtensor", tensor.shape))
-            return super().all_gather_dtensor(tensor, parent_mesh)
+            return noted
 
     made = Recording()
 
@@ -177,15 +158,8 @@ def recording() -> Iterator[list[tuple[Any, ...]]]:
         state._fsdp_extension = made
 
     # torch's class itself takes an extension only for tensor parallelism
-    with mock.patch("torch.distributed.fsdp.fully_sharded_data_parallel._init_extension", set_on):
-        fsdp2.set_fsdp_extensions(made)
-        try:
-            yield calls
-        finally:
-            fsdp2.set_fsdp_extensions(None)
-
-
-LOADING = ("pre_load_state_dict_transform", "all_gather_dtensor")
+    with mock.patch("torch.distributed.fsdp.fully_sharded_data_parallel._init_extension", set_on), extension_set(made):
+        yield calls
 
 
 def plain_states(value: Any) -> Any:
@@ -238,34 +212,14 @@ def test_optimizer_states_go_through_the_extension_as_with_torchs_class(
 
 
 @distributed(2)
-def test_wrong_parts_of_optimizer_states_name_method_and_parameter(ctx: RankContext) -> None:
-    extensions = example().LogExtensions()
-    with extension_set(extensions):
-        model = OURS(ctx).wrap(example().PositiveLinear(4, 4))
-    made = torch.optim.Adam(model.parameters())
-    model(batch(ctx, 3, 4)).sum().backward()
-    made.step()
-    extensions.chunk_tensor = lambda *_: torch.zeros(3)
-    with (
-        model.state_dict_type(model, SHARDED),
-        pytest.raises(fsdp2.ExtensionError, match=r"chunk_tensor.*'weight'"),
-    ):
-        model.optim_state_dict(model, made)
-
-
-def wrong_results(log: Any) -> list[tuple[str, Any]]:
-    return [
+def test_wrong_results_at_construction_change_nothing(ctx: RankContext) -> None:
+    log = example()
+    for method, wrong in [
         ("pre_flatten_transform", lambda tensor: tensor),
         ("pre_flatten_transform", lambda tensor: (tensor, "log")),  # not plain
         ("post_unflatten_transform", lambda tensor, extension: None),
         ("post_unflatten_transform", lambda tensor, extension: tensor[1:]),
-    ]
-
-
-@distributed(2)
-def test_wrong_results_at_construction_change_nothing(ctx: RankContext) -> None:
-    log = example()
-    for method, wrong in wrong_results(log):
+    ]:
         extensions = log.LogExtensions()
         setattr(extensions, method, wrong)
         layer = log.PositiveLinear(4, 4)
@@ -278,25 +232,33 @@ def test_wrong_results_at_construction_change_nothing(ctx: RankContext) -> None:
 
 
 @distributed(2)
-def test_wrong_results_in_state_dicts_name_method_and_parameter(ctx: RankContext) -> None:
+def test_wrong_results_in_states_name_method_and_parameter(ctx: RankContext) -> None:
     log = example()
     mesh = init_device_mesh("cpu", (2,))
-    cases = [
-        (mesh, "chunk_dtensor", lambda tensor, rank, mesh: torch.zeros(4, 4)),
-        (None, "chunk_tensor", lambda tensor, *rest: torch.zeros(3)),
-        (mesh, "all_gather_dtensor", lambda tensor, mesh: tensor),
-        (None, "pre_load_state_dict_transform", lambda tensor: tensor),
-    ]
-    for device_mesh, method, wrong in cases:
+    for device_mesh, what, method, wrong in [
+        (mesh, "save", "chunk_dtensor", lambda tensor, rank, mesh: torch.zeros(4, 4)),
+        (None, "save", "chunk_tensor", lambda tensor, *rest: torch.zeros(3)),
+        (None, "save optimizer", "chunk_tensor", lambda *_: torch.zeros(3)),
+        (mesh, "load", "all_gather_dtensor", lambda tensor, mesh: tensor),
+        (None, "load", "pre_load_state_dict_transform", lambda tensor: tensor),
+    ]:
         extensions = log.LogExtensions()
         with extension_set(extensions):
             model = OURS(ctx).wrap(log.PositiveLinear(4, 4), use_orig_params=True, device_mesh=device_mesh)
+        made = torch.optim.Adam(model.parameters())
+        model(batch(ctx, 3, 4)).sum().backward()
+        made.step()
         before = [param.to_local().clone() for param in model.parameters()]
         with model.state_dict_type(model, SHARDED):
-            saved = None if method.startswith("chunk") else model.state_dict()
+            saved = model.state_dict()
             setattr(extensions, method, wrong)
+            calls = {
+                "save": model.state_dict,
+                "save optimizer": functools.partial(model.optim_state_dict, model, made),
+                "load": functools.partial(model.load_state_dict, saved),
+            }
             with pytest.raises((fsdp2.ExtensionError, RuntimeError), match=f"{method}.*'weight'"):
-                model.state_dict() if saved is None else model.load_state_dict(saved)
+                calls[what]()
         for value, param in zip(before, model.parameters(), strict=True):
             assert torch.equal(value, param.to_local())
         train(ctx, model, shape=(3, 4))
