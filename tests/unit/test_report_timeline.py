@@ -6,18 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp2.tools.report.timeline import (
-    BLOCKED,
-    Does,
-    Edge,
-    Mark,
-    Span,
-    joined,
-    memory,
-    spans,
-    transfers,
-    with_idle,
-)
+from fsdp2.tools.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, memory, spans, transfers, with_idle
 from tests.unit.report_support import ROOT, Tape, simple_step, sizes
 
 
@@ -96,10 +85,7 @@ def test_a_replicated_unit_is_reduce_scattered_and_then_all_reduced() -> None:
     tape = Tape().do("reduce_launch", "a", takes=0.1, inside="reduce").compute(1)
     tape.do("reduce_finish", "a", blocked=0.2, inside="land").compute(1)
     tape.do("reduce_land", "a", blocked=0.3, inside="land")
-    assert _transfers(tape, "a") == [
-        ("reduce-scatter", "a", 0.0, 1.3, False),
-        ("all-reduce", "a", 1.3, 2.6, False),
-    ]
+    assert _transfers(tape, "a") == [("reduce-scatter", "a", 0.0, 1.3, False), ("all-reduce", "a", 1.3, 2.6, False)]
     assert _transfers(tape) == [("reduce-scatter", "a", 0.0, 1.3, False)]
 
 
