@@ -734,7 +734,7 @@ MUTATIONS = [
         (
             "parity/test_clipping_on_mixed_meshes.py",
             "unit/test_buffers.py",
-            "unit/test_flat_optimizer.py",
+            "distributed/test_flat_optimizer.py",
             "unit/test_layers.py",
         ),
     ),
@@ -743,17 +743,13 @@ MUTATIONS = [
         "tools/flat_optimizer.py",
         "if layout is None or not layout.is_that_of(self.param_groups):",
         "if layout is None:",
-        (
-            "distributed/test_flat_optimizer_runs.py",
-            "distributed/test_flat_optimizer.py",
-            "distributed/test_flat_optimizer_states.py",
-        ),
+        ("distributed/test_flat_optimizer.py",),
     ),
     Mutation(
         "tools/flat_optimizer.py",
         "        self._layout = None\n        super().__setstate__(state)",
         "        super().__setstate__(state)",
-        ("distributed/test_flat_optimizer_states.py",),
+        ("distributed/test_flat_optimizer.py",),
     ),
     # tools/memory_limit.py
     Mutation(

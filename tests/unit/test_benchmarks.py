@@ -72,18 +72,17 @@ python benchmarks/example.py""",
         assert {"machine", "torch", "date", "command", "seconds"} <= set(record)
 
     @pytest.mark.usefixtures("_run_of_a_script")
-    def test_a_run_by_hand_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("FSDP2_BENCH_RESULTS")
-        monkeypatch.setattr(common, "RESULTS", tmp_path / "committed")
-        publish("example", "An example", [_table(["plain", 1, 0.5])])
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.usefixtures("_run_of_a_script")
-    def test_a_run_with_options_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_run_with_options_says_so_and_one_by_hand_writes_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(sys, "argv", ["benchmarks/example.py", "--case", "7"])
         publish("example", "An example", [_table(["plain", 1, 0.5])])
         record = json.loads((tmp_path / "results" / "example.json").read_text())
         assert record["command"] == "python benchmarks/example.py --case 7"
+        monkeypatch.delenv("FSDP2_BENCH_RESULTS")
+        monkeypatch.setattr(common, "RESULTS", tmp_path / "committed")
+        publish("example", "An example", [_table(["plain", 1, 0.5])])
+        assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
     @pytest.mark.parametrize(
         ("make", "message"),
@@ -101,26 +100,24 @@ python benchmarks/example.py""",
 
 
 class TestCheck:
-    def test_it_tells_worse_and_better_from_noise(self) -> None:
-        rows = {"worse": (0.5, 0.6), "better": (0.5, 0.4), "noise": (0.5, 0.52), "less": (0.5, 0.48), "equal": (0, 0)}
-        before, after = (_record(_table(*([row, 1, pair[i]] for row, pair in rows.items()))) for i in (0, 1))
-        verdicts = {each.row.removeprefix("example.main: "): each.verdict for each in compare(before, after)}
-        assert verdicts == {
-            "worse": Verdict.WORSE,
-            "better": Verdict.BETTER,
-            "noise": Verdict.SAME,
-            "less": Verdict.SAME,
-            "equal": Verdict.SAME,
-        }
-
-    def test_exact_figures_know_no_noise(self) -> None:
-        before, after = (_record(_table(["plain", 1, ratio], noise=0)) for ratio in (0.9155, 0.9156))
-        assert [each.verdict for each in compare(before, after)] == [Verdict.WORSE]
-        assert [each.verdict for each in compare(before, before)] == [Verdict.SAME]
-
-    def test_tables_that_have_no_ratio_are_left_out(self) -> None:
-        record = _record(_table(["plain", 1, 0.5], ratio=None))
-        assert not list(compare(record, record))
+    @pytest.mark.parametrize(
+        ("before", "after", "options", "verdicts"),
+        [
+            (0.5, 0.6, {}, [Verdict.WORSE]),
+            (0.5, 0.4, {}, [Verdict.BETTER]),
+            (0.5, 0.52, {}, [Verdict.SAME]),
+            (0.5, 0.48, {}, [Verdict.SAME]),
+            (0, 0, {}, [Verdict.SAME]),
+            (0.9155, 0.9156, {"noise": 0}, [Verdict.WORSE]),
+            (0.9155, 0.9155, {"noise": 0}, [Verdict.SAME]),
+            (0.5, 0.6, {"ratio": None}, []),  # no ratio: left out
+        ],
+    )
+    def test_it_tells_worse_and_better_from_noise(
+        self, before: float, after: float, options: dict[str, Any], verdicts: list[Verdict]
+    ) -> None:
+        records = (_record(_table(["plain", 1, ratio], **options)) for ratio in (before, after))
+        assert [each.verdict for each in compare(*records)] == verdicts
 
     def test_its_report_lists_what_differs_with_the_worst_first(self) -> None:
         before = _record(
@@ -212,24 +209,19 @@ class TestPages:
         rendered = render(text, RESULTS)
         assert rendered == text, f"{name} is out of date: run `python benchmarks/render.py`"
 
-    def test_every_script_is_shown_with_what_it_was_run_with(self) -> None:
+    def test_every_script_is_shown_with_what_it_was_run_with_and_its_plots(self) -> None:
         shown = {marker for path in PAGES.values() for marker in markers(path.read_text())}
         names = {name for kind, name in shown if kind == "table"}
         assert {name for kind, name in shown if kind == "run"} == {*RESULTS, "machine"}
         assert {name.partition(".")[0] for name in names} == {*RESULTS, "summary"}
         assert names - {"summary"} <= set(tables(RESULTS))
         assert set(PARTS) <= names
-
-    def test_every_result_is_that_of_a_script(self) -> None:
         assert set(RESULTS) <= {path.stem for path in benchmarks()}
-
-    def test_every_embedded_plot_is_drawn_from_the_results(self) -> None:
         images = ROOT / "docs" / "images"
         assert {path.name for path in images.glob("*.*.png")} == {f"{name}.png" for name in pictures()}
         for name in pictures():
-            digest_of_picture = digest(tables(RESULTS)[name]).encode()
             picture = (images / f"{name}.png").read_bytes()
-            assert digest_of_picture in picture, f"{name}: run `python benchmarks/render.py`"
+            assert digest(tables(RESULTS)[name]).encode() in picture, f"{name}: run `python benchmarks/render.py`"
 
     def test_a_part_of_a_table_has_the_named_rows_and_columns(self) -> None:
         table = _record(_table(["a", 1, 0.5], ["b", 2, 0.25], note="of all"))["tables"][0]
@@ -237,13 +229,9 @@ class TestPages:
         assert (shown["columns"], shown["rows"], shown["note"]) == (["", "ratio"], [["b", 0.25]], "of one")
         whole = part(table, Part(), "PARTS")
         assert all(whole[key] == table[key] for key in whole)
-
-    def test_a_part_that_the_table_does_not_have_is_an_error(self) -> None:
-        table = _record(_table(["a", 1, 0.5]))["tables"][0]
-        with pytest.raises(KeyError, match="PARTS: there is no 'theirs' in the results"):
-            part(table, Part(columns=("theirs",)), "PARTS")
-        with pytest.raises(KeyError, match="PARTS: there is no 'b' in the results"):
-            part(table, Part(rows=("b",)), "PARTS")
+        for missing, of_it in (("theirs", Part(columns=("theirs",))), ("c", Part(rows=("c",)))):
+            with pytest.raises(KeyError, match=f"PARTS: there is no '{missing}' in the results"):
+                part(table, of_it, "PARTS")
 
     def test_a_run_names_its_machine_where_most_runs_have_another(self) -> None:
         results = {name: _record(_table(["a", 1, 0.5])) for name in ("first", "second", "other")}
