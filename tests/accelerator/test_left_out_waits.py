@@ -132,7 +132,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "accelerator/test_host_syncs.py::test_host_waits_for_what_it_measures"
     ),
     ("tools.planner.measure._collectives.one.finish", "work"): (
-        "distributed/test_measure.py::test_collectives_are_measured_by_size_alone_and_beside_products"
+        "distributed/test_auto_shard.py::test_collectives_are_measured_by_size_alone_and_beside_products"
     ),
 }
 

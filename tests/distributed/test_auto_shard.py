@@ -17,12 +17,14 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
+from fsdp2.comm import backends
 from fsdp2.runtime.unit import units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner import recompute
 from fsdp2.tools.planner.blocks import find_units
 from fsdp2.tools.planner.code import code_for
-from fsdp2.tools.planner.machines import MACHINES
+from fsdp2.tools.planner.machines import MACHINES, fields_of, machine_from
+from fsdp2.tools.planner.measure import measure
 from fsdp2.tools.planner.scenario import Choice, Precision
 from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
@@ -279,3 +281,25 @@ def test_the_code_that_reshards_to_a_node_runs_on_fewer_ranks(ctx: RankContext, 
     model = language_model()
     _shard_by_code(model, Choice("FSDP", after_forward=AfterForward.RESHARD_TO_SMALLER_MESH), node_size)
     assert trains_alike(model)
+
+
+# python -m fsdp2 measure
+
+
+@pytest.mark.long
+@distributed(2)
+def test_collectives_are_measured_by_size_alone_and_beside_products(ctx: RankContext) -> None:
+    in_flight = set(backends._in_flight)
+    found = measure((2**12, 2**20), width=64)
+    assert [(each.name, each.nbytes) for each in found.collectives] == [
+        ("all-gather", 2**12),
+        ("all-gather", 2**20),
+        ("reduce-scatter", 2**12),
+        ("reduce-scatter", 2**20),
+    ]
+    assert backends._in_flight <= in_flight  # each was measured until it had arrived
+    assert all(each.alone > 0 <= each.beside for each in found.collectives)
+    machine = found.machine
+    assert machine.in_node.bandwidth > 0
+    assert 0 <= machine.contention.compute <= 0.95
+    assert machine_from(fields_of(machine)) == machine

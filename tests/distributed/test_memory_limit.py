@@ -18,11 +18,13 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.tools import trace
 from tests.distributed.support import Scaled, Stack, batch, compact, same_on_all_ranks, seeded, shard, sharded, step
+from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 
 TEXTS = texts_beside(__file__)
+PLANS = "plan", "plan that keeps", "plan that rests"
 WIDTH = 512  # weights of 1 MiB: on two ranks of gloo, shards that travel without a bucket
 SLACK_NBYTES = 256 * 1024  # activations, and what autograd needs for itself
 
@@ -196,12 +198,14 @@ def test_what_is_not_gathered_counts_neither_before_nor_after_the_first_step(ctx
     assert [unit.bytes.unsharded > 0 for unit in before.units] == [shards > 1] * 4
 
 
-def _plan(ctx: RankContext) -> str:
-    return str(fsdp2.memory_plan(sharded(ctx)))
+def _plan(ctx: RankContext, **options: Any) -> str:
+    return str(fsdp2.memory_plan(sharded(ctx, **options)))
 
 
-def test_memory_plan_shows_what_each_unit_takes() -> None:
+def test_memory_plan_shows_what_each_unit_and_a_step_take() -> None:
     TEXTS.check("plan", same_on_all_ranks(_plan))
+    TEXTS.check("plan that keeps", same_on_all_ranks(_plan, reshard_after_forward=False))
+    TEXTS.check("plan that rests", on_one_rank(_plan, 4, reshard_after_forward=2))
 
 
 def _refusals(ctx: RankContext) -> list[str]:
@@ -219,4 +223,4 @@ def _refusals(ctx: RankContext) -> list[str]:
 
 def test_what_is_no_limit_is_refused() -> None:
     TEXTS.check("what is no limit", "\n".join(same_on_all_ranks(_refusals)))
-    TEXTS.check_names([*SMALLEST, "trace of a backward", "plan", "what is no limit"])
+    TEXTS.check_names([*SMALLEST, "trace of a backward", *PLANS, "what is no limit"])

@@ -278,23 +278,41 @@ below
 # Counts, which are the same on every machine
 
 
-_COUNTED_WITH = tuple(RESULTS["call_counts"][name] for name in ("python", "torch"))
+def _with(name: str) -> Any:
+    """Skips where what ``name`` counts was counted with other versions."""
+    other = RESULTS[name]["torch"] != torch.__version__ or RESULTS[name].get("python", PYTHON) != PYTHON
+    return pytest.mark.skipif(other, reason="counted with other versions")
+
+
+def _tables_of_this_commit(name: str, folder: Path) -> list[dict[str, Any]]:
+    environment = {**os.environ, common.RESULTS_FOLDER_VARIABLE: str(folder)}
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py")]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    return json.loads((folder / f"{name}.json").read_text())["tables"]
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(
-    (PYTHON, torch.__version__) != _COUNTED_WITH, reason="Python calls were counted with other versions"
-)
+@_with("call_counts")
 def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> None:
     """It was two days old once, and twenty calls too low."""
-    environment = {**os.environ, common.RESULTS_FOLDER_VARIABLE: str(tmp_path)}
-    command = [sys.executable, str(ROOT / "benchmarks" / "call_counts.py")]
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
-    found = json.loads((tmp_path / "call_counts.json").read_text())["tables"]
+    found = _tables_of_this_commit("call_counts", tmp_path)
     published = RESULTS["call_counts"]["tables"][: len(found)]  # without transformers, there is no Llama
     assert [_counts(table) for table in found] == [
         {name: pytest.approx(counts, abs=1) for name, counts in _counts(table).items()} for table in published
     ]
+
+
+@pytest.mark.ci
+@_with("scale_model")
+def test_the_tables_of_the_scale_model_are_those_of_this_commit(tmp_path: Path) -> None:
+    """All choices on 8 to many GPUs: times and memory. Rows that others have published are within a tenth of theirs."""
+    found, published = _tables_of_this_commit("scale_model", tmp_path), RESULTS["scale_model"]["tables"]
+    assert {table["name"]: table["rows"] for table in found} == {table["name"]: table["rows"] for table in published}
+    for table, num_rows, columns in zip(published, (10, 4), (["error", "error of GiB"], ["error"]), strict=False):
+        assert len(table["rows"]) == num_rows
+        for row in table["rows"]:
+            shown = dict(zip(table["columns"], row, strict=True))
+            assert all(abs(int(shown[column].rstrip("%") if "%" in shown[column] else 0)) <= 10 for column in columns)
 
 
 def _counts(table: dict[str, Any]) -> dict[str, list[float]]:

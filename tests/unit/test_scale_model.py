@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from scale import gloo, published
 from scale.pipeline import Pipeline, simulate_stages
 from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, LossOfAPart, observed, scenario
 
-from fsdp2.tools.planner.groups import Axes, Flight, GroupCost, Wire, group_cost
+from fsdp2.tools.planner.groups import Flight, GroupCost, Wire
 from fsdp2.tools.planner.machine import (
     Algorithm,
     Contention,
@@ -40,9 +39,9 @@ from fsdp2.tools.planner.machine import (
 from fsdp2.tools.planner.machines import H100
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.queues import Op, Queues, Stream, run
-from fsdp2.tools.planner.scenario import Choice, Kernels, Precision, Result, Scenario, simulate
+from fsdp2.tools.planner.scenario import Choice, Kernels, Result, Scenario, simulate
 from fsdp2.tools.planner.simulate import Accelerator, StepTime, UnitCost, steady_step
-from fsdp2.tools.planner.work import Exchange, Param, UnitWork, Work
+from fsdp2.tools.planner.work import Exchange, UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
 # Round figures: a second per byte sent, unless said otherwise.
@@ -191,41 +190,10 @@ def test_all_but_the_first_gathers_and_the_last_reduction_are_hidden(
     assert time == StepTime(step=pytest.approx(num_units * 12 + exposed), compute=num_units * 12)
 
 
-@pytest.mark.parametrize("shares_communicator", [True, False])
-def test_without_compute_a_step_takes_as_long_as_its_bytes(shares_communicator: bool) -> None:
-    device = _device(5, _group(gather_seconds=1, reduce_seconds=2), forward=0, backward=0)
-    device.shares_communicator = shares_communicator
-    assert steady_step(device, Contention()).step == pytest.approx(5 * (1 + 1 + 2))
-
-
-@pytest.mark.parametrize(("shares_communicator", "expected"), [(True, 3 + 3 + 3), (False, 3 + 3 + 1)])
-def test_latency_adds_up_where_gathers_and_reductions_share_a_communicator(
-    shares_communicator: bool, expected: float
-) -> None:
-    waiting = Flight(Transfer(1.0, 0.0, Resource.NETWORK))
-    group = replace(_group(1, 1), gather=waiting, reduce=(waiting,))
-    device = _device(3, group, forward=0, backward=0)
-    device.shares_communicator = shares_communicator
-    assert steady_step(device, Contention()).step == pytest.approx(expected)
-
-
 def test_a_reduction_that_outlasts_the_next_backward_holds_it_up() -> None:
     """One is in flight: the next backward may run meanwhile, the one behind it may not."""
     device = _device(3, _group(gather_seconds=0, reduce_seconds=10), forward=0, backward=8)
     assert steady_step(device, Contention()).step == pytest.approx(8 + 10 + 10 + 10)
-
-
-@pytest.mark.parametrize(
-    ("after_forward", "expected"), [(AfterForward.RESHARD, 200), (KEEP, 600), (SMALLER, 100 + 100 + 6 * 25)]
-)
-def test_at_the_peak_two_groups_are_unsharded_or_all_that_are_kept(
-    after_forward: AfterForward, expected: float
-) -> None:
-    frozen = replace(_group(1, 2, regather=0.25), grad_nbytes=0, cast_nbytes=0, reduced_nbytes=0)
-    device = _device(6, frozen, after_forward=after_forward)
-    device.step()
-    device.step()
-    assert device.memory.peak == {**device.memory.now, Held.GROUPS: expected}
 
 
 def test_two_groups_are_in_flight_and_nothing_is_held_when_a_step_has_ended() -> None:
@@ -235,15 +203,6 @@ def test_two_groups_are_in_flight_and_nothing_is_held_when_a_step_has_ended() ->
     assert device.memory.peak[Held.GROUPS] == 2 * 100 + 4 * 25
     assert device.memory.peak[Held.GRADIENTS] == (100 + 200) + 100  # the older one with its casts
     assert set(device.memory.now.values()) == {0}
-
-
-def test_saved_activations_grow_through_forward_and_go_with_backward() -> None:
-    group = _group(1, 2)
-    units = [UnitCost("unit", 4, 8, group, saved_nbytes=1e6, working_nbytes=5e6)] * 4
-    device = Accelerator(units, [UnitRules(after_forward=KEEP), *[UnitRules()] * 4])
-    device.step()
-    assert device.memory.peak[Held.ACTIVATIONS] == 4e6 + 5e6
-    assert device.memory.now[Held.ACTIVATIONS] == 0
 
 
 def test_on_the_cpu_the_program_launches_and_finishes() -> None:
@@ -259,44 +218,6 @@ def test_on_the_cpu_the_program_launches_and_finishes() -> None:
 
 
 # Plans
-
-
-def _cost(num_shards: int, *params: tuple[int, ...], replicas: int = 1, wire: Wire = Wire.BF16) -> GroupCost:
-    named = tuple(Param(f"p{i}", shape) for i, shape in enumerate(params))
-    axes = Axes(ranks_of(num_shards, 1, 8), ranks_of(replicas, num_shards, 8))
-    return group_cost(
-        replace(PLAIN, network=Link(1.0, 0.0), in_node=Link(1.0, 0.0)), named, axes, wire, Precision.BF16.dtypes
-    )
-
-
-def test_a_group_sends_its_parameters_in_bf16_and_its_gradients_in_fp32() -> None:
-    cost = _cost(4, (2048, 1024))
-    numel = 2048 * 1024
-    assert cost.gather.transfer.seconds == 2 * numel * 3 / 4
-    assert [flight.transfer.seconds for flight in cost.reduce] == [4 * numel * 3 / 4]
-    assert (cost.unsharded_nbytes, cost.grad_nbytes, cost.cast_nbytes) == (2 * numel, 2 * numel, 4 * numel)
-    assert (cost.reduced_nbytes, cost.shards_nbytes) == (4 * numel / 4, 4 * numel / 4)
-    assert cost.staging_nbytes == 0  # it travels direct
-
-
-def test_replicas_sum_their_shards_of_the_gradients() -> None:
-    scatter, summed = _cost(8, (1024, 512), replicas=4).reduce
-    assert scatter.transfer.resource is Resource.IN_NODE
-    assert summed.transfer.resource is Resource.NETWORK
-    assert summed.transfer.seconds == 2 * 4 * (1024 * 512 / 8) * 3 / 4
-
-
-def test_more_ranks_than_rows_send_padding() -> None:
-    few, many = (_cost(num_shards, (1024, 512)) for num_shards in (1024, 4096))
-    assert many.unsharded_nbytes == 4 * few.unsharded_nbytes
-    assert many.gather.transfer.seconds == pytest.approx(4 * few.gather.transfer.seconds, rel=1e-2)
-
-
-def test_fp8_halves_what_matrices_gather_and_not_what_they_reduce() -> None:
-    plain, fp8 = (_cost(4, (1024, 512), wire=wire) for wire in Wire)
-    assert fp8.gather.transfer.seconds == plain.gather.transfer.seconds / 2
-    assert fp8.unsharded_nbytes == plain.unsharded_nbytes / 2
-    assert fp8.reduce == plain.reduce
 
 
 # Models and scenarios
@@ -347,12 +268,6 @@ def _simulate(choice: str, num_gpus: int = 64, machine: Machine = H100, model: L
     return simulate(scenario(machine, model, Batch(8192), num_gpus, CHOICES[choice]))
 
 
-def test_state_is_twelve_bytes_per_parameter_of_a_shard() -> None:
-    sharded, replicated = (_simulate(name, model=LLAMA_8B).state_nbytes for name in ("fsdp", "hsdp"))
-    assert sharded == pytest.approx(12 * LLAMA_8B.num_params / 64, rel=1e-3)
-    assert replicated == pytest.approx(12 * LLAMA_8B.num_params / 8, rel=1e-3)
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_faster_machine_is_never_slower(choice: str) -> None:
     base = replace(H100, contention=Contention(compute=0.1))
@@ -370,13 +285,6 @@ def test_a_faster_machine_is_never_slower(choice: str) -> None:
         after = {name: _simulate(choice, num_gpus, machine).time for name, machine in faster.items()}
         assert {name: time for name, time in after.items() if time.step > before * (1 + 1e-9)} == {}
         assert all(time.exposed > 0 for time in after.values())
-
-
-def test_replicas_win_on_many_gpus_by_latency_and_sharding_holds_less() -> None:
-    few, many = ([_simulate(name, num_gpus, model=LLAMA_8B) for name in ("fsdp", "hsdp")] for num_gpus in (64, 16384))
-    assert few[0].time.step == pytest.approx(few[1].time.step, rel=0.02)
-    assert many[1].time.step < many[0].time.step / 2
-    assert many[0].peak_nbytes < many[1].peak_nbytes
 
 
 TP_8 = Batch(8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)
@@ -482,42 +390,12 @@ def test_a_pipeline_is_filled_and_emptied_and_its_first_gpu_holds_activations_of
         assert found.memory[Held.ACTIVATIONS] == 5.0 * in_flight
 
 
-def test_a_pipeline_gathers_and_reduces_once_and_keeps_sums_of_gradients_whole() -> None:
-    """The embedding is the first GPU's, too; the rest of the root is not."""
-    params = tuple(Param(name, (64, 10)) for name in ("tok_embeddings.weight", "output.weight"))
-    one, six = (_pipelined(Pipeline(4, number), root=params) for number in (1, 6))
-    assert one.time.exposed == pytest.approx(six.time.exposed)
-    assert one.time.exposed > 0
-    assert six.params_nbytes == 4 * 640 / 16
-    assert six.memory[Held.GRADIENTS] >= 4 * 640
-
-
 @pytest.mark.parametrize(("num_chunks", "num_blocks"), [(1, 16), (2, 16), (4, 16), (5, 20)])
 def test_a_model_is_divided_into_stages_of_as_many_blocks_as_the_longest(num_chunks: int, num_blocks: int) -> None:
     assert Pipeline(8, 8, num_chunks).num_blocks(126) == num_blocks
 
 
 # Published steps
-
-
-@cache
-def _predictions() -> dict[str, tuple[published.Row, Result]]:
-    return {row.name: (row, found) for row, found in published.predictions()}
-
-
-@pytest.mark.long
-def test_presets_are_calibrated_on_one_published_row_and_the_others_are_within_a_tenth() -> None:
-    """Products and the allocator, and nothing else: of the rows, only this one is reproduced exactly."""
-    assert published.calibrated().machine.utilisation == pytest.approx(H100.utilisation, rel=0.002)
-    row, found = _predictions()[published.CALIBRATES.name]
-    assert found.tokens_per_second == pytest.approx(row.page, rel=1e-4)
-    assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=1e-3)
-    rows, later = [*_predictions().values()], [*published.predictions(published.LATER)]
-    assert (len(rows), len(later)) == (10, 4)
-    for row, found in [*rows, *later]:
-        assert found.tokens_per_second == pytest.approx(row.page, rel=0.1), row.name
-    for row, found in rows:
-        assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=0.1), row.name
 
 
 @pytest.mark.long
