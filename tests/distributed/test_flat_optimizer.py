@@ -32,7 +32,7 @@ from tests.harness.models import DIM, MLP, ParityModel, PartlyUsed, Transformer,
 from tests.harness.offload import shard_offloaded
 from tests.harness.runtimes import Runtime, subject
 from tests.harness.selection import long
-from tests.harness.training import Step, shard_units_and_root, snapshot
+from tests.harness.training import Step, one_backward, shard_units_and_root, snapshot
 
 TEXTS = texts_beside(__file__)
 Make = Callable[[Any], optim.Optimizer]
@@ -116,6 +116,10 @@ class Twins:
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
+
+    def memory(self) -> list[int]:
+        """Where states of the flat optimizer lie."""
+        return [entry["exp_avg"].to_local().data_ptr() for entry in self.flat_optimizer.state.values()]
 
     def compare(self) -> None:
         plain, flat = (
@@ -308,15 +312,12 @@ def test_closures_hooks_and_returned_losses_are_torchs(ctx: RankContext) -> None
     optimizer.register_step_post_hook(lambda found, *_: events.append(found.param_groups[0]["params"] == parameters))
 
     def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, DIM)).square().mean()
-        loss.backward()
         events.append("closure")
-        return loss
+        optimizer.zero_grad()
+        return one_backward(Step(0, ctx.rank, None), model)[0]
 
-    losses = [optimizer.step(closure) for _ in range(3)]
+    assert len({optimizer.step(closure).item() for _ in range(3)}) == 3
     assert events == ["pre", "closure", True] * 3
-    assert len({loss.item() for loss in losses}) == 3
 
 
 @distributed(2)
@@ -373,8 +374,7 @@ def test_state_dicts_load_into_each_other(ctx: RankContext, make: Any) -> None:
         for _, optimizer in twins.both:
             optimizer.load_state_dict(copy.deepcopy(state))
         assert loaded.state
-        twins.step()
-        twins.step()
+        twins.steps(2)
 
 
 @distributed(2)
@@ -414,16 +414,26 @@ def _moved(model: nn.Module) -> None:
 
 
 @distributed(2)
-def test_states_follow_parameters_that_move(ctx: RankContext) -> None:
+def test_parameters_may_move_be_swapped_or_given_hooks(ctx: RankContext) -> None:
     twins = Twins(ctx, MLP, adamw)
     twins.step()
+    twins.backward()
+    for model, _ in twins.both:
+        swapped = model.blocks[1].down.weight
+        grad, swapped.grad = swapped.grad, None
+        torch.utils.swap_tensors(swapped, nn.Parameter(swapped.detach() * 2))
+        swapped.grad = grad
+    twins.update()
     for model, _ in twins.both:
         _moved(model)
-    memory = [entry["exp_avg"].to_local().data_ptr() for entry in twins.flat_optimizer.state.values()]
+    memory = twins.memory()
+    twins.steps(2)
+    assert twins.memory() == memory  # the states were not copied
+    for model, _ in twins.both:
+        for param in model.blocks[0].parameters():
+            _give_hooks(param)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))  # after which hooks are looked for
     twins.step()
-    twins.step()
-    after = [entry["exp_avg"].to_local().data_ptr() for entry in twins.flat_optimizer.state.values()]
-    assert after == memory  # nothing was copied
 
 
 def _give_hooks(param: nn.Parameter) -> None:
@@ -438,27 +448,6 @@ def _give_hooks(param: nn.Parameter) -> None:
     local = param._local_tensor
     local.fsdp_pre_all_gather = types.MethodType(pre, local)
     local.fsdp_post_all_gather = types.MethodType(post, local)
-
-
-@distributed(2)
-def test_single_parameters_may_be_swapped_or_given_hooks(ctx: RankContext) -> None:
-    twins = Twins(ctx, MLP, adamw)
-    twins.step()
-    twins.backward()
-    for model, _ in twins.both:
-        swapped = model.blocks[1].down.weight
-        grad, swapped.grad = swapped.grad, None
-        torch.utils.swap_tensors(swapped, nn.Parameter(swapped.detach() * 2))
-        swapped.grad = grad
-    twins.update()
-    for model, _ in twins.both:
-        _moved(model)
-    twins.step()
-    for model, _ in twins.both:
-        for param in model.blocks[0].parameters():
-            _give_hooks(param)
-        model.load_state_dict(copy.deepcopy(model.state_dict()))  # after which hooks are looked for
-    twins.step()
 
 
 CHANGES: list[Callable[[dict[str, Any]], object]] = [
@@ -487,36 +476,29 @@ def test_states_that_the_user_changes_are_used(ctx: RankContext) -> None:
 
 
 @distributed(2)
-def test_a_group_is_stepped_as_one_tensor(ctx: RankContext) -> None:
-    model = shard(ctx, seeded(Stack))
-    optimizer = seen_steps(model)
-    stack_step(model)
-    optimizer.step()
-    block = (32 * 32 + 32) // 2
-    assert sorted(optimizer.numels) == [block, block, block, 2 * block]
-    states = [optimizer.state[param]["sum"] for param in model.blocks[0].parameters()]
-    for param, entry in optimizer.state.items():
-        assert torch.equal(entry["sum"].to_local(), param.grad.to_local())
-    assert [type(state) for state in states] == [DTensor, DTensor]
-    assert states[0].to_local().data_ptr() + states[0].to_local().nbytes == states[1].to_local().data_ptr()
-
-
-@distributed(2)
-def test_gradients_in_new_memory_are_stepped_where_they_are(ctx: RankContext) -> None:
+def test_a_group_is_stepped_as_one_tensor_where_its_gradients_are(ctx: RankContext) -> None:
     """Somebody holds them, so they are other tensors in every step."""
     model = shard(ctx, seeded(Stack))
     optimizer = seen_steps(model)
     held: list[DTensor] = []
     memory: list[list[int]] = []
+    sums = [torch.zeros_like(param.to_local()) for param in model.parameters()]
+    block = (32 * 32 + 32) // 2
     for _ in range(3):
         optimizer.zero_grad()
         stack_step(model)
-        held += [param.grad for param in model.parameters()]
+        grads = [param.grad for param in model.parameters()]
+        held += grads
         optimizer.step()
-        mine = {param.grad.to_local().data_ptr() for param in model.parameters()}
-        assert len(optimizer.numels) == 4
-        assert set(optimizer.grad_addresses) <= mine  # not copied
-        memory.append([entry["sum"].to_local().data_ptr() for entry in optimizer.state.values()])
+        assert sorted(optimizer.numels) == [block, block, block, 2 * block]
+        assert set(optimizer.grad_addresses) <= {grad.to_local().data_ptr() for grad in grads}  # not copied
+        states = [optimizer.state[param]["sum"].to_local() for param in model.parameters()]
+        for total, grad, state in zip(sums, grads, states, strict=True):
+            assert torch.equal(state, total.add_(grad.to_local()))
+        memory.append([state.data_ptr() for state in states])
+        weight, bias = (optimizer.state[param]["sum"] for param in model.blocks[0].parameters())
+        assert type(weight) is type(bias) is DTensor
+        assert weight.to_local().data_ptr() + weight.to_local().nbytes == bias.to_local().data_ptr()
     assert len({grad.to_local().data_ptr() for grad in held}) == len(held)
     assert memory[0] == memory[1] == memory[2]
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -36,6 +35,7 @@ from tests.distributed.support import same_on_all_ranks, seeded
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import KeptHalved
+from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of, wrapped
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.pool import WorkerError, WorkerPool
@@ -228,14 +228,7 @@ def _loads_beside_empty_buffers(ctx: RankContext, path: Path) -> list[list[str]]
 
 def test_buffers_that_no_file_has_are_warned_of_until_they_are_filled(tmp_path: Path) -> None:
     (warning,), again, plain = same_on_all_ranks(_loads_beside_empty_buffers, path=tmp_path)
-    assert_expected_inline(
-        warning,
-        """\
-load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled '0.inv_freq',
-'1.inv_freq' since they were on the meta device. Fill them before the first forward:
-model.get_submodule('0').inv_freq = value, with the value that the constructor of the module
-computes.""",
-    )
+    texts_beside(__file__).check("buffers that no file has", warning)
     assert (again, plain) == ([], [])
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import check
@@ -24,6 +23,9 @@ from common import ROOT, Bars, Ratios, Table, publish
 from render import PARTS, Part, digest, markers, part, pictures, read_results, render, tables
 from run import benchmarks, run
 
+from tests.harness.golden import texts_beside
+
+TEXTS = texts_beside(__file__)
 ROWS = [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, math.nan]]
 COLUMNS = ["", "fsdp2 ms", "torch ms", "ratio"]
 RESULTS = read_results()
@@ -54,19 +56,7 @@ class TestPublish:
         printed = capsys.readouterr().out
         assert printed == common.shown(record) + "\n"
         below_machine = printed.split("\n", maxsplit=2)[2].rpartition(" took ")[0]
-        assert_expected_inline(
-            below_machine,
-            """\
-
-Milliseconds
-       fsdp2 ms  torch ms  ratio
-plain      12.5     25.00   0.50
-mixed       3.0         -      -
-
-Two rows.
-
-python benchmarks/example.py""",
-        )
+        TEXTS.check("printed", below_machine.strip("\n"))
         assert record["tables"][0]["rows"] == [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, None]]
         assert record["commit"] == "abc1234"
         assert {"machine", "torch", "date", "command", "seconds"} <= set(record)
@@ -128,25 +118,7 @@ class TestCheck:
             _table(["slower", 1, 0.6], ["slowest", 1, 0.7], ["faster", 1, 0.3], ["new", 1, 0.5], ["same", 1, 0.51]),
             _table(["refused", "no", ""], name="other"),
         )
-        assert_expected_inline(
-            check.report(list(compare(before, after))),
-            """\
-worse by more than the noise  before  after   change  noise
-example.main: slowest            0.5    0.7  +40.00%     5%
-example.main: slower             0.5    0.6  +20.00%     5%
-
-better by more than the noise  before  after   change  noise
-example.main: faster              0.5    0.3  -40.00%     5%
-
-no longer measured      before  after  change  noise
-example.main: gone         0.5                    5%
-example.old: all of it     0.9                    5%
-
-not in the committed results  before  after  change  noise
-example.main: new                       0.5             5%
-
-1 of 7 rows are within the noise.""",
-        )
+        TEXTS.check("report of a check", check.report(list(compare(before, after))))
 
     def test_it_says_where_the_machine_or_torch_is_another_one(self) -> None:
         before, after = (_record(_table(["plain", 1, 0.5])) for _ in range(2))
@@ -154,13 +126,7 @@ example.main: new                       0.5             5%
         before["machine"] = {"name": "A processor", "cores": 4}
         before["torch"], after["torch"] = "2.11.0", "2.13.0"
         after["machine"] = {"name": "A processor", "cores": 2}
-        assert_expected_inline(
-            "\n".join(check.differences(before, after)),
-            """\
-example: not the machine and torch of the committed results; ratios are compared all the same.
-  committed: A processor, 4 CPU cores, torch 2.11.0
-  this run:  A processor, 2 CPU cores, torch 2.13.0""",
-        )
+        TEXTS.check("another machine", "\n".join(check.differences(before, after)))
 
     def test_only_a_script_that_fails_is_a_failure(self, tmp_path: Path) -> None:
         (tmp_path / "well.py").write_text("")
@@ -248,22 +214,7 @@ class TestPages:
         results = {"example": {**_record(_table(["a|b", "12", 0.25], note="Of two\nlines."))}}
         text = "above\n<!-- table example.main -->\n<!-- /table -->\nbelow\n"
         rendered = render(text, results)
-        assert_expected_inline(
-            rendered,
-            """\
-above
-<!-- table example.main -->
-Milliseconds:
-
-|  | ours | ratio |
-| --- | ---: | ---: |
-| a\\|b | 12 | 0.25 |
-
-Of two lines.
-<!-- /table -->
-below
-""",
-        )
+        TEXTS.check("rendered", rendered.rstrip("\n"))
         assert render(rendered, results) == rendered
         results["example"]["tables"][0]["rows"][0][2] = 0.75
         assert render(rendered, results) == rendered.replace("0.25", "0.75")

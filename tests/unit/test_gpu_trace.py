@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expecttest import assert_expected_inline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_trace import DeviceOp, Planned, Step, problems, read, short_name, steps_of
 
+from tests.harness.golden import texts_beside
+
+TEXTS = texts_beside(__file__)
 COMPUTE, GATHER, REDUCE = 7, 20, 24
 GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN"
 CAST = (
@@ -89,22 +91,7 @@ def test_kernels_that_only_move_values_are_copies_and_are_named_by_what_makes_th
         (op,) = _step().run(name, 10, 20).only_step().ops
         kinds = {"copy": op.is_copy, "collective": op.is_collective}
         said.append(f"{short_name(name)}: {[kind for kind, holds in kinds.items() if holds]}")
-    assert_expected_inline(
-        "\n".join(said),
-        """\
-bfloat16_copy_kernel_cuda: ['copy']
-direct_copy_kernel_cuda: ['copy']
-CopyFunctor: ['copy']
-CatArrayBatchedCopy_aligned16_contig: ['copy']
-chunk_cat_cuda_kernel: ['copy']
-split_with_sizes_copy_out_contiguous_no_cast_kernel: ['copy']
-Memcpy DtoD (Device -> Device): ['copy']
-Memcpy HtoD (Pinned -> Device): ['copy']
-nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN: []
-void at::native::vectorized_elementwise_kernel: []
-void at::native::(anonymous namespace)::multi_tensor_apply_kernel: []
-ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage: ['collective']""",
-    )
+    TEXTS.check("kernels", "\n".join(said))
 
 
 def test_a_step_has_what_was_launched_in_it_whenever_that_ran() -> None:
@@ -179,47 +166,30 @@ PLANNED = Planned(kernels=1, uploads=2)
 EMPTY = _step().only_step()  # without a device
 
 
-@pytest.mark.parametrize(
-    ("step", "before", "planned", "found"),
-    [
-        (_beside_compute(), UNSHARDED, Planned(), []),
-        (_packing(), UNSHARDED, PLANNED, []),
-        (_waiting(1), _waiting(1), Planned(), []),  # waits of the model itself
-        (EMPTY, EMPTY, Planned(), []),
-        (_packing(CAST), UNSHARDED, PLANNED, ["2 more copies and casts on the compute stream {}, 1 planned"]),
-        (_packing(DTOD), UNSHARDED, PLANNED, ["2 more copies and casts on the compute stream {}, 1 planned"]),
-        (_packing(UPLOAD), UNSHARDED, PLANNED, ["3 more uploads on the compute stream {}, 2 planned"]),
-        # Fewer kernels do not make up for another upload.
-        (_packing(UPLOAD), UNSHARDED, Planned(5, 2), ["3 more uploads on the compute stream {}, 2 planned"]),
-        (_waiting(2), _waiting(1), Planned(), ["the CPU waits: cudaStreamSynchronize x1"]),
-        (  # where all tensors travel direct
-            _packing(UPLOAD, stream=REDUCE),
-            UNSHARDED,
-            replace(PLANNED, is_beside=False),
-            [
-                "1 more copies and casts on other streams {}, 0 planned",
-                "1 more uploads on other streams {}, 0 planned",
-            ],
-        ),
-        (
-            _on_compute(),
-            UNSHARDED,
-            Planned(),
-            [
-                "2 more copies and casts on the compute stream {}, 0 planned",
-                "1 collectives on the compute stream",
-                "the CPU waits: Memcpy HtoD (Pageable -> Device) x1",
-                "the CPU waits: cudaMemcpy x1",
-                "the CPU waits: cudaStreamSynchronize x2",
-                "the driver allocates: cudaMalloc x1",
-            ],
-        ),
-    ],
-)
-def test_problems_are_what_a_step_does_more_than_planned(
-    step: Step, before: Step, planned: Planned, found: list[str]
-) -> None:
-    assert problems(step, before, planned) == [each.format("than without sharding") for each in found]
+CASES = {
+    "not: all beside compute": (_beside_compute(), UNSHARDED, Planned()),
+    "not: what is planned": (_packing(), UNSHARDED, PLANNED),
+    "not: waits of the model itself": (_waiting(1), _waiting(1), Planned()),
+    "not: without a device": (EMPTY, EMPTY, Planned()),
+    "one more cast": (_packing(CAST), UNSHARDED, PLANNED),
+    "one more copy": (_packing(DTOD), UNSHARDED, PLANNED),
+    "one more upload": (_packing(UPLOAD), UNSHARDED, PLANNED),
+    "fewer kernels do not make up for another upload": (_packing(UPLOAD), UNSHARDED, Planned(5, 2)),
+    "one more wait": (_waiting(2), _waiting(1), Planned()),
+    "all tensors travel direct": (_packing(UPLOAD, stream=REDUCE), UNSHARDED, replace(PLANNED, is_beside=False)),
+    "all on the compute stream": (_on_compute(), UNSHARDED, Planned()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_problems_are_what_a_step_does_more_than_planned(case: str) -> None:
+    found = problems(*CASES[case])
+    assert (found == []) is case.startswith("not")
+    TEXTS.check(case, "\n".join(found) or "no problem")
+
+
+def test_every_text_has_a_case() -> None:
+    TEXTS.check_names(["kernels", *CASES])
 
 
 def test_trace_of_a_file_is_read(tmp_path: Path) -> None:
