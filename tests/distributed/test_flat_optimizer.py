@@ -610,18 +610,6 @@ def test_the_optimizer_stays_the_same_object_of_a_derived_class() -> None:
     assert others >= {"Adafactor", "LBFGS", "SparseAdam"}  # they need more than elements
 
 
-def test_plain_parameters_are_stepped_as_before() -> None:
-    values = []
-    for change in (lambda optimizer: optimizer, fsdp2.flatten_optimizer):
-        param = nn.Parameter(torch.arange(3.0))
-        optimizer = change(optim.AdamW([param], lr=0.1))
-        for _ in range(3):
-            param.square().sum().backward()
-            optimizer.step()
-        values.append([param, *optimizer.state[param].values()])
-    assert all(map(torch.equal, *values))
-
-
 def test_gradients_that_touch_are_one_view_within_one_storage_only() -> None:
     flat = torch.arange(6.0)
     view = spanned(flat[1:3], 5)

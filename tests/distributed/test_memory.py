@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard
 from fsdp2.group import all_gather
 from fsdp2.group.reduce_scatter import Reduce
-from fsdp2.runtime.root import form_root
-from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
 from tests.distributed.support import (
     BLOCK_NBYTES,
@@ -237,17 +235,6 @@ def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
 def test_buffers_of_hsdp_do_not_grow_with_the_number_of_layers(ctx: RankContext) -> None:
     found = [_most_sums_alive(ctx, 2), _most_sums_alive(ctx, 8)]
     assert max(found) <= 2, found  # of one reduce-scatter, and of the all-reduce beside it
-
-
-@distributed(2)
-def test_no_reduction_is_in_flight_after_a_step(ctx: RankContext) -> None:
-    """Else it would keep its memory until the next backward."""
-    model = sharded(ctx)
-    for _ in range(2):
-        step(model)
-        unit = unit_of(model)
-        assert unit is not None
-        assert form_root(unit).executor.num_reductions == 0
 
 
 def test_a_gather_that_cannot_start_keeps_no_memory() -> None:

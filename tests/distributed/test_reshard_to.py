@@ -217,9 +217,7 @@ CASES = [
 @pytest.mark.ci
 @pytest.mark.parametrize("case", [*CASES[:1], *long(*CASES[1:])], ids=lambda case: ", ".join(case))
 @distributed(4)
-def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(
-    ctx: RankContext, case: Any, tmp_path: Path
-) -> None:
+def test_moved_model_trains_as_one_loaded_from_a_checkpoint(ctx: RankContext, case: Any, tmp_path: Path) -> None:
     move, build, optimizer = case
     old, new = MOVES[move]
     job = _job(ctx, old, build, optimizer)

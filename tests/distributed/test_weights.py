@@ -363,7 +363,7 @@ def _with_payload() -> Any:
 
 @pytest.mark.parametrize(("build", "reshard"), [(MLP, True), (MLP, False), (_with_payload, True)])
 @distributed(2)
-def test_what_was_gathered_before_is_outdated_after_loading(
+def test_what_was_gathered_is_outdated_after_loading(
     ctx: RankContext, build: Any, reshard: bool, tmp_path: Path
 ) -> None:
     """Also the payload that a hook keeps."""
@@ -527,9 +527,7 @@ def test_a_reserved_key_is_refused_and_the_old_checkpoint_stays(ctx: RankContext
 
 
 @distributed(2)
-def test_buffers_whose_elements_share_memory_are_refused_before_anything_is_loaded(
-    ctx: RankContext, tmp_path: Path
-) -> None:
+def test_buffers_whose_elements_share_memory_are_refused_first(ctx: RankContext, tmp_path: Path) -> None:
     def make(seed: int) -> nn.Module:
         model = seeded(MLP, seed)
         model.register_buffer("expanded", torch.ones(1).expand(3))
@@ -592,9 +590,7 @@ def test_killing_a_rank_leaves_the_old_checkpoint(after: int, tmp_path: Path) ->
 
 
 @distributed(2)
-def test_on_a_terminal_the_first_rank_shows_where_loading_saving_and_streaming_are(
-    ctx: RankContext, tmp_path: Path
-) -> None:
+def test_on_a_terminal_the_first_rank_shows_where_all_three_are(ctx: RankContext, tmp_path: Path) -> None:
     model = _make(ctx, "1d")
     for label, work in (
         ("save", lambda: fsdp2.save_safetensors(model, tmp_path)),

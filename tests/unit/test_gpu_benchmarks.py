@@ -73,7 +73,7 @@ PLANNED = [Planned(0, 0, is_beside=False), *[Planned(2, 2)] * 3, Planned(0, 0), 
 
 
 @pytest.mark.parametrize(("case", "planned"), [*zip(CASES, PLANNED, strict=True)])
-def test_planned_copies_are_those_of_buckets_and_casts(
+def test_planned_copies_are_of_buckets_and_casts(
     toy: Run, monkeypatch: pytest.MonkeyPatch, case: Case, planned: Planned
 ) -> None:
     # A gain has 16 bytes per shard, k and v have 512.
@@ -85,9 +85,7 @@ def test_planned_copies_are_those_of_buckets_and_casts(
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 3.0])
-def test_cost_of_a_report_is_that_of_pairs_whatever_the_gpu_does_between_them(
-    toy: Run, monkeypatch: pytest.MonkeyPatch, slowdown: float
-) -> None:
+def test_cost_of_a_report_is_that_of_pairs(toy: Run, monkeypatch: pytest.MonkeyPatch, slowdown: float) -> None:
     calls: list[str] = []
 
     def clock(name: str, ms: float) -> Callable[..., float]:
@@ -243,9 +241,7 @@ def test_values_that_overflow_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("ours_ms", "status"), [(0.5, "PASS"), (0.9, "FAIL")])
-def test_direct_travel_passes_if_it_costs_no_more_than_one_bucket(
-    monkeypatch: pytest.MonkeyPatch, ours_ms: float, status: str
-) -> None:
+def test_direct_travel_may_cost_a_bucket(monkeypatch: pytest.MonkeyPatch, ours_ms: float, status: str) -> None:
     cost = {"num_direct": 7, "gather_ms": 0.3, "reduce_ms": 0.3, "host_ms": 0.1}
     by_threshold = dict.fromkeys(gpu_direct.THRESHOLDS, cost) | {gpu_direct.OURS: {**cost, "gather_ms": ours_ms - 0.3}}
     monkeypatch.setattr(gpu_direct, "measure", lambda *_: {"8": by_threshold, "64": dict.fromkeys(by_threshold, cost)})

@@ -93,9 +93,7 @@ STACKS = Stack("encoder", ("0", "1")), Stack("decoder", ("0", "1"))
         ),
     ],
 )
-def test_units_are_the_repeated_blocks_and_large_modules_beside_them(
-    build: Callable[[], nn.Module], units: Units
-) -> None:
+def test_units_are_repeated_blocks_and_large_modules(build: Callable[[], nn.Module], units: Units) -> None:
     assert find_units(_model(build)) == units
 
 
@@ -247,9 +245,7 @@ def test_where_room_is_left_the_last_blocks_may_stay_unsharded_and_such_rows_fit
 
 @pytest.mark.ci
 @pytest.mark.parametrize("num_tokens", [1024, 4096])  # communication takes longer than compute, and less long
-def test_prefetch_lists_of_two_units_would_gain_next_to_nothing(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetch_lists_of_two_units_would_gain_little(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = scenario._rules
 
     def two_ahead(given: Scenario) -> list[UnitRules]:

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp2.tools.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, memory, spans, transfers, with_idle
 from tests.harness.golden import texts_beside
-from tests.unit.report_support import ROOT, Tape, simple_step, sizes
+from tests.unit.report_support import ROOT, Tape, sizes
 
 TEXTS = texts_beside(__file__)
 
@@ -164,14 +164,6 @@ def test_what_an_earlier_step_kept_is_held_when_the_next_one_begins() -> None:
     first = Tape().do("unshard", "a").do("wait", "a").compute(1)
     found = memory(first.marks, sizes(["a"]), first.now, first.now + 1)
     assert found.points == [(1.0, 1000)]
-
-
-@pytest.mark.parametrize("late", [0.0, 0.003])
-def test_a_whole_step_adds_up_to_its_length(late: float) -> None:
-    tape = simple_step(["a", "b"], late=late)
-    waits = [each.stop - each.start for each in _spans(tape) if each.does is Does.GATHER_WAIT]
-    assert sum(waits) == pytest.approx(0.002 + 2 * late)
-    assert [each.unit for each in transfers(tape.marks, (), on_device=False)] == [ROOT, "a", "b", "b", "b", "a", "a"]
 
 
 def _cut(*does: tuple[str, float, float]) -> list[Span]:

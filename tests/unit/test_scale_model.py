@@ -78,9 +78,7 @@ FSDP = Choice("fsdp")
         (gather(PLAIN, Ranks(8, 8), 800, 17), 2 * 7 * 0.01, 700 / 400, Resource.IN_NODE),  # more than channels
     ],
 )
-def test_collectives_take_hops_and_the_bytes_of_a_link(
-    found: Transfer, latency: float, seconds: float, resource: Resource
-) -> None:
+def test_collectives_take_hops_and_bytes(found: Transfer, latency: float, seconds: float, resource: Resource) -> None:
     assert (found.latency, found.seconds) == (pytest.approx(latency), pytest.approx(seconds))
     assert found.resource is resource
     assert found.alone == found.latency + found.seconds
@@ -174,9 +172,7 @@ def _device(
         (2, SMALLER, 1 + 0.25 + 2),
     ],
 )
-def test_all_but_the_first_gathers_and_the_last_reduction_are_hidden(
-    num_units: int, after_forward: AfterForward, exposed: float
-) -> None:
+def test_all_but_the_ends_is_hidden(num_units: int, after_forward: AfterForward, exposed: float) -> None:
     group = _group(1, 2, regather=0.25 if after_forward is SMALLER else None)
     time = steady_step(_device(num_units, group, after_forward=after_forward), Contention())
     assert time == StepTime(step=pytest.approx(num_units * 12 + exposed), compute=num_units * 12)
@@ -303,9 +299,7 @@ HIDDEN, ALONE = replace(GATHERS, product=2 * TRAVELS), Exchange(800.0, gathers=F
         (GATHERS, 0.75, 1 + (TRAVELS - 1) / 4),
     ],
 )
-def test_async_tp_hides_a_share_of_a_transfer_behind_its_product(
-    exchange: Exchange, async_tp: float | None, expected: float
-) -> None:
+def test_async_tp_hides_a_share_of_a_transfer(exchange: Exchange, async_tp: float | None, expected: float) -> None:
     assert _exchanging(exchange, async_tp=async_tp) == pytest.approx(expected)
 
 
@@ -433,8 +427,6 @@ def _actions_of_the_runtime(ctx: RankContext, reshard_after_forward: Any) -> lis
 @pytest.mark.parametrize(
     ("reshard_after_forward", "after_forward"), [(True, AfterForward.RESHARD), (False, KEEP), (2, SMALLER)]
 )
-def test_model_performs_what_the_runtime_performs(
-    reshard_after_forward: bool | int, after_forward: AfterForward
-) -> None:
+def test_model_acts_as_the_runtime(reshard_after_forward: bool | int, after_forward: AfterForward) -> None:
     ran = on_one_rank(_actions_of_the_runtime, world_size=4, reshard_after_forward=reshard_after_forward)
     assert _actions(after_forward) == ran

@@ -350,9 +350,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert message.endswith("needs safetensors, which is not installed. Run: pip install 'fsdp2[weights]'")
 
 
-def test_a_file_that_fails_behind_the_checks_says_that_the_model_is_loaded_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_fails_late_leaves_the_model_loaded_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(_seeded(MLP), tmp_path)
     original = weights._slice_of
 
