@@ -81,10 +81,7 @@ STACKS = Stack("encoder", ("0", "1")), Stack("decoder", ("0", "1"))
         (LanguageModel, Units((LAYERS,), ("embedding", "head"))),
         (functools.partial(LanguageModel, is_tied=True), Units((LAYERS,), (), ("embedding", "head"))),
         (functools.partial(LanguageModel, vocabulary=8), Units((LAYERS,), ())),  # small ones stay with the model
-        (
-            lambda: _dict(layers=_dict(a=Block(32), b=Block(32))),
-            Units((MAPPING,), ()),
-        ),
+        (lambda: _dict(layers=_dict(a=Block(32), b=Block(32))), Units((MAPPING,), ())),
         (lambda: nn.Sequential(Block(32), Block(32)), Units((Stack("", ("0", "1")),), ())),  # the model itself
         (lambda: _dict(encoder=_blocks(), decoder=_blocks()), Units(STACKS, ())),
         (  # what lies inside of blocks is no stack of its own
@@ -123,11 +120,7 @@ class Square(nn.Module):
 
 
 CHAIN = Workload(
-    8,
-    1,
-    precision="fp32",
-    inputs=lambda: (torch.empty(8, 32, requires_grad=True), torch.empty(8, 32)),
-    loss=lambda output: output.sum(),
+    8, 1, precision="fp32", inputs=lambda: (torch.empty(8, 32, requires_grad=True), torch.empty(8, 32)), loss=torch.sum
 )
 
 
@@ -210,13 +203,9 @@ def test_choices_cover_what_can_be_set() -> None:
 
 def test_shards_of_no_whole_nodes_are_not_resharded_to_a_node() -> None:
     found = fsdp2.plan(LanguageModel, replace(H100, node_size=6), WORKLOAD, num_gpus=192)
-    smaller = {
-        each.choice.shard_size
-        for each in found.choices
-        if each.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH
-    }
-    assert {each.choice.shard_size for each in found.choices} == {None, 6, 64}
-    assert smaller == {None}  # 6 ranks do not divide 64
+    sizes = [(each.choice.after_forward, each.choice.shard_size) for each in found.choices]
+    assert {size for _, size in sizes} == {None, 6, 64}
+    assert {size for after, size in sizes if after is AfterForward.RESHARD_TO_SMALLER_MESH} == {None}  # 6 divides no 64
 
 
 def test_what_fits_comes_first_and_a_smaller_budget_asks_for_more_checkpointing() -> None:
@@ -288,13 +277,8 @@ def test_two_blocks_per_unit_would_not_be_faster(num_gpus: int, monkeypatch: pyt
 
 
 def _both(first: UnitWork, second: UnitWork) -> UnitWork:
-    return replace(
-        first,
-        params=first.params + second.params,
-        forward=first.forward + second.forward,
-        backward=first.backward + second.backward,
-        saved_nbytes=first.saved_nbytes + second.saved_nbytes,
-    )
+    names = ("params", "forward", "backward", "saved_nbytes")
+    return replace(first, **{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 @pytest.mark.ci
