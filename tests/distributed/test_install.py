@@ -78,12 +78,11 @@ def test_our_fully_shard_refuses_torchs_module(ctx: RankContext) -> None:
 
 
 @distributed(2)
-def test_torchs_runtime_still_works_by_its_old_name(ctx: RankContext) -> None:
+def test_torchs_runtime_and_replicate_still_work_by_their_old_names(ctx: RankContext) -> None:
     def gradients() -> list[torch.Tensor]:
         model = _model()
-        for layer in model:
+        for layer in (*model, model):
             torchs_fully_shard(layer, mesh=ctx.mesh_1d())
-        torchs_fully_shard(model, mesh=ctx.mesh_1d())
         assert isinstance(model, TorchsModule)
         model.set_requires_gradient_sync(True)  # visits all modules of torch's class
         model(torch.ones(2, 4) * (ctx.rank + 1)).sum().backward()
@@ -91,13 +90,7 @@ def test_torchs_runtime_still_works_by_its_old_name(ctx: RankContext) -> None:
 
     expected = gradients()
     with quietly_installed():
-        found = gradients()
-    assert all(map(torch.equal, found, expected))
-
-
-@distributed(2)
-def test_torchs_replicate_still_works(ctx: RankContext) -> None:
-    with quietly_installed():
+        assert all(map(torch.equal, gradients(), expected))
         model = replicate_with_fsdp.replicate(_model(), mesh=ctx.mesh_1d())
         assert isinstance(model, replicate_with_fsdp.ReplicateModule)
         model(torch.ones(2, 4) * (ctx.rank + 1)).sum().backward()

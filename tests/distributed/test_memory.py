@@ -16,12 +16,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard
 from fsdp2.group import all_gather
 from fsdp2.group.reduce_scatter import Reduce
-from fsdp2.runtime.root import form_root
-from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
 from tests.distributed.support import (
     BLOCK_NBYTES,
-    DIM,
     ROOT_NBYTES,
     Stack,
     UnshardedStorages,
@@ -57,36 +54,23 @@ class Peak(Observer):
         self.of_storages = max(self.of_storages, self._storages.nbytes)
 
 
-def _peak_of_step(model: Any) -> Peak:
+@pytest.mark.parametrize(("keeps", "ahead", "num_blocks"), [(False, 0, 2), (False, 2, 3), (True, 0, 6)])
+@distributed(2)
+def test_at_most_two_blocks_and_the_root_are_unsharded_in_a_step(
+    ctx: RankContext, keeps: bool, ahead: int, num_blocks: int
+) -> None:
+    """Each block listed for prefetch is one more; of those that are kept after forward, all."""
+    model = sharded(ctx, num_blocks=6, reshard_after_forward=not keeps)
+    for index, block in enumerate(model.blocks if ahead else ()):
+        block.set_modules_to_forward_prefetch(list(model.blocks[index + 1 : index + 1 + ahead]))
     step(model)  # the storages are known and the order is recorded
     peak = Peak(UnshardedStorages(model))
     step(model)
     with trace.observe(model, peak):
         step(model)
-    return peak
-
-
-@distributed(2)
-def test_at_most_two_blocks_and_the_root_are_unsharded_in_a_step(ctx: RankContext) -> None:
-    peak = _peak_of_step(sharded(ctx, num_blocks=6))
-    assert peak.of_groups == ROOT_NBYTES + 2 * BLOCK_NBYTES
-    assert ROOT_NBYTES + BLOCK_NBYTES <= peak.of_storages <= ROOT_NBYTES + 2 * BLOCK_NBYTES
-
-
-@distributed(2)
-def test_each_block_listed_for_prefetch_is_one_more_that_is_unsharded(ctx: RankContext) -> None:
-    model = sharded(ctx, num_blocks=6)
-    for index, block in enumerate(model.blocks):
-        block.set_modules_to_forward_prefetch(list(model.blocks[index + 1 : index + 3]))
-    peak = _peak_of_step(model)
-    assert peak.of_groups == ROOT_NBYTES + 3 * BLOCK_NBYTES
-    assert ROOT_NBYTES + BLOCK_NBYTES <= peak.of_storages <= ROOT_NBYTES + 3 * BLOCK_NBYTES
-
-
-@distributed(2)
-def test_parameters_kept_after_forward_are_all_unsharded_at_once(ctx: RankContext) -> None:
-    peak = _peak_of_step(sharded(ctx, num_blocks=6, reshard_after_forward=False))
-    assert peak.of_storages == ROOT_NBYTES + 6 * BLOCK_NBYTES
+    most = ROOT_NBYTES + num_blocks * BLOCK_NBYTES
+    assert peak.of_groups == most
+    assert (most if keeps else ROOT_NBYTES + BLOCK_NBYTES) <= peak.of_storages <= most
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -102,128 +86,73 @@ def test_only_the_root_stays_unsharded_after_forward_and_nothing_after_backward(
         assert storages.nbytes == 0
 
 
-@distributed(2)
-def test_reshard_by_hand_frees_what_unshard_by_hand_took(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    storages = UnshardedStorages(model)
-    step(model)
-    model.blocks[1].unshard()
-    assert storages.nbytes == BLOCK_NBYTES
-    model.blocks[1].reshard()
-    assert storages.nbytes == 0
-
-
 class _Gathers(Observer):
-    """What started and what finished gathering."""
+    """What started (``+``) and what finished (``-``) gathering."""
 
     def __init__(self) -> None:
-        self.started: list[str] = []
-        self.finished: list[str] = []
+        self.seen = ""
 
     def on_transition(self, unit: str, before: str, after: str) -> None:
-        if after == "UNSHARDING":
-            self.started.append(unit)
-        elif before == "UNSHARDING" and after == "UNSHARDED":
-            self.finished.append(unit)
+        if "UNSHARDING" in (before, after) and after != "SHARDED":
+            self.seen += "+" if after == "UNSHARDING" else "-"
 
 
 @distributed(2)
-def test_unshard_twice_issues_one_all_gather(ctx: RankContext) -> None:
-    model = sharded(ctx)
+def test_gathers_by_hand_start_once_and_their_handles_wait_for_no_later_one(ctx: RankContext) -> None:
+    model, gathers = sharded(ctx), _Gathers()
+    block, storages = model.blocks[1], UnshardedStorages(model)
     step(model)
-    gathers = _Gathers()
-    with trace.observe(model, gathers):
-        model.blocks[1].unshard()
-        model.blocks[1].unshard()
-        model.blocks[1].unshard(async_op=True).wait()
-        assert (gathers.started, gathers.finished) == (["blocks.1"], ["blocks.1"])
+    with trace.observe(block, gathers):
+        block.unshard()
+        block.unshard()
+        block.unshard(async_op=True).wait()
+        assert gathers.seen == "+-"
+        assert storages.nbytes == BLOCK_NBYTES
         with torch.no_grad():
-            model.blocks[1](batch())  # nor does the forward gather again
-    assert gathers.started.count("blocks.1") == 1
-
-
-@distributed(2)
-def test_handle_waits_once_and_never_for_a_later_gather(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    step(model)
-    block, gathers = model.blocks[1], _Gathers()
-    with trace.observe(model, gathers):
+            block(batch())  # nor does the forward gather again
+        block.reshard()
+        assert storages.nbytes == 0
         handle = block.unshard(async_op=True)
-        assert (gathers.started, gathers.finished) == (["blocks.1"], [])
+        assert gathers.seen == "+-+"
         assert isinstance(block.linear.weight, DTensor)
-        handle.wait()
-        assert not isinstance(block.linear.weight, DTensor)
-        handle.wait()
-        assert gathers.finished == ["blocks.1"]
+        for _ in range(2):
+            handle.wait()
+            assert not isinstance(block.linear.weight, DTensor)
         block.reshard()
         second = block.unshard(async_op=True)
         handle.wait()
-        assert gathers.finished == ["blocks.1"]
+        assert gathers.seen == "+-+-+"
         second.wait()
-        assert gathers.finished == ["blocks.1"] * 2
-    block.reshard()
-
-
-@distributed(2)
-def test_handle_of_a_gather_that_was_undone_waits_for_nothing(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    handle = model.blocks[1].unshard(async_op=True)
-    model.blocks[1].reshard()
-    handle.wait()
-    assert isinstance(model.blocks[1].linear.weight, DTensor)
-
-
-@distributed(2)
-def test_observer_sees_the_life_of_a_group_in_a_step(ctx: RankContext) -> None:
-    class Life(Observer):
-        def __init__(self) -> None:
-            self.states: list[tuple[str, str]] = []
-
-        def on_transition(self, unit: str, before: str, after: str) -> None:
-            if unit == "blocks.1":
-                self.states.append((before, after))
-
-    model, life = sharded(ctx), Life()
-    once = [("SHARDED", "UNSHARDING"), ("UNSHARDING", "UNSHARDED"), ("UNSHARDED", "SHARDED")]
-    for _ in range(2):
-        with trace.observe(model, life):
-            step(model)
-    assert life.states == once * 4
+        assert gathers.seen == "+-+-+-"
+        block.reshard()
+        undone = block.unshard(async_op=True)
+        block.reshard()
+        undone.wait()
+        assert isinstance(block.linear.weight, DTensor)
     step(model)
-    assert len(life.states) == 12  # nobody watches any more
+    assert gathers.seen == "+-+-+-+"  # nobody watches any more
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(2)
 def test_parameter_objects_are_the_same_in_every_step(ctx: RankContext, reshard_after_forward: bool) -> None:
+    """The unsharded ones also after a load that replaces the shards (I1): autograd's are what is gathered into."""
     model = sharded(ctx, reshard_after_forward=reshard_after_forward)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    weights = [model.entry.weight, model.blocks[1].linear.weight, model.blocks[1].linear.bias]
+    weights = list(model.parameters())
     computed: list[nn.Parameter] = []
     model.blocks[1].linear.register_forward_pre_hook(lambda module, args: computed.append(module.weight))
     for _ in range(3):
         step(model)
         optimizer.step()
         optimizer.zero_grad()
-    after = [model.entry.weight, model.blocks[1].linear.weight, model.blocks[1].linear.bias]
-    assert all(before is now for before, now in zip(weights, after, strict=True))
-    assert len(computed) == 3
-    assert all(weight is computed[0] for weight in computed)
-    assert computed[0] is not weights[1]
-
-
-@distributed(2)
-def test_unsharded_parameter_objects_outlive_a_load_that_replaces_the_shards(ctx: RankContext) -> None:
-    """I1: what autograd has saved stays what is gathered into."""
-    model = sharded(ctx)
-    computed: list[nn.Parameter] = []
-    model.blocks[1].linear.register_forward_pre_hook(lambda module, args: computed.append(module.weight))
-    step(model)
+    assert all(before is now for before, now in zip(weights, model.parameters(), strict=True))
     before = model.blocks[1].linear.weight
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     assert model.blocks[1].linear.weight is not before
     step(model)
-    assert computed[1] is computed[0]
+    assert len(computed) == 4
+    assert all(weight is computed[0] is not before for weight in computed)
 
 
 class _TwoLinears(nn.Module):
@@ -238,44 +167,30 @@ class _TwoLinears(nn.Module):
         return self.second(self.first(x))
 
 
-def _with_gradients(ctx: RankContext) -> Any:
+def _saved(value: Any, nbytes: int) -> Any:
+    """``value``, once saved and loaded; its file is little larger than ``nbytes``."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    assert nbytes <= file.tell() < 1.1 * nbytes
+    file.seek(0)
+    return torch.load(file)
+
+
+@distributed(2)
+def test_what_is_saved_or_copied_of_a_shard_is_as_large_as_the_shard(ctx: RankContext) -> None:
+    """A copy has values and memory of its own."""
     model = fully_shard(seeded(_TwoLinears), mesh=ctx.mesh_1d())
     model(torch.ones(2, 256)).sum().backward()
-    return model
-
-
-@distributed(2)
-def test_saved_shard_is_as_large_as_the_shard(ctx: RankContext) -> None:
-    model = _with_gradients(ctx)
-    for parameter in (model.first.weight, model.second.weight):
-        local = parameter.to_local().detach()
-        file = io.BytesIO()
-        torch.save(local, file)
-        nbytes = local.numel() * local.itemsize
-        assert nbytes <= file.tell() < 1.1 * nbytes
-        file.seek(0)
-        assert torch.equal(torch.load(file), local)
-
-
-@distributed(2)
-def test_saved_state_dict_is_as_large_as_this_ranks_shards(ctx: RankContext) -> None:
-    model = _with_gradients(ctx)
-    file = io.BytesIO()
-    torch.save({name: value.to_local() for name, value in model.state_dict().items()}, file)
-    nbytes = sum(p.to_local().numel() * p.itemsize for p in model.parameters())
-    assert nbytes <= file.tell() < 1.1 * nbytes
-
-
-@distributed(2)
-def test_deepcopied_parameter_has_values_and_memory_of_its_own(ctx: RankContext) -> None:
-    model = _with_gradients(ctx)
+    locals_ = {name: value.to_local() for name, value in model.state_dict().items()}
+    for local in locals_.values():
+        assert torch.equal(_saved(local, local.nbytes), local)
+    _saved(locals_, sum(local.nbytes for local in locals_.values()))
     model.zero_grad()  # as in torch, deepcopy refuses gradients
-    for parameter in (model.first.weight, model.second.weight):
-        copied = copy.deepcopy(parameter)
+    for parameter in model.parameters():
+        copied, before = copy.deepcopy(parameter), parameter.to_local().detach().clone()
         assert isinstance(copied, DTensor)
         assert copied.placements == parameter.placements
-        assert torch.equal(copied.to_local(), parameter.to_local())
-        before = parameter.to_local().detach().clone()
+        assert torch.equal(copied.to_local(), before)
         with torch.no_grad():
             copied.zero_()
         assert torch.equal(parameter.to_local(), before)
@@ -290,16 +205,6 @@ def test_on_one_rank_the_unsharded_parameters_are_the_shards(ctx: RankContext) -
     model.unshard()
     assert not isinstance(model.exit.weight, DTensor)
     assert model.exit.weight.data_ptr() == sharded_at
-
-
-@distributed(2)
-def test_frozen_unit_keeps_no_gradient_memory(ctx: RankContext) -> None:
-    model = seeded(Stack)
-    model.blocks[1].requires_grad_(False)
-    shard(ctx, model)
-    step(model)
-    assert all(parameter.grad is None for parameter in model.blocks[1].parameters())
-    assert model.blocks[0].linear.weight.grad.shape == (DIM, DIM)
 
 
 def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
@@ -330,17 +235,6 @@ def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
 def test_buffers_of_hsdp_do_not_grow_with_the_number_of_layers(ctx: RankContext) -> None:
     found = [_most_sums_alive(ctx, 2), _most_sums_alive(ctx, 8)]
     assert max(found) <= 2, found  # of one reduce-scatter, and of the all-reduce beside it
-
-
-@distributed(2)
-def test_no_reduction_is_in_flight_after_a_step(ctx: RankContext) -> None:
-    """Else it would keep its memory until the next backward."""
-    model = sharded(ctx)
-    for _ in range(2):
-        step(model)
-        unit = unit_of(model)
-        assert unit is not None
-        assert form_root(unit).executor.num_reductions == 0
 
 
 def test_a_gather_that_cannot_start_keeps_no_memory() -> None:

@@ -1,4 +1,7 @@
-"""A limit on temporary memory: what is withheld, what lands for it, what is refused, and that the allocator agrees."""
+"""A limit on temporary memory: what is withheld, what lands for it, what is refused, and that the allocator agrees.
+
+The words are in ``golden/memory_limit.txt``.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.tools import trace
 from tests.distributed.support import Scaled, Stack, batch, compact, same_on_all_ranks, seeded, shard, sharded, step
+from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 
+TEXTS = texts_beside(__file__)
+PLANS = "plan", "plan that keeps", "plan that rests"
 WIDTH = 512  # weights of 1 MiB: on two ranks of gloo, shards that travel without a bucket
 SLACK_NBYTES = 256 * 1024  # activations, and what autograd needs for itself
 
@@ -35,9 +41,9 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self, block: type[nn.Module] = _Block) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
         self.exit = nn.Linear(WIDTH, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,11 +52,8 @@ class _Model(nn.Module):
         return self.exit(x)
 
 
-def _sharded(ctx: RankContext, block: type[nn.Module] = _Block, **options: Any) -> Any:
-    model = seeded(partial(_Model, block))
-    for block in model.blocks:
-        fully_shard(block, mesh=ctx.mesh_1d(), **options)
-    return fully_shard(model, mesh=ctx.mesh_1d(), **options)
+def _sharded(ctx: RankContext, **options: Any) -> Any:
+    return shard(ctx, seeded(_Model), **options)
 
 
 def _step(model: Any) -> None:
@@ -84,18 +87,11 @@ def _trace(ctx: RankContext, limit: int | None) -> tuple[str, str]:
 
 
 def test_prefetch_that_does_not_fit_is_withheld_and_what_is_needed_makes_room() -> None:
+    unlimited = same_on_all_ranks(_trace, limit=None)
+    assert same_on_all_ranks(_trace, limit=1_000_000) == unlimited
     forward, backward = same_on_all_ranks(_trace, limit=35_000)
-    assert forward == same_on_all_ranks(_trace, limit=None)[0]  # it fits
-    assert_expected_inline(
-        backward,
-        """\
-br P2 | b2 W2 withhold(1, 8448) | /b2 R2 D2 make_room(1, 10560) | b1 U1 W1 withhold(0, 8448) | /b1 R1 D1
-    make_room(0, 10560) | b0 U0 W0 | /b0 R0 D0 | /br Rr Dr Lr""",
-    )
-
-
-def test_limit_that_everything_fits_under_changes_nothing() -> None:
-    assert same_on_all_ranks(_trace, limit=1_000_000) == same_on_all_ranks(_trace, limit=None)
+    assert forward == unlimited[0]  # it fits
+    TEXTS.check("trace of a backward", backward)
 
 
 def _check_against_the_allocator(ctx: RankContext, **options: Any) -> None:
@@ -116,16 +112,13 @@ def _check_against_the_allocator(ctx: RankContext, **options: Any) -> None:
         assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
 
 
-@distributed(2)
-def test_allocator_stays_under_the_limit_and_the_numbers_stay(ctx: RankContext) -> None:
-    _check_against_the_allocator(ctx)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.ci
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MIXED}])
 @distributed(2)
-def test_allocator_stays_under_the_limit_in_mixed_precision(ctx: RankContext) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    _check_against_the_allocator(ctx, mp_policy=policy)
+def test_allocator_stays_under_the_limit_and_the_numbers_stay(ctx: RankContext, options: dict[str, Any]) -> None:
+    _check_against_the_allocator(ctx, **options)
 
 
 @pytest.mark.long
@@ -134,7 +127,7 @@ def test_allocator_stays_under_the_limit_with_resting_shards(ctx: RankContext) -
     _check_against_the_allocator(ctx, reshard_after_forward=2)
 
 
-def _smallest_limit(ctx: RankContext, *, keeps_storage: bool = False, **options: Any) -> list[str]:
+def _smallest_limit(ctx: RankContext, *, keeps_storage: bool = False, **options: Any) -> str:
     model = sharded(ctx, **options)
     model.set_keep_unsharded_storage(keeps_storage)
     at_least = fsdp2.memory_plan(model).at_least
@@ -142,31 +135,22 @@ def _smallest_limit(ctx: RankContext, *, keeps_storage: bool = False, **options:
     step(model)
     step(model)
     model.set_temporary_memory_limit(at_least - 1)
-    found = [error_of(lambda: step(model))]
+    found = error_of(lambda: step(model))
     model.set_temporary_memory_limit(None)
     step(model)  # what was refused has changed nothing
     return found
 
 
-def test_unit_that_does_not_fit_is_refused_at_its_first_use_and_the_smallest_limit_is_exact() -> None:
-    assert_expected_inline(
-        "\n".join(same_on_all_ranks(_smallest_limit)),
-        """\
-MemoryLimitError: set_temporary_memory_limit(31679): unit 'blocks.0' needs 10560 bytes at its peak,
-and the root needs 21120 bytes beside it. The parts of the unit, not all held at the same time:
-unsharded parameters 4224, staging 4224, gradients 4224, copies to reduce 6336. Set a limit of at
-least 31680 bytes, or call fully_shard on smaller modules.""",
-    )
+SMALLEST: dict[str, dict[str, Any]] = {
+    "unit that does not fit": {},
+    "kept units that do not fit together": {"reshard_after_forward": False},
+    "memory that is kept counts once": {"keeps_storage": True},
+}
 
 
-def test_kept_units_that_do_not_fit_together_are_refused() -> None:
-    assert_expected_inline(
-        "\n".join(same_on_all_ranks(_smallest_limit, reshard_after_forward=False)),
-        """\
-MemoryLimitError: set_temporary_memory_limit(40127): unit 'blocks.2' needs 6336 bytes more, but
-33792 bytes cannot be freed: '(root)' 21120, 'blocks.0' 4224, 'blocks.1' 4224, 'blocks.2' 4224. Set
-a limit of at least 40128 bytes, or reshard units after forward.""",
-    )
+@pytest.mark.parametrize("case", SMALLEST)
+def test_smallest_limit_is_exact_and_one_byte_less_is_refused_at_the_first_use(case: str) -> None:
+    TEXTS.check(case, same_on_all_ranks(_smallest_limit, **SMALLEST[case]))
 
 
 class _Recurrent(Stack):
@@ -192,17 +176,6 @@ def test_smallest_limit_counts_gradients_that_wait_for_another_use_of_their_unit
         step(model)
 
 
-def test_memory_that_is_kept_counts_once() -> None:
-    assert_expected_inline(
-        "\n".join(same_on_all_ranks(_smallest_limit, keeps_storage=True)),
-        """\
-MemoryLimitError: set_temporary_memory_limit(52799): unit 'blocks.0' needs 14784 bytes at its peak,
-and the root needs 29568 bytes beside it, and other units keep 8448 bytes. The parts of the unit,
-not all held at the same time: unsharded parameters 4224, staging 4224, gradients 4224, copies to
-reduce 6336. Set a limit of at least 52800 bytes, or call fully_shard on smaller modules.""",
-    )
-
-
 @distributed(2)
 def test_smallest_limit_counts_the_staging_of_a_kept_unit_in_forward_only(ctx: RankContext) -> None:
     """Backward does not gather it, so its staging never lies beside the gradients of the root."""
@@ -225,21 +198,14 @@ def test_what_is_not_gathered_counts_neither_before_nor_after_the_first_step(ctx
     assert [unit.bytes.unsharded > 0 for unit in before.units] == [shards > 1] * 4
 
 
-def _plan(ctx: RankContext) -> str:
-    return str(fsdp2.memory_plan(sharded(ctx)))
+def _plan(ctx: RankContext, **options: Any) -> str:
+    return str(fsdp2.memory_plan(sharded(ctx, **options)))
 
 
-def test_memory_plan_shows_what_each_unit_takes() -> None:
-    assert_expected_inline(
-        same_on_all_ranks(_plan),
-        """\
-unit      shards  unsharded  staging  post-forward  gradients  copies
-(root)      4224       8448     8448             0       8448   12672
-blocks.0    2112       4224     4224             0       4224    6336
-blocks.1    2112       4224     4224             0       4224    6336
-blocks.2    2112       4224     4224             0       4224    6336
-peak of a step: 46464 bytes; smallest limit: 31680 bytes""",
-    )
+def test_memory_plan_shows_what_each_unit_and_a_step_take() -> None:
+    TEXTS.check("plan", same_on_all_ranks(_plan))
+    TEXTS.check("plan that keeps", same_on_all_ranks(_plan, reshard_after_forward=False))
+    TEXTS.check("plan that rests", on_one_rank(_plan, 4, reshard_after_forward=2))
 
 
 def _refusals(ctx: RankContext) -> list[str]:
@@ -256,17 +222,5 @@ def _refusals(ctx: RankContext) -> list[str]:
 
 
 def test_what_is_no_limit_is_refused() -> None:
-    assert_expected_inline(
-        "\n".join(same_on_all_ranks(_refusals)),
-        """\
-ValueError: set_temporary_memory_limit: expected at least 1 byte, got 0.
-TypeError: set_temporary_memory_limit: expected an int or None, got a bool.
-TypeError: set_temporary_memory_limit: expected an int or None, got a float.
-ScheduleError: set_temporary_memory_limit was called on unit 'blocks.0', but the root is FSDPStack.
-Call set_temporary_memory_limit(None) on 'blocks.0'. Then call set_temporary_memory_limit on the
-root.
-ScheduleError: set_temporary_memory_limit: unit 'blocks.0' is not the root. Call
-set_temporary_memory_limit on the root, the FSDPStack around this unit.
-ValueError: fsdp2.memory_plan: this Linear was not given to fully_shard. Pass the root of the
-sharded model.""",
-    )
+    TEXTS.check("what is no limit", "\n".join(same_on_all_ranks(_refusals)))
+    TEXTS.check_names([*SMALLEST, "trace of a backward", *PLANS, "what is no limit"])

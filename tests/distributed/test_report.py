@@ -65,6 +65,20 @@ def _reported_step(model: Any, *paths: Path, fails: bool = False) -> None:
             raise InjectedError
 
 
+def _reported(model: Any, *paths: Path, num_steps: int = 2, **options: Any) -> Any:
+    """The report of some steps; its data is there on rank 0 only."""
+    with fsdp2.report(model, *paths, **options) as report:
+        _trained(model, num_steps)
+    assert (report.data is not None) is (dist.get_rank() == 0)
+    return report
+
+
+def _assert_times_add_up(data: Any) -> None:
+    for totals, timeline in zip(data["rank_totals"], data["timelines"], strict=True):
+        lasted_ms = (timeline["stop_us"] - timeline["start_us"]) / 1e3
+        assert sum(value for name, value in totals.items() if name != "rank") == pytest.approx(lasted_ms, abs=0.1)
+
+
 @distributed(2)
 def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext, tmp_path: Path) -> None:
     model = sharded(ctx)
@@ -84,8 +98,11 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
     assert data["ranks"] == [0, 1]
     assert len(data["steps_ms"]) == 3  # of five
     assert data["step"] > 0  # the first one made plans
+    assert str(report).startswith(f"step of {data['steps_ms'][data['step']]:.1f} ms")
+    assert all(each["text"] in str(report) for each in data["findings"])
     assert _order(data) == ORDER_OF_A_STEP
     assert data["collectives"]["first_difference"] is None
+    _assert_times_add_up(data)
     plan = fsdp2.memory_plan(model)
     for unit, expected in zip(data["units"], plan.units, strict=True):
         assert (unit["name"], unit["shard_nbytes"]) == (expected.name, expected.shards)
@@ -101,13 +118,11 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
 def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext, tmp_path: Path) -> None:
     workload = fsdp2.Workload(4, 1, precision="fp32", inputs=lambda: torch.empty(4, DIM), loss=torch.mean)
     done = fsdp2.auto_shard(seeded(Stack), budget="1GiB", workload=workload, mesh=ctx.mesh_1d())
-    with fsdp2.report(done.model, tmp_path / "step.json", plan=done) as report:
-        _trained(done.model, 2)
-    nothing_fits = replace(done.plan, recommended=None)
-    with pytest.raises(ValueError, match="recommends nothing"), fsdp2.report(done.model, plan=nothing_fits):
-        pass
-    with pytest.raises(TypeError, match="plan is a str, expected"), fsdp2.report(done.model, plan="H100"):  # type: ignore[arg-type]
-        pass
+    report = _reported(done.model, tmp_path / "step.json", plan=done)
+    with pytest.raises(ValueError, match="recommends nothing"):
+        _reported(done.model, plan=replace(done.plan, recommended=None))
+    with pytest.raises(TypeError, match="plan is a str, expected"):
+        _reported(done.model, plan="H100")
     if ctx.rank > 0:
         return
     data = json.loads((tmp_path / "step.json").read_text())
@@ -124,31 +139,17 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext, t
     assert predicted in str(report)
 
 
-@distributed(2)
-def test_times_of_a_step_add_up(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    with fsdp2.report(model) as report:
-        _trained(model, 2)
-    if ctx.rank > 0:
-        return
-    data = report.data
-    assert data is not None
-    for totals, timeline in zip(data["rank_totals"], data["timelines"], strict=True):
-        lasted_ms = (timeline["stop_us"] - timeline["start_us"]) / 1e3
-        assert sum(value for name, value in totals.items() if name != "rank") == pytest.approx(lasted_ms, abs=0.1)
-    assert str(report).startswith(f"step of {data['steps_ms'][data['step']]:.1f} ms")
-    assert all(each["text"] in str(report) for each in data["findings"])
-
-
 @distributed(4)
 def test_units_with_replicas_are_also_all_reduced(ctx: RankContext) -> None:
-    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_2d(2, 2))
-    with fsdp2.report(model) as report:
-        _trained(model, 3)
+    """And have the gradients that they have without a report."""
+    model, plain = (sharded(ctx, mesh=ctx.mesh_2d(2, 2)) for _ in range(2))
+    data = _reported(model, num_steps=3).data
+    _trained(plain, 3)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
     if ctx.rank > 0:
         return
-    data = report.data
-    assert data is not None
+    _assert_times_add_up(data)
     assert data["ranks"] == [0, 1, 2, 3]
     assert len(data["timelines"]) == 4
     order = _order(data)
@@ -160,13 +161,8 @@ def test_units_with_replicas_are_also_all_reduced(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_a_rank_that_shards_alone_has_no_collectives(ctx: RankContext) -> None:
-    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_of_one())
-    with fsdp2.report(model) as report:
-        _trained(model, 2)
-    if ctx.rank == 0:
-        assert report.data is not None
-        assert report.data["ranks"] == [0]
-        assert _order(report.data) == []
+    data = _reported(sharded(ctx, mesh=ctx.mesh_of_one())).data
+    assert ctx.rank > 0 or (data["ranks"], _order(data)) == ([0], [])
 
 
 @distributed(2)
@@ -184,41 +180,24 @@ def test_micro_batches_without_communication_belong_to_the_step_that_reduces(ctx
 
 
 @distributed(2)
-def test_reported_steps_have_the_same_gradients_and_observers_end_with_the_block(ctx: RankContext) -> None:
-    plain, model = sharded(ctx), sharded(ctx)
-    _trained(plain, 2)
-    with fsdp2.report(model):
-        _trained(model, 2)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
-    assert not _is_watched(model)
-
-
-@distributed(2)
 def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
-    model = sharded(ctx)
-    (tmp_path / "folder.html").mkdir(exist_ok=True)
-    missing = tmp_path / "none" / "step.html"
-    for path, said in (
-        (missing, f"fsdp2.report: cannot write '{missing}': there is no folder '{missing.parent}'. Create it"),
-        (tmp_path / "folder.html", "it is no file. Use another path."),
-        (tmp_path / "step.txt", "has the suffix '.txt'. Use .html, .json or .trace.json."),
+    model: Any = sharded(ctx)
+    folder, missing = tmp_path / "folder.html", tmp_path / "none" / "step.html"
+    folder.mkdir(exist_ok=True)
+    for kind, arguments, options, said in (
+        (ValueError, [model, missing], {}, f"cannot write '{missing}': there is no folder '{missing.parent}'. Create"),
+        (ValueError, [model, folder], {}, "it is no file. Use another path."),
+        (ValueError, [model, tmp_path / "step.txt"], {}, "the suffix '.txt'. Use .html, .json or .trace.json."),
+        (ValueError, [Stack()], {}, "this Stack was not given to fully_shard"),
+        (ValueError, [model], {"steps": 0}, "steps is 0, expected 1 or more"),
+        (TypeError, [3], {}, "model is a int, expected the root of a sharded model"),
+        (TypeError, [model, None], {}, "a path is None, expected where to write"),
+        (TypeError, [model], {"steps": 2.5}, "steps is 2.5, expected an int"),
+        (TypeError, [model], {"steps": "3"}, "steps is '3', expected an int"),
     ):
-        with pytest.raises(ValueError, match=r"fsdp2\.report") as refused, fsdp2.report(model, path):
+        with pytest.raises(kind, match=r"fsdp2\.report") as refused, fsdp2.report(*arguments, **options):
             raise AssertionError("the block ran")
         assert said in str(refused.value)
-    with pytest.raises(ValueError, match="this Stack was not given to fully_shard"), fsdp2.report(Stack()):
-        pass
-    with pytest.raises(ValueError, match="steps is 0, expected 1 or more"), fsdp2.report(model, steps=0):
-        pass
-    for wrong, said in (
-        (lambda: fsdp2.report(3), "model is a int, expected the root of a sharded model"),
-        (lambda: fsdp2.report(model, None), "a path is None, expected where to write"),
-        (lambda: fsdp2.report(model, steps=2.5), r"steps is 2\.5, expected an int"),
-        (lambda: fsdp2.report(model, steps="3"), "steps is '3', expected an int"),
-    ):
-        with pytest.raises(TypeError, match=said), wrong():
-            pass
     with fsdp2.report(model):
         step(model)
         with pytest.raises(fsdp2.ScheduleError, match="a report on FSDPStack is being recorded"):
@@ -241,57 +220,39 @@ def test_the_profiler_tells_compute_from_what_a_slow_host_loses(ctx: RankContext
         assert _torch.is_profiling()
         _trained(model, 2)
         assert not _torch.is_profiling()
-    with fsdp2.report(model) as plain:
-        step(model)
+    without = _reported(model, num_steps=1).data
     if ctx.rank > 0:
         return
-    data, without = report.data, plain.data
+    data = report.data
     assert data is not None
-    assert without is not None
     idle_ms = {unit["name"]: unit["idle_ms"] for unit in data["units"]}
     assert idle_ms["blocks.1"] >= 20
     assert all(each["forward_ms"] > 0 and each["backward_ms"] > 0 for each in data["rank_totals"])
-    for totals, timeline in zip(data["rank_totals"], data["timelines"], strict=True):
-        lasted_ms = (timeline["stop_us"] - timeline["start_us"]) / 1e3
-        assert sum(value for name, value in totals.items() if name != "rank") == pytest.approx(lasted_ms, abs=0.1)
+    _assert_times_add_up(data)
     assert "late host" in [each["rule"] for each in data["findings"]]
     assert "idle" not in without["does"]
     assert "idle_ms" not in without["units"][0]
 
 
 @distributed(2)
-def test_one_profiler_at_a_time(ctx: RankContext) -> None:
-    model = sharded(ctx)
+def test_a_report_that_fails_writes_nothing_and_leaves_nothing_behind(ctx: RankContext, tmp_path: Path) -> None:
+    """A profiler that runs already, a block in which no step ran, an exception in the block."""
+    model, other, path = sharded(ctx), sharded(ctx), tmp_path / "step.html"
     with (
         torch.profiler.profile(acc_events=True),
         pytest.raises(fsdp2.ScheduleError, match=r"torch\.profiler runs already\. End it before the block"),
-        fsdp2.report(model, profile=True),
     ):
-        pass
-    with fsdp2.report(model):  # nothing is left behind
-        step(model)
-
-
-@distributed(2)
-def test_a_block_in_which_no_step_ran_is_an_error_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
-    model, other = sharded(ctx), sharded(ctx)
+        _reported(model, path, profile=True)
     with (
         pytest.raises(fsdp2.ScheduleError, match=r"no forward of FSDPStack ran inside the block on ranks \[0, 1\]"),
-        fsdp2.report(model, tmp_path / "step.html"),
+        fsdp2.report(model, path),
     ):
         step(other)
-    assert not (tmp_path / "step.html").exists()
-
-
-@distributed(2)
-def test_an_exception_in_the_block_passes_through_and_nothing_is_written(ctx: RankContext, tmp_path: Path) -> None:
-    model = sharded(ctx)
     with pytest.raises(InjectedError):
-        _reported_step(model, tmp_path / "step.html", fails=True)
-    assert not (tmp_path / "step.html").exists()
-    with fsdp2.report(model) as report:  # the next one works
-        step(model)
-    assert (report.data is not None) == (ctx.rank == 0)
+        _reported_step(model, path, fails=True)
+    assert not path.exists()
+    _reported(model)
+    assert not _is_watched(model)
 
 
 def _raise_on_rank_1(ctx: RankContext) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,10 +26,12 @@ from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.plan.trees import find_tensors
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
+from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer
 from tests.harness.selection import long
+from tests.harness.training import Step, one_backward
 
 Ranks = list[int] | list[list[int]]
 
@@ -73,6 +75,9 @@ class Parts(nn.Module):
         return self.norm(x) @ self.frozen.T + (x * self.ignored * self.table).sum(1, keepdim=True)
 
 
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
 def _parts(mesh: DeviceMesh) -> Any:
     model = Parts()
     ignored = {model.ignored}
@@ -80,37 +85,21 @@ def _parts(mesh: DeviceMesh) -> Any:
     return fully_shard(model, mesh=mesh, ignored_params=ignored)
 
 
-def _units(model: Any, **options: Any) -> Any:
+def _units(model: Any, wrapper: Any = None, **options: Any) -> Any:
+    if wrapper is not None:
+        wrap_parameters(model, wrapper)
     for unit in (*model.units(), model):
         fully_shard(unit, **options)
     return model
-
-
-def _wire(mesh: DeviceMesh) -> Any:
-    model = Transformer()
-    wrap_parameters(model, BFloat16AllGatherTensor)
-    return _units(model, mesh=mesh)
-
-
-def _mixed(mesh: DeviceMesh) -> Any:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return _units(MLP(), mesh=mesh, mp_policy=policy)
-
-
-def _along_dim_1(mesh: DeviceMesh) -> Any:
-    def last_dim(param: nn.Parameter) -> Any:
-        return torch.distributed.tensor.Shard(param.dim() - 1)
-
-    return _units(MLP(), mesh=mesh, shard_placement_fn=last_dim)
 
 
 MODELS: dict[str, Callable[[DeviceMesh], Any]] = {
     "parts": _parts,
     "untied": lambda mesh: _units(Transformer(), mesh=mesh),
     "transformer": lambda mesh: _units(Transformer(tied=True), mesh=mesh),
-    "wire format": _wire,
-    "mixed precision": _mixed,
-    "dim 1": _along_dim_1,
+    "wire format": lambda mesh: _units(Transformer(), BFloat16AllGatherTensor, mesh=mesh),
+    "mixed precision": lambda mesh: _units(MLP(), mesh=mesh, mp_policy=MIXED),
+    "dim 1": lambda mesh: _units(MLP(), mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1)),
     "offloaded": lambda mesh: _units(MLP(), mesh=mesh, offload_policy=StagedOffloadPolicy()),
 }
 
@@ -144,29 +133,25 @@ class Job:
     model: Any
     optimizer: optim.Optimizer
 
-    def train(self, ctx: RankContext, seeds: range) -> list[Tensor]:
-        losses = []
-        for seed in seeds:
-            self.backward(ctx, seed)
-            losses.append(self.loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return losses
+    def train(self, ctx: RankContext, steps: range) -> list[Tensor]:
+        return [self.step(ctx, index) for index in steps]
 
-    def backward(self, ctx: RankContext, seed: int) -> None:
-        inputs = self.model.batch(torch.Generator().manual_seed(10 * seed + ctx.rank))
-        loss = self.model.loss(self.model(*inputs), inputs)
-        loss.backward()
-        self.loss = loss.detach()
+    def step(self, ctx: RankContext, index: int) -> Tensor:
+        (loss,) = one_backward(Step(index, ctx.rank, None), self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank has of everything that training changes."""
         found: dict[str, Any] = {**self.model.state_dict()}
         for name, param in self.model.named_parameters():
             found[f"{name}.grad"] = param.grad
-            for entry, value in self.optimizer.state.get(param, {}).items():
-                found[f"{name}.{entry}"] = value
+            found.update({f"{name}.{entry}": value for entry, value in self.optimizer.state.get(param, {}).items()})
         return {name: _local(value) for name, value in found.items() if isinstance(value, Tensor)}
+
+
+_compare = functools.partial(compare_values, "moved")
 
 
 def _local(value: Tensor) -> Tensor:
@@ -185,25 +170,21 @@ def _flattened(ranks: Ranks) -> list[int]:
     return torch.tensor(ranks).flatten().tolist()
 
 
-def _loaded_from_checkpoint(ctx: RankContext, job: Job, old: Ranks, new: Ranks, build: str, optimizer: str) -> Job:
+def _loaded_from_checkpoint(
+    ctx: RankContext, job: Job, old: Ranks, new: Ranks, build: str, optimizer: str, folder: Path
+) -> Job:
     """``job``, which is on ``old``, saved and loaded into another model on ``new``."""
     groups = [dist.new_group(sorted(_flattened(ranks))) for ranks in (old, new)]
-    folder = [tempfile.mkdtemp() if ctx.rank == 0 else None]
-    dist.broadcast_object_list(folder)
     if ctx.rank in _flattened(old):
-        parts = get_state_dict(job.model, job.optimizer)
-        dcp.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder[0], process_group=groups[0])
+        state = dict(zip(("model", "optimizer"), get_state_dict(job.model, job.optimizer), strict=True))
+        dcp.save(state, checkpoint_id=folder, process_group=groups[0])
     dist.barrier()
     other = _job(ctx, new, build, optimizer, seed=7)
     if ctx.rank in _flattened(new):
-        parts = get_state_dict(other.model, other.optimizer)
-        state = {"model": parts[0], "optimizer": parts[1]}
-        dcp.load(state, checkpoint_id=folder[0], process_group=groups[1])
+        state = dict(zip(("model", "optimizer"), get_state_dict(other.model, other.optimizer), strict=True))
+        dcp.load(state, checkpoint_id=folder, process_group=groups[1])
         loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(other.model, other.optimizer, **loaded)
-    dist.barrier()
-    if ctx.rank == 0:
-        shutil.rmtree(folder[0])
     return other
 
 
@@ -218,13 +199,6 @@ def _write_plain(job: Job, found: dict[str, Any]) -> None:
     for name, value in found["plain"].items():
         own[name].copy_(value)
     job.optimizer.state[job.model.ignored] = found["states"]
-
-
-def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype is expected[name].dtype, name
-        assert torch.equal(tensor, expected[name]), name
 
 
 CASES = [
@@ -243,14 +217,14 @@ CASES = [
 @pytest.mark.ci
 @pytest.mark.parametrize("case", [*CASES[:1], *long(*CASES[1:])], ids=lambda case: ", ".join(case))
 @distributed(4)
-def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(ctx: RankContext, case: Any) -> None:
+def test_moved_model_trains_as_one_loaded_from_a_checkpoint(ctx: RankContext, case: Any, tmp_path: Path) -> None:
     move, build, optimizer = case
     old, new = MOVES[move]
     job = _job(ctx, old, build, optimizer)
     if ctx.rank in _flattened(old):
         job.train(ctx, range(2))
         job.optimizer.param_groups[0]["lr"] = 0.03
-    loaded = _loaded_from_checkpoint(ctx, job, old, new, build, optimizer)
+    loaded = _loaded_from_checkpoint(ctx, job, old, new, build, optimizer, tmp_path)
     mine = _read_plain(job) if build == "parts" else None
     told = [copy.deepcopy(mine)]
     dist.broadcast_object_list(told, src=_flattened(old)[0])
@@ -267,13 +241,10 @@ def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(ctx: RankCo
         return
     if mine is not None:
         _write_plain(loaded, mine if ctx.rank in _flattened(old) else told[0])
-    _assert_equal(job.tensors(), loaded.tensors())
-    assert [{**group, "params": None} for group in job.optimizer.param_groups] == [
-        {**group, "params": None} for group in loaded.optimizer.param_groups
-    ]
-    for a, b in zip(job.train(ctx, range(2, 4)), loaded.train(ctx, range(2, 4)), strict=True):
-        assert torch.equal(a, b)
-    _assert_equal(job.tensors(), loaded.tensors())
+    groups = [[{**group, "params": None} for group in each.optimizer.param_groups] for each in (job, loaded)]
+    assert groups[0] == groups[1]
+    _compare([job.tensors(), *job.train(ctx, range(2, 4))], [loaded.tensors(), *loaded.train(ctx, range(2, 4))])
+    _compare(job.tensors(), loaded.tensors())
 
 
 @pytest.mark.ci
@@ -281,15 +252,15 @@ def test_moved_model_trains_as_one_that_was_loaded_from_a_checkpoint(ctx: RankCo
 def test_gradients_move_too(ctx: RankContext) -> None:
     """Between backward and step: the step after the move does what the step before it would have done."""
     old, new = MOVES["FSDP to HSDP"]
-    job, same = _job(ctx, old, "transformer", "AdamW"), _job(ctx, old, "transformer", "AdamW")
+    job, same = (_job(ctx, old, "transformer", "AdamW") for _ in range(2))
     for each in (job, same):
         each.train(ctx, range(2))
-        each.backward(ctx, 2)
-    reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, new))
+        one_backward(Step(2, ctx.rank, None), each.model)
+    same.optimizer.step()
     for each in (job, same):
-        each.optimizer.step()
-    reshard_to(same.model, same.optimizer, DeviceMesh(ctx.device_type, new))
-    _assert_equal(job.tensors(), same.tensors())
+        reshard_to(each.model, each.optimizer, DeviceMesh(ctx.device_type, new))
+    job.optimizer.step()
+    _compare(job.tensors(), same.tensors())
 
 
 @pytest.mark.ci
@@ -304,7 +275,7 @@ def test_moving_back_and_forth_changes_no_bit(ctx: RankContext) -> None:
     for name in before:  # rank 1 has told the others what nothing makes equal
         if name.startswith(("norm.running", "ignored")):
             before[name] = job.tensors()[name]
-    _assert_equal(job.tensors(), before)
+    _compare(job.tensors(), before)
     job.train(ctx, range(2, 3))
     lrs.step()
     assert job.optimizer.param_groups[0]["lr"] == 0.001
@@ -338,54 +309,41 @@ def test_joining_rank_may_have_built_its_model_on_the_meta_device(ctx: RankConte
     job, alike = Job(model, _adamw(model)), _job(ctx, [0, 1, 2, 3], "untied", "AdamW")
     reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, [0, 1, 2, 3]))
     assert torch.equal(job.model.table.cpu(), torch.full((3,), 2.0))
-    for a, b in zip(job.train(ctx, range(3)), alike.train(ctx, range(3)), strict=True):
-        assert torch.equal(a, b)
+    _compare(job.train(ctx, range(3)), alike.train(ctx, range(3)))
 
 
 @pytest.mark.long
 @distributed(4)
 def test_settings_stay(ctx: RankContext) -> None:
-    old, new = [0, 1, 2, 3], [[0, 1], [2, 3]]
-
     def made(ranks: Ranks) -> Job:
         torch.manual_seed(0)
         model = _units(MLP(4), mesh=DeviceMesh(ctx.device_type, ranks), reshard_after_forward=2)
-        return Job(model, _adamw(model))
-
-    def set_up(model: Any) -> None:
         model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[3]])
         model.blocks[1].set_gradient_divide_factor(3.0)
         model.blocks[2].set_reshard_after_backward(False)
         model.set_separate_reduce_scatter_group(True)
         model.set_manual_backward_finalization(True)
         model.set_reduce_scatter_max_input_buffers(2)
+        return Job(model, _adamw(model))
 
     def run(job: Job) -> tuple[str, list[Tensor]]:
         losses = []
         with trace.record(job.model) as recorded:
-            for seed in range(2):
-                job.backward(ctx, seed)
+            for index in range(2):
+                losses += one_backward(Step(index, ctx.rank, None), job.model)
                 job.model.finalize_backward()
-                losses.append(job.loss)
                 job.optimizer.step()
                 job.optimizer.zero_grad()
-        return str(recorded), losses
+        return str(recorded), [loss.detach() for loss in losses]
 
-    job = made(old)
-    set_up(job.model)
-    run(job)
-    job.model.blocks[2].reshard()
-    reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, new))
-    back = MOVES["HSDP to FSDP"][1]
-    reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, back))
-    alike = made(back)
-    set_up(alike.model)
-    run(alike)
-    alike.model.blocks[2].reshard()
-    assert all(map(torch.equal, run(job)[1], run(alike)[1]))  # records the order of units anew
-    found, expected = run(job), run(alike)
-    assert found[0] == expected[0]
-    assert all(map(torch.equal, found[1], expected[1]))
+    job, alike = made([0, 1, 2, 3]), made([0, 1, 2, 3])
+    for each in (job, alike):
+        run(each)
+        each.model.blocks[2].reshard()
+    for ranks in MOVES["FSDP to HSDP"][::-1]:
+        reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, ranks))
+    _compare(run(job)[1], run(alike)[1])  # records the order of units anew
+    _compare(run(job), run(alike))
 
 
 class _Memory(TorchDispatchMode):

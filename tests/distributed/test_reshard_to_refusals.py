@@ -5,8 +5,9 @@ The words are in ``golden/reshard_to_refusals.txt``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,233 +25,183 @@ from tests.harness.distributed import RankContext
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 
-Case = tuple[Any, Any, Any]  # model, optimizer, mesh
-
-
-def _trained(ctx: RankContext, to: Any = None, **options: Any) -> Case:
-    """``to``: the ranks of the new mesh; default: the first two."""
-    model = sharded(ctx, **options)
-    optimizer = optim.AdamW(model.parameters())
-    step(model)
-    optimizer.step()
-    return model, optimizer, DeviceMesh(ctx.device_type, to or [0, 1])
-
-
-def _untrained(ctx: RankContext, model: Any) -> Case:
-    return model, optim.AdamW(model.parameters()), DeviceMesh(ctx.device_type, [0, 1])
-
-
-Maker = Callable[[RankContext], Iterator[Case]]
-CASES: dict[str, Any] = {}
 TEXTS = texts_beside(__file__)
 
 
-def _case(make: Maker) -> Any:
-    """A generator of one case; what follows its ``yield`` cleans up."""
-    CASES[make.__name__] = contextmanager(make)
+@dataclass
+class Job:
+    """What is moved, and in ``stack`` what cleans up."""
+
+    ctx: RankContext
+    stack: ExitStack
+    model: Any
+    optimizer: Any
+    mesh: Any
+
+
+Make = Callable[[RankContext, ExitStack], Job]
+
+
+def _untrained(build: Callable[[RankContext], Any], to: Any = (0, 1)) -> Make:
+    """``to``: the ranks of the new mesh."""
+
+    def make(ctx: RankContext, stack: ExitStack) -> Job:
+        model = build(ctx)
+        return Job(ctx, stack, model, optim.AdamW(model.parameters()), DeviceMesh(ctx.device_type, to))
+
     return make
 
 
-@_case
-def unsharded(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
+def _trained(
+    change: Callable[[Job], object] = lambda job: None,
+    to: Any = (0, 1),
+    mesh: Any = RankContext.mesh_1d,
+    **options: Any,
+) -> Make:
+    """For a step, and then changed."""
+
+    def make(ctx: RankContext, stack: ExitStack) -> Job:
+        job = _untrained(lambda ctx: sharded(ctx, mesh=mesh(ctx), **options), to)(ctx, stack)
+        step(job.model)
+        job.optimizer.step()
+        change(job)
+        return job
+
+    return make
+
+
+def _given(**others: Callable[[Job], Any]) -> Make:
+    """Other arguments, one behind the other."""
+
+    def change(job: Job) -> None:
+        for name, make in others.items():
+            setattr(job, name, make(job))
+
+    return _trained(change)
+
+
+def _unsharded(job: Job) -> None:
     with torch.no_grad():
-        model(batch())
-    yield model, optimizer, mesh
+        job.model(batch())
 
 
-@_case
-def gathering(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    handle = model.blocks[1].unshard(async_op=True)
-    yield model, optimizer, mesh
-    handle.wait()
-    model.blocks[1].reshard()
+def _gathering(job: Job) -> None:
+    handle = job.model.blocks[1].unshard(async_op=True)
+    job.stack.callback(job.model.blocks[1].reshard)
+    job.stack.callback(handle.wait)
 
 
-@_case
-def lent(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    with fsdp2.unsharded(model.blocks[0]):
-        yield model, optimizer, mesh
+def _unreduced(job: Job) -> None:
+    with no_sync(job.model):
+        step(job.model)
 
 
-@_case
-def unreduced(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    with no_sync(model):
-        step(model)
-    yield model, optimizer, mesh
+def _partial(job: Job) -> None:
+    job.model.set_requires_all_reduce(False)
+    step(job.model)
 
 
-@_case
-def partial(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx, mesh=ctx.mesh_2d(2, 2))
-    model.set_requires_all_reduce(False)
-    step(model)
-    yield model, optimizer, mesh
+def _not_finalized(job: Job) -> None:
+    job.model.set_manual_backward_finalization(True)
+    step(job.model)
+    job.stack.callback(job.model.finalize_backward)
 
 
-@_case
-def not_finalized(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    model.set_manual_backward_finalization(True)
-    step(model)
-    yield model, optimizer, mesh
-    model.finalize_backward()
+def _reducing(job: Job) -> None:
+    job.model.set_is_last_backward(False)
+    step(job.model)
 
 
-@_case
-def reducing(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    model.set_is_last_backward(False)
-    step(model)
-    yield model, optimizer, mesh
+def _differing(job: Job) -> None:
+    job.model.exit.bias.requires_grad_(job.ctx.rank != 2)
+    job.optimizer = optim.AdamW(job.model.parameters())
 
 
-@_case
-def one_rank_differs(ctx: RankContext) -> Iterator[Case]:
-    model, _, mesh = _trained(ctx)
-    model.exit.bias.requires_grad_(ctx.rank != 2)
-    yield model, optim.AdamW(model.parameters()), mesh
+def _without_a_state(job: Job) -> None:
+    if job.ctx.rank == 3:
+        del job.optimizer.state[job.model.exit.bias]
 
 
-@_case
-def another_mesh(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    meshes = [mesh, DeviceMesh(ctx.device_type, [0, 1, 2])]  # all ranks build both
-    yield model, optimizer, meshes[ctx.rank % 2]
+def _alone(job: Job) -> None:
+    job.model.set_reshard_after_backward(job.ctx.rank != 1)
+    step(job.model)
 
 
-@_case
-def other_states(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    if ctx.rank == 3:
-        del optimizer.state[model.exit.bias]
-    yield model, optimizer, mesh
-
-
-@_case
-def one_rank_alone_is_unsharded(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx, mesh=ctx.mesh_of_one())
-    model.set_reshard_after_backward(ctx.rank != 1)
-    step(model)
-    yield model, optimizer, mesh
-
-
-@_case
-def foreign_parameter(ctx: RankContext) -> Iterator[Case]:
-    model, _, mesh = _trained(ctx)
-    yield model, optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))]), mesh
-
-
-@_case
-def strange_state(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    optimizer.state[model.exit.weight]["row"] = torch.zeros(DIM)
-    yield model, optimizer, mesh
-
-
-@_case
-def wrapped_optimizer(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    yield model, optim.lr_scheduler.StepLR(optimizer, 1), mesh
-
-
-@_case
-def no_optimizer_on_one_rank(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, mesh = _trained(ctx)
-    yield model, None if ctx.rank == 1 else optimizer, mesh
-
-
-@_case
-def on_meta(ctx: RankContext) -> Iterator[Case]:
+def _on_meta(ctx: RankContext) -> Any:
     with torch.device("meta"):
-        model = sharded(ctx)
-    yield _untrained(ctx, model)
+        return sharded(ctx)
 
 
-@_case
-def reshard_over_two(ctx: RankContext) -> Iterator[Case]:
-    yield _trained(ctx, to=[0, 1, 2], reshard_after_forward=2)
-
-
-@_case
-def inner_unit(ctx: RankContext) -> Iterator[Case]:
-    model, _, mesh = _trained(ctx)
-    yield model.blocks[0], optim.AdamW(model.blocks[0].parameters()), mesh
-
-
-@_case
-def three_axes(ctx: RankContext) -> Iterator[Case]:
-    yield _trained(ctx, to=[[[0, 1]]])
-
-
-@_case
-def unsorted_ranks(ctx: RankContext) -> Iterator[Case]:
-    yield _trained(ctx, to=[1, 0])
-
-
-@_case
-def on_unsorted_ranks(ctx: RankContext) -> Iterator[Case]:
-    model = fully_shard(Stack(), mesh=DeviceMesh(ctx.device_type, [[1, 3], [0, 2]]))
-    yield _untrained(ctx, model)
-
-
-@_case
-def no_mesh(ctx: RankContext) -> Iterator[Case]:
-    model, optimizer, _ = _trained(ctx)
-    yield model, optimizer, 2
-
-
-@_case
-def not_sharded(ctx: RankContext) -> Iterator[Case]:
-    model = seeded(Stack)
-    yield _untrained(ctx, model)
-
-
-@_case
-def tensor_parallel(ctx: RankContext) -> Iterator[Case]:
+def _tensor_parallel(ctx: RankContext) -> Any:
     mesh, model = ctx.mesh(dp=2, tp=2), seeded(Stack)
     parallelize_module(model.exit, mesh["tp"], ColwiseParallel())
-    fully_shard(model, mesh=mesh["dp"])
-    yield _untrained(ctx, model)
+    return fully_shard(model, mesh=mesh["dp"])
 
 
-@_case
-def full_mesh(ctx: RankContext) -> Iterator[Case]:
+def _full_mesh(ctx: RankContext) -> Any:
     mesh, model = ctx.mesh(dp=2, tp=2), seeded(Stack)
     torch.distributed.tensor.distribute_module(model, mesh)
-    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    yield _untrained(ctx, model)
+    return fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
-@_case
-def expert_mesh(ctx: RankContext) -> Iterator[Case]:
-    model, experts = seeded(Stack), ctx.mesh_2d(2, 2)["shard"]
+def _expert_mesh(ctx: RankContext) -> Any:
+    model, place = seeded(Stack), ParamPlacement(Shard(0), ctx.mesh_2d(2, 2)["shard"])
     own = model.exit.weight
-
-    def place(param: nn.Parameter) -> Any:
-        return ParamPlacement(Shard(0), experts) if param is own else None
-
-    fully_shard(model, mesh=ctx.mesh_1d(), shard_placement_fn=place)
-    yield _untrained(ctx, model)
+    return fully_shard(model, mesh=ctx.mesh_1d(), shard_placement_fn=lambda param: place if param is own else None)
 
 
-@_case
-def wrapper_class(ctx: RankContext) -> Iterator[Case]:
-    model = FullyShardedDataParallel(seeded(Stack), use_orig_params=True)
-    yield _untrained(ctx, model)
+def _on_unsorted_ranks(ctx: RankContext) -> Any:
+    return fully_shard(Stack(), mesh=DeviceMesh(ctx.device_type, [[1, 3], [0, 2]]))
+
+
+def _another_mesh(job: Job) -> DeviceMesh:
+    return [job.mesh, DeviceMesh(job.ctx.device_type, [0, 1, 2])][job.ctx.rank % 2]  # all ranks build both
+
+
+CASES = {
+    "unsharded": _trained(_unsharded),
+    "gathering": _trained(_gathering),
+    "lent": _trained(lambda job: job.stack.enter_context(fsdp2.unsharded(job.model.blocks[0]))),
+    "unreduced": _trained(_unreduced),
+    "partial": _trained(_partial, mesh=lambda ctx: ctx.mesh_2d(2, 2)),
+    "not_finalized": _trained(_not_finalized),
+    "reducing": _trained(_reducing),
+    "one_rank_differs": _trained(_differing),
+    "another_mesh": _given(mesh=_another_mesh),
+    "other_states": _trained(_without_a_state),
+    "one_rank_alone_is_unsharded": _trained(_alone, mesh=RankContext.mesh_of_one),
+    "no_optimizer_on_one_rank": _given(optimizer=lambda job: None if job.ctx.rank == 1 else job.optimizer),
+    "foreign_parameter": _given(
+        optimizer=lambda job: optim.SGD([*job.model.parameters(), nn.Parameter(torch.zeros(3))])
+    ),
+    "strange_state": _trained(lambda job: job.optimizer.state[job.model.exit.weight].update(row=torch.zeros(DIM))),
+    "wrapped_optimizer": _given(optimizer=lambda job: optim.lr_scheduler.StepLR(job.optimizer, 1)),
+    "on_meta": _untrained(_on_meta),
+    "reshard_over_two": _trained(to=[0, 1, 2], reshard_after_forward=2),
+    "inner_unit": _given(
+        model=lambda job: job.model.blocks[0], optimizer=lambda job: optim.AdamW(job.model.parameters())
+    ),
+    "three_axes": _trained(to=[[[0, 1]]]),
+    "unsorted_ranks": _trained(to=[1, 0]),
+    "on_unsorted_ranks": _untrained(_on_unsorted_ranks),
+    "no_mesh": _given(mesh=lambda job: 2),
+    "not_sharded": _untrained(lambda ctx: seeded(Stack)),
+    "tensor_parallel": _untrained(_tensor_parallel),
+    "full_mesh": _untrained(_full_mesh),
+    "expert_mesh": _untrained(_expert_mesh),
+    "wrapper_class": _untrained(lambda ctx: FullyShardedDataParallel(seeded(Stack), use_orig_params=True)),
+}
 
 
 def _refused(ctx: RankContext, case: str) -> str:
-    with CASES[case](ctx) as (model, optimizer, mesh):
-        params = list(model.parameters())
+    with ExitStack() as stack:
+        job = CASES[case](ctx, stack)
+        params = list(job.model.parameters())
         values = [_local(param).clone() for param in params]
         meshes = [getattr(param, "device_mesh", None) for param in params]
-        text = error_of(lambda: reshard_to(model, optimizer, mesh))
+        text = error_of(lambda: reshard_to(job.model, job.optimizer, job.mesh))
         dist.barrier()
-        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        assert all(a is b for a, b in zip(job.model.parameters(), params, strict=True))
         assert [getattr(param, "device_mesh", None) for param in params] == meshes
         if not params[0].is_meta:
             assert all(map(torch.equal, map(_local, params), values))

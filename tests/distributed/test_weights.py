@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import re
+import resource
 import signal
 import warnings
 from collections.abc import Callable
@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -33,17 +32,17 @@ from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import BFloat16AllGatherTensor, NF4Tensor, wrap_parameters
 from fsdp2.tools import save_weights
 from tests.distributed.support import same_on_all_ranks, seeded
+from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import KeptHalved
+from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of, wrapped
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.pool import WorkerError, WorkerPool
 from tests.harness.selection import long
 from tests.harness.terminal import on_a_terminal
-
-safetensors = pytest.importorskip("safetensors.torch")
-
-FILES = {"one": "5GB", "many": 200}
+from tests.harness.training import Step, one_backward
+from tests.harness.weight_files import INDEX, ONE, assert_same, bytes_of, read, safetensors
 
 
 def _units(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
@@ -52,8 +51,8 @@ def _units(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     return model
 
 
-def _on_dim(model: Any, ctx: RankContext) -> Any:
-    return _units(model, ctx.mesh_1d(), shard_placement_fn=lambda param: Shard(param.ndim - 1))
+def _last(param: nn.Parameter) -> Shard:
+    return Shard(param.ndim - 1)
 
 
 def _ignored(model: Any, ctx: RankContext) -> Any:
@@ -99,73 +98,72 @@ def _experts(model: Any, ctx: RankContext) -> Any:
     return _units(model, mesh._flatten("everybody"), shard_placement_fn=place)
 
 
+def _1d(model: Any, ctx: RankContext, **options: Any) -> Any:
+    return _units(model, ctx.mesh_1d(), **options)
+
+
 # The model, and how a rank shards it.
-_Shard = Callable[[Any, RankContext], Any]
-ON_2: dict[str, tuple[Callable[[], ParityModel], _Shard]] = {
-    "1d": (MLP, lambda model, ctx: _units(model, ctx.mesh_1d())),
-    "uneven": (Uneven, lambda model, ctx: _units(model, ctx.mesh_1d())),
-    "last dim": (Uneven, _on_dim),
-    "tied": (lambda: Transformer(tied=True), lambda model, ctx: _units(model, ctx.mesh_1d())),
-    "shared modules": (SharedModules, lambda model, ctx: _units(model, ctx.mesh_1d())),
-    "buffers": (Buffers, lambda model, ctx: _units(model, ctx.mesh_1d())),
+_Ways = dict[str, tuple[Callable[[], ParityModel], Callable[[Any, RankContext], Any]]]
+ON_2: _Ways = {
+    "1d": (MLP, _1d),
+    "uneven": (Uneven, _1d),
+    "last dim": (Uneven, functools.partial(_1d, shard_placement_fn=_last)),
+    "tied": (functools.partial(Transformer, tied=True), _1d),
+    "shared modules": (SharedModules, _1d),
+    "buffers": (Buffers, _1d),
     "ignored": (MLP, _ignored),
-    "offloaded": (MLP, lambda model, ctx: _units(model, ctx.mesh_1d(), offload_policy=StagedOffloadPolicy())),
-    "bf16 compute": (
-        MLP,
-        lambda model, ctx: _units(model, ctx.mesh_1d(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
-    ),
+    "offloaded": (MLP, functools.partial(_1d, offload_policy=StagedOffloadPolicy())),
+    "bf16 compute": (MLP, functools.partial(_1d, mp_policy=MixedPrecisionPolicy(torch.bfloat16))),
     "tp": (MLP, lambda model, ctx: _tensor_parallel(model, ctx.mesh(dp=1, tp=2))),
     "replicated": (MLP, lambda model, ctx: _units(model, ctx.mesh_2d(2, 1))),
     "by torch": (Uneven, _by_torch),
     "unsharded": (Buffers, lambda model, ctx: model),
 }
 SHORT = ("uneven", "tied", "ignored", "offloaded", "bf16 compute", "tp", "replicated")
-ON_4: dict[str, tuple[Callable[[], ParityModel], _Shard]] = {
+_MLP_OF_5 = functools.partial(MLP, dim=5)
+ON_4: _Ways = {
     "hsdp": (Uneven, lambda model, ctx: _units(model, ctx.mesh_2d(2, 2))),
-    "tp x fsdp": (functools.partial(MLP, dim=5), lambda model, ctx: _tensor_parallel(model, ctx.mesh(dp=2, tp=2))),
-    "fsdp x tp": (functools.partial(MLP, dim=5), lambda model, ctx: _tensor_parallel(model, ctx.mesh(tp=2, dp=2))),
+    "tp x fsdp": (_MLP_OF_5, lambda model, ctx: _tensor_parallel(model, ctx.mesh(dp=2, tp=2))),
+    "fsdp x tp": (_MLP_OF_5, lambda model, ctx: _tensor_parallel(model, ctx.mesh(tp=2, dp=2))),
     "tp on the dim of fsdp": (
-        functools.partial(MLP, dim=5),
-        lambda model, ctx: _tensor_parallel(
-            model, ctx.mesh(dp=2, tp=2), shard_placement_fn=lambda param: Shard(param.ndim - 1)
-        ),
+        _MLP_OF_5,
+        lambda model, ctx: _tensor_parallel(model, ctx.mesh(dp=2, tp=2), shard_placement_fn=_last),
     ),
     "full mesh": (functools.partial(MLP, dim=10), _on_full_mesh),
     "experts": (MLP, _experts),
-    "more ranks than rows": (Uneven, lambda model, ctx: _units(model, ctx.mesh_1d())),
+    "more ranks than rows": (Uneven, _1d),
 }
 
 
 NO_FORWARD = {"ignored", "full mesh", "unsharded"}  # DTensors take no plain inputs, and no rank averages buffers
 
 
+WAYS = {**ON_2, **ON_4}
+
+
 def _make(ctx: RankContext, place: str, device: str | None = None, seed: int = 0) -> Any:
-    build, shard = {**ON_2, **ON_4}[place]
+    build, shard = WAYS[place]
     with torch.device(device or torch.get_default_device()):
         return shard(seeded(build, seed), ctx)
 
 
 def _unsharded(place: str) -> nn.Module:
     with torch.device("cpu"):
-        return seeded({**ON_2, **ON_4}[place][0])
+        return seeded(WAYS[place][0])
 
 
 def _write(folder: Path, model: nn.Module, rank: int) -> None:
     """What transformers would write: by safetensors itself, tied weights once."""
     if rank == 0:
-        safetensors.save_file(_once(model), str(folder / "model.safetensors"), metadata={"format": "pt"})
+        safetensors.save_file(_once(model), str(folder / ONE), metadata={"format": "pt"})
     dist.barrier()
 
 
 def _once(model: nn.Module) -> dict[str, Tensor]:
     """The state dict without further names of tied weights."""
-    seen: set[int] = set()
-    kept = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            kept[key] = value.detach().clone()
-    return kept
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {key: value.detach().clone() for key, value in state.items() if first.setdefault(id(value), key) == key}
 
 
 def _locals(model: nn.Module) -> dict[str, Tensor]:
@@ -173,11 +171,16 @@ def _locals(model: nn.Module) -> dict[str, Tensor]:
     return {key: (each.to_local() if isinstance(each, DTensor) else each).cpu() for key, each in state.items()}
 
 
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for key, each in expected.items():
-        assert found[key].dtype is each.dtype, key
-        assert torch.equal(found[key], each), key
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in _locals(model).items()}
+
+
+def _same(found: Any, expected: Any) -> None:
+    compare_values("weights", found, expected)
+
+
+def _batch(model: Any) -> Any:
+    return model.batch(torch.Generator().manual_seed(0))
 
 
 def _spoil(model: nn.Module) -> None:
@@ -186,19 +189,6 @@ def _spoil(model: nn.Module) -> None:
         for tensor in [*model.parameters(), *model.buffers()]:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             local.fill_(float("nan") if local.is_floating_point() else 0)
-
-
-def _read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, by safetensors itself."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return safetensors.load_file(str(folder / "model.safetensors"))
-    names = json.loads(index.read_text())["weight_map"]
-    return {
-        key: value
-        for file in sorted(set(names.values()))
-        for key, value in safetensors.load_file(folder / file).items()
-    }
 
 
 class _Rotary(nn.Module):
@@ -214,7 +204,8 @@ class _Rotary(nn.Module):
 def _loads_beside_empty_buffers(ctx: RankContext, path: Path) -> list[list[str]]:
     """What loading warns of: after to_empty, with one buffer written and one replaced, and without the meta device."""
     file = path / f"model{ctx.rank}.safetensors"
-    safetensors.save_file(seeded(lambda: nn.Sequential(_Rotary(), _Rotary())).state_dict(), file)
+    whole = seeded(lambda: nn.Sequential(_Rotary(), _Rotary()))
+    safetensors.save_file(whole.state_dict(), file)
     model = nn.Sequential(_Rotary(), _Rotary()).to("meta")
     for each in (*model, model):
         fully_shard(each, mesh=ctx.mesh_1d())
@@ -231,26 +222,19 @@ def _loads_beside_empty_buffers(ctx: RankContext, path: Path) -> list[list[str]]
     model[0].inv_freq.copy_(1 / torch.arange(1.0, 5))  # type: ignore[operator, union-attr]
     model[1].inv_freq = 1 / torch.arange(1.0, 5)
     again, plain = warned(model), warned(nn.Sequential(_Rotary(), _Rotary()))
-    assert torch.equal(model(torch.ones(4)), seeded(lambda: nn.Sequential(_Rotary(), _Rotary()))(torch.ones(4)))
+    assert torch.equal(model(torch.ones(4)), whole(torch.ones(4)))
     return [first, again, plain]
 
 
 def test_buffers_that_no_file_has_are_warned_of_until_they_are_filled(tmp_path: Path) -> None:
     (warning,), again, plain = same_on_all_ranks(_loads_beside_empty_buffers, path=tmp_path)
-    assert_expected_inline(
-        warning,
-        """\
-load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled '0.inv_freq',
-'1.inv_freq' since they were on the meta device. Fill them before the first forward:
-model.get_submodule('0').inv_freq = value, with the value that the constructor of the module
-computes.""",
-    )
+    texts_beside(__file__).check("buffers that no file has", warning)
     assert (again, plain) == ([], [])
 
 
 def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> None:
-    unsharded, expected = _unsharded(place), _make(ctx, place)
-    _write(tmp_path, unsharded, ctx.rank)
+    expected = _make(ctx, place)
+    _write(tmp_path, _unsharded(place), ctx.rank)
     for device in ("meta", None):
         model = _make(ctx, place, device, seed=1)
         if device == "meta":
@@ -259,36 +243,26 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
         assert fsdp2.load_safetensors(model, tmp_path) == ([], [])
         _same(_locals(model), _locals(expected))
         if place not in NO_FORWARD:
-            batch = model.batch(torch.Generator().manual_seed(0))
+            batch = _batch(model)
             assert torch.equal(model.loss(model(*batch), batch), expected.loss(expected(*batch), batch))
         if place == "buffers":
             expected = _make(ctx, place)  # forwards write buffers
 
-    for name, size in FILES.items():
-        folder = tmp_path / name
+    for size in ("5GB", 200):
+        folder = tmp_path / str(size)
         fsdp2.save_safetensors(expected, folder, max_shard_size=size)
-        names = sorted(each.name for each in folder.iterdir())
-        if name == "one":
-            assert names == ["model.safetensors"]
-        else:
-            last = names.pop()
-            assert last == "model.safetensors.index.json"
-            assert names == [f"model-{i + 1:05d}-of-{len(names):05d}.safetensors" for i in range(len(names))]
-        _same(dict(sorted(_read(folder).items())), dict(sorted(_once(_unsharded(place)).items())))
+        assert (folder / INDEX).exists() is (size == 200)
+        assert_same(read(folder), _once(_unsharded(place)))
         other = _make(ctx, place, seed=2)
         fsdp2.load_safetensors(other, folder)
         _same(_locals(other), _locals(expected))
 
     streamed = {}
     for name, value in fsdp2.stream_full_params(expected):
-        streamed[name] = (value.cpu().clone(), value.dtype)
+        streamed[name] = value.cpu().clone()
         value.zero_()  # the caller's own
     _same(_locals(expected), _locals(_make(ctx, place)))
-    whole = {name: (value.detach(), value.dtype) for name, value in _unsharded(place).named_parameters()}
-    assert list(streamed) == list(whole)
-    for name, (value, dtype) in whole.items():
-        assert streamed[name][1] is dtype
-        assert torch.equal(streamed[name][0], value), name
+    _same(streamed, {name: value.detach() for name, value in _unsharded(place).named_parameters()})
 
 
 @pytest.mark.parametrize("place", [*SHORT, *long(*[place for place in ON_2 if place not in SHORT])])
@@ -311,12 +285,11 @@ def test_weights_go_in_and_out_on_4_ranks(ctx: RankContext, place: str, tmp_path
 def test_files_in_bf16_load_into_fp32_shards_and_back(ctx: RankContext, tmp_path: Path) -> None:
     expected = {key: value.bfloat16() for key, value in _unsharded("1d").state_dict().items()}
     fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, dtype=torch.bfloat16)
-    _same(_read(tmp_path), expected)
+    assert_same(read(tmp_path), expected)
     model = _make(ctx, "1d", seed=1)
     fsdp2.load_safetensors(model, tmp_path)
     _same(_locals(model), {key: value.bfloat16().float() for key, value in _locals(_make(ctx, "1d")).items()})
-    streamed = dict(fsdp2.stream_full_params(model, dtype=torch.bfloat16, device="cpu"))
-    _same(streamed, expected)
+    _same(dict(fsdp2.stream_full_params(model, dtype=torch.bfloat16, device="cpu")), expected)
 
 
 def _without_blocks(name: str) -> str | None:
@@ -326,7 +299,7 @@ def _without_blocks(name: str) -> str | None:
 @distributed(2)
 def test_names_may_differ_or_be_left_out(ctx: RankContext, tmp_path: Path) -> None:
     fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, rename=_without_blocks)
-    assert set(_read(tmp_path)) == {f"model.{part}.{kind}" for part in ("entry", "exit") for kind in ("weight", "bias")}
+    assert set(read(tmp_path)) == {f"model.{part}.{kind}" for part in ("entry", "exit") for kind in ("weight", "bias")}
     model, before, expected = (_make(ctx, "1d", seed=seed) for seed in (1, 1, 0))
     back = {f"model.entry.{kind}": f"entry.{kind}" for kind in ("weight", "bias")}
     missing, unexpected = fsdp2.load_safetensors(model, tmp_path, rename=back, strict=False)
@@ -344,7 +317,7 @@ def test_buffers_are_saved_as_the_first_rank_has_them(ctx: RankContext, tmp_path
         block.norm.running_mean.fill_(ctx.rank + 1)
         block.norm.num_batches_tracked.fill_(ctx.rank + 1)
     fsdp2.save_safetensors(model, tmp_path, max_shard_size=1)
-    for key, value in _read(tmp_path).items():
+    for key, value in read(tmp_path).items():
         if key.endswith(("running_mean", "num_batches_tracked")):
             assert torch.equal(value, torch.ones_like(value)), key
 
@@ -368,13 +341,10 @@ def test_subclasses_take_and_give_plain_values(ctx: RankContext, tmp_path: Path)
         return fully_shard(model, mesh=ctx.mesh_1d())
 
     plain = seeded(Quantised)
-    expected = {
-        "codes": plain.codes.dequantise(),
-        "layer.weight": plain.layer.weight.detach(),
-        "layer.bias": plain.layer.bias.detach(),
-    }
+    weight, bias = plain.layer.weight.detach(), plain.layer.bias.detach()
+    expected = {"codes": plain.codes.dequantise(), "layer.weight": weight, "layer.bias": bias}
     fsdp2.save_safetensors(make(0), tmp_path)
-    _same(_read(tmp_path), expected)
+    assert_same(read(tmp_path), expected)
     model = make(1)
     fsdp2.load_safetensors(model, tmp_path)
     _same(dict(fsdp2.stream_full_params(model)), expected)
@@ -382,56 +352,73 @@ def test_subclasses_take_and_give_plain_values(ctx: RankContext, tmp_path: Path)
     assert type(model.layer.weight.to_local()) is BFloat16AllGatherTensor
 
 
-@distributed(2)
-def test_payloads_that_hooks_keep_are_outdated_after_loading(ctx: RankContext, tmp_path: Path) -> None:
-    def make(seed: int) -> Any:
-        model = seeded(MLP, seed)
-        model.entry.weight = nn.Parameter(KeptHalved(model.entry.weight.detach()))
-        return _units(model, ctx.mesh_1d())
+# In the middle of training
 
-    expected, model = make(0), make(1)
+
+def _with_payload() -> Any:
+    model = MLP()
+    model.entry.weight = nn.Parameter(KeptHalved(model.entry.weight.detach()))
+    return model
+
+
+@pytest.mark.parametrize(("build", "reshard"), [(MLP, True), (MLP, False), (_with_payload, True)])
+@distributed(2)
+def test_what_was_gathered_is_outdated_after_loading(
+    ctx: RankContext, build: Any, reshard: bool, tmp_path: Path
+) -> None:
+    """Also the payload that a hook keeps."""
+    expected, model = (_1d(seeded(build, seed), ctx, reshard_after_forward=reshard) for seed in (0, 1))
     fsdp2.save_safetensors(expected, tmp_path)
-    batch = model.batch(torch.Generator())
+    batch = _batch(model)
     with torch.no_grad():
         assert not torch.equal(model(*batch), expected(*batch))
+        for gather in (lambda: None, model.unshard):
+            gather()
+            fsdp2.load_safetensors(model, tmp_path)
+            assert torch.equal(model(*batch), expected(*batch))
+
+
+@distributed(2)
+def test_parameters_that_the_user_has_replaced_count(ctx: RankContext, tmp_path: Path) -> None:
+    expected, model = _make(ctx, "1d"), _make(ctx, "1d", seed=1)
+    fsdp2.save_safetensors(expected, tmp_path)
+    batch = _batch(model)
+    with torch.no_grad():
+        model(*batch)  # leaves the root unsharded
+        old = model.state_dict()["entry.weight"]
+        value = torch.randn(16, 16)
+        model.entry.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
+        assert torch.equal(dict(fsdp2.stream_full_params(model))["entry.weight"], value)
+        model.entry.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
         fsdp2.load_safetensors(model, tmp_path)
         assert torch.equal(model(*batch), expected(*batch))
 
 
-# In the middle of training
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    batch = model.batch(generator)
-    loss = model.loss(model(*batch), batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 @distributed(2)
 def test_training_goes_on_as_if_nothing_was_streamed_saved_or_broken_off(ctx: RankContext, tmp_path: Path) -> None:
-    models = [_units(seeded(MLP), ctx.mesh_1d(), reshard_after_forward=False) for _ in range(2)]
+    models = [_1d(seeded(MLP), ctx, reshard_after_forward=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for seed in range(3):
-        first, second = (_step(*pair, seed) for pair in zip(models, optimizers, strict=True))
-        assert torch.equal(first, second)
+    for index in range(3):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            losses += one_backward(Step(index, ctx.rank, None), model)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*losses)
         with torch.no_grad():  # leaves the model unsharded
-            models[0](models[0].batch(torch.Generator())[0])
+            models[0](*_batch(models[0]))
         for name, value in fsdp2.stream_full_params(models[0]):
             assert torch.equal(value, models[1].get_parameter(name).full_tensor())  # type: ignore[attr-defined]
-            if seed == 1 and name.startswith("blocks.1"):
+            if index == 1 and name.startswith("blocks.1"):
                 break
             value.zero_()  # the caller's own
         fsdp2.save_safetensors(models[0], tmp_path)
-    _same(_read(tmp_path), {name: p.full_tensor().cpu() for name, p in models[1].named_parameters()})
+    assert_same(read(tmp_path), {name: p.full_tensor().cpu() for name, p in models[1].named_parameters()})
 
 
 @distributed(2)
 def test_streaming_gathers_a_unit_in_one_launch(ctx: RankContext) -> None:
-    model = _units(seeded(MLP), ctx.mesh_1d())
+    model = _make(ctx, "1d")
     units = [".".join(name.split(".")[:2]) if "blocks" in name else "root" for name, _ in model.named_parameters()]
     runs = [name for name, _ in itertools.groupby(units)]
     assert len(runs) < len(units) / 2
@@ -442,61 +429,26 @@ def test_streaming_gathers_a_unit_in_one_launch(ctx: RankContext) -> None:
 
 
 @distributed(2)
-def test_parameters_that_the_user_has_replaced_count(ctx: RankContext, tmp_path: Path) -> None:
-    _write(tmp_path, _unsharded("1d"), ctx.rank)
-    expected, model = _make(ctx, "1d"), _make(ctx, "1d", seed=1)
-    batch = model.batch(torch.Generator())
-    with torch.no_grad():
-        model(*batch)  # leaves the root unsharded
-        value = torch.randn(16, 16)
-        old = model.state_dict()["entry.weight"]
-        model.entry.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
-        assert torch.equal(dict(fsdp2.stream_full_params(model))["entry.weight"], value)
-        model.entry.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
-        fsdp2.load_safetensors(model, tmp_path)
-        assert torch.equal(model(*batch), expected(*batch))
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@distributed(2)
-def test_what_was_gathered_before_is_outdated_after_loading(ctx: RankContext, reshard: bool, tmp_path: Path) -> None:
-    _write(tmp_path, _unsharded("1d"), ctx.rank)
-    expected = _make(ctx, "1d")
-    model = _units(seeded(MLP, 1), ctx.mesh_1d(), reshard_after_forward=reshard)
-    batch = model.batch(torch.Generator())
-    with torch.no_grad():
-        model(*batch)
-        fsdp2.load_safetensors(model, tmp_path)
-        assert torch.equal(model(*batch), expected(*batch))
-        model.unshard()
-        fsdp2.load_safetensors(model, tmp_path)
-        assert torch.equal(model(*batch), expected(*batch))
-
-
-@distributed(2)
 def test_during_a_pass_all_three_are_refused(ctx: RankContext, tmp_path: Path) -> None:
     model = _make(ctx, "1d")
     errors: list[str] = []
 
     def call(*_: Any) -> None:
-        for tool in (
-            lambda: fsdp2.load_safetensors(model, tmp_path),
-            lambda: fsdp2.save_safetensors(model, tmp_path),
-            lambda: fsdp2.stream_full_params(model),
-        ):
-            errors.append(error_of(tool))
+        errors.append(error_of(lambda: fsdp2.load_safetensors(model, tmp_path)))
+        errors.append(error_of(lambda: fsdp2.save_safetensors(model, tmp_path)))
+        errors.append(error_of(lambda: fsdp2.stream_full_params(model)))
 
     handle = model.blocks[1].register_forward_hook(call)
-    output = model(*model.batch(torch.Generator()))
+    output = model(*_batch(model))
     handle.remove()
     output.register_hook(call)
     output.sum().backward()
-    names = ["load_safetensors", "save_safetensors", "stream_full_params"] * 2
-    assert len(errors) == 6
-    for error, name in zip(errors, names, strict=True):
-        assert error.startswith(f"ScheduleError: {name}: a "), error
-    assert "a forward of MLP is running" in errors[0]
-    assert "a backward of MLP is running" in errors[3]
+    starts = [
+        f"ScheduleError: {name}: a {what} of MLP is running"
+        for what in ("forward", "backward")
+        for name in ("load_safetensors", "save_safetensors", "stream_full_params")
+    ]
+    assert [error[: len(start)] for error, start in zip(errors, starts, strict=True)] == starts
     with fsdp2.unsharded(model):
         assert error_of(lambda: fsdp2.stream_full_params(model)).startswith("ScheduleError: ")
     assert not list(tmp_path.iterdir())
@@ -505,19 +457,14 @@ def test_during_a_pass_all_three_are_refused(ctx: RankContext, tmp_path: Path) -
 # Errors
 
 
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in _locals(model).items()}
-
-
 @distributed(2)
 def test_all_ranks_raise_one_error_with_all_problems_and_nothing_is_loaded(ctx: RankContext, tmp_path: Path) -> None:
     state = _unsharded("1d").state_dict()
     state["entry.weight"] = state["entry.weight"][:, :5].contiguous()
     state["exit.bias"] = state["exit.bias"].int()
     state["more"] = state.pop("exit.weight")
-    file = tmp_path / "model.safetensors"
     if ctx.rank == 0:
-        safetensors.save_file(state, str(file))
+        safetensors.save_file(state, str(tmp_path / ONE))
     dist.barrier()
     model = _make(ctx, "1d", seed=1)
     before = _values(model)
@@ -535,53 +482,52 @@ def test_all_ranks_raise_one_error_with_all_problems_and_nothing_is_loaded(ctx: 
 @distributed(2)
 def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Path) -> None:
     """One rank sees another folder, as on a disk that is not shared, or gets another argument."""
-    mine = tmp_path / str(ctx.rank)
+    mine, new = tmp_path / str(ctx.rank), tmp_path / "new"
     mine.mkdir()
     if ctx.rank == 0:
-        safetensors.save_file(_unsharded("1d").state_dict(), str(mine / "model.safetensors"))
+        safetensors.save_file(_unsharded("1d").state_dict(), str(mine / ONE))
     else:
-        (mine / "model.safetensors").write_bytes(b"cut")
+        (mine / ONE).write_bytes(b"cut")
     dist.barrier()
     model = _make(ctx, "1d", seed=1)
     before = _values(model)
-    with pytest.raises(ValueError, match=r"(?s)^On rank 1: load_safetensors: .* cannot be read: SafetensorError"):
-        fsdp2.load_safetensors(model, mine)
-    _same(_values(model), before)
 
     def rename(name: str) -> str:
         return {}[name] if ctx.rank == 1 else name
 
-    with pytest.raises(RuntimeError, match=r"^On rank 1: rename\('entry.weight'\) raised KeyError"):
-        fsdp2.save_safetensors(model, tmp_path / "new", rename=rename)
-    with pytest.raises(ValueError, match="rank 1 would write other tensors than rank 0"):
-        fsdp2.save_safetensors(model, tmp_path / "new", dtype=torch.bfloat16 if ctx.rank else None)
-    with pytest.raises(
-        TypeError, match=r"^On rank 1: save_safetensors: folder is a NoneType, expected a str or a Path"
+    load, save = (functools.partial(each, model) for each in (fsdp2.load_safetensors, fsdp2.save_safetensors))
+    for said, call in (
+        (r"ValueError: On rank 1: load_safetensors: .* cannot be read: SafetensorError", lambda: load(mine)),
+        (r"RuntimeError: On rank 1: rename\('entry.weight'\) raised KeyError", lambda: save(new, rename=rename)),
+        (
+            "ValueError: .*rank 1 would write other tensors than rank 0",
+            lambda: save(new, dtype=torch.bfloat16 if ctx.rank else None),
+        ),
+        (
+            "TypeError: On rank 1: save_safetensors: folder is a NoneType, expected a str or a Path",
+            lambda: save(None if ctx.rank else new),  # type: ignore[arg-type]
+        ),
     ):
-        fsdp2.save_safetensors(model, None if ctx.rank else tmp_path / "new")  # type: ignore[arg-type]
-    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+        assert re.match(said, " ".join(error_of(call).split())), said
+    _same(_values(model), before)
+    assert not new.exists() or not list(new.iterdir())
 
 
 @distributed(2)
 def test_a_reserved_key_is_refused_and_the_old_checkpoint_stays(ctx: RankContext, tmp_path: Path) -> None:
-    model = _make(ctx, "1d")
+    model, reserved = _make(ctx, "1d"), {"exit.bias": "__metadata__"}
     fsdp2.save_safetensors(model, tmp_path)
     dist.barrier()
-    before = (tmp_path / "model.safetensors").read_bytes()
-    for rename in ({"exit.bias": "__metadata__"}, {"exit.bias": "__metadata__"} if ctx.rank else None):
-        with pytest.raises(
-            ValueError, match=r"'exit.bias' would get the key '__metadata__', which safetensors reserves"
-        ):
+    before = bytes_of(tmp_path)
+    for rename in (reserved, reserved if ctx.rank else None):
+        with pytest.raises(ValueError, match=r"'exit.bias' would get the key '__metadata__', which safetensors reser"):
             fsdp2.save_safetensors(model, tmp_path, rename=rename)
     dist.barrier()
-    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
-    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert bytes_of(tmp_path) == before
 
 
 @distributed(2)
-def test_buffers_whose_elements_share_memory_are_refused_before_anything_is_loaded(
-    ctx: RankContext, tmp_path: Path
-) -> None:
+def test_buffers_whose_elements_share_memory_are_refused_first(ctx: RankContext, tmp_path: Path) -> None:
     def make(seed: int) -> nn.Module:
         model = seeded(MLP, seed)
         model.register_buffer("expanded", torch.ones(1).expand(3))
@@ -598,39 +544,34 @@ def test_buffers_whose_elements_share_memory_are_refused_before_anything_is_load
     _same(_locals(model), _locals(make(0)))
 
 
+@pytest.mark.parametrize(("size", "writer", "file"), [(3000, 1, "model-"), ("5GB", 0, ONE)])
 @distributed(2)
-def test_a_rank_that_cannot_write_leaves_the_old_checkpoint_and_no_files(ctx: RankContext, tmp_path: Path) -> None:
-    old, new = _make(ctx, "1d"), _make(ctx, "1d", seed=1)
-    fsdp2.save_safetensors(old, tmp_path, max_shard_size=3000)
+def test_a_rank_that_cannot_write_leaves_the_old_checkpoint_and_no_files(
+    ctx: RankContext, tmp_path: Path, size: int | str, writer: int, file: str
+) -> None:
+    """No file of ``writer`` may grow beyond 500 bytes, as on a disk that is full."""
+    fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=size)
     dist.barrier()
-    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
-    assert len(before) > 2
-    original = save_weights._bytes_of
-    if ctx.rank == 1:
-
-        def full(tensor: Tensor) -> Any:
-            raise OSError(28, "No space left on device")
-
-        save_weights._bytes_of = full  # type: ignore[assignment]
+    new, before = _make(ctx, "1d", seed=1), bytes_of(tmp_path)
+    assert (len(before) > 2) is (size == 3000)
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500 if ctx.rank == writer else limit, most))
     try:
-        named = re.escape(f"On rank 1: save_safetensors: {tmp_path}/model-")
-        with pytest.raises(OSError, match=rf"^{named}.* could not be written \(OSError: .* No space left"):
-            fsdp2.save_safetensors(new, tmp_path, max_shard_size=3000)
+        named = re.escape(f"On rank {writer}: save_safetensors: {tmp_path / file}")
+        with pytest.raises(OSError, match=rf"^{named}.* could not be written \(OSError: .* too large\).* Make room"):
+            fsdp2.save_safetensors(new, tmp_path, max_shard_size=size)
     finally:
-        save_weights._bytes_of = original
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     dist.barrier()
-    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+    assert bytes_of(tmp_path) == before
 
 
 def _save_and_die(ctx: RankContext, folder: str, after: int) -> None:
     """Rank 1 is killed when it has written ``after`` tensors."""
-    model = _make(ctx, "1d", seed=1)
-    original, count = save_weights._bytes_of, 0
+    model, original, left = _make(ctx, "1d", seed=1), save_weights._bytes_of, iter(range(after))
 
     def counted(tensor: Tensor) -> Any:
-        nonlocal count
-        count += 1
-        if ctx.rank == 1 and count > after:
+        if ctx.rank == 1 and next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(tensor)
 
@@ -640,30 +581,21 @@ def _save_and_die(ctx: RankContext, folder: str, after: int) -> None:
 
 @pytest.mark.parametrize("after", [0, *long(2)])
 def test_killing_a_rank_leaves_the_old_checkpoint(after: int, tmp_path: Path) -> None:
-    expected = _unsharded("1d").state_dict()
     fsdp2.save_safetensors(_unsharded("1d"), tmp_path, max_shard_size=3000)
-    pool = WorkerPool(2)
     with pytest.raises(WorkerError, match="died with exit code -9"):
-        pool.run(_save_and_die, folder=str(tmp_path), after=after)
-    _same(dict(sorted(_read(tmp_path).items())), dict(sorted(expected.items())))
+        WorkerPool(2).run(_save_and_die, folder=str(tmp_path), after=after)
+    assert_same(read(tmp_path), _unsharded("1d").state_dict())
     fsdp2.save_safetensors(_unsharded("1d"), tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]  # nothing is left of the other two
+    assert list(bytes_of(tmp_path)) == [ONE]  # nothing is left of the other two
 
 
 @distributed(2)
-def test_on_a_terminal_the_first_rank_shows_where_loading_saving_and_streaming_are(
-    ctx: RankContext, tmp_path: Path
-) -> None:
+def test_on_a_terminal_the_first_rank_shows_where_all_three_are(ctx: RankContext, tmp_path: Path) -> None:
     model = _make(ctx, "1d")
-
-    def stream() -> None:
-        for _ in fsdp2.stream_full_params(model):
-            pass
-
     for label, work in (
-        ("save", functools.partial(fsdp2.save_safetensors, model, tmp_path)),
-        ("load", functools.partial(fsdp2.load_safetensors, model, tmp_path)),
-        ("stream", stream),
+        ("save", lambda: fsdp2.save_safetensors(model, tmp_path)),
+        ("load", lambda: fsdp2.load_safetensors(model, tmp_path)),
+        ("stream", lambda: list(fsdp2.stream_full_params(model))),
     ):
         shown = on_a_terminal(work)
         assert (f"{label}: 100%" in shown) is (ctx.rank == 0), (label, shown)

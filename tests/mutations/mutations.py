@@ -280,19 +280,13 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     (
         "parity/test_clipping_on_mixed_meshes.py",
         "unit/test_buffers.py",
-        "unit/test_flat_optimizer.py",
+        "distributed/test_flat_optimizer.py",
         "unit/test_layers.py",
     ): {
         89: ("joined_neighbours", "nbytes <= left", "True"),
     },
-    (
-        "distributed/test_flat_optimizer_runs.py",
-        "distributed/test_flat_optimizer.py",
-        "distributed/test_flat_optimizer_states.py",
-    ): {
+    ("distributed/test_flat_optimizer.py",): {
         90: ("FlatOptimizer._step_flat", "not layout.is_that_of(self.param_groups)", "False"),
-    },
-    ("distributed/test_flat_optimizer_states.py",): {
         91: ("FlatOptimizer.__setstate__", "self._layout = None", "pass"),
     },
     ("distributed/test_memory_limit.py", "unit/test_budget.py"): {

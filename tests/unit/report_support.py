@@ -17,6 +17,13 @@ class Tape:
     def __init__(self) -> None:
         self.now = 0.0
         self.marks: list[Mark] = []
+        self.on_device = False
+
+    @classmethod
+    def of(cls, marks: list[Mark], now: float, *, on_device: bool = False) -> Tape:
+        tape = cls()
+        tape.marks, tape.now, tape.on_device = marks, now, on_device
+        return tape
 
     def event(self, name: str, unit: str = ROOT) -> Tape:
         self.marks.append(Mark(Edge.EVENT, name, unit, self.now))
@@ -29,20 +36,16 @@ class Tape:
     def do(self, action: str, unit: str = ROOT, *, takes: float = 0.0, blocked: float = 0.0, inside: str = "") -> Tape:
         """``action`` takes ``takes`` of the thread, and waits ``blocked`` first. ``inside``: the action that it is
         a part of."""
-        name = inside or action
-        self.marks.append(Mark(Edge.START, name, unit, self.now))
-        if inside:
-            self.marks.append(Mark(Edge.START, action, unit, self.now))
+        names = [inside, action] if inside else [action]
+        self.marks += [Mark(Edge.START, name, unit, self.now) for name in names]
         if blocked:
             self.marks.append(Mark(Edge.START, BLOCKED, "", self.now))
             self.now += blocked
             self.marks.append(Mark(Edge.STOP, BLOCKED, "", self.now))
         self.now += takes
-        if inside:
-            self.marks.append(Mark(Edge.STOP, action, unit, self.now))
-        self.marks.append(Mark(Edge.STOP, name, unit, self.now))
+        self.marks += [Mark(Edge.STOP, name, unit, self.now) for name in reversed(names)]
         if inside in ("", "reduce"):
-            self.marks.append(Mark(Edge.ACTION, name, unit, self.now))
+            self.marks.append(Mark(Edge.ACTION, names[0], unit, self.now))
         return self
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import check
@@ -24,6 +23,9 @@ from common import ROOT, Bars, Ratios, Table, publish
 from render import PARTS, Part, digest, markers, part, pictures, read_results, render, tables
 from run import benchmarks, run
 
+from tests.harness.golden import texts_beside
+
+TEXTS = texts_beside(__file__)
 ROWS = [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, math.nan]]
 COLUMNS = ["", "fsdp2 ms", "torch ms", "ratio"]
 RESULTS = read_results()
@@ -54,36 +56,23 @@ class TestPublish:
         printed = capsys.readouterr().out
         assert printed == common.shown(record) + "\n"
         below_machine = printed.split("\n", maxsplit=2)[2].rpartition(" took ")[0]
-        assert_expected_inline(
-            below_machine,
-            """\
-
-Milliseconds
-       fsdp2 ms  torch ms  ratio
-plain      12.5     25.00   0.50
-mixed       3.0         -      -
-
-Two rows.
-
-python benchmarks/example.py""",
-        )
+        TEXTS.check("printed", below_machine.strip("\n"))
         assert record["tables"][0]["rows"] == [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, None]]
         assert record["commit"] == "abc1234"
         assert {"machine", "torch", "date", "command", "seconds"} <= set(record)
 
     @pytest.mark.usefixtures("_run_of_a_script")
-    def test_a_run_by_hand_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("FSDP2_BENCH_RESULTS")
-        monkeypatch.setattr(common, "RESULTS", tmp_path / "committed")
-        publish("example", "An example", [_table(["plain", 1, 0.5])])
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.usefixtures("_run_of_a_script")
-    def test_a_run_with_options_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_options_are_said_and_a_run_by_hand_writes_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(sys, "argv", ["benchmarks/example.py", "--case", "7"])
         publish("example", "An example", [_table(["plain", 1, 0.5])])
         record = json.loads((tmp_path / "results" / "example.json").read_text())
         assert record["command"] == "python benchmarks/example.py --case 7"
+        monkeypatch.delenv("FSDP2_BENCH_RESULTS")
+        monkeypatch.setattr(common, "RESULTS", tmp_path / "committed")
+        publish("example", "An example", [_table(["plain", 1, 0.5])])
+        assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
     @pytest.mark.parametrize(
         ("make", "message"),
@@ -101,26 +90,24 @@ python benchmarks/example.py""",
 
 
 class TestCheck:
-    def test_it_tells_worse_and_better_from_noise(self) -> None:
-        rows = {"worse": (0.5, 0.6), "better": (0.5, 0.4), "noise": (0.5, 0.52), "less": (0.5, 0.48), "equal": (0, 0)}
-        before, after = (_record(_table(*([row, 1, pair[i]] for row, pair in rows.items()))) for i in (0, 1))
-        verdicts = {each.row.removeprefix("example.main: "): each.verdict for each in compare(before, after)}
-        assert verdicts == {
-            "worse": Verdict.WORSE,
-            "better": Verdict.BETTER,
-            "noise": Verdict.SAME,
-            "less": Verdict.SAME,
-            "equal": Verdict.SAME,
-        }
-
-    def test_exact_figures_know_no_noise(self) -> None:
-        before, after = (_record(_table(["plain", 1, ratio], noise=0)) for ratio in (0.9155, 0.9156))
-        assert [each.verdict for each in compare(before, after)] == [Verdict.WORSE]
-        assert [each.verdict for each in compare(before, before)] == [Verdict.SAME]
-
-    def test_tables_that_have_no_ratio_are_left_out(self) -> None:
-        record = _record(_table(["plain", 1, 0.5], ratio=None))
-        assert not list(compare(record, record))
+    @pytest.mark.parametrize(
+        ("before", "after", "options", "verdicts"),
+        [
+            (0.5, 0.6, {}, [Verdict.WORSE]),
+            (0.5, 0.4, {}, [Verdict.BETTER]),
+            (0.5, 0.52, {}, [Verdict.SAME]),
+            (0.5, 0.48, {}, [Verdict.SAME]),
+            (0, 0, {}, [Verdict.SAME]),
+            (0.9155, 0.9156, {"noise": 0}, [Verdict.WORSE]),
+            (0.9155, 0.9155, {"noise": 0}, [Verdict.SAME]),
+            (0.5, 0.6, {"ratio": None}, []),  # no ratio: left out
+        ],
+    )
+    def test_it_tells_worse_and_better_from_noise(
+        self, before: float, after: float, options: dict[str, Any], verdicts: list[Verdict]
+    ) -> None:
+        records = (_record(_table(["plain", 1, ratio], **options)) for ratio in (before, after))
+        assert [each.verdict for each in compare(*records)] == verdicts
 
     def test_its_report_lists_what_differs_with_the_worst_first(self) -> None:
         before = _record(
@@ -131,25 +118,7 @@ class TestCheck:
             _table(["slower", 1, 0.6], ["slowest", 1, 0.7], ["faster", 1, 0.3], ["new", 1, 0.5], ["same", 1, 0.51]),
             _table(["refused", "no", ""], name="other"),
         )
-        assert_expected_inline(
-            check.report(list(compare(before, after))),
-            """\
-worse by more than the noise  before  after   change  noise
-example.main: slowest            0.5    0.7  +40.00%     5%
-example.main: slower             0.5    0.6  +20.00%     5%
-
-better by more than the noise  before  after   change  noise
-example.main: faster              0.5    0.3  -40.00%     5%
-
-no longer measured      before  after  change  noise
-example.main: gone         0.5                    5%
-example.old: all of it     0.9                    5%
-
-not in the committed results  before  after  change  noise
-example.main: new                       0.5             5%
-
-1 of 7 rows are within the noise.""",
-        )
+        TEXTS.check("report of a check", check.report(list(compare(before, after))))
 
     def test_it_says_where_the_machine_or_torch_is_another_one(self) -> None:
         before, after = (_record(_table(["plain", 1, 0.5])) for _ in range(2))
@@ -157,13 +126,7 @@ example.main: new                       0.5             5%
         before["machine"] = {"name": "A processor", "cores": 4}
         before["torch"], after["torch"] = "2.11.0", "2.13.0"
         after["machine"] = {"name": "A processor", "cores": 2}
-        assert_expected_inline(
-            "\n".join(check.differences(before, after)),
-            """\
-example: not the machine and torch of the committed results; ratios are compared all the same.
-  committed: A processor, 4 CPU cores, torch 2.11.0
-  this run:  A processor, 2 CPU cores, torch 2.13.0""",
-        )
+        TEXTS.check("another machine", "\n".join(check.differences(before, after)))
 
     def test_only_a_script_that_fails_is_a_failure(self, tmp_path: Path) -> None:
         (tmp_path / "well.py").write_text("")
@@ -212,24 +175,19 @@ class TestPages:
         rendered = render(text, RESULTS)
         assert rendered == text, f"{name} is out of date: run `python benchmarks/render.py`"
 
-    def test_every_script_is_shown_with_what_it_was_run_with(self) -> None:
+    def test_every_script_is_shown_with_what_it_was_run_with_and_its_plots(self) -> None:
         shown = {marker for path in PAGES.values() for marker in markers(path.read_text())}
         names = {name for kind, name in shown if kind == "table"}
         assert {name for kind, name in shown if kind == "run"} == {*RESULTS, "machine"}
         assert {name.partition(".")[0] for name in names} == {*RESULTS, "summary"}
         assert names - {"summary"} <= set(tables(RESULTS))
         assert set(PARTS) <= names
-
-    def test_every_result_is_that_of_a_script(self) -> None:
         assert set(RESULTS) <= {path.stem for path in benchmarks()}
-
-    def test_every_embedded_plot_is_drawn_from_the_results(self) -> None:
         images = ROOT / "docs" / "images"
         assert {path.name for path in images.glob("*.*.png")} == {f"{name}.png" for name in pictures()}
         for name in pictures():
-            digest_of_picture = digest(tables(RESULTS)[name]).encode()
             picture = (images / f"{name}.png").read_bytes()
-            assert digest_of_picture in picture, f"{name}: run `python benchmarks/render.py`"
+            assert digest(tables(RESULTS)[name]).encode() in picture, f"{name}: run `python benchmarks/render.py`"
 
     def test_a_part_of_a_table_has_the_named_rows_and_columns(self) -> None:
         table = _record(_table(["a", 1, 0.5], ["b", 2, 0.25], note="of all"))["tables"][0]
@@ -237,13 +195,9 @@ class TestPages:
         assert (shown["columns"], shown["rows"], shown["note"]) == (["", "ratio"], [["b", 0.25]], "of one")
         whole = part(table, Part(), "PARTS")
         assert all(whole[key] == table[key] for key in whole)
-
-    def test_a_part_that_the_table_does_not_have_is_an_error(self) -> None:
-        table = _record(_table(["a", 1, 0.5]))["tables"][0]
-        with pytest.raises(KeyError, match="PARTS: there is no 'theirs' in the results"):
-            part(table, Part(columns=("theirs",)), "PARTS")
-        with pytest.raises(KeyError, match="PARTS: there is no 'b' in the results"):
-            part(table, Part(rows=("b",)), "PARTS")
+        for missing, of_it in (("theirs", Part(columns=("theirs",))), ("c", Part(rows=("c",)))):
+            with pytest.raises(KeyError, match=f"PARTS: there is no '{missing}' in the results"):
+                part(table, of_it, "PARTS")
 
     def test_a_run_names_its_machine_where_most_runs_have_another(self) -> None:
         results = {name: _record(_table(["a", 1, 0.5])) for name in ("first", "second", "other")}
@@ -260,22 +214,7 @@ class TestPages:
         results = {"example": {**_record(_table(["a|b", "12", 0.25], note="Of two\nlines."))}}
         text = "above\n<!-- table example.main -->\n<!-- /table -->\nbelow\n"
         rendered = render(text, results)
-        assert_expected_inline(
-            rendered,
-            """\
-above
-<!-- table example.main -->
-Milliseconds:
-
-|  | ours | ratio |
-| --- | ---: | ---: |
-| a\\|b | 12 | 0.25 |
-
-Of two lines.
-<!-- /table -->
-below
-""",
-        )
+        TEXTS.check("rendered", rendered.rstrip("\n"))
         assert render(rendered, results) == rendered
         results["example"]["tables"][0]["rows"][0][2] = 0.75
         assert render(rendered, results) == rendered.replace("0.25", "0.75")
@@ -290,23 +229,41 @@ below
 # Counts, which are the same on every machine
 
 
-_COUNTED_WITH = tuple(RESULTS["call_counts"][name] for name in ("python", "torch"))
+def _with(name: str) -> Any:
+    """Skips where what ``name`` counts was counted with other versions."""
+    other = RESULTS[name]["torch"] != torch.__version__ or RESULTS[name].get("python", PYTHON) != PYTHON
+    return pytest.mark.skipif(other, reason="counted with other versions")
+
+
+def _tables_of_this_commit(name: str, folder: Path) -> list[dict[str, Any]]:
+    environment = {**os.environ, common.RESULTS_FOLDER_VARIABLE: str(folder)}
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py")]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    return json.loads((folder / f"{name}.json").read_text())["tables"]
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(
-    (PYTHON, torch.__version__) != _COUNTED_WITH, reason="Python calls were counted with other versions"
-)
+@_with("call_counts")
 def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> None:
     """It was two days old once, and twenty calls too low."""
-    environment = {**os.environ, common.RESULTS_FOLDER_VARIABLE: str(tmp_path)}
-    command = [sys.executable, str(ROOT / "benchmarks" / "call_counts.py")]
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
-    found = json.loads((tmp_path / "call_counts.json").read_text())["tables"]
+    found = _tables_of_this_commit("call_counts", tmp_path)
     published = RESULTS["call_counts"]["tables"][: len(found)]  # without transformers, there is no Llama
     assert [_counts(table) for table in found] == [
         {name: pytest.approx(counts, abs=1) for name, counts in _counts(table).items()} for table in published
     ]
+
+
+@pytest.mark.ci
+@_with("scale_model")
+def test_the_tables_of_the_scale_model_are_those_of_this_commit(tmp_path: Path) -> None:
+    """All choices on 8 to many GPUs: times and memory. Rows that others have published are within a tenth of theirs."""
+    found, published = _tables_of_this_commit("scale_model", tmp_path), RESULTS["scale_model"]["tables"]
+    assert {table["name"]: table["rows"] for table in found} == {table["name"]: table["rows"] for table in published}
+    for table, num_rows, columns in zip(published, (10, 4), (["error", "error of GiB"], ["error"]), strict=False):
+        assert len(table["rows"]) == num_rows
+        for row in table["rows"]:
+            shown = dict(zip(table["columns"], row, strict=True))
+            assert all(abs(int(shown[column].rstrip("%") if "%" in shown[column] else 0)) <= 10 for column in columns)
 
 
 def _counts(table: dict[str, Any]) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,22 +120,38 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_builders", raising=False)
 
 
+Fails = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """Runs a command that ends, and returns with which code and what it has said."""
+
+    def run(command: str, *arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([*command.split(), *arguments])
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, capsys.readouterr().err
+
+    return run
+
+
 @pytest.mark.parametrize("arguments", REFUSALS)
 @pytest.mark.usefixtures("builders")
-def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--gpus", "8", *arguments.split()])
-    (line,) = capsys.readouterr().err.splitlines()
+def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, fails: Fails) -> None:
+    code, said = fails("plan --gpus 8", *arguments.split())
+    (line,) = said.splitlines()
     assert line.startswith("python -m fsdp2 plan: error: " + REFUSALS[arguments])
-    assert ended.value.code == 2
+    assert code == 2
+    if arguments == "my_builders:on_cuda":
+        does = "A builder takes no arguments and makes the model alone: name no device in it, load no weights, and read"
+        assert line.endswith(f"{does} no values.")
 
 
 @pytest.mark.usefixtures("builders")
-def test_an_interrupted_plan_ends_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--gpus", "8", "my_builders:is_stopped"])
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "\npython -m fsdp2 plan: interrupted\n"
+def test_an_interrupted_plan_ends_without_a_traceback(fails: Fails) -> None:
+    assert fails("plan --gpus 8 my_builders:is_stopped") == (130, "\npython -m fsdp2 plan: interrupted\n")
 
 
 @pytest.mark.usefixtures("builders")
@@ -147,77 +164,48 @@ def test_an_interrupted_script_is_the_scripts_own_affair(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("builders")
-def test_a_builder_that_needs_a_device_is_told_what_a_builder_does(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--gpus", "8", "my_builders:on_cuda"])
-    assert capsys.readouterr().err.endswith(
-        "A builder takes no arguments and makes the model alone: name no device in it, load no weights, and read no "
-        "values.\n"
-    )
-
-
-@pytest.mark.usefixtures("builders")
-def test_torch_logs_no_traceback_above_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_logs_no_traceback_above_the_line(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     logged: list[logging.LogRecord] = []
     log = logging.getLogger("torch._subclasses.fake_tensor")
     monkeypatch.setattr(log, "handlers", [logging.Handler()])
     monkeypatch.setattr(log.handlers[0], "emit", logged.append)
-    with pytest.raises(SystemExit):
-        main(["plan", "--gpus", "8", "my_builders:of_floats"])
+    fails("plan --gpus 8 my_builders:of_floats")
     assert not logged
     assert not log.disabled
 
 
-def test_the_extra_for_configs_of_hugging_face_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_extra_for_configs_of_hugging_face_is_named(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        main(["plan", "--gpus", "8", "--hf", "config.json"])
-    said = (
-        "python -m fsdp2 plan: error: --hf needs transformers. Run: pip install 'fsdp2[plan]', or pass module:function."
-    )
-    assert capsys.readouterr().err.strip() == said
+    says = "--hf needs transformers. Run: pip install 'fsdp2[plan]', or pass module:function.\n"
+    assert fails("plan --gpus 8 --hf config.json") == (2, f"python -m fsdp2 plan: error: {says}")
 
 
 @pytest.mark.usefixtures("builders")
 def test_the_command_prints_a_table_and_python_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a budget in bytes, and the precision."""
     main(["plan", "my_builders:build_model", "--gpus", "8", "--batch", "2", "--sequence", "128"])
     printed = capsys.readouterr().out
     assert "* FSDP" in printed
     compile(printed[printed.index("import torch") :], "pasted", "exec")
-
-
-@pytest.mark.usefixtures("builders")
-def test_the_command_fails_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "my_builders:build_model", "--gpus", "8", "--budget", "75161927680", "--precision", "fp32"])
+    printed = capsys.readouterr().out
+    assert "budget: 70.0 GiB of 74.5 GiB" in printed
+    assert " fp32 " in printed
+    assert " bf16 " not in printed
     with pytest.raises(SystemExit) as ended:
         main(["plan", "my_builders:build_model", "--gpus", "1", "--sequence", "8", "--budget", "1MiB"])
     assert ended.value.code == 1
     assert "nothing fits into 1.0 MiB" in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.usefixtures("builders")
-def test_a_budget_in_bytes_and_the_precision_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "my_builders:build_model", "--gpus", "8", "--budget", "75161927680", "--precision", "fp32"])
-    printed = capsys.readouterr().out
-    assert "budget: 70.0 GiB of 74.5 GiB" in printed
-    assert " fp32 " in printed
-    assert " bf16 " not in printed
-
-
 def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On one rank, links are not measured, so several GPUs are refused."""
     file = tmp_path / "machine.json"
     main(["measure", str(file), "--width", "32"])
     assert "products: " in capsys.readouterr().out
     found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
     assert found.machine.name == "measured: cpu, 1 rank, links not measured"
     assert found.machine.bf16_flops > 0
-
-
-@pytest.mark.ci
-def test_on_one_rank_links_are_not_measured_so_several_gpus_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "machine.json"
-    main(["measure", str(file), "--width", "32"])
     assert json.loads(file.read_text())["in_node"] is None
     with pytest.raises(ValueError, match=r"links not measured' has no figures for links between GPUs\. Run `torchrun"):
         fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=2)
@@ -225,27 +213,17 @@ def test_on_one_rank_links_are_not_measured_so_several_gpus_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("sizes", ["64", "64,1", "4,4", "0,1", "one", "1,inf"])
-def test_sizes_that_make_no_line_are_refused(sizes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["measure", str(tmp_path / "machine.json"), "--sizes", sizes])
+def test_sizes_that_make_no_line_are_refused(sizes: str, tmp_path: Path, fails: Fails) -> None:
     said = f"python -m fsdp2 measure: error: --sizes is '{sizes}', expected at least two sizes in MiB, ascending"
-    assert capsys.readouterr().err.startswith(said)
+    assert fails("measure", str(tmp_path / "machine.json"), "--sizes", sizes)[1].startswith(said)
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        "measure {0} --width 4",
-        "measure {0}/no/m.json --width 4",
-        "measure {0}/m.json --width 0",
-        "measure /dev/null --width 4",
-    ],
+    "arguments", ["{0} --width 4", "{0}/no/m.json --width 4", "{0}/m.json --width 0", "/dev/null --width 4"]
 )
-def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments.format(tmp_path).split())
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, fails: Fails) -> None:
+    code, said = fails(f"measure {arguments.format(tmp_path)}")
+    assert (code, len(said.splitlines())) == (2, 1)
     assert not list(tmp_path.iterdir())
 
 
@@ -262,25 +240,19 @@ def test_load_that_comes_and_goes_is_not_taken_for_a_cost_of_collectives(monkeyp
     assert extra == pytest.approx(0.5)
 
 
-def test_a_full_disk_leaves_the_old_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_leaves_the_old_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     file = tmp_path / "machine.json"
     file.write_text("old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SystemExit):
-        main(["measure", str(file), "--width", "32"])
-    assert f"cannot write '{file}' (No space left on device)" in capsys.readouterr().err
+    assert f"cannot write '{file}' (No space left on device)" in fails("measure --width 32", str(file))[1]
     assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
 
 
-def test_run_of_a_module_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "-m", "nowhere.at_all"])
-    assert capsys.readouterr().err == (
+def test_run_of_a_module_that_is_not_there_is_one_line(fails: Fails) -> None:
+    assert fails("run -m nowhere.at_all")[1] == (
         "python -m fsdp2: error: found no module 'nowhere.at_all'. Write it as in an import statement.\n"
     )
 

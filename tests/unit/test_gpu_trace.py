@@ -6,15 +6,18 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from expecttest import assert_expected_inline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_trace import DeviceOp, Planned, Step, problems, read, short_name, steps_of
 
+from tests.harness.golden import texts_beside
+
+TEXTS = texts_beside(__file__)
 COMPUTE, GATHER, REDUCE = 7, 20, 24
 GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN"
 CAST = (
@@ -75,52 +78,33 @@ class Trace:
         return step
 
 
-def _unsharded() -> Step:
-    return Trace().step(0, 50).run(GEMM, 10, 110).run(COPY, 110, 120).only_step()
+def _step() -> Trace:
+    return Trace().step(0, 50)
 
 
-@pytest.mark.parametrize("name", [CAST, COPY, FOREACH_COPY, CAT, CHUNK_CAT, SPLIT, DTOD, UPLOAD])
-def test_kernels_that_only_move_values_are_copies(name: str) -> None:
-    (op,) = Trace().step(0, 50).run(name, 10, 20).only_step().ops
-    assert op.is_copy
-    assert not op.is_collective
+UNSHARDED = _step().run(GEMM, 10, 110).run(COPY, 110, 120).only_step()
 
 
-@pytest.mark.parametrize("name", [GEMM, ADD, FOREACH_DIV, ALL_GATHER])
-def test_what_computes_or_communicates_is_no_copy(name: str) -> None:
-    (op,) = Trace().step(0, 50).run(name, 10, 20).only_step().ops
-    assert not op.is_copy
-    assert op.is_collective is (name == ALL_GATHER)
-
-
-def test_copies_are_named_by_the_kernel_that_makes_them() -> None:
-    names = "\n".join(map(short_name, [CAST, COPY, FOREACH_COPY, CAT, CHUNK_CAT, SPLIT, DTOD]))
-    assert_expected_inline(
-        names,
-        """\
-bfloat16_copy_kernel_cuda
-direct_copy_kernel_cuda
-CopyFunctor
-CatArrayBatchedCopy_aligned16_contig
-chunk_cat_cuda_kernel
-split_with_sizes_copy_out_contiguous_no_cast_kernel
-Memcpy DtoD (Device -> Device)""",
-    )
+def test_kernels_that_only_move_values_are_copies_and_are_named_by_what_makes_them() -> None:
+    said = []
+    for name in (CAST, COPY, FOREACH_COPY, CAT, CHUNK_CAT, SPLIT, DTOD, UPLOAD, GEMM, ADD, FOREACH_DIV, ALL_GATHER):
+        (op,) = _step().run(name, 10, 20).only_step().ops
+        kinds = {"copy": op.is_copy, "collective": op.is_collective}
+        said.append(f"{short_name(name)}: {[kind for kind, holds in kinds.items() if holds]}")
+    TEXTS.check("kernels", "\n".join(said))
 
 
 def test_a_step_has_what_was_launched_in_it_whenever_that_ran() -> None:
-    trace = Trace().step(0, 50).step(1000, 1050)
+    trace = _step().step(1000, 1050)
     trace.run(GEMM, 10, 400, launched_at=5)
     trace.run(ADD, 1040, 1100, launched_at=45)  # ran during the second step
     trace.run(COPY, 1200, 1300, launched_at=1005)
     trace.run(SPLIT, 600, 700, launched_at=500)  # launched in no step
-    first, second = steps_of(trace.events, "step")
-    assert [op.name for op in first.ops] == [GEMM, ADD]
-    assert [op.name for op in second.ops] == [COPY]
+    assert [[op.name for op in step.ops] for step in steps_of(trace.events, "step")] == [[GEMM, ADD], [COPY]]
 
 
 def test_time_of_copies_counts_all_streams() -> None:
-    trace = Trace().step(0, 50).run(GEMM, 10, 1010)
+    trace = _step().run(GEMM, 10, 1010)
     trace.run(SPLIT, 20, 520, GATHER).run(CHUNK_CAT, 600, 850, REDUCE).run(SPLIT, 900, 1000, GATHER)
     step = trace.only_step()
     assert step.copy_ms == pytest.approx(0.85)
@@ -131,108 +115,87 @@ def test_time_of_copies_counts_all_streams() -> None:
 
 
 def test_compute_stream_is_the_busiest_one_whatever_copies_and_collectives_take() -> None:
-    trace = Trace().step(0, 50).run(GEMM, 10, 110)
-    trace.run(DTOD, 10, 900, GATHER).run(ALL_GATHER, 10, 2000, REDUCE).run(FOREACH_DIV, 2000, 2050, REDUCE)
+    trace = _step().run(GEMM, 10, 110).run(DTOD, 10, 900, GATHER)
+    trace.run(ALL_GATHER, 10, 2000, REDUCE).run(FOREACH_DIV, 2000, 2050, REDUCE)
     assert trace.only_step().compute_stream == COMPUTE
 
 
-def test_idle_time_of_compute_is_between_its_kernels() -> None:
-    trace = (
-        Trace().step(0, 50).run(GEMM, 1000, 2000).run(GEMM, 1500, 2500).run(ADD, 3000, 4000).run(COPY, 0, 9000, GATHER)
-    )
+def test_idle_time_of_compute_is_between_its_kernels_and_what_runs_beside_it_is_hidden() -> None:
+    trace = _step().run(GEMM, 1000, 2000).run(GEMM, 1500, 2500).run(ADD, 3000, 4000).run(COPY, 0, 9000, GATHER)
     assert trace.only_step().compute_idle_ms == pytest.approx(0.5)
-
-
-def test_what_runs_beside_compute_is_hidden() -> None:
-    trace = Trace().step(0, 50).run(GEMM, 100, 200).run(GEMM, 300, 400)
+    trace = _step().run(GEMM, 100, 200).run(GEMM, 300, 400)
     trace.run(SPLIT, 150, 250, GATHER).run(CHUNK_CAT, 150, 350, REDUCE)  # 150 to 350, once; 200 to 300 is not hidden
     assert trace.only_step().hidden_share == pytest.approx(0.5)
-    assert math.isnan(_unsharded().hidden_share)
-
-
-def test_step_that_does_all_beside_compute_has_no_problem() -> None:
-    trace = Trace().step(0, 50).run(GEMM, 10, 110).run(COPY, 110, 120)
-    trace.run(ALL_GATHER, 10, 60, GATHER).run(FOREACH_COPY, 5, 10, GATHER).run(FOREACH_DIV, 60, 70, REDUCE)
-    trace.call("cudaStreamWaitEvent", 20)
-    trace.call("cudaEventRecord", 21)
-    trace.call("cudaDeviceSynchronize", 60)  # behind the step
-    trace.call("cuLaunchKernelEx", 22, "cuda_driver")
-    assert problems(trace.only_step(), _unsharded(), Planned()) == []
+    assert math.isnan(UNSHARDED.hidden_share)
 
 
 def _packing(*also: str, stream: int = COMPUTE) -> Step:
     """A step with a bucket, its addresses, the flags of a mesh, a cast beside compute, and what is in ``also``."""
-    trace = Trace().step(0, 50).run(GEMM, 10, 110).run(COPY, 110, 120)
+    trace = _step().run(GEMM, 10, 110).run(COPY, 110, 120)
     trace.run(UPLOAD, 120, 121).run(CHUNK_CAT, 121, 130).run(UPLOAD, 130, 131).run(CAST, 10, 20, GATHER)
     for name in also:
         trace.run(name, 140, 150, stream)
     return trace.only_step()
 
 
-def test_planned_copies_are_no_problem() -> None:
-    assert problems(_packing(), _unsharded(), Planned(kernels=1, uploads=2)) == []
+def _beside_compute() -> Step:
+    trace = _step().run(GEMM, 10, 110).run(COPY, 110, 120)
+    trace.run(ALL_GATHER, 10, 60, GATHER).run(FOREACH_COPY, 5, 10, GATHER).run(FOREACH_DIV, 60, 70, REDUCE)
+    for name, at in (("cudaStreamWaitEvent", 20), ("cudaEventRecord", 21), ("cudaDeviceSynchronize", 60)):
+        trace.call(name, at)  # the last one behind the step
+    trace.call("cuLaunchKernelEx", 22, "cuda_driver")
+    return trace.only_step()
 
 
-@pytest.mark.parametrize(
-    ("step", "found"),
-    [
-        (_packing(CAST), "2 more copies and casts on the compute stream than without sharding, 1 planned"),
-        (_packing(DTOD), "2 more copies and casts on the compute stream than without sharding, 1 planned"),
-        (_packing(UPLOAD), "3 more uploads on the compute stream than without sharding, 2 planned"),
-    ],
-)
-def test_one_more_than_the_planned_copies_is_a_problem(step: Step, found: str) -> None:
-    assert problems(step, _unsharded(), Planned(kernels=1, uploads=2)) == [found]
-
-
-def test_fewer_kernels_do_not_make_up_for_another_upload() -> None:
-    found = problems(_packing(UPLOAD), _unsharded(), Planned(kernels=5, uploads=2))
-    assert found == ["3 more uploads on the compute stream than without sharding, 2 planned"]
-
-
-def test_where_all_tensors_travel_direct_copies_on_other_streams_are_problems_too() -> None:
-    found = problems(_packing(UPLOAD, stream=REDUCE), _unsharded(), Planned(kernels=1, uploads=2, is_beside=False))
-    assert found == [
-        "1 more copies and casts on other streams than without sharding, 0 planned",
-        "1 more uploads on other streams than without sharding, 0 planned",
-    ]
-
-
-def test_problems_say_what_is_on_the_compute_stream_and_what_the_cpu_waits_for() -> None:
-    trace = Trace().step(0, 50).run(GEMM, 10, 110)
-    trace.run(COPY, 110, 120).run(SPLIT, 120, 130).run(CHUNK_CAT, 130, 140).run(ALL_GATHER, 140, 150)
-    trace.run("Memcpy HtoD (Pageable -> Device)", 150, 160, GATHER)
+def _on_compute() -> Step:
+    trace = _step().run(GEMM, 10, 110).run(COPY, 110, 120).run(SPLIT, 120, 130).run(CHUNK_CAT, 130, 140)
+    trace.run(ALL_GATHER, 140, 150).run("Memcpy HtoD (Pageable -> Device)", 150, 160, GATHER)
     for name in ("cudaStreamSynchronize", "cudaStreamSynchronize", "cudaMemcpy", "cudaMalloc"):
         trace.call(name, 30)
-    assert_expected_inline(
-        "\n".join(problems(trace.only_step(), _unsharded(), Planned())),
-        """\
-2 more copies and casts on the compute stream than without sharding, 0 planned
-1 collectives on the compute stream
-the CPU waits: Memcpy HtoD (Pageable -> Device) x1
-the CPU waits: cudaMemcpy x1
-the CPU waits: cudaStreamSynchronize x2
-the driver allocates: cudaMalloc x1""",
-    )
+    return trace.only_step()
 
 
-def test_waits_of_the_model_itself_are_no_problem_of_the_runtime() -> None:
-    once, twice = Trace().step(0, 50).run(GEMM, 10, 110), Trace().step(0, 50).run(GEMM, 10, 110)
-    for trace in (once, twice, twice):
+def _waiting(times: int) -> Step:
+    trace = _step().run(GEMM, 10, 110)
+    for _ in range(times):
         trace.call("cudaStreamSynchronize", 30)
-    assert problems(once.only_step(), once.only_step(), Planned()) == []
-    assert problems(twice.only_step(), once.only_step(), Planned()) == ["the CPU waits: cudaStreamSynchronize x1"]
+    return trace.only_step()
+
+
+PLANNED = Planned(kernels=1, uploads=2)
+EMPTY = _step().only_step()  # without a device
+
+
+CASES = {
+    "not: all beside compute": (_beside_compute(), UNSHARDED, Planned()),
+    "not: what is planned": (_packing(), UNSHARDED, PLANNED),
+    "not: waits of the model itself": (_waiting(1), _waiting(1), Planned()),
+    "not: without a device": (EMPTY, EMPTY, Planned()),
+    "one more cast": (_packing(CAST), UNSHARDED, PLANNED),
+    "one more copy": (_packing(DTOD), UNSHARDED, PLANNED),
+    "one more upload": (_packing(UPLOAD), UNSHARDED, PLANNED),
+    "fewer kernels do not make up for another upload": (_packing(UPLOAD), UNSHARDED, Planned(5, 2)),
+    "one more wait": (_waiting(2), _waiting(1), Planned()),
+    "all tensors travel direct": (_packing(UPLOAD, stream=REDUCE), UNSHARDED, replace(PLANNED, is_beside=False)),
+    "all on the compute stream": (_on_compute(), UNSHARDED, Planned()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_problems_are_what_a_step_does_more_than_planned(case: str) -> None:
+    found = problems(*CASES[case])
+    assert (found == []) is case.startswith("not")
+    TEXTS.check(case, "\n".join(found) or "no problem")
+
+
+def test_every_text_has_a_case() -> None:
+    TEXTS.check_names(["kernels", *CASES])
 
 
 def test_trace_of_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": Trace().step(0, 50).run(GEMM, 10, 20).events}))
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": _step().run(GEMM, 10, 20).events}))
     assert read(path, "step") == [Step((DeviceOp(GEMM, "kernel", COMPUTE, 10.0, 20.0),), (), ())]
     with pytest.raises(ValueError, match="no step 'other'"):
         read(path, "other")
-
-
-def test_without_a_device_nothing_ran() -> None:
-    step = Trace().step(0, 50).only_step()
-    assert (step.ops, step.compute_stream, step.copy_ms, step.compute_idle_ms) == ((), None, 0, 0)
-    assert problems(step, step, Planned()) == []
+    assert (EMPTY.ops, EMPTY.compute_stream, EMPTY.copy_ms, EMPTY.compute_idle_ms) == ((), None, 0, 0)

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch.distributed.fsdp as theirs
+from torch import nn
 from torch.distributed.fsdp import fully_shard as held_by_this_file  # what install warns about
 from torch.distributed.pipelining import stage
 
@@ -38,12 +39,12 @@ HELD_BY_STAGE = {name: vars(stage)[name] for name in NAMES if name in vars(stage
 
 
 @contextmanager
-def quietly_installed() -> Iterator[None]:
-    """This file holds one of torch's names, which is what the warning says."""
-    with pytest.warns(UserWarning, match="still hold them"):
+def quietly_installed(also: str = "") -> Iterator[pytest.WarningsRecorder]:
+    """This file holds one of torch's names, which is what the warning says. ``also``: what it says, too."""
+    with pytest.warns(UserWarning, match=f"(?s)still hold them.*{also}|{also}.*still hold them") as seen:
         fsdp2.install()
     try:
-        yield
+        yield seen
     finally:
         fsdp2.uninstall()
 
@@ -64,18 +65,12 @@ def test_importers_get_our_names_while_installed_and_torchs_after(home: str) -> 
     assert type(module) is ModuleType
 
 
-def test_every_name_of_torchs_fully_shard_is_replaced() -> None:
-    with quietly_installed():
-        assert {name: getattr(theirs, name) for name in NAMES} == {name: getattr(fsdp2, name) for name in NAMES}
-        assert theirs.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
-
-
-def test_loaded_modules_of_torch_get_our_names() -> None:
+def test_every_name_of_torchs_fully_shard_is_replaced_also_in_loaded_modules_of_torch() -> None:
     assert "FSDPModule" in HELD_BY_STAGE
     with quietly_installed():
-        assert {name: getattr(stage, name) for name in HELD_BY_STAGE} == {
-            name: getattr(fsdp2, name) for name in HELD_BY_STAGE
-        }
+        for module, names in ((theirs, NAMES), (stage, HELD_BY_STAGE)):
+            assert {name: getattr(module, name) for name in names} == {name: getattr(fsdp2, name) for name in names}
+        assert theirs.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
     assert {name: getattr(stage, name) for name in HELD_BY_STAGE} == HELD_BY_STAGE
 
 
@@ -89,7 +84,7 @@ def test_torchs_internals_keep_their_own_classes() -> None:
         assert BEFORE["fully_shard"].__wrapped__.__globals__["FSDPModule"] is BEFORE["FSDPModule"]
 
 
-def test_install_twice_installs_once() -> None:
+def test_install_twice_installs_once_and_uninstalls_after_an_exception() -> None:
     with quietly_installed():
         fsdp2.install()  # no second warning, which would be an error
         with fsdp2.installed():
@@ -97,9 +92,6 @@ def test_install_twice_installs_once() -> None:
         assert theirs.fully_shard is fsdp2.fully_shard, "the inner block must not uninstall"
     fsdp2.uninstall()
     assert theirs.fully_shard is BEFORE["fully_shard"]
-
-
-def test_installed_uninstalls_after_an_exception() -> None:
     with pytest.warns(UserWarning, match="still hold them"), pytest.raises(KeyError), fsdp2.installed():
         raise KeyError
     assert theirs.fully_shard is BEFORE["fully_shard"]
@@ -109,10 +101,8 @@ def test_modules_that_hold_torchs_names_are_named(monkeypatch: pytest.MonkeyPatc
     client = ModuleType("client_of_torch")
     client.shard = BEFORE["fully_shard"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "client_of_torch", client)
-    with pytest.warns(UserWarning, match=r"client_of_torch \(shard\)") as warned:
-        fsdp2.install()
-    assert "fsdp2.fsdp1" not in str(warned[0].message)
-    fsdp2.uninstall()
+    with quietly_installed(r"client_of_torch \(shard\)") as warned:
+        assert "fsdp2.fsdp1" not in str(warned[0].message)
     assert client.shard is BEFORE["fully_shard"]
 
 
@@ -146,13 +136,9 @@ def test_rank_0_says_what_was_replaced(caplog: pytest.LogCaptureFixture, monkeyp
 
 
 def test_policies_of_torch_are_refused_by_name() -> None:
-    from torch import nn
-
+    """And ours are pickled by ours."""
     with quietly_installed(), pytest.raises(TypeError, match=r"mp_policy must be an fsdp2\.MixedPrecisionPolicy"):
         theirs.fully_shard(nn.Linear(2, 2), mp_policy=BEFORE["MixedPrecisionPolicy"]())
-
-
-def test_our_policies_are_pickled_by_our_names() -> None:
     with quietly_installed():
         policy = theirs.MixedPrecisionPolicy()
         assert pickle.loads(pickle.dumps(policy)) == policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.plan.trees import find_tensors, map_tensors
-
-Pair = namedtuple("Pair", ["left", "right"])
-
-
-@dataclass
-class Output:
-    logits: Tensor
-    label: str
-    extra: Any = None
+from tests.harness.models import Outputs, Pair
 
 
 @dataclass(frozen=True)
@@ -82,49 +74,32 @@ STRUCTURES: dict[str, Any] = {
     "dict": lambda: {"b": _t(0), "a": {"c": _t(1)}},
     "dict subclass": lambda: Noted("kept", b=_t(0), a=_t(1)),
     "namedtuple": lambda: Pair(_t(0), Pair(_t(1), "x")),
-    "dataclass": lambda: Output(_t(0), "label", [_t(1)]),
+    "dataclass": lambda: Outputs(_t(0), "label", {"y": [_t(1)]}),
     "frozen dataclass": lambda: Frozen(_t(0)),
     "dataclass with post-init": lambda: Counting(_t(0)),
-    "mixed": lambda: [{"o": Output(_t(0), "l", Pair(_t(1), [_t(2)]))}, (Frozen(_t(3)), Noted("n", x=_t(4)))],
+    "mixed": lambda: [{"o": Outputs(_t(0), "l", {"y": Pair(_t(1), [_t(2)])})}, (Frozen(_t(3)), Noted("n", x=_t(4)))],
     "same tensor twice": lambda: [shared := _t(0), {"again": shared}],
     "empty": lambda: ([], {}, ()),
 }
 
 
-@pytest.fixture(params=list(STRUCTURES))
-def value(request: pytest.FixtureRequest) -> Any:
-    return STRUCTURES[request.param]()
-
-
-def test_map_visits_the_tensors_that_find_finds_in_the_same_order(value: Any) -> None:
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_map_visits_the_tensors_that_find_finds_and_puts_others_in_their_place(structure: str) -> None:
+    value: Any = STRUCTURES[structure]()
     visited: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
         visited.append(tensor)
         return tensor
 
-    map_tensors(note, value)
-    found = find_tensors(value, [])
-    assert [id(tensor) for tensor in visited] == [id(tensor) for tensor in found]
-
-
-def test_the_identity_returns_the_same_object(value: Any) -> None:
-    assert map_tensors(lambda tensor: tensor, value) is value
-
-
-def test_mapped_tensors_are_found_again_in_place_of_the_old_ones(value: Any) -> None:
-    before = find_tensors(value, [])
+    assert map_tensors(note, value) is value
+    before, first = find_tensors(value, []), [_t(7)]
+    assert list(map(id, visited)) == list(map(id, before))
     mapped = map_tensors(lambda tensor: tensor + 10, value)
     assert type(mapped) is type(value)
     assert [float(tensor) for tensor in find_tensors(mapped, [])] == [float(tensor) + 10 for tensor in before]
-    assert [id(tensor) for tensor in find_tensors(value, [])] == [id(tensor) for tensor in before]  # left as it was
-
-
-def test_find_appends_to_what_was_found_before() -> None:
-    first, second = _t(0), _t(1)
-    found = [first]
-    assert find_tensors([second], found) is found
-    assert found == [first, second]
+    assert find_tensors(value, first) is first  # left as it was, and found behind what was found before
+    assert list(map(id, first[1:])) == list(map(id, before))
 
 
 @pytest.mark.parametrize("cls", [Noted, OrderedNoted])
@@ -154,13 +129,8 @@ def test_dataclass_is_rebuilt_without_its_constructor() -> None:
     assert (float(mapped.value), float(mapped.doubled)) == (1, 6)
 
 
-def test_parts_without_tensors_are_the_callers_objects() -> None:
-    plain = {"sizes": [1, 2]}
-    mapped = map_tensors(lambda tensor: tensor + 1, {"x": _t(0), "plain": plain})
-    assert mapped["plain"] is plain
-
-
-def test_sets_dataclass_types_and_strangers_are_left_alone() -> None:
-    for value in ({1, 2}, frozenset([_t(0)]), Output, "text", 3, None, object()):
+def test_parts_without_tensors_sets_dataclass_types_and_strangers_are_left_alone() -> None:
+    for value in ({"sizes": [1, 2]}, {1, 2}, frozenset([_t(0)]), Outputs, "text", 3, None, object()):
         assert find_tensors(value, []) == []
         assert map_tensors(lambda tensor: tensor + 1, value) is value
+        assert map_tensors(lambda tensor: tensor + 1, {"x": _t(0), "plain": value})["plain"] is value

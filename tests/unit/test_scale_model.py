@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import fsdp2
 from fsdp2.schedule.schedule import AfterForward, UnitRules
+from fsdp2.tools import trace
+from tests.distributed.support import Block, step
+from tests.harness.alone import on_one_rank
+from tests.harness.distributed import RankContext
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import gloo, published
 from scale.pipeline import Pipeline, simulate_stages
-from scale.workload import (
-    LLAMA_8B,
-    LLAMA_70B,
-    LLAMA_405B,
-    Batch,
-    Checkpointing,
-    Llama,
-    LossOfAPart,
-    observed,
-    scenario,
-)
+from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, LossOfAPart, observed, scenario
 
-from fsdp2.tools.planner.groups import Axes, Flight, GroupCost, Wire, group_cost
+from fsdp2.tools.planner.groups import Flight, GroupCost
 from fsdp2.tools.planner.machine import (
-    Algorithm,
     Contention,
     Link,
     Machine,
@@ -43,9 +38,9 @@ from fsdp2.tools.planner.machine import (
 from fsdp2.tools.planner.machines import H100
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.queues import Op, Queues, Stream, run
-from fsdp2.tools.planner.scenario import Choice, Kernels, Precision, Result, Scenario, simulate
+from fsdp2.tools.planner.scenario import Choice, Kernels, Result, Scenario, simulate
 from fsdp2.tools.planner.simulate import Accelerator, StepTime, UnitCost, steady_step
-from fsdp2.tools.planner.work import Exchange, Param, UnitWork, Work
+from fsdp2.tools.planner.work import Exchange, UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
 # Round figures: a second per byte sent, unless said otherwise.
@@ -64,44 +59,29 @@ PLAIN = Machine(
     channels=16,
 )
 SMALL = Llama("small", dim=64, num_blocks=3, kv_dim=32, hidden_dim=128, vocab_size=256, head_dim=32)
-CHOICES = {
-    "fsdp": Choice("fsdp"),
-    "own reduce group": Choice("own reduce group", shares_communicator=False),
-    "no reshard": Choice("no reshard", after_forward=KEEP),
-    "reshard to node": Choice("reshard to node", after_forward=SMALLER),
-    "hsdp": Choice("hsdp", shard_size=8),
-    "fp8": Choice("fp8", wire=Wire.FP8),
-}
+FSDP = Choice("fsdp")
 
 
 # Collectives
 
 
-def test_gather_in_a_node_takes_all_parts_but_ones_own_over_its_link() -> None:
-    assert gather(PLAIN, Ranks(8, 8), 800) == Transfer(7 * 0.01, 700 / 400, Resource.IN_NODE)
-
-
-def test_gather_between_nodes_shares_the_adapters_of_a_node() -> None:
-    found = gather(PLAIN, Ranks(32, 8), 3200)
-    assert found.latency == pytest.approx(4 * 1.0 + 27 * 0.01)  # a hop leaves each node, the others stay in one
-    assert found.seconds == pytest.approx(3100 / (8 * 25))
-    assert found.resource is Resource.NETWORK
-
-
-def test_one_rank_per_node_has_one_adapter() -> None:
-    assert ranks_of(4, stride=8, node_size=8) == Ranks(4, 1)
-    assert gather(PLAIN, Ranks(4, 1), 400).alone == pytest.approx(300 / 25 + 3 * 1.0)
-
-
-def test_all_reduce_sends_everything_twice_and_may_use_a_tree() -> None:
-    found = all_reduce(PLAIN, Ranks(16, 1), 1600)
-    assert found.seconds == pytest.approx(2 * 1500 / 25)
-    assert found.latency == pytest.approx(2 * 4 * 1.0)  # log2(16) hops, and back
-
-
-def test_more_tensors_than_channels_take_turns() -> None:
-    alone, many = (gather(PLAIN, Ranks(8, 8), 800, num_tensors) for num_tensors in (16, 17))
-    assert many.latency == 2 * alone.latency
+@pytest.mark.parametrize(
+    ("found", "latency", "seconds", "resource"),
+    [
+        (gather(PLAIN, Ranks(8, 8), 800), 7 * 0.01, 700 / 400, Resource.IN_NODE),  # all parts but one's own
+        # A hop leaves each node, the others stay in one; a node's adapters are shared.
+        (gather(PLAIN, Ranks(32, 8), 3200), 4 * 1.0 + 27 * 0.01, 3100 / (8 * 25), Resource.NETWORK),
+        (gather(PLAIN, ranks_of(4, stride=8, node_size=8), 400), 3 * 1.0, 300 / 25, Resource.NETWORK),  # one adapter
+        # Everything twice, by a tree: log2(16) hops, and back.
+        (all_reduce(PLAIN, Ranks(16, 1), 1600), 2 * 4 * 1.0, 2 * 1500 / 25, Resource.NETWORK),
+        (gather(PLAIN, Ranks(8, 8), 800, 16), 7 * 0.01, 700 / 400, Resource.IN_NODE),
+        (gather(PLAIN, Ranks(8, 8), 800, 17), 2 * 7 * 0.01, 700 / 400, Resource.IN_NODE),  # more than channels
+    ],
+)
+def test_collectives_take_hops_and_bytes(found: Transfer, latency: float, seconds: float, resource: Resource) -> None:
+    assert (found.latency, found.seconds) == (pytest.approx(latency), pytest.approx(seconds))
+    assert found.resource is resource
+    assert found.alone == found.latency + found.seconds
 
 
 # Queues
@@ -121,25 +101,22 @@ def test_streams_run_beside_each_other_in_order_and_wait_for_what_they_are_told_
     assert _run(queues) == {"gather": (0, 3), "early": (0, 1), "late": (3, 4)}
 
 
-def test_transfers_share_a_link_and_latency_is_not_shared() -> None:
+@pytest.mark.parametrize(
+    ("work", "link", "other", "contention", "expected"),
+    [
+        # alone for 1 s of latency, which is not shared, both at half for 2 s, alone for 1 s
+        (2, Resource.NETWORK, {"fixed": 1, "work": 2, "resource": Resource.NETWORK}, {}, (3, 4)),
+        (2, Resource.IN_NODE, {"work": 2, "resource": Resource.NETWORK}, {}, (2, 2)),  # links of different kinds
+        (1, Resource.NETWORK, {"work": 4}, {"compute": 0.25, "transfer": 0.5}, (2, 4.5)),  # while both run
+    ],
+)
+def test_what_shares_a_link_or_the_device_slows_each_other_down(
+    work: float, link: Resource, other: dict[str, Any], contention: dict[str, float], expected: tuple[float, float]
+) -> None:
     queues = Queues()
-    queues.enqueue(Stream.GATHER, "gather", work=2, resource=Resource.NETWORK)
-    queues.enqueue(Stream.REDUCE, "reduce", fixed=1, work=2, resource=Resource.NETWORK)
-    assert _run(queues) == {"gather": (0, 3), "reduce": (0, 4)}  # alone for 1 s, both at half for 2 s, alone for 1 s
-
-
-def test_links_of_different_kinds_are_not_shared() -> None:
-    queues = Queues()
-    queues.enqueue(Stream.GATHER, "gather", work=2, resource=Resource.IN_NODE)
-    queues.enqueue(Stream.REDUCE, "reduce", work=2, resource=Resource.NETWORK)
-    assert _run(queues) == {"gather": (0, 2), "reduce": (0, 2)}
-
-
-def test_compute_and_transfers_slow_each_other_down_while_both_run() -> None:
-    queues = Queues()
-    queues.enqueue(Stream.COMPUTE, "compute", work=4)
-    queues.enqueue(Stream.GATHER, "gather", work=1, resource=Resource.NETWORK)
-    assert _run(queues, compute=0.25, transfer=0.5) == {"gather": (0, 2), "compute": (0, 4.5)}
+    queues.enqueue(Stream.GATHER, "gather", work=work, resource=link)
+    queues.enqueue(Stream.REDUCE if "resource" in other else Stream.COMPUTE, "other", **other)
+    assert _run(queues, **contention) == {"gather": (0, expected[0]), "other": (0, expected[1])}
 
 
 def test_operations_that_wait_for_what_never_runs_are_an_error() -> None:
@@ -186,43 +163,19 @@ def _device(
     return kind(units, [UnitRules(after_forward=KEEP), *[UnitRules(after_forward=after_forward)] * num_units])
 
 
-def test_one_group_hides_nothing() -> None:
-    time = steady_step(_device(1, _group(gather_seconds=1, reduce_seconds=2)), Contention())
-    assert time == StepTime(step=(1 + 4) + (1 + 8 + 2), compute=12)
-
-
-def test_two_groups_hide_all_but_the_first_gathers_and_the_last_reduction() -> None:
-    time = steady_step(_device(2, _group(gather_seconds=1, reduce_seconds=2)), Contention())
-    assert time.exposed == pytest.approx(1 + 1 + 2)  # first of forward, first of backward; last of backward
-    assert time.compute == 2 * 12
-
-
-def test_groups_that_stay_unsharded_are_gathered_once() -> None:
-    time = steady_step(_device(2, _group(1, 2), after_forward=KEEP), Contention())
-    assert time.exposed == pytest.approx(1 + 2)
-
-
-def test_groups_that_rest_on_a_smaller_mesh_come_back_from_there() -> None:
-    time = steady_step(_device(2, _group(1, 2, regather=0.25), after_forward=SMALLER), Contention())
-    assert time.exposed == pytest.approx(1 + 0.25 + 2)
-
-
-@pytest.mark.parametrize("shares_communicator", [True, False])
-def test_without_compute_a_step_takes_as_long_as_its_bytes(shares_communicator: bool) -> None:
-    device = _device(5, _group(gather_seconds=1, reduce_seconds=2), forward=0, backward=0)
-    device.shares_communicator = shares_communicator
-    assert steady_step(device, Contention()).step == pytest.approx(5 * (1 + 1 + 2))
-
-
-@pytest.mark.parametrize(("shares_communicator", "expected"), [(True, 3 + 3 + 3), (False, 3 + 3 + 1)])
-def test_latency_adds_up_where_gathers_and_reductions_share_a_communicator(
-    shares_communicator: bool, expected: float
-) -> None:
-    waiting = Flight(Transfer(1.0, 0.0, Resource.NETWORK))
-    group = replace(_group(1, 1), gather=waiting, reduce=(waiting,))
-    device = _device(3, group, forward=0, backward=0)
-    device.shares_communicator = shares_communicator
-    assert steady_step(device, Contention()).step == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("num_units", "after_forward", "exposed"),
+    [
+        (1, AfterForward.RESHARD, 1 + 1 + 2),  # one group hides nothing
+        (2, AfterForward.RESHARD, 1 + 1 + 2),  # first of forward, first of backward; last of backward
+        (2, KEEP, 1 + 2),
+        (2, SMALLER, 1 + 0.25 + 2),
+    ],
+)
+def test_all_but_the_ends_is_hidden(num_units: int, after_forward: AfterForward, exposed: float) -> None:
+    group = _group(1, 2, regather=0.25 if after_forward is SMALLER else None)
+    time = steady_step(_device(num_units, group, after_forward=after_forward), Contention())
+    assert time == StepTime(step=pytest.approx(num_units * 12 + exposed), compute=num_units * 12)
 
 
 def test_a_reduction_that_outlasts_the_next_backward_holds_it_up() -> None:
@@ -231,45 +184,13 @@ def test_a_reduction_that_outlasts_the_next_backward_holds_it_up() -> None:
     assert steady_step(device, Contention()).step == pytest.approx(8 + 10 + 10 + 10)
 
 
-@pytest.mark.parametrize(
-    ("after_forward", "expected"), [(AfterForward.RESHARD, 200), (KEEP, 600), (SMALLER, 100 + 100 + 6 * 25)]
-)
-def test_at_the_peak_two_groups_are_unsharded_or_all_that_are_kept(
-    after_forward: AfterForward, expected: float
-) -> None:
-    frozen = replace(_group(1, 2, regather=0.25), grad_nbytes=0, cast_nbytes=0, reduced_nbytes=0)
-    device = _device(6, frozen, after_forward=after_forward)
-    device.step()
-    device.step()
-    assert device.memory.peak == {**device.memory.now, Held.GROUPS: expected}
-
-
-def test_what_rested_is_freed_when_it_has_been_gathered() -> None:
+def test_two_groups_are_in_flight_and_nothing_is_held_when_a_step_has_ended() -> None:
     """At the end of the fifth backward of six, four units rest: the fourth has been prefetched and has not arrived."""
     device = _device(6, _group(1, 2, regather=0.25), after_forward=SMALLER)
     device.step()
     assert device.memory.peak[Held.GROUPS] == 2 * 100 + 4 * 25
-
-
-def test_two_groups_of_gradients_are_in_flight_the_older_one_with_its_casts() -> None:
-    device = _device(6, _group(1, 2))
-    steady_step(device, Contention())
-    assert device.memory.peak[Held.GRADIENTS] == (100 + 200) + 100
-
-
-def test_nothing_is_held_when_a_step_has_ended() -> None:
-    device = _device(6, _group(1, 2, regather=0.25), after_forward=SMALLER)
-    device.step()
+    assert device.memory.peak[Held.GRADIENTS] == (100 + 200) + 100  # the older one with its casts
     assert set(device.memory.now.values()) == {0}
-
-
-def test_saved_activations_grow_through_forward_and_go_with_backward() -> None:
-    group = _group(1, 2)
-    units = [UnitCost("unit", 4, 8, group, saved_nbytes=1e6, working_nbytes=5e6)] * 4
-    device = Accelerator(units, [UnitRules(after_forward=KEEP), *[UnitRules()] * 4])
-    device.step()
-    assert device.memory.peak[Held.ACTIVATIONS] == 4e6 + 5e6
-    assert device.memory.now[Held.ACTIVATIONS] == 0
 
 
 def test_on_the_cpu_the_program_launches_and_finishes() -> None:
@@ -287,44 +208,6 @@ def test_on_the_cpu_the_program_launches_and_finishes() -> None:
 # Plans
 
 
-def _cost(num_shards: int, *params: tuple[int, ...], replicas: int = 1, wire: Wire = Wire.BF16) -> GroupCost:
-    named = tuple(Param(f"p{i}", shape) for i, shape in enumerate(params))
-    axes = Axes(ranks_of(num_shards, 1, 8), ranks_of(replicas, num_shards, 8))
-    return group_cost(
-        replace(PLAIN, network=Link(1.0, 0.0), in_node=Link(1.0, 0.0)), named, axes, wire, Precision.BF16.dtypes
-    )
-
-
-def test_a_group_sends_its_parameters_in_bf16_and_its_gradients_in_fp32() -> None:
-    cost = _cost(4, (2048, 1024))
-    numel = 2048 * 1024
-    assert cost.gather.transfer.seconds == 2 * numel * 3 / 4
-    assert [flight.transfer.seconds for flight in cost.reduce] == [4 * numel * 3 / 4]
-    assert (cost.unsharded_nbytes, cost.grad_nbytes, cost.cast_nbytes) == (2 * numel, 2 * numel, 4 * numel)
-    assert (cost.reduced_nbytes, cost.shards_nbytes) == (4 * numel / 4, 4 * numel / 4)
-    assert cost.staging_nbytes == 0  # it travels direct
-
-
-def test_replicas_sum_their_shards_of_the_gradients() -> None:
-    scatter, summed = _cost(8, (1024, 512), replicas=4).reduce
-    assert scatter.transfer.resource is Resource.IN_NODE
-    assert summed.transfer.resource is Resource.NETWORK
-    assert summed.transfer.seconds == 2 * 4 * (1024 * 512 / 8) * 3 / 4
-
-
-def test_more_ranks_than_rows_send_padding() -> None:
-    few, many = (_cost(num_shards, (1024, 512)) for num_shards in (1024, 4096))
-    assert many.unsharded_nbytes == 4 * few.unsharded_nbytes
-    assert many.gather.transfer.seconds == pytest.approx(4 * few.gather.transfer.seconds, rel=1e-2)
-
-
-def test_fp8_halves_what_matrices_gather_and_not_what_they_reduce() -> None:
-    plain, fp8 = (_cost(4, (1024, 512), wire=wire) for wire in Wire)
-    assert fp8.gather.transfer.seconds == plain.gather.transfer.seconds / 2
-    assert fp8.unsharded_nbytes == plain.unsharded_nbytes / 2
-    assert fp8.reduce == plain.reduce
-
-
 # Models and scenarios
 
 
@@ -335,25 +218,6 @@ def test_models_have_as_many_parameters_as_published(model: Llama, num_params: i
     assert model.num_params == num_params
 
 
-@pytest.mark.parametrize("checkpointing", list(Checkpointing))
-def test_recomputing_trades_activations_for_operations(checkpointing: Checkpointing) -> None:
-    kind = observed(LLAMA_8B, 1, 8192).kinds[0]
-    block, everything = kind[checkpointing], kind[Checkpointing.NONE]
-    assert block.saved_nbytes + block.working_nbytes == everything.saved_nbytes + everything.working_nbytes
-    forward, backward, before = (
-        each.linear + each.other for each in (block.forward, block.backward, everything.backward)
-    )
-    share = (backward - before) / forward
-    if checkpointing is Checkpointing.SELECTIVE:
-        assert 0.25 < share < 0.5
-        assert block.saved_nbytes < everything.saved_nbytes / 2
-    elif checkpointing is Checkpointing.FULL:
-        last = 2.0 * 8192 * LLAMA_8B.dim * LLAMA_8B.hidden_dim  # only the output needs the last product
-        assert share == pytest.approx(1 - last / forward)
-    else:
-        assert share == 0
-
-
 def test_a_model_observed_again_is_seen_the_same() -> None:
     """Storages of inputs that are gone must not be taken for those that all blocks share."""
     first, again, once_more = (observed.__wrapped__(LLAMA_8B, 1, 8192).kinds[0] for _ in range(3))
@@ -362,72 +226,28 @@ def test_a_model_observed_again_is_seen_the_same() -> None:
 
 def test_compiled_blocks_do_not_keep_what_backward_does_not_read() -> None:
     """Selective checkpointing keeps the last product of a block, which only the output needs."""
-    choice = replace(CHOICES["fsdp"], checkpointing=Checkpointing.SELECTIVE)
-    compiled = scenario(H100, LLAMA_8B, Batch(8192), 64, choice)
+    compiled = scenario(H100, LLAMA_8B, Batch(8192), 64, replace(FSDP, checkpointing=Checkpointing.SELECTIVE))
     eager = replace(compiled, kernels=Kernels.EAGER)
     product = 2 * 8192 * LLAMA_8B.dim
     assert simulate(eager).peak_nbytes - simulate(compiled).peak_nbytes == LLAMA_8B.num_blocks * product
 
 
-def _simulate(choice: str, num_gpus: int = 64, machine: Machine = H100, model: Llama = SMALL) -> Result:
-    return simulate(scenario(machine, model, Batch(8192), num_gpus, CHOICES[choice]))
-
-
-def test_state_is_twelve_bytes_per_parameter_of_a_shard() -> None:
-    sharded, replicated = (_simulate(name, model=LLAMA_8B).state_nbytes for name in ("fsdp", "hsdp"))
-    assert sharded == pytest.approx(12 * LLAMA_8B.num_params / 64, rel=1e-3)
-    assert replicated == pytest.approx(12 * LLAMA_8B.num_params / 8, rel=1e-3)
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_a_faster_machine_is_never_slower(choice: str) -> None:
-    base = replace(H100, contention=Contention(compute=0.1))
-    faster = {
-        "network": replace(base, network=Link(2 * base.network.bandwidth, base.network.latency)),
-        "latency": replace(base, network=Link(base.network.bandwidth, base.network.latency / 2)),
-        "in-node link": replace(base, in_node=Link(2 * base.in_node.bandwidth, base.in_node.latency)),
-        "tree": replace(base, algorithm=Algorithm.TREE),
-        "kernels": replace(base, utilisation=0.9),
-        "copies": replace(base, copy_bandwidth=2 * base.copy_bandwidth),
-        "contention": replace(base, contention=Contention()),
-    }
-    for num_gpus in (64, 2048):
-        before = _simulate(choice, num_gpus, base).time.step
-        after = {name: _simulate(choice, num_gpus, machine).time.step for name, machine in faster.items()}
-        assert {name: step for name, step in after.items() if step > before * (1 + 1e-9)} == {}
-
-
-def test_a_step_is_never_shorter_than_its_compute() -> None:
-    for choice in CHOICES:
-        assert _simulate(choice).time.exposed > 0
-
-
-def test_replicas_win_on_many_gpus_by_latency_and_sharding_holds_less() -> None:
-    fsdp, hsdp = (_simulate(name, 16384, model=LLAMA_8B) for name in ("fsdp", "hsdp"))
-    assert hsdp.time.step < fsdp.time.step / 2
-    assert fsdp.peak_nbytes < hsdp.peak_nbytes
-
-
-def test_on_few_gpus_sharding_over_all_is_about_as_fast_as_replicas() -> None:
-    fsdp, hsdp = (_simulate(name, 64, model=LLAMA_8B) for name in ("fsdp", "hsdp"))
-    assert fsdp.time.step == pytest.approx(hsdp.time.step, rel=0.02)
-
-
 TP_8 = Batch(8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)
 
 
-def test_tensor_parallelism_divides_parameters_and_products() -> None:
-    whole, divided = (scenario(H100, LLAMA_8B, replace(TP_8, tensor_parallel=n), 256, CHOICES["fsdp"]) for n in (1, 8))
+def _parallel(*sizes: int) -> list[Scenario]:
+    batches = (replace(TP_8, tensor_parallel=size) for size in sizes)
+    return [scenario(H100, LLAMA_8B, batch, 256, FSDP) for batch in batches]
+
+
+def test_tensor_parallelism_divides_parameters_and_products_and_gathers_whole_sequences_to_compute() -> None:
+    """Block: what is kept is divided, what its backward works on is not. Head: its input is gathered and kept."""
+    whole, divided = _parallel(1, 8)
     assert divided.axes.shard == Ranks(32, 1)
     assert simulate(divided).state_nbytes == pytest.approx(simulate(whole).state_nbytes, rel=1e-2)  # 8 x 32 ranks
     for part, unit in zip(divided.units, whole.units, strict=True):
         assert part.forward.linear == unit.forward.linear / 8
         assert part.backward.other == unit.backward.other / 8
-
-
-def test_tensor_parallelism_gathers_whole_sequences_to_compute() -> None:
-    """Block: what is kept is divided, what its backward works on is not. Head: its input is gathered and kept."""
-    whole, divided = (scenario(H100, LLAMA_8B, replace(TP_8, tensor_parallel=n), 256, CHOICES["fsdp"]) for n in (1, 8))
     block, part = whole.units[1], divided.units[1]
     activations = 2 * 8192 * LLAMA_8B.dim
     assert part.saved_nbytes == block.saved_nbytes / 8 == activations / 8
@@ -439,11 +259,9 @@ def test_tensor_parallelism_gathers_whole_sequences_to_compute() -> None:
 def test_the_loss_of_a_part_of_the_words_holds_four_times_its_logits_and_that_of_all_words_three_times() -> None:
     """torch's ``loss_parallel`` makes log-probabilities, zeros, exponentials and their sum. The loss of one GPU makes
     log-probabilities, their gradients and those of logits."""
-    for size, copies in ((1, 3), (8, 4)):
-        head = scenario(H100, LLAMA_8B, replace(TP_8, tensor_parallel=size), 256, CHOICES["fsdp"]).units[-1]
-        logits = 4 * 8192 * LLAMA_8B.vocab_size / size
-        at_peak = head.saved_nbytes + head.working_nbytes
-        assert copies * logits < at_peak < (copies + 1) * logits
+    for size, copies, found in zip((1, 8), (3, 4), _parallel(1, 8), strict=True):
+        head, logits = found.units[-1], 4 * 8192 * LLAMA_8B.vocab_size / size
+        assert copies * logits < head.saved_nbytes + head.working_nbytes < (copies + 1) * logits
 
 
 def test_the_loss_of_all_words_computed_as_that_of_a_part_is_cross_entropy() -> None:
@@ -464,28 +282,25 @@ def _exchanging(*exchanges: Exchange, async_tp: float | None = None) -> float:
     return found.time.step - 1
 
 
-def test_an_exchange_is_a_transfer_and_a_copy() -> None:
-    assert _exchanging(Exchange(800.0, gathers=True)) == pytest.approx(1600 * 7 / 8 / 400 + 2 * 1600 / 100)
+TRAVELS = 1600 * 7 / 8 / 400
+GATHERS, SUMS = (Exchange(800.0, gathers, product=TRAVELS - 1) for gathers in (True, False))
+HIDDEN, ALONE = replace(GATHERS, product=2 * TRAVELS), Exchange(800.0, gathers=False)
 
 
-def test_async_tp_hides_a_transfer_as_long_as_its_product_and_sums_in_a_kernel_of_its_own() -> None:
-    transfer = 1600 * 7 / 8 / 400
-    gather, total = (Exchange(800.0, gathers, product=transfer - 1) for gathers in (True, False))
-    assert _exchanging(gather, async_tp=1.0) == pytest.approx(1)
-    assert _exchanging(replace(gather, product=2 * transfer), async_tp=1.0) == 0
-    assert _exchanging(total, async_tp=1.0) == pytest.approx(1 + 1600 * (1 + 1 / 8) / 100)
-
-
-def test_async_tp_hides_a_share_of_the_transfer_since_parts_of_a_product_are_slower_than_the_whole() -> None:
-    transfer = 1600 * 7 / 8 / 400
-    gather = Exchange(800.0, gathers=True, product=2 * transfer)
-    assert _exchanging(gather, async_tp=0.75) == pytest.approx(transfer / 4)
-    assert _exchanging(replace(gather, product=transfer - 1), async_tp=0.75) == pytest.approx(1 + (transfer - 1) / 4)
-
-
-def test_async_tp_leaves_what_belongs_to_no_single_product() -> None:
-    alone = Exchange(800.0, gathers=False)
-    assert _exchanging(alone, async_tp=1.0) == _exchanging(alone)
+@pytest.mark.parametrize(
+    ("exchange", "async_tp", "expected"),
+    [
+        (Exchange(800.0, gathers=True), None, TRAVELS + 2 * 1600 / 100),  # a transfer and a copy
+        (ALONE, 1.0, _exchanging(ALONE)),  # it belongs to no single product
+        (GATHERS, 1.0, 1),  # all but what is longer than the product
+        (HIDDEN, 1.0, 0),
+        (SUMS, 1.0, 1 + 1600 * (1 + 1 / 8) / 100),  # in a kernel of its own
+        (HIDDEN, 0.75, TRAVELS / 4),  # parts of a product are slower than the whole
+        (GATHERS, 0.75, 1 + (TRAVELS - 1) / 4),
+    ],
+)
+def test_async_tp_hides_a_share_of_a_transfer(exchange: Exchange, async_tp: float | None, expected: float) -> None:
+    assert _exchanging(exchange, async_tp=async_tp) == pytest.approx(expected)
 
 
 # Pipelines
@@ -500,28 +315,22 @@ def _pipelined(pipeline: Pipeline, **sizes: float) -> Result:
     return simulate_stages(replace(microbatch, **sizes), pipeline)
 
 
-@pytest.mark.parametrize(("num_chunks", "seconds"), [(1, 3.0 * (6 + 3)), (3, 3.0 * (6 + 1))])
-def test_a_pipeline_is_filled_and_emptied_once_and_interleaving_shortens_that(num_chunks: int, seconds: float) -> None:
-    found = _pipelined(Pipeline(4, 6, num_chunks))
-    assert found.time.step == pytest.approx(seconds)
-    assert found.tokens_per_second == pytest.approx(6 * 8 / 4 / 4 / seconds)
-
-
-@pytest.mark.parametrize(("num_microbatches", "in_flight"), [(6, 4), (2, 2)])
-def test_the_first_gpu_of_a_pipeline_holds_activations_of_as_many_microbatches_as_gpus(
-    num_microbatches: int, in_flight: int
+@pytest.mark.parametrize(
+    ("pipeline", "seconds", "in_flight"),
+    [
+        (Pipeline(4, 6, 1), 3.0 * (6 + 3), 4),  # filled and emptied once
+        (Pipeline(4, 6, 3), 3.0 * (6 + 1), None),  # interleaving shortens that
+        (Pipeline(4, 2), 3.0 * (2 + 3), 2),
+    ],
+)
+def test_a_pipeline_is_filled_and_emptied_and_its_first_gpu_holds_activations_of_as_many_microbatches_as_gpus(
+    pipeline: Pipeline, seconds: float, in_flight: int | None
 ) -> None:
-    assert _pipelined(Pipeline(4, num_microbatches)).memory[Held.ACTIVATIONS] == 5.0 * in_flight
-
-
-def test_a_pipeline_gathers_and_reduces_once_and_keeps_sums_of_gradients_whole() -> None:
-    """The embedding is the first GPU's, too; the rest of the root is not."""
-    params = tuple(Param(name, (64, 10)) for name in ("tok_embeddings.weight", "output.weight"))
-    one, six = (_pipelined(Pipeline(4, number), root=params) for number in (1, 6))
-    assert one.time.exposed == pytest.approx(six.time.exposed)
-    assert one.time.exposed > 0
-    assert six.params_nbytes == 4 * 640 / 16
-    assert six.memory[Held.GRADIENTS] >= 4 * 640
+    found = _pipelined(pipeline)
+    assert found.time.step == pytest.approx(seconds)
+    assert found.tokens_per_second == pytest.approx(pipeline.num_microbatches * 8 / 4 / 4 / seconds)
+    if in_flight is not None:
+        assert found.memory[Held.ACTIVATIONS] == 5.0 * in_flight
 
 
 @pytest.mark.parametrize(("num_chunks", "num_blocks"), [(1, 16), (2, 16), (4, 16), (5, 20)])
@@ -532,28 +341,6 @@ def test_a_model_is_divided_into_stages_of_as_many_blocks_as_the_longest(num_chu
 # Published steps
 
 
-@cache
-def _predictions() -> dict[str, tuple[published.Row, Result]]:
-    return {row.name: (row, found) for row, found in published.predictions()}
-
-
-@pytest.mark.long
-def test_presets_are_calibrated_on_one_published_row() -> None:
-    """Products and the allocator, and nothing else: of the rows, only this one is reproduced exactly."""
-    assert published.calibrated().machine.utilisation == pytest.approx(H100.utilisation, rel=0.002)
-    row, found = _predictions()[published.CALIBRATES.name]
-    assert found.tokens_per_second == pytest.approx(row.page, rel=1e-4)
-    assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=1e-3)
-
-
-@pytest.mark.long
-def test_times_are_within_a_tenth_of_the_published_ones() -> None:
-    rows = [*_predictions().values(), *published.predictions(published.LATER)]
-    assert len(rows) == 14
-    for row, found in rows:
-        assert found.tokens_per_second == pytest.approx(row.page, rel=0.1), row.name
-
-
 @pytest.mark.long
 def test_what_async_tp_gains_is_calibrated_on_the_later_page() -> None:
     """On the mean of its two gains, neither of which is reproduced exactly."""
@@ -562,14 +349,6 @@ def test_what_async_tp_gains_is_calibrated_on_the_later_page() -> None:
     (bf16, fp8), (bf16_there, fp8_there) = ((each[1] / each[0], each[3] / each[2]) for each in (found, expected))
     assert bf16 * fp8 == pytest.approx(bf16_there * fp8_there, rel=1e-3)
     assert bf16 != pytest.approx(bf16_there, rel=1e-2)
-
-
-@pytest.mark.long
-def test_memory_is_within_a_tenth_of_the_published_one() -> None:
-    rows = _predictions()
-    assert len(rows) == 10
-    for row, found in rows.values():
-        assert found.reserved_nbytes / 2**30 == pytest.approx(row.gib, rel=0.1), row.name
 
 
 # Steps on gloo ranks
@@ -620,3 +399,34 @@ def test_a_step_on_gloo_ranks_is_compute_copies_and_what_compute_does_not_hide()
     assert found.compute == 2 * 12
     assert found.exposed == pytest.approx(4 * 0.75 + 2 * 2 + 2 * 0.75 + 2 + 0.125)
     assert gloo.predict(gloo.Case(2, 1, 2, 1, 1), PIECES).step > found.step
+
+
+# The actions of a step
+
+
+def _actions(after_forward: AfterForward) -> list[str]:
+    flight = Flight(Transfer(0.0, 1.0, Resource.NETWORK))
+    device = _device(3, GroupCost(flight, flight, (flight,), 1, 1, 1, 1, 1), after_forward=after_forward)
+    device.step()
+    first = len(device.performed)
+    device.step()
+    return [f"{action.value} {('(root)', '0', '1', '2')[unit]}" for action, unit in device.performed[first:]]
+
+
+def _actions_of_the_runtime(ctx: RankContext, reshard_after_forward: Any) -> list[str]:
+    """Of the second step."""
+    model: Any = nn.Sequential(*(Block() for _ in range(3)))
+    for block in model:
+        fsdp2.fully_shard(block, mesh=ctx.mesh_1d(), reshard_after_forward=reshard_after_forward)
+    step(fsdp2.fully_shard(model, mesh=ctx.mesh_1d()))
+    with trace.record(model) as recorded:
+        step(model)
+    return recorded.actions()
+
+
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "after_forward"), [(True, AfterForward.RESHARD), (False, KEEP), (2, SMALLER)]
+)
+def test_model_acts_as_the_runtime(reshard_after_forward: bool | int, after_forward: AfterForward) -> None:
+    ran = on_one_rank(_actions_of_the_runtime, world_size=4, reshard_after_forward=reshard_after_forward)
+    assert _actions(after_forward) == ran

@@ -1,0 +1,314 @@
+"""The scripts ``benchmarks/gpu_*.py`` on toys, on the CPU and on figures that are made up, so that they run when a GPU
+is there: what they measure and plan, which verdicts they draw, and what they must not take for a defect."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.comm.backends import CollectiveComm
+from fsdp2.plan.plan import Route, compile_gather
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_contract
+import gpu_direct
+import gpu_figures
+import gpu_step
+from gpu_device import device
+from gpu_direct import OneBlock, inputs_of
+from gpu_groups import real_group
+from gpu_step import Figures, Measured, Result, planned_copies, report_cost, tables
+from gpu_subjects import BF16, CASES, SUBJECTS, Block, Case, Run, Shape, Stepper, StillGroup, process_group
+from gpu_trace import DeviceOp, Planned, Step
+
+from tests.gpu import test_gpu_step as on_gpu
+
+TOY = Shape(64, 2, 1, 128)
+
+
+# A step
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Run:
+    return Run("cpu", TOY, num_blocks=2, tokens=8, rounds=1, traces=tmp_path)
+
+
+# torch's profiler prints where it starts and stops, and its collectives warn of their old names
+@pytest.mark.filterwarnings("ignore")
+def test_a_case_gives_figures_of_all_subjects(toy: Run) -> None:
+    measured = on_gpu.measured_finite(CASES[-3], toy)
+    assert measured.reported > 0
+    figures = measured.figures
+    assert list(figures) == list(SUBJECTS)
+    assert all(each.step_ms > 0 and each.cpu_ms > 0 for each in figures.values())
+    assert len(list(toy.traces.iterdir())) == 3
+    assert measured.problems() == []
+    found = tables([Result("a case", toy.shape.block_nbytes, replace(measured, reported=1.004))])
+    assert found[0].note.endswith("A step in a report takes 1.004 of one without; aim: 1.01.")
+    assert [each.name for each in found] == ["time", "cpu", "memory", "copies", "kinds", "checks"]
+    assert found[-1].rows[0][0] == "a case"
+
+
+@pytest.mark.parametrize("shape", [Shape(), on_gpu.SHAPE], ids=["8B", "tests on a GPU"])
+def test_all_matrices_travel_direct_where_the_gpu_expects_that(shape: Shape) -> None:
+    with torch.device("meta"):
+        block = Block(shape, has_gains=CASES[0].has_gains)
+    sizes = [parameter.numel() * BF16.itemsize // CASES[0].world_size for parameter in block.parameters()]
+    assert min(sizes) >= CollectiveComm.routing.direct_min_nbytes
+
+
+# By hand, of two blocks of seven matrices. With gains, or with a cast, a block has a bucket; its kernel reads addresses
+# from the host.
+PLANNED = [Planned(0, 0, is_beside=False), *[Planned(2, 2)] * 3, Planned(0, 0), Planned(2 * 9, 0)]
+
+
+@pytest.mark.parametrize(("case", "planned"), [*zip(CASES, PLANNED, strict=True)])
+def test_planned_copies_are_of_buckets_and_casts(
+    toy: Run, monkeypatch: pytest.MonkeyPatch, case: Case, planned: Planned
+) -> None:
+    # A gain has 16 bytes per shard, k and v have 512.
+    monkeypatch.setattr(CollectiveComm, "routing", replace(CollectiveComm.routing, direct_min_nbytes=128))
+    with process_group(case, "cpu"):
+        step = Stepper("fsdp2", case, toy)
+        step()
+        assert planned_copies(step.model) == planned
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 3.0])
+def test_cost_of_a_report_is_that_of_pairs(toy: Run, monkeypatch: pytest.MonkeyPatch, slowdown: float) -> None:
+    calls: list[str] = []
+
+    def clock(name: str, ms: float) -> Callable[..., float]:
+        return lambda *_: ms * (slowdown if calls.append(name) or len(calls) > 4 else 1.0)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(gpu_step, "step_ms", clock("plain", 100.0))
+    monkeypatch.setattr(gpu_step, "reported_ms", clock("reported", 100.4))
+    assert report_cost(None, toy) == pytest.approx(1.004)  # type: ignore[arg-type]
+    assert calls == ["plain", "reported", "reported", "plain", "plain", "reported"]
+
+
+def test_case_that_fails_leaves_no_process_group_behind() -> None:
+    def run_out_of_memory() -> None:
+        with process_group(CASES[0], "cpu"):
+            StillGroup.fills = True
+            raise torch.OutOfMemoryError
+
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            run_out_of_memory()
+        assert not dist.is_initialized()
+        assert not StillGroup.fills
+
+
+def test_bytes_of_a_block_are_those_of_its_parameters(toy: Run) -> None:
+    block = Stepper("unsharded", CASES[0], toy).model[0]
+    with_gains = Stepper("unsharded", CASES[1], toy).model[0]
+    nbytes = [sum(p.numel() * p.itemsize for p in each.parameters()) for each in (block, with_gains)]
+    assert nbytes[1] == toy.shape.block_nbytes
+    assert nbytes[0] == nbytes[1] - 2 * 2 * toy.shape.dim
+
+
+def test_ranks_that_are_not_there_move_nothing_unless_told_to() -> None:
+    with process_group(CASES[0], "cpu"):
+        gathered, mine = torch.zeros(16), torch.tensor([1.0, 2.0])
+        group = dist.group.WORLD
+        assert isinstance(group, StillGroup)
+        group._allgather_base(gathered, mine).wait()
+        assert not gathered.any()
+        reduced = torch.zeros(2)
+        group._reduce_scatter_base(reduced, torch.ones(16)).wait()
+        assert not reduced.any()
+        StillGroup.fills = True
+        group.allgather_into_tensor_coalesced([gathered], [mine]).wait()
+        StillGroup.fills = False
+        assert torch.equal(gathered, mine.repeat(8))
+
+
+# Direct travel
+
+
+def num_direct(num_ranks: int, nbytes: int) -> int:
+    routing = replace(CollectiveComm.routing, direct_min_nbytes=nbytes)
+    return len(compile_gather(dict(enumerate(inputs_of(Shape(), num_ranks))), routing).on_route(Route.DIRECT))
+
+
+def test_thresholds_differ_in_what_travels_direct() -> None:
+    """Of nine tensors of 8B's block. On 64 ranks, shards are as small as 128 KiB."""
+    found = [[num_direct(ranks, nbytes) for nbytes in gpu_direct.THRESHOLDS.values()] for ranks in gpu_direct.RANKS]
+    assert found == [[7, 7, 7, 5, 0], [7, 5, 3, 0, 0]]
+
+
+def test_each_launch_sends_one_chunk_of_each_tensor_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[tuple[int, int]]] = []
+
+    def note(_: object, outputs: list[Tensor], inputs: list[Tensor], **__: Any) -> Any:
+        sent.append([(a.numel(), b.numel()) for a, b in zip(outputs, inputs, strict=True)])
+        return []
+
+    monkeypatch.setattr(CollectiveComm, "all_gather", note)
+    monkeypatch.setattr(CollectiveComm, "reduce_scatter", note)
+    with real_group(device("cpu")):
+        OneBlock(TOY, torch.device("cpu"), 8, direct_min_nbytes=1024).reduce()
+    matrices = [64 * 64, 64 * 64, 128 * 64, 128 * 64, 64 * 128]  # q, out, gate, up, down; k and v have 512 bytes
+    bucket = 2 * 64 + 2 * 32 * 64
+    gathered, reduced = ([numel for numel, _ in each] for each in sent)
+    assert gathered == [*(numel // 8 for numel in matrices), bucket // 8]
+    assert reduced == [bucket // 8, *(numel // 8 for numel in matrices)]
+    assert all(a == b for each in sent for a, b in each)
+
+
+def test_costs_become_a_table() -> None:
+    costs = gpu_direct.measure("cpu", TOY, rounds=1)
+    assert list(costs) == ["8", "64"]
+    assert all(cost["gather_ms"] > 0 and cost["reduce_ms"] > 0 for each in costs.values() for cost in each.values())
+    table = gpu_direct.table(costs)
+    assert [row[0] for row in table.rows] == list(gpu_direct.THRESHOLDS)
+    assert "takes several GPUs" in table.note
+
+
+# Verdicts on figures
+
+GEMM = DeviceOp("nvjet_tst", "kernel", 7, 0.0, 900.0)
+FLAGS = DeviceOp("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 7, 900.0, 901.0)
+CAST = DeviceOp("bfloat16_copy_kernel_cuda", "kernel", 7, 901.0, 910.0)
+
+
+def figures(step_ms: float, *ops: DeviceOp, peak: int = 1 << 30) -> Figures:
+    return Figures(step_ms, cpu_ms=1.0, peak=peak, reserved=2 << 30, step=Step(ops, (), ()))
+
+
+HEALTHY = Measured(
+    {"unsharded": figures(100.0, GEMM), "fsdp2": figures(101.0, GEMM, FLAGS), "torch": figures(104.0, GEMM, CAST)},
+    Planned(uploads=1, is_beside=False),
+    reported=1.004,
+    is_finite=True,
+)
+
+
+def verdicts(monkeypatch: pytest.MonkeyPatch, measured: Measured) -> dict[str, tuple[str, str]]:
+    """Status and text by what the verdict is on."""
+    found: dict[str, tuple[str, str]] = {}
+
+    def report(status: str, detail: str, **_: Any) -> None:
+        head, _, rest = detail.partition(": ")
+        found[head.rpartition(", ")[2]] = status, rest
+
+    monkeypatch.setattr(gpu_figures, "measure", lambda case, run: measured)
+    gpu_figures.steps(report, "cuda", "8B", 0)
+    return found
+
+
+def with_ours(ours: Figures) -> Measured:
+    return replace(HEALTHY, figures={**HEALTHY.figures, "fsdp2": ours})
+
+
+PASSES = dict.fromkeys(["time", "report", "memory", "copies"], "PASS")
+
+
+@pytest.mark.parametrize(
+    ("measured", "others", "said"),
+    [
+        (HEALTHY, {}, "0 kernels and 1 uploads are planned"),
+        (with_ours(figures(103.0, GEMM, FLAGS)), {"time": "FAIL"}, ""),
+        (replace(HEALTHY, reported=1.02), {"report": "FAIL"}, ""),
+        (with_ours(figures(101.0, GEMM, FLAGS, peak=2 << 30)), {"memory": "FAIL"}, ""),
+        (with_ours(figures(101.0, GEMM, FLAGS, CAST)), {"copies": "FAIL"}, ""),
+        (with_ours(figures(101.0, GEMM, FLAGS, replace(CAST, stream=20))), {"copies": "FAIL"}, ""),
+        (with_ours(figures(101.0)), {"copies": "NOT RUN"}, "torch's profiler has seen nothing of the device"),
+    ],
+)
+def test_each_aim_that_is_missed_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, measured: Measured, others: dict[str, str], said: str
+) -> None:
+    found = verdicts(monkeypatch, measured)
+    assert {name: status for name, (status, _) in found.items()} == PASSES | others
+    assert said in found["copies"][1]
+
+
+def test_values_that_overflow_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdicts(monkeypatch, replace(HEALTHY, is_finite=False)).values()
+    assert [text for status, text in found if status == "FAIL"] == ["values overflow, so the figures mean nothing"]
+
+
+@pytest.mark.parametrize(("ours_ms", "status"), [(0.5, "PASS"), (0.9, "FAIL")])
+def test_direct_travel_may_cost_a_bucket(monkeypatch: pytest.MonkeyPatch, ours_ms: float, status: str) -> None:
+    cost = {"num_direct": 7, "gather_ms": 0.3, "reduce_ms": 0.3, "host_ms": 0.1}
+    by_threshold = dict.fromkeys(gpu_direct.THRESHOLDS, cost) | {gpu_direct.OURS: {**cost, "gather_ms": ours_ms - 0.3}}
+    monkeypatch.setattr(gpu_direct, "measure", lambda *_: {"8": by_threshold, "64": dict.fromkeys(by_threshold, cost)})
+    found: list[tuple[str, str]] = []
+    gpu_figures.direct(lambda status, detail, **_: found.append((status, detail)), "cuda")
+    assert [each for each, _ in found] == [status, "PASS"]
+    assert "for the wire, several GPUs are needed" in found[0][1]
+
+
+# The contract of a device
+
+
+class LazyDevice:
+    """The host waits for it where a kernel is launched for the first time, as CUDA's lazy loading may make it do."""
+
+    type = "cpu"
+
+    def __init__(self, *, always_waits: bool = False) -> None:
+        self._is_busy = False
+        self._always_waits = always_waits
+        self._loaded: set[object] = set()
+
+    def keep_busy(self) -> None:
+        self._is_busy = True
+
+    def finish(self) -> None:
+        self._is_busy = False
+
+    def launch(self, _group: object, outputs: list[Tensor], inputs: list[Tensor], *, on_stream: bool) -> LazyDevice:
+        if self._always_waits or on_stream not in self._loaded:
+            self.finish()
+        self._loaded.add(on_stream)
+        outputs[0].copy_(inputs[0])
+        return self
+
+    def wait(self) -> None:
+        """What ``launch`` returns is a work."""
+
+    # As torch's module of a device, and as its streams and events
+
+    Stream = current_stream = record_event = lambda self: self
+
+    def stream(self, _: object) -> Any:
+        return nullcontext()
+
+    def wait_stream(self, _: object) -> None:
+        """There is one stream."""
+
+    def query(self) -> bool:
+        return not self._is_busy
+
+
+@pytest.mark.parametrize("always_waits", [False, True])
+@pytest.mark.parametrize(
+    "check", [gpu_contract._runs_in_the_order_of_its_stream, gpu_contract._asynchronous_makes_the_stream_wait]
+)
+def test_only_a_launch_that_makes_the_host_wait_every_time_is_a_failure(
+    check: Any, always_waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one whose kernel is loaded when first launched."""
+    device = LazyDevice(always_waits=always_waits)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    for name in ("_gather", "_reduce"):
+        launch = lambda *args, **kwargs: device.launch(*args, **kwargs)  # noqa: E731  # with a __name__
+        monkeypatch.setattr(gpu_contract, name, launch)
+    if always_waits:
+        with pytest.raises(AssertionError, match="the host has waited"):
+            check(device, None)
+    else:
+        assert "the host went on" in check(device, None)
