@@ -84,8 +84,10 @@ FSDPModule
 FullyShardedDataParallel
 GradientReductionHandle
 LoadedKeys
+MatrixRule
 MemoryLimitError
 MixedPrecisionPolicy
+Muon
 Observer
 OffloadPolicy
 ParamPlacement
@@ -93,6 +95,7 @@ ReduceScatter
 ScheduleError
 TiedWeights
 UnshardHandle
+WholeMatrices
 Workload
 allow_inner_losses
 auto_shard
@@ -104,6 +107,7 @@ install
 installed
 load_safetensors
 memory_plan
+muon_groups
 no_sync
 plan
 register_fsdp_forward_method
@@ -115,7 +119,8 @@ share_comm_ctx
 stream_full_params
 trace
 uninstall
-unsharded""",
+unsharded
+whole_matrices""",
     )
 
 

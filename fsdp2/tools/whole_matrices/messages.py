@@ -1,0 +1,146 @@
+"""What one member sends and receives for one bucket: offsets in flat messages, decided once.
+
+Integers in, integers out: no torch. Four messages: shards go to owners and arrive there, results go to all holders and
+arrive there. Rule: what one member sends to another lies in the order in which that one reads it: by owner, then by
+matrix in the order of the bucket, then by piece. Offsets and sizes are in elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from fsdp2.tools.whole_matrices.planner import Bucket, GroupPlan
+from fsdp2.tools.whole_matrices.regions import Piece
+from fsdp2.tools.whole_matrices.rules import Box
+
+Slices = tuple[slice, ...]
+_Part = tuple[int, tuple[Any, ...]]  # elements, or an offset; and the rest of a slot
+
+
+@dataclass(frozen=True)
+class ShardSlot:
+    """A place in a message for entries of this member's shard of ``tensor``. ``is_all``: they are the whole shard."""
+
+    offset: int
+    shape: tuple[int, ...]
+    tensor: int
+    slices: Slices
+    is_all: bool
+
+
+@dataclass(frozen=True)
+class MatrixSlot:
+    """A place in a message for entries of the matrix ``index`` of ``stack``, which is seen as ``box_shape``."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stack: int
+    index: int
+    box_shape: tuple[int, ...]
+    slices: Slices
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of equal shape that this member owns. ``matrices``: their positions in the plan."""
+
+    rows: int
+    columns: int
+    matrices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BucketMessages:
+    """The messages of one bucket, as one member has them. The sizes are by other member."""
+
+    stacks: tuple[Stack, ...]
+    given: tuple[ShardSlot, ...]
+    given_sizes: list[int]
+    arriving: tuple[MatrixSlot, ...]
+    arriving_sizes: list[int]
+    returned: tuple[MatrixSlot, ...]
+    returned_sizes: list[int]
+    results: tuple[ShardSlot, ...]
+    results_sizes: list[int]
+
+
+def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
+    """The messages of ``bucket`` for the member ``me``."""
+    members = range(plan.num_members)
+    owned = bucket.of_owner[me]
+    stacks = tuple(
+        Stack(rows, columns, tuple(group))
+        for (rows, columns), group in groupby(owned, key=lambda i: (plan.matrices[i].rows, plan.matrices[i].columns))
+    )
+    given, results = (
+        _Message(_shard_slots(plan, bucket, me, owner, of_all_copies=of_all) for owner in members)
+        for of_all in (False, True)
+    )
+    arriving, returned = (
+        _Message(_matrix_slots(plan, stacks, me, member, of_all_copies=of_all) for member in members)
+        for of_all in (False, True)
+    )
+    return BucketMessages(
+        stacks,
+        tuple(ShardSlot(offset, *slot) for offset, slot in given.slots),
+        given.sizes,
+        tuple(MatrixSlot(offset, *slot) for offset, slot in arriving.slots),
+        arriving.sizes,
+        tuple(MatrixSlot(offset, *slot) for offset, slot in returned.slots),
+        returned.sizes,
+        tuple(ShardSlot(offset, *slot) for offset, slot in results.slots),
+        results.sizes,
+    )
+
+
+class _Message:
+    """Slots behind each other; ``parts``: for each other member, the number of elements and the rest of each slot."""
+
+    def __init__(self, parts: Iterable[Iterable[_Part]]) -> None:
+        self.slots: list[_Part] = []
+        self.sizes: list[int] = []
+        end = 0
+        for part in parts:
+            start = end
+            for numel, slot in part:
+                self.slots.append((end, slot))
+                end += numel
+            self.sizes.append(end - start)
+
+
+def _shard_slots(plan: GroupPlan, bucket: Bucket, me: int, owner: int, *, of_all_copies: bool) -> Iterator[_Part]:
+    """What ``me`` gives to ``owner``; with ``of_all_copies``, what comes back from there."""
+    for index in bucket.of_owner[owner]:
+        tensor = plan.matrices[index].tensor
+        placed = plan.tensors[tensor].placed
+        if of_all_copies or placed.copy_of(me) == placed.copy_of(owner):
+            local_shape = placed.local_shape(me)
+            for piece in placed.pieces(me, plan.matrices[index].box):
+                yield piece.numel, (piece.shape, tensor, _slices(piece.local), piece.shape == local_shape)
+
+
+def _matrix_slots(
+    plan: GroupPlan, stacks: tuple[Stack, ...], me: int, member: int, *, of_all_copies: bool
+) -> Iterator[_Part]:
+    """What arrives at ``me``, the owner, from ``member``; with ``of_all_copies``, what ``me`` returns to it."""
+    for number, stack in enumerate(stacks):
+        for position, index in enumerate(stack.matrices):
+            matrix = plan.matrices[index]
+            placed = plan.tensors[matrix.tensor].placed
+            if of_all_copies or placed.copy_of(me) == placed.copy_of(member):
+                box_shape = tuple(stop - start for start, stop in matrix.box)
+                for piece in placed.pieces(member, matrix.box):
+                    yield piece.numel, (piece.shape, number, position, box_shape, _slices(piece.inside))
+
+
+def local_pieces(plan: GroupPlan, me: int, index: int) -> tuple[Piece, ...]:
+    """What ``me`` has of the matrix ``index``."""
+    matrix = plan.matrices[index]
+    return plan.tensors[matrix.tensor].placed.pieces(me, matrix.box)
+
+
+def _slices(box: Box) -> Slices:
+    return tuple(slice(*interval) for interval in box)
