@@ -200,8 +200,8 @@ def plan_matrices(
 ) -> GroupPlan:
     """Divide ``tensors`` into matrices, and give each of these an owner and a bucket.
 
-    Longest first: each matrix goes to the member with the least to do; of several, to the one that has most of it.
-    Then matrices of the busiest member move, or change places with smaller ones, as long as that helps.
+    Longest first: each matrix goes to the member with the least to do; of several, to the one that has most of it. One
+    that has half of it or more is given it anyway, unless that is more than it can do. Then matrices of the busiest member move, or change places with smaller ones, as long as that helps.
 
     Args:
         cost: of the function on a matrix of so many rows and columns.
@@ -262,22 +262,30 @@ def _owners(
     tensors: Sequence[PlannedTensor], matrices: Sequence[Matrix], num_members: int, before: Sequence[float]
 ) -> list[int]:
     owners = [0] * len(matrices)
+    bound = least_largest_load([matrix.cost for matrix in matrices], num_members, before)
+    load_of = list(before)
     idle: dict[float, set[int]] = {}  # by load
     for member, load in enumerate(before):
         idle.setdefault(load, set()).add(member)
     loads = sorted(idle)
     for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].cost, index)):
-        matrix, load = matrices[index], loads[0]
+        matrix = matrices[index]
         holders = tensors[matrix.tensor].placed.holders(matrix.box)
-        near = [(numel, -member) for member, numel in holders if member in idle[load]]
-        owner = -max(near)[1] if near else min(idle[load])
+        most, owner = max((numel, -member) for member, numel in holders)
+        owner = -owner
+        if 2 * most < matrix.numel or load_of[owner] + matrix.cost > bound:
+            idlest = idle[loads[0]]
+            near = [(numel, -member) for member, numel in holders if member in idlest]
+            owner = -max(near)[1] if near else min(idlest)
         owners[index] = owner
+        load = load_of[owner]
+        load_of[owner] += matrix.cost
         idle[load].remove(owner)
-        if not idle[load]:
+        if load_of[owner] not in idle:
+            heapq.heappush(loads, load_of[owner])
+        idle.setdefault(load_of[owner], set()).add(owner)
+        while not idle[loads[0]]:
             del idle[heapq.heappop(loads)]
-        if load + matrix.cost not in idle:
-            heapq.heappush(loads, load + matrix.cost)
-        idle.setdefault(load + matrix.cost, set()).add(owner)
     return owners
 
 
