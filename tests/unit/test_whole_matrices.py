@@ -165,7 +165,15 @@ def test_pieces_of_all_members_are_the_box(seed: int) -> None:
 
 
 def _llama(width: int, kv: int, mlp: int, num_layers: int) -> list[Shape]:
-    return [(width, width), (kv, width), (kv, width), (width, width), (mlp, width), (mlp, width), (width, mlp)] * num_layers
+    return [
+        (width, width),
+        (kv, width),
+        (kv, width),
+        (width, width),
+        (mlp, width),
+        (mlp, width),
+        (width, mlp),
+    ] * num_layers
 
 
 MODELS: dict[str, list[Shape]] = {
@@ -179,7 +187,9 @@ MODELS: dict[str, list[Shape]] = {
 @pytest.mark.parametrize("num_ranks", [8, 64, 128, 256, pytest.param(512, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("model", MODELS)
 def test_owners_of_large_models_are_balanced_and_send_little(model: str, num_ranks: int) -> None:
-    plan = plan_matrices(planned([fsdp(shape, num_ranks) for shape in MODELS[model]]), num_ranks, bucket_nbytes=64 * MIB)
+    plan = plan_matrices(
+        planned([fsdp(shape, num_ranks) for shape in MODELS[model]]), num_ranks, bucket_nbytes=64 * MIB
+    )
     assert plan.distance_from_best <= 1.05
     ideal = 2 * sum(math.prod(shape) for shape in MODELS[model]) * 2 / num_ranks
     assert sum(plan.sent_nbytes) / num_ranks <= ideal

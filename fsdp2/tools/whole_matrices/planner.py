@@ -201,7 +201,8 @@ def plan_matrices(
     """Divide ``tensors`` into matrices, and give each of these an owner and a bucket.
 
     Longest first: each matrix goes to the member with the least to do; of several, to the one that has most of it. One
-    that has half of it or more is given it anyway, unless that is more than it can do. Then matrices of the busiest member move, or change places with smaller ones, as long as that helps.
+    that has half of it or more is given it anyway, unless that is more than it can do. Then matrices of the busiest
+    member move, or change places with smaller ones, as long as that helps.
 
     Args:
         cost: of the function on a matrix of so many rows and columns.
