@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -321,15 +322,14 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """The param groups of ``model`` for ``Muon``: by the usual rule, or by ``is_matrix``.
 
-    The usual rule: Muon steps the matrices of hidden layers. AdamW steps embeddings, the last linear layer of the
-    model in the order of registration if its output is no input of another one (the head, by name ``lm_head``,
-    ``head``, ``output``, ``unembed`` or ``classifier``), norms, biases, and what has not two dims; with ``rule``, also
-    Muon steps what it gives a rule for.
+    By the usual rule, Muon steps the matrices of hidden layers, and what ``rule`` gives a rule for. AdamW steps the
+    rest: embeddings, norms, biases, what has not two dims, and the head, by its name: ``lm_head``, ``head``,
+    ``output``, ``unembed``, ``classifier`` or ``score``, at most one level below the model.
 
     Args:
         is_matrix: from a name and a parameter to whether Muon steps it.
         rule: as for ``Muon``.
-        verbose: print what went where.
+        verbose: print what went where, on rank 0.
         adamw: options of the group of AdamW.
 
     Returns:
@@ -340,7 +340,7 @@ def muon_groups(
     matrices = [(name, param) for name, param in named if taken(name, param)]
     names = {name for name, _ in matrices}
     others = [(name, param) for name, param in named if name not in names]
-    if verbose:
+    if verbose and (not dist.is_initialized() or dist.get_rank() == 0):
         print(_table(matrices, others))
     groups: list[dict[str, Any]] = []
     if matrices:
@@ -351,7 +351,9 @@ def muon_groups(
 
 
 class _UsualRule:
-    _HEADS = ("lm_head", "head", "output", "unembed", "unembedding", "classifier", "score", "embed_out")
+    """What Muon steps if nothing else is said."""
+
+    _HEADS = ("lm_head", "head", "output", "unembed", "classifier", "score")
 
     def __init__(self, model: nn.Module, rule: Rule | None) -> None:
         self._rule = rule

@@ -118,6 +118,21 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "distributed/test_model_parallel_state.py::test_gradient_whose_collective_is_pending_is_waited_for"
     ),
     ("tools.weights._do", "work"): "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
+    **{
+        (f"tools.whole_matrices.{place}", method): (
+            "accelerator/test_whole_matrices.py::test_wait_of_the_exchange_that_is_left_out_is_noticed"
+        )
+        for place, method in (
+            ("exchange.Message.start", "gather_after_compute"),
+            ("exchange.Message.start", "record"),
+            ("exchange.Message.wait", "wait_here"),
+            ("run._reduced", "work"),
+        )
+    },
+    # gloo's messages
+    ("tools.whole_matrices.exchange.Message.wait", "work"): (
+        "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and_comes_back"
+    ),
     # what measures time
     ("tools.report.recorder.DeviceClock.__init__", "synchronize"): (
         "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"

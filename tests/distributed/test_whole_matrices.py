@@ -357,7 +357,8 @@ def test_a_gradient_that_is_placed_otherwise_is_refused(ctx: RankContext) -> Non
     model = _mlp(ctx)
     optimizer = _muon(model)
     param = next(param for param in model.parameters() if param.ndim == 2)
-    param.grad = torch.ones_like(param).redistribute(placements=[Shard(1)])
+    whole = torch.ones(param.shape, device=ctx.device_type)
+    param.grad = distribute_tensor(whole, ctx.mesh_1d(), [Shard(1)], src_data_rank=None)
     assert "placements (Shard(dim=1),), expected" in error_of(optimizer.step).replace("\n", " ")
 
 

@@ -182,7 +182,7 @@ class GroupPlan:
         mean, most = sum(self.sent_nbytes) // self.num_members, max(self.sent_nbytes, default=0)
         return (
             f"{len(self.matrices)} matrices of {len(self.tensors)} tensors on {self.num_members} ranks, "
-            f"{len(self.buckets)} buckets\n"
+            f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)}\n"
             f"  largest share of the cost / mean: {self.balance:.3f} (best possible / this: "
             f"{1 / self.distance_from_best:.3f})\n"
             f"  sent per rank and step: mean {text_of(mean)}, most {text_of(most)}\n"
