@@ -259,7 +259,11 @@ class _Entry:
     def update(self, slices: Slices) -> Tensor:
         """What is to be orthogonalised, from the momentum after this step. Writes nothing."""
         momentum, nesterov = self.group["momentum"], self.group["nesterov"]
-        grad = self.local.new_zeros(()).expand(self.local.shape)[slices] if self.grad is None else self.grad[slices]
+        if self.grad is None:
+            whole = torch.zeros((), dtype=self.local.dtype, device=self.local.device).expand(self.local.shape)
+        else:
+            whole = self.grad
+        grad = whole[slices]
         buffer = torch.zeros_like(grad) if self.buffer is None else self.buffer[slices]
         buffer = buffer.lerp(grad, 1 - momentum)
         return grad.lerp(buffer, momentum) if nesterov else buffer

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import MatrixRule, Muon, fully_shard, muon_groups, reshard_to, whole_matrices
 from fsdp2.tools.whole_matrices import Matrix
@@ -131,6 +133,40 @@ def test_matrices_travel_in_the_dtype_that_is_asked_for(ctx: RankContext) -> Non
     assert dtypes in ([], [torch.bfloat16])
     assert result.dtype is torch.bfloat16
     assert torch.equal(result.full_tensor(), tensor.full_tensor().bfloat16())
+
+
+class _Held(TorchDispatchMode):
+    """The most memory of tensors that operations have made, and that live, beyond what is known at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
+                storage = each.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
+        return result
+
+
+@distributed(2)
+def test_a_run_takes_no_more_memory_than_the_plan_says(ctx: RankContext) -> None:
+    shapes = [(64, 64), (64, 32), (48, 64), (64, 64), (16, 64), (64, 64), (80, 64)]
+    tensors = [distribute_tensor(torch.randn(each, device="cpu"), ctx.mesh_1d(), [Shard(0)]) for each in shapes]
+    for bucket_nbytes in (1, 1 << 15, 1 << 20):
+        plan = whole_matrices(tensors, bucket_nbytes=bucket_nbytes)
+        with _Held() as held:
+            plan.run_batched(lambda batch, _: batch + 1, tensors)
+        slack = 4096
+        assert held.peak <= plan.temporary_nbytes + plan.kept_nbytes + slack, (held.peak, str(plan))
+        if bucket_nbytes == 1:  # two matrices of 16 KiB, one of them with its result and on its way back
+            assert plan.temporary_nbytes <= 2 * 3 * 64 * 80 * 4
 
 
 # Bad input

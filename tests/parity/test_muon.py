@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2 import CPUOffloadPolicy, MatrixRule, MixedPrecisionPolicy, Muon, clip_grad_norm_, fully_shard, muon_groups
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.extensions import Halved, wrap
 from tests.harness.runtimes import oracle
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.2, "momentum": 0.9}
@@ -214,6 +215,16 @@ def test_storage_stays_as_it_is(ctx: RankContext, case: str) -> None:
 def test_mixed_precision(ctx: RankContext) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     compare(ctx, partial(sharded, mesh=ctx.mesh_1d(), mp_policy=policy), tolerance={"rtol": 0.0, "atol": 0.05})
+
+
+@distributed(2)
+def test_parameters_with_all_gather_hooks(ctx: RankContext) -> None:
+    """They send half of their values and double what has arrived, so they train as plain ones."""
+
+    def shard(model: Any) -> None:
+        sharded(wrap(model, Halved), mesh=ctx.mesh_1d())
+
+    compare(ctx, shard)
 
 
 @distributed(2)
