@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,9 @@ class Muon(optim.Optimizer):
         self._rule = rule
         self._settings: dict[str, Any] = {"dtype": ns_dtype, "bucket_nbytes": bucket_nbytes, "copies": copies}
         self._plan: WholeMatrices | None = None
-        self._planned: list[object] = []
+        self._planned: list[object] = []  # parameters and how they are placed
+        self._position_of: dict[int, int] = {}  # by id of a matrix: that of its parameter
+        self._parts: list[list[_Part]] = []  # by position
         self._adamw: optim.AdamW | None = None
         defaults = {
             "lr": lr,
@@ -132,6 +134,12 @@ class Muon(optim.Optimizer):
             }
             self._plan = whole_matrices(names, rule=self._rule_of, **self._settings)
             self._planned = keys
+            self._position_of = {
+                id(matrix): domain.positions[matrix.tensor]
+                for domain in self._plan.domains
+                for matrix in domain.plan.matrices
+            }
+            self._parts = _parts_of(self._plan, len(params))
         return self._plan
 
     def _rule_of(self, name: str, param: Tensor) -> MatrixRule | None:
@@ -165,31 +173,17 @@ class Muon(optim.Optimizer):
         plan = self.plan
 
         def orthogonalised(batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-            groups = [entries[position_of[id(matrix)]].group for matrix in matrices]
+            groups = [entries[self._position_of[id(matrix)]].group for matrix in matrices]
             options = [(each["ns_coefficients"], each["ns_steps"], each["eps"]) for each in groups]
             if all(each == options[0] for each in options):
                 return newton_schulz(batch, *options[0])
             return torch.stack([newton_schulz(each, *option) for each, option in zip(batch, options, strict=True)])
 
-        position_of = {
-            id(matrix): domain.positions[matrix.tensor] for domain in plan.domains for matrix in domain.plan.matrices
-        }
         flags = [entry.has_gradient for entry in entries]
         outcome = plan.run_on_pieces(orthogonalised, lambda i, slices: entries[i].update(slices), flags)
-        for domain in plan.domains:
-            pieces: dict[int, list[tuple[Slices, float]]] = {}
-            for index, matrix in enumerate(domain.plan.matrices):
-                group = entries[domain.positions[matrix.tensor]].group
-                ratio = adjusted_ratio(group["adjust_lr_fn"], matrix.rows, matrix.columns)
-                for piece in local_pieces(domain.plan, domain.me, index):
-                    slices = tuple(slice(*interval) for interval in piece.local)
-                    pieces.setdefault(matrix.tensor, []).append((slices, ratio))
-            for tensor, of_tensor in pieces.items():
-                position = domain.positions[tensor]
-                if outcome.flags[position]:
-                    entries[position].write(outcome.results[position], of_tensor)
-        for entry, is_stepped in zip(entries, outcome.flags, strict=True):
+        for position, (entry, is_stepped) in enumerate(zip(entries, outcome.flags, strict=True)):
             if is_stepped:
+                entry.write(outcome.results[position], self._parts[position])
                 entry.keep_momentum()
 
     def _step_others(self, groups: list[dict[str, Any]]) -> None:
@@ -231,6 +225,26 @@ class Muon(optim.Optimizer):
                 )
 
 
+class _Part(NamedTuple):
+    """Entries of this rank's shard that belong to matrices of one shape; ``slices`` is None for all of them."""
+
+    slices: Slices | None
+    rows: int
+    columns: int
+
+
+def _parts_of(plan: WholeMatrices, num_params: int) -> list[list[_Part]]:
+    """By position of a parameter, what this rank has of its matrices."""
+    found: list[list[_Part]] = [[] for _ in range(num_params)]
+    for domain in plan.domains:
+        for index, matrix in enumerate(domain.plan.matrices):
+            parts = found[domain.positions[matrix.tensor]]
+            for piece in local_pieces(domain.plan, domain.me, index):
+                slices = tuple(slice(*interval) for interval in piece.local)
+                parts.append(_Part(slices, matrix.rows, matrix.columns))
+    return [[_Part(None, *parts[0][1:])] if len({part[1:] for part in parts}) == 1 else parts for parts in found]
+
+
 @dataclass
 class _Entry:
     """One parameter in one step."""
@@ -268,16 +282,17 @@ class _Entry:
         buffer = buffer.lerp(grad, 1 - momentum)
         return grad.lerp(buffer, momentum) if nesterov else buffer
 
-    def write(self, result: Tensor, pieces: Sequence[tuple[Slices, float]]) -> None:
-        """Step the parameter. ``pieces``: of each matrix, with the ratio of its learning rate to the group's."""
+    def write(self, result: Tensor, parts: Sequence[_Part]) -> None:
+        """Step the parameter. ``parts``: of each of its matrices, if their shapes differ."""
         lr = float(self.group["lr"])
         self.local.mul_(1 - lr * self.group["weight_decay"])
         result = result.to(self.local.device)
-        if len({ratio for _, ratio in pieces}) == 1:
-            self.local.add_(result, alpha=-lr * pieces[0][1])
-            return
-        for slices, ratio in pieces:
-            self.local[slices].add_(result[slices], alpha=-lr * ratio)
+        for part in parts:
+            ratio = adjusted_ratio(self.group["adjust_lr_fn"], part.rows, part.columns)
+            if part.slices is None:
+                self.local.add_(result, alpha=-lr * ratio)
+            else:
+                self.local[part.slices].add_(result[part.slices], alpha=-lr * ratio)
 
     def keep_momentum(self) -> None:
         """Write the momentum."""

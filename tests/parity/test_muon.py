@@ -219,12 +219,12 @@ def test_mixed_precision(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_parameters_with_all_gather_hooks(ctx: RankContext) -> None:
-    """They send half of their values and double what has arrived, so they train as plain ones."""
+    """They travel in bf16, and the shards that Muon writes are those of a wrapper."""
 
     def shard(model: Any) -> None:
         sharded(wrap(model, Halved), mesh=ctx.mesh_1d())
 
-    compare(ctx, shard)
+    compare(ctx, shard, tolerance={"rtol": 0.0, "atol": 0.05})
 
 
 @distributed(2)

@@ -12,6 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard
 
+from fsdp2.tools.whole_matrices.exchange import fill_results, stacked, take_results
 from fsdp2.tools.whole_matrices.messages import messages_of
 from fsdp2.tools.whole_matrices.planner import (
     GroupPlan,
@@ -289,6 +290,60 @@ def test_no_assignment_is_below_the_bound(case: str) -> None:
 
 
 # Messages
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_messages_bring_whole_matrices_and_results_as_shards(seed: int) -> None:
+    """The exchange of all members, in one process."""
+    draw = random.Random(seed)
+    where = [_random_placed(draw) for _ in range(4)]
+    where = [Placed(each.shape, where[0].axes, where[0].coordinates) for each in where]
+    where = [
+        Placed(each.shape, tuple(_on_a_dim_of(axis, each) for axis in each.axes), each.coordinates) for each in where
+    ]
+    members = range(len(where[0].coordinates))
+    plan = plan_matrices(planned(where, itemsize=8), len(members), bucket_nbytes=draw.choice((1, 300, 10_000)))
+    values = [_indices(each) + 1000 * number for number, each in enumerate(where)]
+    locals_ = [[_local(each, member, value) for each, value in zip(where, values, strict=True)] for member in members]
+    results: list[list[torch.Tensor | None]] = [[None] * len(where) for _ in members]
+    for bucket in plan.buckets:
+        messages = [messages_of(plan, bucket, member) for member in members]
+        sent = []
+        for member, each in zip(members, messages, strict=True):
+            pieces = [locals_[member][slot.tensor][slot.slices].flatten() for slot in each.given]
+            sent.append(torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).split(each.given_sizes))
+        returned = []
+        for member, each in zip(members, messages, strict=True):
+            stacks = stacked(each, torch.cat([parts[member] for parts in sent]))
+            for stack, found in zip(each.stacks, stacks, strict=True):
+                for index, whole in zip(stack.matrices, found, strict=True):
+                    matrix = plan.matrices[index]
+                    inside = values[matrix.tensor][tuple(slice(*interval) for interval in matrix.box)]
+                    assert torch.equal(whole, inside.reshape(whole.shape))
+            memory = torch.empty(sum(each.returned_sizes), dtype=torch.int64)
+            fill_results(each, [-found for found in stacks], memory)
+            returned.append(memory.split(each.returned_sizes))
+        for member, each in zip(members, messages, strict=True):
+            arrived = torch.cat([parts[member] for parts in returned])
+            take_results(
+                each, arrived, lambda tensor, member=member: torch.empty_like(locals_[member][tensor]), results[member]
+            )
+    for member in members:
+        for found, local in zip(results[member], locals_[member], strict=True):
+            assert found is None or torch.equal(found, -local)
+            assert found is not None or local.numel() == 0
+
+
+def _on_a_dim_of(axis: AxisCut, where: Placed) -> AxisCut:
+    return axis if axis.dim is None or axis.dim < len(where.shape) else AxisCut(axis.size, 0)
+
+
+def test_experts_that_follow_each_other_are_one_slot() -> None:
+    plan = plan_matrices(planned([fsdp((8, 4, 6), 2)]), 2, bucket_nbytes=MIB)
+    messages = messages_of(plan, plan.buckets[0], 1)
+    assert [(slot.shape, slot.is_all) for slot in messages.given] == [((4, 4, 6), True)]
+    assert [(slot.shape, slot.is_all) for slot in messages.results] == [((4, 4, 6), True)]
+    assert [(slot.shape, slot.count) for slot in messages.arriving] == [((4, 4, 6), 4)]
 
 
 @pytest.mark.parametrize("seed", range(30))

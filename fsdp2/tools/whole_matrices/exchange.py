@@ -7,6 +7,7 @@ given back when the compute stream has waited for the last message that reads or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -112,11 +113,16 @@ def stacked(messages: BucketMessages, arrived: Tensor) -> list[Tensor]:
 def send_results(axis: Axis, messages: BucketMessages, stacks: Sequence[Tensor], like: Tensor) -> Message:
     """Start sending the results of each stack to all that hold shards of it."""
     sent = like.new_empty(sum(messages.returned_sizes))
-    for slot in messages.returned:
-        _place(sent, slot).copy_(_entries(stacks, slot))
+    fill_results(messages, stacks, sent)
     message = Message(axis, streams_for(like.device), sent, messages.results_sizes, messages.returned_sizes)
     message.start(lambda _: None)
     return message
+
+
+def fill_results(messages: BucketMessages, stacks: Sequence[Tensor], memory: Tensor) -> None:
+    """Write the message of results to ``memory``."""
+    for slot in messages.returned:
+        _place(memory, slot).copy_(_entries(stacks, slot))
 
 
 def take_results(
@@ -135,11 +141,10 @@ def take_results(
 
 
 def _place(message: Tensor, slot: ShardSlot | MatrixSlot) -> Tensor:
-    numel = 1
-    for size in slot.shape:
-        numel *= size
-    return message.narrow(0, slot.offset, numel).view(slot.shape)
+    return message.narrow(0, slot.offset, math.prod(slot.shape)).view(slot.shape)
 
 
 def _entries(stacks: Sequence[Tensor], slot: MatrixSlot) -> Tensor:
+    if slot.count > 1:
+        return stacks[slot.stack].narrow(0, slot.index, slot.count)
     return stacks[slot.stack][slot.index].view(slot.box_shape)[slot.slices]

@@ -2,13 +2,15 @@
 
 Integers in, integers out: no torch. Four messages: shards go to owners and arrive there, results go to all holders and
 arrive there. Rule: what one member sends to another lies in the order in which that one reads it: by owner, then by
-matrix in the order of the bucket, then by piece. Offsets and sizes are in elements.
+matrix in the order of the bucket, then by piece. Offsets and sizes are in elements. Neighbours become one slot, on each
+side by itself: that changes no byte of a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -33,7 +35,8 @@ class ShardSlot:
 
 @dataclass(frozen=True)
 class MatrixSlot:
-    """A place in a message for entries of the matrix ``index`` of ``stack``, which is seen as ``box_shape``."""
+    """A place in a message for entries of the matrix ``index`` of ``stack``, which is seen as ``box_shape``; or for
+    ``count`` whole matrices from ``index`` on, of shape ``[count, rows, columns]``."""
 
     offset: int
     shape: tuple[int, ...]
@@ -41,6 +44,7 @@ class MatrixSlot:
     index: int
     box_shape: tuple[int, ...]
     slices: Slices
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,50 @@ def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
     )
     return BucketMessages(
         stacks,
-        tuple(ShardSlot(offset, *slot) for offset, slot in given.slots),
+        _joined_shards(plan, me, [ShardSlot(offset, *slot) for offset, slot in given.slots]),
         given.sizes,
-        tuple(MatrixSlot(offset, *slot) for offset, slot in arriving.slots),
+        _joined_matrices(stacks, [MatrixSlot(offset, *slot) for offset, slot in arriving.slots]),
         arriving.sizes,
-        tuple(MatrixSlot(offset, *slot) for offset, slot in returned.slots),
+        _joined_matrices(stacks, [MatrixSlot(offset, *slot) for offset, slot in returned.slots]),
         returned.sizes,
-        tuple(ShardSlot(offset, *slot) for offset, slot in results.slots),
+        _joined_shards(plan, me, [ShardSlot(offset, *slot) for offset, slot in results.slots]),
         results.sizes,
     )
+
+
+def _joined_shards(plan: GroupPlan, me: int, slots: Sequence[ShardSlot]) -> tuple[ShardSlot, ...]:
+    """``slots``, where rows of one shard that follow each other, as experts do, are one slot."""
+    found: list[ShardSlot] = []
+    for slot in slots:
+        last = found[-1] if found else None
+        if last is not None and (last.tensor, last.slices[1:]) == (slot.tensor, slot.slices[1:]):
+            first, second = last.slices[0], slot.slices[0]
+            if first.stop == second.start and last.offset + math.prod(last.shape) == slot.offset:
+                shape = (last.shape[0] + slot.shape[0], *slot.shape[1:])
+                slices = (slice(first.start, second.stop), *slot.slices[1:])
+                is_all = shape == plan.tensors[slot.tensor].placed.local_shape(me)
+                found[-1] = ShardSlot(last.offset, shape, slot.tensor, slices, is_all)
+                continue
+        found.append(slot)
+    return tuple(found)
+
+
+def _joined_matrices(stacks: Sequence[Stack], slots: Sequence[MatrixSlot]) -> tuple[MatrixSlot, ...]:
+    """``slots``, where whole matrices of one stack that follow each other are one slot."""
+    found: list[MatrixSlot] = []
+    for slot in slots:
+        stack = stacks[slot.stack]
+        size = stack.rows * stack.columns
+        last = found[-1] if found else None
+        if last is not None and math.prod(slot.shape) == size and math.prod(last.shape) == last.count * size:
+            is_next = last.stack == slot.stack and last.index + last.count == slot.index
+            if is_next and last.offset + last.count * size == slot.offset:
+                count = last.count + 1
+                shape = (count, stack.rows, stack.columns)
+                found[-1] = replace(last, shape=shape, count=count)
+                continue
+        found.append(slot)
+    return tuple(found)
 
 
 class _Message:
