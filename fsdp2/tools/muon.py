@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +24,7 @@ from fsdp2 import _torch
 from fsdp2.tools.whole_matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
 from fsdp2.tools.whole_matrices.domains import Copies, subject_of
 from fsdp2.tools.whole_matrices.messages import Slices, local_pieces
-from fsdp2.tools.whole_matrices.run import DEFAULT_BUCKET_NBYTES, Rule
+from fsdp2.tools.whole_matrices.run import DEFAULT_BUCKET_NBYTES, MOST_IN_FLIGHT, OnBatch, Rule, Run
 
 Coefficients = tuple[float, float, float]
 
@@ -49,7 +50,7 @@ class Muon(optim.Optimizer):
         params: parameters, or param groups. Named parameters are named in errors.
         ns_dtype: in which matrices travel and are orthogonalised.
         rule: from a name and a parameter to the matrices that it consists of; None where it is a matrix.
-        bucket_nbytes, copies: see ``whole_matrices``.
+        bucket_nbytes, copies, last_first: see ``whole_matrices``.
 
     Raises:
         TypeError: a parameter is no DTensor.
@@ -72,12 +73,19 @@ class Muon(optim.Optimizer):
         rule: Rule | None = None,
         bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
         copies: Copies = "cheaper",
+        last_first: bool = False,
     ) -> None:
         self._rule = rule
-        self._settings: dict[str, Any] = {"dtype": ns_dtype, "bucket_nbytes": bucket_nbytes, "copies": copies}
+        self._settings: dict[str, Any] = {
+            "dtype": ns_dtype,
+            "bucket_nbytes": bucket_nbytes,
+            "copies": copies,
+            "last_first": last_first,
+        }
         self._plan: WholeMatrices | None = None
         self._planned: list[object] = []  # parameters and how they are placed
         self._position_of: dict[int, int] = {}  # by id of a matrix: that of its parameter
+        self._early: _Early | None = None  # a run that has begun in backward
         self._parts: list[list[_Part]] = []  # by position
         self._adamw: optim.AdamW | None = None
         defaults = {
@@ -142,6 +150,17 @@ class Muon(optim.Optimizer):
             self._parts = _parts_of(self._plan, len(params))
         return self._plan
 
+    def _group_at(self, position: int) -> dict[str, Any]:
+        """The group of the parameter at ``position`` of the plan."""
+        for group in self._muon_groups():
+            if position < len(group["params"]):
+                return group
+            position -= len(group["params"])
+        raise IndexError(position)
+
+    def _group_of(self, matrix: Matrix) -> dict[str, Any]:
+        return self._group_at(self._position_of[id(matrix)])
+
     def _rule_of(self, name: str, param: Tensor) -> MatrixRule | None:
         return None if self._rule is None else self._rule(name, param)
 
@@ -170,21 +189,45 @@ class Muon(optim.Optimizer):
         return loss
 
     def _step_matrices(self, entries: Sequence[_Entry]) -> None:
-        plan = self.plan
-
-        def orthogonalised(batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-            groups = [entries[self._position_of[id(matrix)]].group for matrix in matrices]
-            options = [(each["ns_coefficients"], each["ns_steps"], each["eps"]) for each in groups]
-            if all(each == options[0] for each in options):
-                return newton_schulz(batch, *options[0])
-            return torch.stack([newton_schulz(each, *option) for each, option in zip(batch, options, strict=True)])
-
-        flags = [entry.has_gradient for entry in entries]
-        outcome = plan.run_on_pieces(orthogonalised, lambda i, slices: entries[i].update(slices), flags)
+        early, self._early = self._early, None
+        if early is not None:
+            early.check(entries)
+        run = Run(self.plan, self._orthogonalised, lambda position, slices: entries[position].update(slices))
+        outcome = (run if early is None else early.run).finish([entry.has_gradient for entry in entries])
         for position, (entry, is_stepped) in enumerate(zip(entries, outcome.flags, strict=True)):
             if is_stepped:
                 entry.write(outcome.results[position], self._parts[position])
                 entry.keep_momentum()
+
+    def _orthogonalised(self, batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+        groups = [self._group_of(matrix) for matrix in matrices]
+        options = [(each["ns_coefficients"], each["ns_steps"], each["eps"]) for each in groups]
+        if all(each == options[0] for each in options):
+            return newton_schulz(batch, *options[0])
+        return torch.stack([newton_schulz(each, *option) for each, option in zip(batch, options, strict=True)])
+
+    @contextmanager
+    def overlap_backward(self) -> Iterator[None]:
+        """In the block, the last backward before ``step``: send the first buckets as soon as their gradients have
+        landed. Collective.
+
+        Gradients must not change between the block and ``step``, so they cannot be clipped by their norm. Make the
+        optimizer with ``last_first=True``, so that the first buckets have what backward brings first. All ranks use
+        the same parameters.
+        """
+        params = [param for group in self._muon_groups() for param in group["params"]]
+        self._early = None
+        early = _Early(self.plan, self._orthogonalised, lambda i: _Entry(params[i], self._group_at(i), self.state))
+        handles = [
+            param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
+            for position, param in enumerate(params)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._early = early
 
     def _step_others(self, groups: list[dict[str, Any]]) -> None:
         """AdamW steps ``groups`` with this optimizer's states."""
@@ -222,6 +265,44 @@ class Muon(optim.Optimizer):
                     f"Muon: the state dict is of another optimizer. Param group {index} has the states "
                     f"{sorted(found)}, expected {sorted(expected)}; and the options "
                     f"{sorted(loaded.keys() - {'params', 'use_muon'})}, expected {', '.join(options)} among them."
+                )
+
+
+class _Early:
+    """A run that begins in backward. ``entry_of``: makes the entry of a parameter whose gradient has landed."""
+
+    def __init__(self, plan: WholeMatrices, fn: OnBatch, entry_of: Callable[[int], _Entry]) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # gradients, with their versions
+        self._entry_of, self._landed = entry_of, set[int]()
+        self._awaited = [plan.positions_in(number) for number in range(min(MOST_IN_FLIGHT, len(plan.steps)))]
+        self.run = Run(plan, fn, self._update)
+
+    def _update(self, position: int, slices: Slices) -> Tensor:
+        if position not in self._entries:
+            entry = self._entries[position] = self._entry_of(position)
+            self._sent[position] = entry.grad, 0 if entry.grad is None else entry.grad._version
+        return self._entries[position].update(slices)
+
+    @torch.no_grad()
+    def land(self, position: int) -> None:
+        """Send all buckets whose gradients are there."""
+        self._landed.add(position)
+        while self.run.num_sent < len(self._awaited) and self._awaited[self.run.num_sent] <= self._landed:
+            self.run.send()
+
+    def check(self, entries: Sequence[_Entry]) -> None:
+        """Raise if gradients are not those that were sent.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        for position, (grad, version) in self._sent.items():
+            found = entries[position].grad
+            if found is not grad or (grad is not None and grad._version != version):
+                raise RuntimeError(
+                    "Muon: gradients have changed between overlap_backward() and step(), but some of them are on their "
+                    "way. Clip or change gradients without overlap_backward(). Nothing has been stepped."
                 )
 
 

@@ -120,7 +120,7 @@ def test_wait_of_the_exchange_that_is_left_out_is_noticed(ctx: RankContext, wait
     noticed = False
     patch = pytest.MonkeyPatch()
     if body is run:  # a message that comes too late may write into the memory of what ranks agree on
-        patch.setattr(WholeMatrices, "_agree", lambda self, failures, flags: list(flags))
+        patch.setattr(WholeMatrices, "agree", lambda self, failures, flags: list(flags))
     for schedule in [SCHEDULES[wait.schedule], *SCHEDULES.values()]:
         with leaving_out(wait, times):
             found = body(ctx, **schedule)

@@ -108,7 +108,10 @@ def train(model: Any, optimizer: Any, inputs: Callable[[int], Tensor], steps: An
     device = next(model.parameters()).device if not how.get("device") else how["device"]
     for step in steps:
         for micro in range(how.get("micro_batches", 1)):
-            model(inputs(step * 7 + micro).to(device)).square().mean().backward()
+            loss = model(inputs(step * 7 + micro).to(device)).square().mean()
+            is_last = micro + 1 == how.get("micro_batches", 1)
+            with optimizer.overlap_backward() if is_last and how.get("overlaps") else nullcontext():
+                loss.backward()
         if "max_norm" in how:
             clip_grad_norm_(model.parameters(), how["max_norm"])
         optimizer.step()
@@ -131,6 +134,7 @@ def compare(
     tolerance: dict[str, float] | None = None,
     how: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
+    overlaps: bool = False,
     **options: Any,
 ) -> tuple[Any, Muon]:
     """Train both for some steps; returns what was sharded."""
@@ -143,7 +147,7 @@ def compare(
     shard(model)
     groups = muon_groups(model, verbose=False, **ADAMW)
     optimizer = Muon(groups, **{**OPTIONS, **options}, ns_dtype=dtype, **(settings or {}))
-    train(model, optimizer, inputs, device=ctx.device_type, **how)
+    train(model, optimizer, inputs, device=ctx.device_type, overlaps=overlaps, **how)
     assert_close(model, reference, tolerance or (FP32 if dtype is torch.float32 else BF16))
     return model, optimizer
 
@@ -236,6 +240,28 @@ def test_shards_of_torchs_own_fully_shard(ctx: RankContext) -> None:
 @distributed(2)
 def test_gradients_of_several_batches_and_clipped_ones(ctx: RankContext, how: dict[str, Any]) -> None:
     compare(ctx, partial(sharded, mesh=ctx.mesh_1d()), how=how)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@distributed(2)
+def test_the_first_buckets_are_sent_in_backward(ctx: RankContext, micro_batches: int) -> None:
+    model, optimizer = compare(
+        ctx,
+        partial(sharded, mesh=ctx.mesh_1d()),
+        how={"micro_batches": micro_batches},
+        overlaps=True,
+        settings={"bucket_nbytes": 1, "last_first": True},
+    )
+    with optimizer.overlap_backward():
+        model(tokens(0).to(ctx.device_type)).square().mean().backward()
+        assert optimizer._early is None
+    assert optimizer._early.run.num_sent == 2
+    clip_grad_norm_(model.parameters(), 1e-4)
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="gradients have changed between overlap_backward"):
+        optimizer.step()
+    assert all(torch.equal(a.full_tensor(), b) for a, b in zip(model.parameters(), before, strict=True))
+    optimizer.step()  # what was sent is thrown away
 
 
 @distributed(2)

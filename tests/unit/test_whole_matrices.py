@@ -240,6 +240,12 @@ def test_shares_of_a_bucket_are_alike() -> None:
         assert max(costs) <= 1.05 * min(costs)
 
 
+def test_buckets_may_begin_with_the_last_tensors() -> None:
+    where = [fsdp((8, 8 + index % 2), 2) for index in range(6)]
+    plan = plan_matrices(planned(where), 2, bucket_nbytes=1, last_first=True)
+    assert [{index for of in bucket.of_owner for index in of} for bucket in plan.buckets] == [{4, 5}, {2, 3}, {0, 1}]
+
+
 def test_a_matrix_goes_to_the_rank_that_has_it_whole() -> None:
     plan = plan_matrices(planned([fsdp((8, 16, 16), 4)]), 4, bucket_nbytes=MIB)
     assert plan.owners == (0, 0, 1, 1, 2, 2, 3, 3)

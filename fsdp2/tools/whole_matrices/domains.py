@@ -113,14 +113,20 @@ def subject_of(position: int, name: str, tensor: Tensor, rule: MatrixRule | None
 
 
 def domains_of(
-    subjects: Sequence[Subject], *, cost: Cost, dtype: torch.dtype | None, bucket_nbytes: int, copies: Copies
+    subjects: Sequence[Subject],
+    *,
+    cost: Cost,
+    dtype: torch.dtype | None,
+    bucket_nbytes: int,
+    copies: Copies,
+    last_first: bool,
 ) -> list[Domain]:
     """The domains of ``subjects``, those of most ranks first. Collective.
 
     Raises:
         ValueError: ranks have other tensors, rules or options, or a shard is not as its placements say.
     """
-    make = _Maker(subjects, cost, dtype, bucket_nbytes)
+    make = _Maker(subjects, cost, dtype, bucket_nbytes, last_first)
     has_copies = any(p.is_replicate() for each in subjects for p in each.tensor.placements)
     if not has_copies or copies != "cheaper":
         made = make(shares=copies != "each")
@@ -143,6 +149,7 @@ class _Maker:
     cost: Cost
     dtype: torch.dtype | None
     bucket_nbytes: int
+    last_first: bool
 
     def __call__(self, *, shares: bool) -> list[Domain]:
         found: dict[_Key, tuple[Axis, list[tuple[Subject, Placed]]]] = {}
@@ -159,7 +166,12 @@ class _Maker:
             known = [each for each in loads if each.keys() >= {*key.ranks}]
             before = [sum(each[rank] for each in known) for rank in key.ranks]
             plan = plan_matrices(
-                planned, len(key.ranks), cost=self.cost, bucket_nbytes=self.bucket_nbytes, before=before
+                planned,
+                len(key.ranks),
+                cost=self.cost,
+                bucket_nbytes=self.bucket_nbytes,
+                before=before,
+                last_first=self.last_first,
             )
             own = [load - earlier for load, earlier in zip(plan.loads, before, strict=True)]
             loads.append(dict(zip(key.ranks, own, strict=True)))

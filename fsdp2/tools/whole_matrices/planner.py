@@ -197,6 +197,7 @@ def plan_matrices(
     cost: Cost = newton_schulz_cost,
     bucket_nbytes: int,
     before: Sequence[float] = (),
+    last_first: bool = False,
 ) -> GroupPlan:
     """Divide ``tensors`` into matrices, and give each of these an owner and a bucket.
 
@@ -208,12 +209,14 @@ def plan_matrices(
         cost: of the function on a matrix of so many rows and columns.
         bucket_nbytes: the most bytes of whole matrices that one owner has in a bucket. A larger one is alone in it.
         before: the cost of what each member has to do already.
+        last_first: fill buckets with the last tensors first, as backward brings their gradients; else with the dearest
+            matrices, so that members' shares of a bucket match best.
     """
     matrices = matrices_of(tensors, cost)
     before = tuple(before) or (0.0,) * num_members
     owners = _owners(tensors, matrices, num_members, before)
     _improve(matrices, owners, before)
-    buckets = _buckets(tensors, matrices, owners, num_members, bucket_nbytes)
+    buckets = _buckets(tensors, matrices, owners, num_members, bucket_nbytes, last_first)
     return GroupPlan(tuple(tensors), matrices, tuple(owners), buckets, num_members, before)
 
 
@@ -336,12 +339,13 @@ def _buckets(
     owners: Sequence[int],
     num_members: int,
     bucket_nbytes: int,
+    last_first: bool,
 ) -> tuple[Bucket, ...]:
-    """Each owner fills its share of a bucket, then that of the next one; dear matrices first, so that shares match."""
+    """Each owner fills its share of a bucket, then that of the next one."""
     of_owner: list[list[int]] = [[] for _ in range(num_members)]
     for index, owner in enumerate(owners):
         of_owner[owner].append(index)
-    shares = [_shares(tensors, matrices, owned, bucket_nbytes) for owned in of_owner]
+    shares = [_shares(tensors, matrices, owned, bucket_nbytes, last_first) for owned in of_owner]
     num_buckets = max(map(len, shares), default=0)
     return tuple(
         Bucket(tuple(share[number] if number < len(share) else () for share in shares)) for number in range(num_buckets)
@@ -349,15 +353,23 @@ def _buckets(
 
 
 def _shares(
-    tensors: Sequence[PlannedTensor], matrices: Sequence[Matrix], owned: Sequence[int], bucket_nbytes: int
+    tensors: Sequence[PlannedTensor],
+    matrices: Sequence[Matrix],
+    owned: Sequence[int],
+    bucket_nbytes: int,
+    last_first: bool,
 ) -> list[tuple[int, ...]]:
+    def dearest_first(index: int) -> tuple[float, int, int, int]:
+        matrix = matrices[index]
+        return -matrix.cost, matrix.rows, matrix.columns, index
+
     shares: list[list[int]] = []
     left = 0
-    for index in sorted(owned, key=lambda i: (-matrices[i].cost, matrices[i].rows, matrices[i].columns, i)):
+    for index in sorted(owned, reverse=True) if last_first else sorted(owned, key=dearest_first):
         nbytes = matrices[index].numel * tensors[matrices[index].tensor].itemsize
         if not shares or nbytes > left:
             shares.append([])
             left = bucket_nbytes
         shares[-1].append(index)
         left -= nbytes
-    return [tuple(share) for share in shares]
+    return [tuple(sorted(share, key=dearest_first)) for share in shares]

@@ -6,6 +6,7 @@ function raises sends zeros, all ranks hear of it behind the last message, and n
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from fsdp2.comm.streams import launched, wait_for
 from fsdp2.tools.whole_matrices.domains import Copies, Domain, Subject, domains_of, subject_of
 from fsdp2.tools.whole_matrices.exchange import Message, Source, send_results, send_shards, stacked, take_results
 from fsdp2.tools.whole_matrices.messages import BucketMessages, messages_of
-from fsdp2.tools.whole_matrices.planner import Cost, Matrix, newton_schulz_cost
+from fsdp2.tools.whole_matrices.planner import Bucket, Cost, Matrix, newton_schulz_cost
 from fsdp2.tools.whole_matrices.rules import MatrixRule
 
 DEFAULT_BUCKET_NBYTES = 64 * 1024 * 1024
@@ -30,6 +31,7 @@ Rule = Callable[[str, Tensor], MatrixRule | None]
 OnMatrix = Callable[[Tensor, Matrix], Tensor]
 OnBatch = Callable[[Tensor, Sequence[Matrix]], Tensor]
 
+MOST_IN_FLIGHT = 2  # buckets whose shards are on their way: one is computed, while the next one comes
 _MOST_NAMES = 3  # in a message
 
 
@@ -41,6 +43,7 @@ def whole_matrices(
     dtype: torch.dtype | None = None,
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
     copies: Copies = "cheaper",
+    last_first: bool = False,
 ) -> WholeMatrices:
     """Plan how the matrices of sharded ``tensors`` become whole for a moment, each on one rank.
 
@@ -60,6 +63,7 @@ def whole_matrices(
             each matrix, and sends the result to all copies. ``"each"``: each copy does its own work, inside its shard
             mesh; on a mesh with a shard axis inside a node, nothing crosses nodes. ``"cheaper"``: what the plan finds
             cheaper.
+        last_first: fill buckets with the last tensors first, as backward brings their gradients.
 
     Raises:
         TypeError: a tensor is no DTensor.
@@ -75,9 +79,10 @@ def whole_matrices(
         subject_of(position, name, tensor, None if rule is None else rule(name, tensor))
         for position, (name, tensor) in enumerate(named.items())
     ]
-    return WholeMatrices(
-        subjects, domains_of(subjects, cost=cost, dtype=dtype, bucket_nbytes=bucket_nbytes, copies=copies)
+    domains = domains_of(
+        subjects, cost=cost, dtype=dtype, bucket_nbytes=bucket_nbytes, copies=copies, last_first=last_first
     )
+    return WholeMatrices(subjects, domains)
 
 
 @dataclass
@@ -94,16 +99,27 @@ class WholeMatrices:
 
     Attributes:
         domains: the plan of each process group.
+        steps: what a run does, bucket by bucket.
     """
 
     def __init__(self, subjects: Sequence[Subject], domains: Sequence[Domain]) -> None:
         self.domains = tuple(domains)
         self._subjects = subjects
-        self._steps = [
-            _Step(domain, messages_of(domain.plan, bucket, domain.me))
+        self.steps = [
+            _Step(domain, bucket, messages_of(domain.plan, bucket, domain.me))
             for domain in domains
             for bucket in domain.plan.buckets
         ]
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._subjects)
+
+    def positions_in(self, number: int) -> set[int]:
+        """The positions of the tensors that have matrices in step ``number``."""
+        step = self.steps[number]
+        plan = step.domain.plan
+        return {step.domain.positions[plan.matrices[index].tensor] for owned in step.bucket.of_owner for index in owned}
 
     @property
     def balance(self) -> float:
@@ -170,7 +186,7 @@ class WholeMatrices:
         """As ``run``, but matrices of one shape in one bucket come together: ``[n, rows, columns]``, with their
         descriptions."""
         locals_ = self._locals_of(tensors)
-        outcome = self.run_on_pieces(fn, lambda position, slices: locals_[position][slices])
+        outcome = Run(self, fn, lambda position, slices: locals_[position][slices]).finish()
         kept = [result.to(local.device) for result, local in zip(outcome.results, locals_, strict=True)]
         return _torch.dtensors_like(tensors, kept)
 
@@ -190,32 +206,7 @@ class WholeMatrices:
                 )
         return _torch.locals_of(tensors)
 
-    def run_on_pieces(self, fn: OnBatch, source: Source, flags: Sequence[bool] = ()) -> Outcome:
-        """The run itself. ``source`` makes entries of this rank's shard of a tensor, by position and slices, when their
-        bucket is packed: on the stream of all-gathers. ``flags``: one of this rank for each tensor, or none."""
-        results: list[Tensor | None] = [None] * len(self._subjects)
-        failures: list[str] = []
-        started = [step.send(source) for step in self._steps[:1]]
-        back: tuple[_Step, Message] | None = None
-        for number, step in enumerate(self._steps):
-            if number + 1 < len(self._steps):
-                started.append(self._steps[number + 1].send(source))
-            stacks = step.computed(fn, started.pop(0), failures)
-            if back is not None:
-                back[0].take(back[1], results)
-            back = step, step.send_back(stacks)
-            del stacks
-        if back is not None:
-            back[0].take(back[1], results)
-        any_flags = self._agree(failures, flags)
-        for domain in self.domains:  # shards without entries
-            for position, tensor in zip(domain.positions, domain.plan.tensors, strict=True):
-                if results[position] is None:
-                    shape = tensor.placed.local_shape(domain.me)
-                    results[position] = torch.empty(shape, dtype=domain.dtype, device=domain.device)
-        return Outcome([each for each in results if each is not None], any_flags)
-
-    def _agree(self, failures: list[str], flags: Sequence[bool]) -> list[bool]:
+    def agree(self, failures: list[str], flags: Sequence[bool]) -> list[bool]:
         """The flags of all ranks, if none has failed; else raise on all. The host waits for the device, once."""
         if not self.domains:
             return list(flags)
@@ -248,6 +239,52 @@ class WholeMatrices:
         return found
 
 
+class Run:
+    """One run of a plan, bucket by bucket.
+
+    ``source`` makes entries of this rank's shard of a tensor, by position and slices, when their bucket is packed: on
+    the stream of all-gathers. Collective: all ranks send buckets at the same places of their programs.
+    """
+
+    def __init__(self, plan: WholeMatrices, fn: OnBatch, source: Source) -> None:
+        self._plan, self._fn, self._source = plan, fn, source
+        self._in_flight: deque[Message] = deque()
+        self.num_sent = 0
+
+    def send(self) -> None:
+        """Send the shards of the next bucket. Two may be on their way at a time."""
+        self._in_flight.append(self._plan.steps[self.num_sent].send(self._source))
+        self.num_sent += 1
+
+    def finish(self, flags: Sequence[bool] = ()) -> Outcome:
+        """Compute all buckets. ``flags``: one of this rank for each tensor, or none.
+
+        Raises:
+            RuntimeError: the function has failed on some rank.
+        """
+        plan = self._plan
+        results: list[Tensor | None] = [None] * plan.num_tensors
+        failures: list[str] = []
+        back: tuple[_Step, Message] | None = None
+        for number, step in enumerate(plan.steps):
+            while self.num_sent < min(number + MOST_IN_FLIGHT, len(plan.steps)):
+                self.send()
+            stacks = step.computed(self._fn, self._in_flight.popleft(), failures)
+            if back is not None:
+                back[0].take(back[1], results)
+            back = step, step.send_back(stacks)
+            del stacks
+        if back is not None:
+            back[0].take(back[1], results)
+        any_flags = plan.agree(failures, flags)
+        for domain in plan.domains:  # shards without entries
+            for position, tensor in zip(domain.positions, domain.plan.tensors, strict=True):
+                if results[position] is None:
+                    shape = tensor.placed.local_shape(domain.me)
+                    results[position] = torch.empty(shape, dtype=domain.dtype, device=domain.device)
+        return Outcome([each for each in results if each is not None], any_flags)
+
+
 def _reduced(domain: Domain, state: Tensor) -> None:
     if domain.axis.group is not None:
         wait_for(launched(all_reduce_in, domain.axis.group, state, dist.ReduceOp.MAX))
@@ -258,6 +295,7 @@ class _Step:
     """One bucket of one domain."""
 
     domain: Domain
+    bucket: Bucket
     messages: BucketMessages
 
     @cached_property
