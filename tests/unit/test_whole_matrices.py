@@ -344,6 +344,19 @@ def _on_a_dim_of(axis: AxisCut, where: Placed) -> AxisCut:
     return axis if axis.dim is None or axis.dim < len(where.shape) else AxisCut(axis.size, 0)
 
 
+def test_what_lies_as_the_matrix_is_not_copied() -> None:
+    def flags(where: Placed, count: int = 1) -> tuple[bool, bool]:
+        plan = plan_matrices(planned([where] * count), 2, bucket_nbytes=MIB)
+        messages = messages_of(plan, plan.buckets[0], plan.owners[0])
+        return messages.arrives_whole, messages.returns_whole
+
+    assert flags(fsdp((9, 6), 2)) == (True, True)
+    assert flags(fsdp((9, 6), 2, dim=1)) == (False, False)
+    assert flags(fsdp((9, 6), 2), 4) == (False, False)  # two matrices: halves of both come from each rank
+    assert flags(fsdp((8, 9, 6), 2)) == (True, True)  # experts, at home
+    assert flags(placed((9, 6), AxisCut(2, None))) == (True, False)  # two copies go back
+
+
 def test_experts_that_follow_each_other_are_one_slot() -> None:
     plan = plan_matrices(planned([fsdp((8, 4, 6), 2)]), 2, bucket_nbytes=MIB)
     messages = messages_of(plan, plan.buckets[0], 1)

@@ -103,7 +103,14 @@ def send_shards(axis: Axis, messages: BucketMessages, source: Source, like: Tens
 
 
 def stacked(messages: BucketMessages, arrived: Tensor) -> list[Tensor]:
-    """The whole matrices of each stack, ``[n, rows, columns]``, from what has arrived."""
+    """The whole matrices of each stack, ``[n, rows, columns]``, from what has arrived; in its memory, where it can."""
+    if messages.arrives_whole:
+        sizes = [len(each.matrices) * each.rows * each.columns for each in messages.stacks]
+        parts = arrived.split(sizes) if sizes else ()
+        return [
+            part.view(len(each.matrices), each.rows, each.columns)
+            for part, each in zip(parts, messages.stacks, strict=True)
+        ]
     stacks = [arrived.new_empty(len(each.matrices), each.rows, each.columns) for each in messages.stacks]
     for slot in messages.arriving:
         _entries(stacks, slot).copy_(_place(arrived, slot))
@@ -112,11 +119,20 @@ def stacked(messages: BucketMessages, arrived: Tensor) -> list[Tensor]:
 
 def send_results(axis: Axis, messages: BucketMessages, stacks: Sequence[Tensor], like: Tensor) -> Message:
     """Start sending the results of each stack to all that hold shards of it."""
-    sent = like.new_empty(sum(messages.returned_sizes))
-    fill_results(messages, stacks, sent)
+    sent = _as_message(stacks, like) if messages.returns_whole and axis.group is not None else None
+    if sent is None:
+        sent = like.new_empty(sum(messages.returned_sizes))
+        fill_results(messages, stacks, sent)
     message = Message(axis, streams_for(like.device), sent, messages.results_sizes, messages.returned_sizes)
     message.start(lambda _: None)
     return message
+
+
+def _as_message(stacks: Sequence[Tensor], like: Tensor) -> Tensor | None:
+    """The memory of one stack of the message's dtype and device; None of others."""
+    if len(stacks) != 1 or not stacks[0].is_contiguous():
+        return None
+    return stacks[0].view(-1) if (stacks[0].dtype, stacks[0].device) == (like.dtype, like.device) else None
 
 
 def fill_results(messages: BucketMessages, stacks: Sequence[Tensor], memory: Tensor) -> None:

@@ -58,7 +58,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class BucketMessages:
-    """The messages of one bucket, as one member has them. The sizes are by other member."""
+    """The messages of one bucket, as one member has them. The sizes are by other member.
+
+    ``arrives_whole``: what arrives has the memory of the stacks behind each other; ``returns_whole``: so has what is
+    returned. Then nothing need be copied, as with one matrix that is cut by rows.
+    """
 
     stacks: tuple[Stack, ...]
     given: tuple[ShardSlot, ...]
@@ -69,6 +73,8 @@ class BucketMessages:
     returned_sizes: list[int]
     results: tuple[ShardSlot, ...]
     results_sizes: list[int]
+    arrives_whole: bool
+    returns_whole: bool
 
 
 def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
@@ -87,17 +93,51 @@ def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
         _Message(_matrix_slots(plan, stacks, me, member, of_all_copies=of_all) for member in members)
         for of_all in (False, True)
     )
+    arriving_slots, returned_slots = (
+        _joined_matrices(stacks, [MatrixSlot(offset, *slot) for offset, slot in each.slots])
+        for each in (arriving, returned)
+    )
     return BucketMessages(
         stacks,
         _joined_shards(plan, me, [ShardSlot(offset, *slot) for offset, slot in given.slots]),
         given.sizes,
-        _joined_matrices(stacks, [MatrixSlot(offset, *slot) for offset, slot in arriving.slots]),
+        arriving_slots,
         arriving.sizes,
-        _joined_matrices(stacks, [MatrixSlot(offset, *slot) for offset, slot in returned.slots]),
+        returned_slots,
         returned.sizes,
         _joined_shards(plan, me, [ShardSlot(offset, *slot) for offset, slot in results.slots]),
         results.sizes,
+        arrives_whole=_lie_as_stacks(stacks, arriving_slots),
+        returns_whole=_lie_as_stacks(stacks, returned_slots),
     )
+
+
+def _lie_as_stacks(stacks: Sequence[Stack], slots: Sequence[MatrixSlot]) -> bool:
+    """Whether each slot's place in the message is its place in the memory of ``stacks`` behind each other."""
+    sizes = [stack.rows * stack.columns for stack in stacks]
+    totals = [size * len(stack.matrices) for size, stack in zip(sizes, stacks, strict=True)]
+    starts = [sum(totals[:number]) for number in range(len(stacks))]
+    covered = sum(math.prod(slot.shape) for slot in slots)
+    return covered == sum(totals) and all(
+        _is_contiguous(slot) and starts[slot.stack] + slot.index * sizes[slot.stack] + _start(slot) == slot.offset
+        for slot in slots
+    )
+
+
+def _is_contiguous(slot: MatrixSlot) -> bool:
+    """Whether the entries follow each other in the matrix: only the first dim that has several is cut."""
+    if slot.count > 1:
+        return True
+    dims = [number for number, size in enumerate(slot.box_shape) if size > 1]
+    return all(slot.shape[dim] == slot.box_shape[dim] for dim in dims[1:])
+
+
+def _start(slot: MatrixSlot) -> int:
+    """Where the first entry lies in the matrix."""
+    start = 0
+    for size, along in zip(slot.box_shape, slot.slices, strict=True):
+        start = start * size + along.start
+    return 0 if slot.count > 1 else start
 
 
 def _joined_shards(plan: GroupPlan, me: int, slots: Sequence[ShardSlot]) -> tuple[ShardSlot, ...]:
