@@ -10,7 +10,7 @@ The second table: the planner alone. Largest share: the most that a rank compute
 divided, so no assignment may come below the column behind it. Bytes: what a rank sends in a step, to twice the bytes of
 its shards.
 
-    python benchmarks/whole_matrices.py [--ranks 2 4] [--width 384] [--blocks 3]
+    python benchmarks/whole_matrices.py [--ranks 2 4] [--width 384] [--blocks 4]
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=4)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     steps = [step_row(number, options.width, options.blocks) for number in options.ranks]
