@@ -178,7 +178,7 @@ def main() -> None:
     columns = ["", "everywhere ms", "torch.optim.Muon ms", "fsdp2 ms", "ratio", "ratio to torch"]
     plan_columns = ["", "largest share", "best possible", "ratio", "bytes", "most bytes", "MiB for a moment", "plan s"]
     tables = [
-        Table("steps", "Median ms of an optimizer step", columns, steps, noise=0.1, note="ratio: to everywhere."),
+        Table("steps", "Median ms of an optimizer step", columns, steps, noise=0.3, note="ratio: to everywhere."),
         Table(
             "plans",
             "Shares and bytes by the planner alone",
