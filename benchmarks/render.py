@@ -100,6 +100,10 @@ PARTS = {
         note="unsharded: no communication. ratio: fsdp2 to torch FSDP2. class: fsdp2.FullyShardedDataParallel.",
     ),
     "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "ratio"), _FLAT),
+    "whole_matrices.plans": Part(
+        ("largest share", "best possible", "bytes", "most bytes", "MiB for a moment"),
+        note="Shares: to the mean. Bytes that a rank sends: mean and most, to twice the bytes of its shards.",
+    ),
     "clip_grad_norm.main": Part(("fsdp2 ms", "torch FSDP2 ms", "ratio"), ("150 parameters",)),
     "divergent_use.main": Part(
         ("fsdp2", "ranks may differ", "torch FSDP2", "DDP"),

@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from fsdp2.tools.flat_optimizer import flatten_optimizer
     from fsdp2.tools.install import install, installed, uninstall
     from fsdp2.tools.memory_plan import memory_plan
+    from fsdp2.tools.muon import Muon, muon_groups
     from fsdp2.tools.planner.plan import Workload, plan
     from fsdp2.tools.report import report
     from fsdp2.tools.reshard import reshard_to
     from fsdp2.tools.save_weights import save_safetensors
     from fsdp2.tools.weights import LoadedKeys, load_safetensors, stream_full_params
+    from fsdp2.tools.whole_matrices import MatrixRule, WholeMatrices, whole_matrices
 
 __all__ = [
     "AllGather",
@@ -57,8 +59,10 @@ __all__ = [
     "FullyShardedDataParallel",
     "GradientReductionHandle",
     "LoadedKeys",
+    "MatrixRule",
     "MemoryLimitError",
     "MixedPrecisionPolicy",
+    "Muon",
     "Observer",
     "OffloadPolicy",
     "ParamPlacement",
@@ -66,6 +70,7 @@ __all__ = [
     "ScheduleError",
     "TiedWeights",
     "UnshardHandle",
+    "WholeMatrices",
     "Workload",
     "allow_inner_losses",
     "auto_shard",
@@ -77,6 +82,7 @@ __all__ = [
     "installed",
     "load_safetensors",
     "memory_plan",
+    "muon_groups",
     "no_sync",
     "plan",
     "register_fsdp_forward_method",
@@ -89,6 +95,7 @@ __all__ = [
     "trace",
     "uninstall",
     "unsharded",
+    "whole_matrices",
 ]
 
 # By module, what is imported at its first use: training needs none of it.
@@ -101,11 +108,13 @@ _LAZY = {
     "tools.flat_optimizer": ("flatten_optimizer",),
     "tools.install": ("install", "installed", "uninstall"),
     "tools.memory_plan": ("memory_plan",),
+    "tools.muon": ("Muon", "muon_groups"),
     "tools.planner.plan": ("Workload", "plan"),
     "tools.report": ("report",),
     "tools.reshard": ("reshard_to",),
     "tools.save_weights": ("save_safetensors",),
     "tools.weights": ("LoadedKeys", "load_safetensors", "stream_full_params"),
+    "tools.whole_matrices": ("MatrixRule", "WholeMatrices", "whole_matrices"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 

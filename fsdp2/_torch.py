@@ -455,6 +455,16 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
+def sharded_dim(placement: Placement) -> int | None:
+    """The tensor dimension that ``placement`` cuts; None if it cuts none."""
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def split_factor_of(placement: Placement) -> int:
+    """How many shards there were along its dimension before ``placement`` cut it."""
+    return cast(int, placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """The axes of ``meshes``, parts of one mesh, behind each other. Public API only takes axes in their order."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)

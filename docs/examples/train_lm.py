@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 docs/examples/train_lm.py --resume         # ... and finish with the same losses
     torchrun --nproc-per-node 2 docs/examples/train_lm.py --compare torch  # fsdp2 and torch's own, side by side
     torchrun --nproc-per-node 2 docs/examples/train_lm.py --weights int8   # all-gather the matrices in 8 bits
+    torchrun --nproc-per-node 2 docs/examples/train_lm.py --optimizer muon # each matrix orthogonalised on one rank
 
 What shapes a step (weights, batch, learning rate) follows from the options and the step's number alone, so on CPU
 a resumed run repeats an uninterrupted one bit for bit. The model and the data are in ``lm_task.py``; the options,
@@ -169,7 +170,7 @@ class Trainer:
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         prepare(self.model)
         shard(self.model, config, data_parallel_mesh(device, config.hsdp))
-        self.optimizer = adamw(self.model, config)
+        self.optimizer = OPTIMIZERS[config.optimizer](self.model, config)
 
     def step(self, step: int) -> dict[str, Any]:
         """Train on each rank's batch number ``step``; returns the line for ``losses.jsonl``."""
@@ -314,6 +315,15 @@ def adamw(model: Transformer, config: Config) -> torch.optim.AdamW:
         {"params": gains, "weight_decay": 0.0},  # decay pulls to 0, but a norm's neutral gain is 1
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+
+
+def muon(model: Transformer, config: Config) -> fsdp2.Muon:
+    """Muon over the matrices of blocks, AdamW over embedding, head and gains; with one learning rate for both."""
+    groups = fsdp2.muon_groups(model, betas=(0.9, 0.95), weight_decay=0.0)
+    return fsdp2.Muon(groups, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+
+
+OPTIMIZERS: dict[str, Callable[[Transformer, Config], torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}
 
 
 def learning_rate(step: int, config: Config) -> float:

@@ -27,6 +27,7 @@ import fsdp2.tools.memory_plan
 import fsdp2.tools.planner
 import fsdp2.tools.report
 import fsdp2.tools.trace
+import fsdp2.tools.whole_matrices
 
 FOLDER = Path(__file__).parent
 _WIDTH = 100
@@ -78,6 +79,13 @@ def public_pages() -> list[Page]:
             "What `fsdp2.plan` takes and returns, and what its code uses: `from fsdp2.tools.planner import recompute`.",
             fsdp2.tools.planner,
             tuple(name for name in fsdp2.tools.planner.__all__ if name not in ("MACHINES", "Workload", "plan")),
+        ),
+        Page(
+            "whole_matrices.md",
+            "fsdp2.tools.whole_matrices",
+            "What functions of `fsdp2.whole_matrices` are given, and the cost that it assumes.",
+            fsdp2.tools.whole_matrices,
+            ("Matrix", "newton_schulz_cost"),
         ),
         Page(
             "tensors.md",

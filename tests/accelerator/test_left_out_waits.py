@@ -100,6 +100,7 @@ _PENDING = "distributed/test_model_parallel_state.py::test_gradient_whose_collec
 _TIED = "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers_is_saved_under_both_names"
 _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
 _UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
+_EXCHANGED = "accelerator/test_whole_matrices.py::test_wait_of_the_exchange_that_is_left_out_is_noticed"
 ELSEWHERE: dict[str, str] = {
     # collectives that the CPU waits for, as gloo's; _issued is for backends that return a work where NCCL returns none
     "comm.backends.CollectiveComm._issued-work": _ON_STREAMS,
@@ -111,6 +112,13 @@ ELSEWHERE: dict[str, str] = {
     "fsdp1.state_values.locals_of_flat-work": _TIED,
     "_torch.arrived_local-work": _PENDING,
     "tools.weights._do-work": "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
+    "tools.whole_matrices.exchange.Message.start-gather_after_compute": _EXCHANGED,
+    "tools.whole_matrices.exchange.Message.start-record": _EXCHANGED,
+    "tools.whole_matrices.exchange.Message.wait-wait_here": _EXCHANGED,
+    "tools.whole_matrices.run._reduced-work": _EXCHANGED,
+    "tools.whole_matrices.exchange.Message.wait-work": (  # gloo's messages
+        "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and_comes_back"
+    ),
     # what measures time
     "tools.report.recorder.DeviceClock.__init__-synchronize": (
         "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"

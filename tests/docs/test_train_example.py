@@ -92,6 +92,16 @@ def test_a_run_with_int8_weights_resumes_and_knows_that_they_shape_its_losses(
 
 
 @pytest.mark.long
+def test_a_run_with_muon_resumes_and_says_what_went_where(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    printed = _train(whole, "--optimizer", "muon").stdout
+    assert printed.count("Muon: 14 parameters") == 1
+    _train(stopped, "--optimizer", "muon", "--stop-after", "3")
+    _train(stopped, "--optimizer", "muon", "--resume")
+    assert _records(stopped) == _records(whole)
+
+
+@pytest.mark.long
 def test_adapters_train_on_a_run_and_only_they_are_saved(uninterrupted: Path, tmp_path: Path) -> None:
     options = ["--base", str(uninterrupted), "--output", str(tmp_path), "--steps", "4", "--rank", "2"]
     result = forked_ranks(LORA, options)

@@ -1,0 +1,230 @@
+"""Which ranks share the work on which tensors: from DTensors to process groups and what the planner takes.
+
+A domain is a process group with the tensors that are cut over its ranks, or copied on them, and travel in one dtype.
+Rule: all ranks of a group have the same domains in the same order, or all raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.comm.backends import exchange
+from fsdp2.plan.mesh import Axis, joint_axis, mesh_device, ranks_along
+from fsdp2.tools.whole_matrices.planner import Cost, GroupPlan, PlannedTensor, plan_matrices
+from fsdp2.tools.whole_matrices.regions import AxisCut, Coordinate, Placed
+from fsdp2.tools.whole_matrices.rules import MatrixRule
+
+Copies = Literal["cheaper", "share", "each"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does in a second, roughly: to choose between sharing the work of copies and repeating it.
+
+    Attributes:
+        flops: floating-point operations of a rank.
+        nbytes: that a rank sends to ranks that have parts of the same copy.
+        nbytes_across: that a rank sends to other copies, which are on other nodes as a rule.
+    """
+
+    flops: float
+    nbytes: float
+    nbytes_across: float
+
+    def seconds(self, plan: GroupPlan) -> float:
+        """The time of the busiest rank and of the one that sends most, behind each other."""
+        across = max(map(sum, zip(*(each.across for each in plan.traffic), strict=True)), default=0)
+        return max(plan.loads) / self.flops + max(plan.sent_nbytes) / self.nbytes + across / self.nbytes_across
+
+
+ON_CPU = Rates(flops=5e10, nbytes=2e9, nbytes_across=1e9)
+ON_ACCELERATOR = Rates(flops=3e14, nbytes=2e11, nbytes_across=2.5e10)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A tensor that is to be whole for a moment. ``position``: among all tensors."""
+
+    position: int
+    name: str
+    tensor: DTensor
+    rule: MatrixRule
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Tensors on the ranks of one process group.
+
+    Attributes:
+        ranks: the global ranks, by member.
+        positions: of its tensors among all tensors.
+        dtype: in which they travel.
+        device: where messages and whole matrices are.
+    """
+
+    axis: Axis
+    ranks: tuple[int, ...]
+    positions: tuple[int, ...]
+    plan: GroupPlan
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def me(self) -> int:
+        return self.axis.rank
+
+
+def subject_of(position: int, name: str, tensor: Tensor, rule: MatrixRule | None) -> Subject:
+    """``tensor``, checked.
+
+    Raises:
+        TypeError: it is no DTensor.
+        ValueError: it is a pending sum; it has not two dims, and there is no rule for it, or one that does not fit.
+    """
+    if not isinstance(tensor, DTensor):
+        raise TypeError(
+            f"whole_matrices: '{name}' is a plain {type(tensor).__name__}, so it is not sharded over a mesh. Shard its "
+            "module with fully_shard first; of what every rank has whole, no rank needs to be given anything."
+        )
+    if not all(p.is_replicate() or _torch.sharded_dim(p) is not None for p in tensor.placements):
+        raise ValueError(
+            f"whole_matrices: '{name}' has placements {tensor.placements}, expected Shard or Replicate on each axis. "
+            "Redistribute it first."
+        )
+    if rule is None and tensor.ndim != 2:
+        raise ValueError(
+            f"whole_matrices: '{name}' has shape {tuple(tensor.shape)}, so it is no matrix. Return a rule for it: "
+            "MatrixRule.batch() for experts [E, m, n], MatrixRule.flattened() for a convolution; or leave it out."
+        )
+    rule = rule or MatrixRule.whole()
+    try:
+        rule.boxes(tensor.shape)
+    except ValueError as error:
+        raise ValueError(f"whole_matrices: '{name}' {error}") from None
+    return Subject(position, name, tensor, rule)
+
+
+def domains_of(
+    subjects: Sequence[Subject],
+    *,
+    cost: Cost,
+    dtype: torch.dtype | None,
+    bucket_nbytes: int,
+    copies: Copies,
+    last_first: bool,
+) -> list[Domain]:
+    """The domains of ``subjects``, those of most ranks first. Collective.
+
+    Raises:
+        ValueError: ranks have other tensors, rules or options, or a shard is not as its placements say.
+    """
+    make = _Maker(subjects, cost, dtype, bucket_nbytes, last_first)
+    has_copies = any(p.is_replicate() for each in subjects for p in each.tensor.placements)
+    if not has_copies or copies != "cheaper":
+        made = make(shares=copies != "each")
+    else:
+        choices = [make(shares=True), make(shares=False)]
+        made = min(choices, key=_seconds)
+    _check_alike(made, subjects)
+    return made
+
+
+def _seconds(domains: Sequence[Domain]) -> float:
+    return sum((ON_CPU if each.device.type == "cpu" else ON_ACCELERATOR).seconds(each.plan) for each in domains)
+
+
+@dataclass
+class _Maker:
+    """Makes the domains. ``shares``: whether copies of a tensor share the work, or each does its own."""
+
+    subjects: Sequence[Subject]
+    cost: Cost
+    dtype: torch.dtype | None
+    bucket_nbytes: int
+    last_first: bool
+
+    def __call__(self, *, shares: bool) -> list[Domain]:
+        found: dict[_Key, tuple[Axis, list[tuple[Subject, Placed]]]] = {}
+        for each in self.subjects:
+            axis, ranks, placed = _on_group(each, shares=shares)
+            key = _Key(ranks, self.dtype or each.tensor.dtype, mesh_device(each.tensor.device_mesh))
+            found.setdefault(key, (axis, []))[1].append((each, placed))
+        loads: list[dict[int, float]] = []  # of the groups so far, by rank
+        domains = []
+        for key in sorted(found, key=lambda key: (-len(key.ranks), found[key][1][0][0].position)):
+            axis, members = found[key]
+            planned = [PlannedTensor(each.name, placed, key.dtype.itemsize, each.rule) for each, placed in members]
+            # What all ranks of this group know: the loads of groups that they are all in.
+            known = [each for each in loads if each.keys() >= {*key.ranks}]
+            before = [sum(each[rank] for each in known) for rank in key.ranks]
+            plan = plan_matrices(
+                planned,
+                len(key.ranks),
+                cost=self.cost,
+                bucket_nbytes=self.bucket_nbytes,
+                before=before,
+                last_first=self.last_first,
+            )
+            own = [load - earlier for load, earlier in zip(plan.loads, before, strict=True)]
+            loads.append(dict(zip(key.ranks, own, strict=True)))
+            positions = tuple(each.position for each, _ in members)
+            domains.append(Domain(axis, key.ranks, positions, plan, key.dtype, key.device))
+        return domains
+
+
+class _Key(NamedTuple):
+    ranks: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _on_group(subject: Subject, *, shares: bool) -> tuple[Axis, tuple[int, ...], Placed]:
+    """The process group for ``subject``, its ranks, and where the tensor lies on them."""
+    tensor = subject.tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    cuts = [
+        AxisCut(size, dim, _torch.split_factor_of(placement)) if dim is not None else AxisCut(size, None)
+        for placement, size, dim in zip(placements, mesh.shape, map(_torch.sharded_dim, placements), strict=True)
+    ]
+    axes = [i for i, cut in enumerate(cuts) if cut.size > 1 and (shares or cut.dim is not None)]
+    axis, reached = joint_axis(mesh, axes), ranks_along(mesh, axes)
+    ranks = tuple(reached) if axis.group is None else tuple(dist.get_process_group_ranks(axis.group))
+    coordinates: tuple[Coordinate, ...] = tuple(reached[rank] for rank in ranks)
+    placed = Placed(tuple(tensor.shape), tuple(cuts[i] for i in axes), coordinates)
+    return axis, ranks, placed
+
+
+def _check_alike(domains: Sequence[Domain], subjects: Sequence[Subject]) -> None:
+    """Raise on all ranks of a group if they would exchange other messages, or if a shard is not as planned."""
+    tensors = {each.position: each.tensor for each in subjects}
+    for domain in domains:
+        plan = domain.plan
+        mine = [(each.name, each.placed.shape, each.placed.axes, each.rule, each.itemsize) for each in plan.tensors]
+        found = exchange(domain.axis, (repr((mine, plan.owners, plan.buckets)), _unexpected_shard(domain, tensors)))
+        for rank, (text, unexpected) in zip(domain.ranks, found, strict=True):
+            if unexpected is not None:
+                raise ValueError(f"whole_matrices: on rank {rank}, {unexpected}")
+            if text != found[0][0]:
+                raise ValueError(
+                    f"whole_matrices: rank {rank} has other tensors, placements, rules or options than rank "
+                    f"{domain.ranks[0]}. Pass the same on all ranks, in the same order."
+                )
+
+
+def _unexpected_shard(domain: Domain, tensors: Mapping[int, DTensor]) -> str | None:
+    for position, each in zip(domain.positions, domain.plan.tensors, strict=True):
+        expected, found = each.placed.local_shape(domain.me), tuple(_torch.local_of(tensors[position]).shape)
+        if expected != found:
+            return (
+                f"the shard of '{each.name}' has shape {found}, expected {expected} by its placements. Shards of other "
+                "sizes than torch.chunk makes cannot be joined."
+            )
+    return None

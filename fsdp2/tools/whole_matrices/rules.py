@@ -1,0 +1,125 @@
+"""What may be cut: which matrices a tensor consists of.
+
+A rule speaks of the whole tensor, never of ranks. It divides the tensor into boxes, and each box is one matrix that one
+rank is given whole. Integers in, integers out. Rule: the boxes of a tensor do not overlap, and together are the tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Interval = tuple[int, int]  # start, stop
+Box = tuple[Interval, ...]  # an interval for each dim of the tensor
+
+
+@dataclass(frozen=True)
+class MatrixBox:
+    """One matrix of a tensor: the entries in ``box``, in their order, as ``rows`` x ``columns``. ``label`` tells it
+    from the other matrices of the tensor, as an index does."""
+
+    box: Box
+    rows: int
+    columns: int
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class MatrixRule:
+    """Which matrices a tensor consists of. Make one by a class method.
+
+    ``MatrixRule.whole()`` is what a tensor of two dims gets if nothing else is said.
+    """
+
+    kind: Literal["whole", "rows", "columns", "heads", "batch", "flattened"]
+    sizes: tuple[int, ...] = ()
+    inner: MatrixRule | None = None
+
+    @classmethod
+    def whole(cls) -> MatrixRule:
+        """A tensor of two dims is one matrix."""
+        return cls("whole")
+
+    @classmethod
+    def rows(cls, *sizes: int) -> MatrixRule:
+        """Matrices of so many rows above each other: a fused QKV weight ``[q + k + v, n]`` is three."""
+        return cls("rows", sizes)
+
+    @classmethod
+    def columns(cls, *sizes: int) -> MatrixRule:
+        """Matrices of so many columns beside each other: a fused QKV weight of GPT-2 is ``[n, q + k + v]``."""
+        return cls("columns", sizes)
+
+    @classmethod
+    def heads(cls, num_heads: int) -> MatrixRule:
+        """As many matrices of equal rows above each other."""
+        return cls("heads", (num_heads,))
+
+    @classmethod
+    def batch(cls, inner: MatrixRule | None = None) -> MatrixRule:
+        """Each index of all dims but the last two is a tensor of its own: experts ``[E, m, n]`` are E matrices.
+        ``inner`` says what each of them consists of."""
+        return cls("batch", (), inner)
+
+    @classmethod
+    def flattened(cls) -> MatrixRule:
+        """All dims behind the first are columns: a convolution ``[out, in, height, width]`` is one matrix."""
+        return cls("flattened")
+
+    def boxes(self, shape: Sequence[int]) -> list[MatrixBox]:
+        """The matrices of a tensor of ``shape``.
+
+        Raises:
+            ValueError: the rule does not fit to the shape. The text goes on where a name of the tensor ends.
+        """
+        full = tuple((0, size) for size in shape)
+        if self.kind == "batch":
+            return self._batched(shape)
+        if self.kind == "flattened":
+            self._expect(len(shape) >= 2, shape, "two dims or more")
+            return [MatrixBox(full, shape[0], math.prod(shape[1:]))]
+        self._expect(len(shape) == 2, shape, "two dims")
+        rows, columns = shape
+        if self.kind == "whole":
+            return [MatrixBox(full, rows, columns)]
+        if self.kind == "columns":
+            return [
+                MatrixBox((full[0], piece), rows, piece[1] - piece[0], f"[{index}]")
+                for index, piece in enumerate(self._pieces(shape, 1, self.sizes))
+            ]
+        sizes = self.sizes
+        if self.kind == "heads":
+            (num_heads,) = self.sizes
+            self._expect(num_heads > 0 and rows % num_heads == 0, shape, f"rows that {num_heads} heads divide")
+            sizes = (rows // num_heads,) * num_heads
+        return [
+            MatrixBox((piece, full[1]), piece[1] - piece[0], columns, f"[{index}]")
+            for index, piece in enumerate(self._pieces(shape, 0, sizes))
+        ]
+
+    def _batched(self, shape: Sequence[int]) -> list[MatrixBox]:
+        self._expect(len(shape) >= 3, shape, "three dims or more")
+        inner = (self.inner or MatrixRule.whole()).boxes(shape[-2:])
+        return [
+            MatrixBox(
+                (*[(at, at + 1) for at in index], *each.box),
+                each.rows,
+                each.columns,
+                f"[{', '.join(map(str, index))}]{each.label}",
+            )
+            for index in itertools.product(*map(range, shape[:-2]))
+            for each in inner
+        ]
+
+    def _pieces(self, shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[Interval]:
+        is_cover = all(size > 0 for size in sizes) and sum(sizes) == shape[dim]
+        self._expect(is_cover, shape, f"positive sizes whose sum is {shape[dim]}, instead of {tuple(sizes)}")
+        stops = list(itertools.accumulate(sizes))
+        return [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+
+    def _expect(self, is_met: bool, shape: Sequence[int], expected: str) -> None:
+        if not is_met:
+            raise ValueError(f"has shape {tuple(shape)}, but MatrixRule.{self.kind} expects {expected}.")

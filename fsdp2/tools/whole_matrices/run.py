@@ -1,0 +1,381 @@
+"""``whole_matrices``: a plan over many sharded tensors, and ``run``, which brings each whole matrix to its owner.
+
+Rule: messages are static. They follow from the plan, never from values or from what fails on one rank: an owner whose
+function raises sends zeros, all ranks hear of it behind the last message, and nobody has written anything by then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.comm.backends import all_reduce_in, exchange
+from fsdp2.comm.streams import launched, wait_for
+from fsdp2.tools.whole_matrices.domains import Copies, Domain, Subject, domains_of, subject_of
+from fsdp2.tools.whole_matrices.exchange import Message, Source, send_results, send_shards, stacked, take_results
+from fsdp2.tools.whole_matrices.messages import BucketMessages, messages_of
+from fsdp2.tools.whole_matrices.planner import Bucket, Cost, Matrix, newton_schulz_cost
+from fsdp2.tools.whole_matrices.rules import MatrixRule
+
+DEFAULT_BUCKET_NBYTES = 64 * 1024 * 1024
+
+Rule = Callable[[str, Tensor], MatrixRule | None]
+OnMatrix = Callable[[Tensor, Matrix], Tensor]
+OnBatch = Callable[[Tensor, Sequence[Matrix]], Tensor]
+
+MOST_IN_FLIGHT = 2  # buckets whose shards are on their way: one is computed, while the next one comes
+_MOST_NAMES = 3  # in a message
+
+
+def whole_matrices(
+    tensors: Mapping[str, Tensor] | Sequence[Tensor],
+    *,
+    rule: Rule | None = None,
+    cost: Cost = newton_schulz_cost,
+    dtype: torch.dtype | None = None,
+    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+    copies: Copies = "cheaper",
+    last_first: bool = False,
+) -> WholeMatrices:
+    """Plan how the matrices of sharded ``tensors`` become whole for a moment, each on one rank.
+
+    Storage stays as it is. Collective: all ranks of the tensors' meshes call it with the same tensors, in the same
+    order. Reads shapes and placements only.
+
+    Args:
+        tensors: DTensors, by name or in order: parameters of ``fully_shard``, of this package or of torch, or tensors
+            that are placed like them.
+        rule: from a name and a tensor to the matrices that it consists of. None is what a tensor with two dims gets:
+            ``MatrixRule.whole()``.
+        cost: of the function on a matrix of so many rows and columns, in floating-point operations; that of
+            Newton-Schulz by default. Owners are chosen so that each has as much to do.
+        dtype: in which matrices travel and are computed; None: that of each tensor.
+        bucket_nbytes: the most bytes of whole matrices that a rank has in a bucket. A larger matrix is alone in it.
+        copies: of a tensor that several ranks have the same part of (HSDP). ``"share"``: one rank in the world computes
+            each matrix, and sends the result to all copies. ``"each"``: each copy does its own work, inside its shard
+            mesh; on a mesh with a shard axis inside a node, nothing crosses nodes. ``"cheaper"``: what the plan finds
+            cheaper.
+        last_first: fill buckets with the last tensors first, as backward brings their gradients.
+
+    Raises:
+        TypeError: a tensor is no DTensor.
+        ValueError: a tensor is no matrix, and has no rule; a rule does not fit; a sum is pending; ranks differ. Raised
+            on all ranks.
+    """
+    if bucket_nbytes <= 0:
+        raise ValueError(f"whole_matrices: bucket_nbytes is {bucket_nbytes}, expected a positive number of bytes.")
+    if copies not in ("cheaper", "share", "each"):
+        raise ValueError(f"whole_matrices: copies is {copies!r}, expected 'cheaper', 'share' or 'each'.")
+    named = tensors if isinstance(tensors, Mapping) else {f"tensor {i}": each for i, each in enumerate(tensors)}
+    subjects = [
+        subject_of(position, name, tensor, None if rule is None else rule(name, tensor))
+        for position, (name, tensor) in enumerate(named.items())
+    ]
+    domains = domains_of(
+        subjects, cost=cost, dtype=dtype, bucket_nbytes=bucket_nbytes, copies=copies, last_first=last_first
+    )
+    return WholeMatrices(subjects, domains)
+
+
+@dataclass
+class Outcome:
+    """What a run has given: ``results``, by tensor, the local parts; ``flags``, by tensor, whether some rank has set
+    it."""
+
+    results: list[Tensor]
+    flags: list[bool]
+
+
+class WholeMatrices:
+    """A plan: who owns which matrix, and in which bucket it travels. ``str`` says what it costs.
+
+    Attributes:
+        domains: the plan of each process group.
+        steps: what a run does, bucket by bucket.
+    """
+
+    def __init__(self, subjects: Sequence[Subject], domains: Sequence[Domain]) -> None:
+        self.domains = tuple(domains)
+        self._subjects = subjects
+        self.steps = [
+            _Step(domain, bucket, messages_of(domain.plan, bucket, domain.me))
+            for domain in domains
+            for bucket in domain.plan.buckets
+        ]
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._subjects)
+
+    def positions_in(self, number: int) -> set[int]:
+        """The positions of the tensors that have matrices in step ``number``."""
+        step = self.steps[number]
+        plan = step.domain.plan
+        return {step.domain.positions[plan.matrices[index].tensor] for owned in step.bucket.of_owner for index in owned}
+
+    @property
+    def balance(self) -> float:
+        """The largest share of the cost that a rank has, divided by the mean; of several groups, the largest."""
+        return max((domain.plan.balance for domain in self.domains), default=1.0)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sends in a run."""
+        return sum(domain.plan.sent_nbytes[domain.me] for domain in self.domains)
+
+    @property
+    def temporary_nbytes(self) -> int:
+        """The most memory of messages and whole matrices on a rank: two buckets. Not counted: results, which are kept
+        to the end, and what the function allocates."""
+        return max((domain.plan.temporary_nbytes for domain in self.domains), default=0)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Memory of the results on a rank: they are kept until all matrices have succeeded."""
+        return sum(domain.plan.kept_nbytes for domain in self.domains)
+
+    @cached_property
+    def owners(self) -> dict[str, int]:
+        """The global rank that owns each matrix, by the matrix's name."""
+        return {
+            matrix.name: domain.ranks[owner]
+            for domain in self.domains
+            for matrix, owner in zip(domain.plan.matrices, domain.plan.owners, strict=True)
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(str(domain.plan) for domain in self.domains)
+
+    @torch.no_grad()
+    def run(self, fn: OnMatrix, tensors: Sequence[Tensor]) -> list[DTensor]:
+        """Call ``fn`` once for each whole matrix, on its owner, and return the results, placed like ``tensors``.
+
+        Collective. While one bucket is computed, the next is on its way.
+
+        Args:
+            fn: from a matrix ``[rows, columns]``, which it may write, and its description to a result of the same
+                shape. It runs on the mesh's device, in the plan's dtype.
+            tensors: as many as planned, placed alike; their values travel.
+
+        Raises:
+            RuntimeError: ``fn`` raised, or returned another shape. Raised on all ranks, with the matrix, its owner and
+                the cause. ``tensors`` are unchanged, unless ``fn`` has changed them.
+            ValueError: a tensor is not placed as planned.
+            CommunicationError: a rank is lost.
+        """
+
+        def on_batch(batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+            results = []
+            for whole, matrix in zip(batch, matrices, strict=True):
+                with _Named(f"'{matrix.name}'"):
+                    results.append(_checked(fn(whole, matrix), whole.shape))
+            return torch.stack(results) if len(results) != 1 else results[0].unsqueeze(0)
+
+        return self.run_batched(on_batch, tensors)
+
+    @torch.no_grad()
+    def run_batched(self, fn: OnBatch, tensors: Sequence[Tensor]) -> list[DTensor]:
+        """As ``run``, but matrices of one shape in one bucket come together: ``[n, rows, columns]``, with their
+        descriptions."""
+        locals_ = self._locals_of(tensors)
+        outcome = Run(self, fn, lambda position, slices: locals_[position][slices]).finish()
+        kept = [result.to(local.device) for result, local in zip(outcome.results, locals_, strict=True)]
+        return _torch.dtensors_like(tensors, kept)
+
+    def _locals_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if len(tensors) != len(self._subjects):
+            raise ValueError(f"whole_matrices: got {len(tensors)} tensors, but {len(self._subjects)} were planned.")
+        for tensor, planned in zip(tensors, self._subjects, strict=True):
+            like = planned.tensor
+            is_alike = isinstance(tensor, DTensor) and (tensor.shape, tensor.placements) == (
+                like.shape,
+                like.placements,
+            )
+            if not is_alike:
+                raise ValueError(
+                    f"whole_matrices: what is given for '{planned.name}' is not placed as planned: expected a DTensor "
+                    f"of shape {tuple(like.shape)} with placements {like.placements}."
+                )
+        return _torch.locals_of(tensors)
+
+    def agree(self, failures: list[str], flags: Sequence[bool]) -> list[bool]:
+        """The flags of all ranks, if none has failed; else raise on all. The host waits for the device, once."""
+        if not self.domains:
+            return list(flags)
+        states = [
+            torch.tensor(
+                [bool(failures), *(flags[position] for position in domain.positions if flags)],
+                dtype=torch.uint8,
+                device="cpu",
+            ).to(domain.device)
+            for domain in self.domains
+        ]
+        for domain, state, before in zip(self.domains, states, [None, *states], strict=False):
+            if before is not None:
+                state[:1] |= before[:1]
+            _reduced(domain, state)
+        failed = states[-1][:1]
+        for domain in self.domains[-2::-1]:  # groups before may not have heard of failures in later ones
+            _reduced(domain, failed)
+        has_failed, *told = torch.cat([failed, *states]).tolist()
+        if has_failed:
+            for domain in [*self.domains, *self.domains[-2::-1]]:
+                texts = [text for each in exchange(domain.axis, failures) for text in each]
+                failures = list(dict.fromkeys([*failures, *texts]))
+            raise RuntimeError("\n".join(failures))
+        found = list(flags)
+        for domain in self.domains:
+            del told[0]  # whether some rank has failed
+            for position in domain.positions if flags else ():
+                found[position] = bool(told.pop(0))
+        return found
+
+
+class Run:
+    """One run of a plan, bucket by bucket.
+
+    ``source`` makes entries of this rank's shard of a tensor, by position and slices, when their bucket is packed: on
+    the stream of all-gathers. Collective: all ranks send buckets at the same places of their programs.
+    """
+
+    def __init__(self, plan: WholeMatrices, fn: OnBatch, source: Source) -> None:
+        self._plan, self._fn, self._source = plan, fn, source
+        self._in_flight: deque[Message] = deque()
+        self.num_sent = 0
+
+    def send(self) -> None:
+        """Send the shards of the next bucket. Two may be on their way at a time."""
+        self._in_flight.append(self._plan.steps[self.num_sent].send(self._source))
+        self.num_sent += 1
+
+    def finish(self, flags: Sequence[bool] = ()) -> Outcome:
+        """Compute all buckets. ``flags``: one of this rank for each tensor, or none.
+
+        Raises:
+            RuntimeError: the function has failed on some rank.
+        """
+        plan = self._plan
+        results: list[Tensor | None] = [None] * plan.num_tensors
+        failures: list[str] = []
+        back: tuple[_Step, Message] | None = None
+        for number, step in enumerate(plan.steps):
+            while self.num_sent < min(number + MOST_IN_FLIGHT, len(plan.steps)):
+                self.send()
+            stacks = step.computed(self._fn, self._in_flight.popleft(), failures)
+            if back is not None:
+                back[0].take(back[1], results)
+            back = step, step.send_back(stacks)
+            del stacks
+        if back is not None:
+            back[0].take(back[1], results)
+        any_flags = plan.agree(failures, flags)
+        for domain in plan.domains:  # shards without entries
+            for position, tensor in zip(domain.positions, domain.plan.tensors, strict=True):
+                if results[position] is None:
+                    shape = tensor.placed.local_shape(domain.me)
+                    results[position] = torch.empty(shape, dtype=domain.dtype, device=domain.device)
+        return Outcome([each for each in results if each is not None], any_flags)
+
+
+def _reduced(domain: Domain, state: Tensor) -> None:
+    if domain.axis.group is not None:
+        wait_for(launched(all_reduce_in, domain.axis.group, state, dist.ReduceOp.MAX))
+
+
+@dataclass
+class _Step:
+    """One bucket of one domain."""
+
+    domain: Domain
+    bucket: Bucket
+    messages: BucketMessages
+
+    @cached_property
+    def _like(self) -> Tensor:
+        return torch.empty(0, dtype=self.domain.dtype, device=self.domain.device)
+
+    @cached_property
+    def _matrices(self) -> list[list[Matrix]]:
+        return [[self.domain.plan.matrices[index] for index in stack.matrices] for stack in self.messages.stacks]
+
+    def send(self, source: Source) -> Message:
+        positions = self.domain.positions
+        return send_shards(
+            self.domain.axis, self.messages, lambda tensor, slices: source(positions[tensor], slices), self._like
+        )
+
+    def computed(self, fn: OnBatch, message: Message, failures: list[str]) -> list[Tensor]:
+        """The result of each stack; zeros where ``fn`` has failed."""
+        stacks = stacked(self.messages, message.wait())
+        results: list[Tensor] = []
+        while stacks:
+            stack, matrices = stacks.pop(0), self._matrices[len(results)]
+            shape = stack.shape
+            try:
+                with _Named(_names(matrices)):
+                    results.append(_checked(fn(stack, matrices), shape))
+            except _FailedError as error:
+                failures.append(
+                    f"whole_matrices: the function failed on {error.name}, whose owner is rank "
+                    f"{self.domain.ranks[self.domain.me]}: {error.cause}\nNo result was written on any rank."
+                )
+                results.append(self._like.new_zeros(shape))
+        return results
+
+    def send_back(self, stacks: Sequence[Tensor]) -> Message:
+        return send_results(self.domain.axis, self.messages, stacks, self._like)
+
+    def take(self, message: Message, results: list[Tensor | None]) -> None:
+        """Keep the results that ``message`` brings."""
+        domain = self.domain
+        mine: list[Tensor | None] = [results[position] for position in domain.positions]
+
+        def make(tensor: int) -> Tensor:
+            return self._like.new_empty(domain.plan.tensors[tensor].placed.local_shape(domain.me))
+
+        take_results(self.messages, message.wait(), make, mine)
+        for position, result in zip(domain.positions, mine, strict=True):
+            results[position] = result
+
+
+class _FailedError(Exception):
+    """The user's function has failed on the matrices ``name``. ``cause``: a text."""
+
+    def __init__(self, name: str, cause: str) -> None:
+        super().__init__(name, cause)
+        self.name, self.cause = name, cause
+
+
+class _Named:
+    """Exceptions in the block become ``_FailedError`` with the name of what is computed, unless they are that."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, _FailedError):
+            raise _FailedError(self._name, f"{type(error).__name__}: {error}") from error
+
+
+def _checked(result: object, shape: torch.Size) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise TypeError(f"it returned {type(result).__name__}, expected a tensor of shape {tuple(shape)}.")
+    if result.shape != shape:
+        raise ValueError(f"it returned shape {tuple(result.shape)}, expected {tuple(shape)}.")
+    return result
+
+
+def _names(matrices: Sequence[Matrix]) -> str:
+    names = ", ".join(f"'{matrix.name}'" for matrix in matrices[:_MOST_NAMES])
+    more = len(matrices) - _MOST_NAMES
+    return f"{names} and {more} more" if more > 0 else names

@@ -1,0 +1,546 @@
+"""``whole_matrices`` on ranks: what the function is given, what comes back, and that a failure changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp2 import MatrixRule, Muon, fully_shard, muon_groups, reshard_to, whole_matrices
+from fsdp2.tools.whole_matrices import Matrix
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+from tests.harness.models import MLP
+
+SHAPES = {"a": (8, 6), "b": (7, 3), "c": (2, 9), "d": (5, 4, 3), "e": (1, 4)}
+
+
+def values_of(name: str) -> Tensor:
+    shape = SHAPES[name]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(ord(name)), device="cpu")
+
+
+def placed(ctx: RankContext, mesh: DeviceMesh, placements: Sequence[Any]) -> dict[str, DTensor]:
+    return {
+        name: distribute_tensor(values_of(name).to(ctx.device_type), mesh, placements, src_data_rank=None)
+        for name in SHAPES
+    }
+
+
+def rule(name: str, _: Tensor) -> MatrixRule | None:
+    return MatrixRule.batch() if name == "d" else None
+
+
+def parts(name: str) -> list[Tensor]:
+    return list(values_of(name)) if name == "d" else [values_of(name)]
+
+
+MESHES: dict[str, Callable[[RankContext], tuple[DeviceMesh, list[Any]]]] = {
+    "rows": lambda ctx: (ctx.mesh_1d(), [Shard(0)]),
+    "columns": lambda ctx: (ctx.mesh_1d(), [Shard(1)]),
+    "copies": lambda ctx: (ctx.mesh_1d(), [Replicate()]),
+    "alone": lambda ctx: (ctx.mesh_of_one(), [Shard(0)]),
+}
+MESHES_OF_4: dict[str, Callable[[RankContext], tuple[DeviceMesh, list[Any]]]] = {
+    "copies of rows": lambda ctx: (ctx.mesh_2d(2, 2), [Replicate(), Shard(0)]),
+    "rows of copies": lambda ctx: (ctx.mesh_2d(2, 2), [Shard(0), Replicate()]),
+    "rows and columns": lambda ctx: (ctx.mesh_2d(2, 2), [Shard(0), Shard(1)]),
+    "rows twice": lambda ctx: (ctx.mesh_2d(2, 2), [Shard(0), Shard(0)]),
+}
+
+
+def check(ctx: RankContext, mesh: DeviceMesh, placements: list[Any], **options: Any) -> None:
+    tensors = placed(ctx, mesh, placements)
+    plan = whole_matrices(tensors, rule=rule, **options)
+    seen: list[str] = []
+
+    def fn(whole: Tensor, matrix: Matrix) -> Tensor:
+        seen.append(matrix.name)
+        name, _, index = matrix.name.removesuffix("]").partition("[")
+        assert torch.equal(whole.cpu(), parts(name)[int(index or 0)])
+        return whole.cumsum(0)
+
+    results = plan.run(fn, list(tensors.values()))
+    for name, result in zip(SHAPES, results, strict=True):
+        expected = values_of(name).cumsum(-2)
+        torch.testing.assert_close(result.full_tensor().cpu(), expected, rtol=1e-6, atol=1e-6)
+        assert result.placements == tensors[name].placements
+    assert seen == [name for name, owner in plan.owners.items() if owner == ctx.rank] or {*seen} == {
+        name for name, owner in plan.owners.items() if owner == ctx.rank
+    }
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 1 << 20], ids=["one by one", "together"])
+@pytest.mark.parametrize("mesh", MESHES)
+@distributed(2, 3)
+def test_each_matrix_is_whole_once_and_comes_back(ctx: RankContext, mesh: str, bucket_nbytes: int) -> None:
+    check(ctx, *MESHES[mesh](ctx), bucket_nbytes=bucket_nbytes)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("copies", ["share", "each"])
+@pytest.mark.parametrize("mesh", MESHES_OF_4)
+@distributed(4)
+def test_each_matrix_is_whole_on_two_axes(ctx: RankContext, mesh: str, copies: str) -> None:
+    check(ctx, *MESHES_OF_4[mesh](ctx), copies=copies)
+
+
+@distributed(2)
+def test_equal_matrices_come_together(ctx: RankContext) -> None:
+    tensors = [torch.full((4, 6), float(i), device=ctx.device_type) for i in range(6)]
+    sharded = [distribute_tensor(each, ctx.mesh_1d(), [Shard(0)]) for each in tensors]
+    shapes: list[tuple[int, ...]] = []
+
+    def fn(batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+        shapes.append(tuple(batch.shape))
+        assert [float(each[0, 0]) for each in batch] == [float(matrix.tensor) for matrix in matrices]
+        return batch + 1
+
+    results = whole_matrices(sharded).run_batched(fn, sharded)
+    assert shapes == [(3, 4, 6)]
+    assert [float(each.full_tensor()[0, 0]) for each in results] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@distributed(2)
+def test_matrices_travel_in_the_dtype_that_is_asked_for(ctx: RankContext) -> None:
+    tensor = distribute_tensor(torch.randn(4, 4, device=ctx.device_type), ctx.mesh_1d(), [Shard(0)])
+    plan = whole_matrices([tensor], dtype=torch.bfloat16)
+    dtypes = []
+
+    def fn(whole: Tensor, _: Matrix) -> Tensor:
+        dtypes.append(whole.dtype)
+        return whole.float()
+
+    (result,) = plan.run(fn, [tensor])
+    assert dtypes in ([], [torch.bfloat16])
+    assert result.dtype is torch.bfloat16
+    assert torch.equal(result.full_tensor(), tensor.full_tensor().bfloat16())
+
+
+class _Held(TorchDispatchMode):
+    """The most memory of tensors that operations have made, and that live, beyond what is known at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
+                storage = each.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
+        return result
+
+
+@distributed(2)
+def test_a_run_takes_no_more_memory_than_the_plan_says(ctx: RankContext) -> None:
+    shapes = [(64, 64), (64, 32), (48, 64), (64, 64), (16, 64), (64, 64), (80, 64)]
+    tensors = [distribute_tensor(torch.randn(each, device="cpu"), ctx.mesh_1d(), [Shard(0)]) for each in shapes]
+    for bucket_nbytes in (1, 1 << 15, 1 << 20):
+        plan = whole_matrices(tensors, bucket_nbytes=bucket_nbytes)
+        with _Held() as held:
+            plan.run_batched(lambda batch, _: batch + 1, tensors)
+        slack = 4096
+        assert held.peak <= plan.temporary_nbytes + plan.kept_nbytes + slack, (held.peak, str(plan))
+        if bucket_nbytes == 1:  # two matrices of 16 KiB, one of them with its result and on its way back
+            assert plan.temporary_nbytes <= 2 * 3 * 64 * 80 * 4
+
+
+# Bad input
+
+
+def _whole(ctx: RankContext, shape: tuple[int, ...], placement: Any = None) -> DTensor:
+    value = torch.ones(shape, device=ctx.device_type)
+    return DTensor.from_local(value, ctx.mesh_1d(), [placement or Shard(0)], run_check=False)
+
+
+REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
+    "no matrix": (
+        lambda ctx: whole_matrices({"norm.weight": _whole(ctx, (4,))}),
+        "ValueError: whole_matrices: 'norm.weight' has shape (8,), so it is no matrix. Return a rule for it:\n"
+        "MatrixRule.batch() for experts [E, m, n], MatrixRule.flattened() for a convolution; or leave it out.",
+    ),
+    "a rule that does not fit": (
+        lambda ctx: whole_matrices({"qkv": _whole(ctx, (4, 3))}, rule=lambda *_: MatrixRule.rows(4, 2)),
+        "ValueError: whole_matrices: 'qkv' has shape (8, 3), but MatrixRule.rows expects positive sizes whose\n"
+        "sum is 8, instead of (4, 2).",
+    ),
+    "a plain tensor": (
+        lambda ctx: whole_matrices({"router": torch.ones(4, 4)}),
+        "TypeError: whole_matrices: 'router' is a plain Tensor, so it is not sharded over a mesh. Shard its\n"
+        "module with fully_shard first; of what every rank has whole, no rank needs to be given anything.",
+    ),
+    "a pending sum": (
+        lambda ctx: whole_matrices({"w": _whole(ctx, (4, 4), Partial())}),
+        "ValueError: whole_matrices: 'w' has placements (Partial(sum),), expected Shard or Replicate on each\n"
+        "axis. Redistribute it first.",
+    ),
+    "no bytes": (
+        lambda ctx: whole_matrices({"w": _whole(ctx, (4, 4))}, bucket_nbytes=0),
+        "ValueError: whole_matrices: bucket_nbytes is 0, expected a positive number of bytes.",
+    ),
+    "an unknown word": (
+        lambda ctx: whole_matrices({"w": _whole(ctx, (4, 4))}, copies="shared"),  # type: ignore[arg-type]
+        "ValueError: whole_matrices: copies is 'shared', expected 'cheaper', 'share' or 'each'.",
+    ),
+    "other tensors on rank 1": (
+        lambda ctx: whole_matrices({f"w{ctx.rank}": _whole(ctx, (4, 4))}),
+        "ValueError: whole_matrices: rank 1 has other tensors, placements, rules or options than rank 0. Pass\n"
+        "the same on all ranks, in the same order.",
+    ),
+    "a shard of another size on rank 1": (
+        lambda ctx: whole_matrices(
+            {
+                "w": DTensor.from_local(
+                    torch.ones(4 - ctx.rank, 4, device=ctx.device_type),
+                    ctx.mesh_1d(),
+                    [Shard(0)],
+                    run_check=False,
+                    shape=torch.Size((9, 4)),
+                    stride=(4, 1),
+                )
+            }
+        ),
+        "ValueError: whole_matrices: on rank 0, the shard of 'w' has shape (4, 4), expected (5, 4) by its\n"
+        "placements. Shards of other sizes than torch.chunk makes cannot be joined.",
+    ),
+    "too few tensors": (
+        lambda ctx: whole_matrices({"w": _whole(ctx, (4, 4))}).run(lambda whole, _: whole, []),
+        "ValueError: whole_matrices: got 0 tensors, but 1 were planned.",
+    ),
+    "a tensor that is placed otherwise": (
+        lambda ctx: whole_matrices({"w": _whole(ctx, (4, 4))}).run(
+            lambda whole, _: whole, [_whole(ctx, (4, 4), Shard(1))]
+        ),
+        "ValueError: whole_matrices: what is given for 'w' is not placed as planned: expected a DTensor of\n"
+        "shape (8, 4) with placements (Shard(dim=0),).",
+    ),
+    "Muon: a vector": (
+        lambda ctx: Muon([("bias", _whole(ctx, (4,)))]),
+        "ValueError: whole_matrices: 'bias' has shape (8,), so it is no matrix. Return a rule for it:\n"
+        "MatrixRule.batch() for experts [E, m, n], MatrixRule.flattened() for a convolution; or leave it out.",
+    ),
+    "Muon: negative": (
+        lambda ctx: Muon([_whole(ctx, (4, 4))], lr=-1.0),
+        "ValueError: Muon: lr is -1.0, expected at least 0.",
+    ),
+    "Muon: an unknown word": (
+        lambda ctx: Muon([_whole(ctx, (4, 4))], adjust_lr_fn="rms"),
+        "ValueError: Muon: adjust_lr_fn is 'rms', expected one of (None, 'original', 'match_rms_adamw').",
+    ),
+    "Muon: too many steps": (
+        lambda ctx: Muon([_whole(ctx, (4, 4))], ns_steps=100),
+        "ValueError: Muon: ns_steps is 100, expected 0 to 99.",
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", REFUSED)
+@distributed(2)
+def test_bad_input_is_refused_on_all_ranks(ctx: RankContext, case: str) -> None:
+    call, expected = REFUSED[case]
+    assert error_of(lambda: call(ctx)) == expected
+
+
+FAILURES: dict[str, tuple[Callable[[Tensor, Matrix], Any], str]] = {
+    "it raises": (
+        lambda whole, matrix: 1 / 0,
+        "RuntimeError: whole_matrices: the function failed on 'b', whose owner is rank OWNER: ZeroDivisionError:\n"
+        "division by zero\n"
+        "No result was written on any rank.",
+    ),
+    "another shape": (
+        lambda whole, matrix: whole.T,
+        "RuntimeError: whole_matrices: the function failed on 'b', whose owner is rank OWNER: ValueError: it\n"
+        "returned shape (3, 7), expected (7, 3).\n"
+        "No result was written on any rank.",
+    ),
+    "no tensor": (
+        lambda whole, matrix: None,
+        "RuntimeError: whole_matrices: the function failed on 'b', whose owner is rank OWNER: TypeError: it\n"
+        "returned NoneType, expected a tensor of shape (7, 3).\n"
+        "No result was written on any rank.",
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", FAILURES)
+@distributed(2)
+def test_all_ranks_hear_of_a_failure_on_one(ctx: RankContext, case: str) -> None:
+    fails, expected = FAILURES[case]
+    tensors = placed(ctx, ctx.mesh_1d(), [Shard(0)])
+    plan = whole_matrices(tensors, rule=rule, bucket_nbytes=1)
+
+    def fn(whole: Tensor, matrix: Matrix) -> Tensor:
+        return fails(whole, matrix) if matrix.name == "b" else whole
+
+    found = error_of(lambda: plan.run(fn, list(tensors.values())))
+    assert found == expected.replace("OWNER", str(plan.owners["b"]))
+    results = plan.run(lambda whole, _: whole, list(tensors.values()))  # and the plan goes on
+    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(results, tensors.values(), strict=True))
+
+
+# Muon
+
+
+def _mlp(ctx: RankContext, mesh: DeviceMesh | None = None) -> MLP:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = MLP()
+    model.to(ctx.device_type)
+    for unit in (*model.units(), model):
+        fully_shard(unit, mesh=mesh or ctx.mesh_1d())
+    return model
+
+
+def _muon(model: nn.Module, **options: Any) -> Muon:
+    return Muon(muon_groups(model, verbose=False), lr=0.05, **options)
+
+
+def _step(ctx: RankContext, model: MLP, optimizer: Muon, seeds: Any = range(2)) -> list[Tensor]:
+    losses = []
+    for seed in seeds:
+        (x,) = model.batch(torch.Generator().manual_seed(seed))
+        loss = model(x.to(ctx.device_type)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def _values(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [
+        (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
+        for each in [*model.parameters(), *states]
+    ]
+
+
+@distributed(2)
+def test_a_step_that_fails_on_one_rank_changes_nothing(ctx: RankContext) -> None:
+    model = _mlp(ctx)
+    optimizer = _muon(model)
+    _step(ctx, model, optimizer)
+    before = _values(model, optimizer)
+    patch = pytest.MonkeyPatch()
+    if ctx.rank == 1:
+        patch.setattr("fsdp2.tools.muon.newton_schulz", lambda batch, *_: batch.no_such_method())
+    assert "whose owner is rank 1: AttributeError" in error_of(lambda: _step(ctx, model, optimizer))
+    patch.undo()
+    optimizer.zero_grad()
+    assert all(map(torch.equal, _values(model, optimizer), before))
+    _step(ctx, model, optimizer)
+
+
+@distributed(2)
+def test_parameters_without_gradients_are_left_alone(ctx: RankContext) -> None:
+    model = _mlp(ctx)
+    optimizer = _muon(model)
+    params = [param for param in model.parameters() if param.ndim == 2]
+    before = [param.full_tensor().clone() for param in params]
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    changed = [not torch.equal(param.full_tensor(), old) for param, old in zip(params, before, strict=True)]
+    assert changed == [True, *[False] * (len(params) - 1)]
+    assert {*optimizer.state} == {params[0]}
+
+
+@distributed(2)
+def test_a_gradient_on_one_rank_only_is_zero_on_the_other(ctx: RankContext) -> None:
+    """The messages are the same; all ranks step the parameter."""
+    values = []
+    for is_missing in (True, False):
+        model = _mlp(ctx)
+        optimizer = _muon(model)
+        param = next(param for param in model.parameters() if param.ndim == 2)
+        grad = torch.ones_like(param)
+        if ctx.rank == 1:
+            grad.to_local().zero_()
+        param.grad = None if is_missing and ctx.rank == 1 else grad
+        optimizer.step()
+        values.append(_values(model, optimizer))
+    assert all(map(torch.equal, *values))
+
+
+@distributed(2)
+def test_a_gradient_that_is_placed_otherwise_is_refused(ctx: RankContext) -> None:
+    model = _mlp(ctx)
+    optimizer = _muon(model)
+    param = next(param for param in model.parameters() if param.ndim == 2)
+    whole = torch.ones(param.shape, device=ctx.device_type)
+    param.grad = distribute_tensor(whole, ctx.mesh_1d(), [Shard(1)], src_data_rank=None)
+    assert "placements (Shard(dim=1),), expected" in error_of(optimizer.step).replace("\n", " ")
+
+
+@distributed(2)
+def test_groups_have_options_of_their_own(ctx: RankContext) -> None:
+    model = _mlp(ctx)
+    names = [name for name, param in model.named_parameters() if param.ndim == 2]
+    params = dict(model.named_parameters())
+    groups = [
+        {"params": [params[names[0]]], "ns_steps": 1, "lr": 0.0, "weight_decay": 0.0},
+        {"params": [params[name] for name in names[1:]], "ns_steps": 3, "lr": 0.1},
+    ]
+    optimizer = Muon(groups)
+    before = [params[name].full_tensor().clone() for name in names]
+    _step(ctx, model, optimizer, range(1))
+    changed = [not torch.equal(params[name].full_tensor(), old) for name, old in zip(names, before, strict=True)]
+    assert changed == [False, *[True] * (len(names) - 1)]
+    assert len(optimizer.plan.owners) == len(names)
+
+
+@distributed(2)
+def test_a_scheduler_and_hooks_work_as_with_any_optimizer(ctx: RankContext) -> None:
+    model = _mlp(ctx)
+    optimizer = _muon(model)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+    assert float(optimizer.step(lambda: torch.tensor(3.0))) == 3.0
+    scheduler.step()
+    assert calls == ["before", "behind"]
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+@distributed(2)
+def test_a_model_that_moves_to_another_mesh_is_planned_anew(ctx: RankContext) -> None:
+    model, same = _mlp(ctx), _mlp(ctx)
+    optimizer, other = _muon(model), _muon(same)
+    _step(ctx, model, optimizer)
+    _step(ctx, same, other)
+    reshard_to(model, optimizer, DeviceMesh(ctx.device_type, [[0], [1]]))
+    for mine, expected in zip(_step(ctx, model, optimizer), _step(ctx, same, other), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
+
+
+# Checkpoints
+
+
+def _saved_by_dcp(ctx: RankContext, model: nn.Module, optimizer: Muon, path: Path) -> None:
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=path)
+
+
+def _load(model: nn.Module, optimizer: optim.Optimizer, path: Path) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    states = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)], ids=["2 to 4", "4 to 2"])
+@distributed(4)
+def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(
+    ctx: RankContext, ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    first, second = (
+        ctx.mesh_1d() if number == 4 else ctx.mesh_2d(2, 2)["shard"] for number in ranks
+    )  # of two ranks, both halves do the same
+    model = _mlp(ctx, first)
+    optimizer = _muon(model)
+    _step(ctx, model, optimizer)
+    _saved_by_dcp(ctx, model, optimizer, tmp_path)
+    other = _mlp(ctx, second)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    other_optimizer = _muon(other)
+    _load(other, other_optimizer, tmp_path)
+    for mine, expected in zip(
+        _step(ctx, other, other_optimizer, range(2, 4)), _step(ctx, model, optimizer, range(2, 4)), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)  # bf16, of gradients that differ by rounding
+
+
+@distributed(2)
+def test_states_are_those_of_a_sharded_optimizer(ctx: RankContext) -> None:
+    model = _mlp(ctx)
+    optimizer = _muon(model)
+    _step(ctx, model, optimizer)
+    states = get_optimizer_state_dict(model, optimizer)
+    for name, param in model.named_parameters():
+        state: Any = states["state"][name]
+        if param.ndim == 2 and not name.startswith("exit"):
+            assert {*state} == {"momentum_buffer"}, name
+        for value in state.values():
+            assert not isinstance(value, DTensor) or value.placements == param.placements
+    other = _mlp(ctx)
+    loaded = _muon(other)
+    set_optimizer_state_dict(other, loaded, states)
+    for a, b in zip(optimizer.state.values(), loaded.state.values(), strict=True):
+        assert {*a} == {*b}
+    full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(other, loaded, full, options=StateDictOptions(full_state_dict=True))
+    assert all(map(torch.equal, _values(other, loaded)[-4:], _values(model, optimizer)[-4:]))
+
+
+@distributed(2)
+def test_state_dict_goes_to_another_optimizer_of_the_same_groups(ctx: RankContext) -> None:
+    model, other = _mlp(ctx), _mlp(ctx)
+    optimizer = _muon(model)
+    _step(ctx, model, optimizer)
+    loaded = _muon(other)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(model.state_dict())
+    expected, found = _step(ctx, model, optimizer, range(2, 4)), _step(ctx, other, loaded, range(2, 4))
+    assert all(map(torch.equal, expected, found))
+
+
+@distributed(2)
+def test_state_dict_of_another_optimizer_is_refused(ctx: RankContext) -> None:
+    model = _mlp(ctx)
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    optimizer = Muon(matrices)
+    _step(ctx, model, optimizer)
+    before = _values(model, optimizer)
+    for make in (optim.AdamW, partial(optim.SGD, lr=0.1, momentum=0.9)):
+        other = make(matrices)
+        _step(ctx, model, other)  # type: ignore[arg-type]
+        text = error_of(lambda other=other: optimizer.load_state_dict(other.state_dict()))  # type: ignore[misc]
+        assert text.startswith("ValueError: Muon: the state dict is of another optimizer. Param group 0 has"), text
+    states = [value.to_local() for state in optimizer.state.values() for value in state.values()]
+    assert all(map(torch.equal, states, before[-len(states) :]))
+
+
+@distributed(2)
+def test_state_dict_of_torchs_muon_is_taken(ctx: RankContext) -> None:
+    model = _mlp(ctx)
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    theirs = optim.Muon(matrices, lr=0.3)
+    _step(ctx, model, theirs)  # type: ignore[arg-type]
+    ours = Muon(matrices)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.3
+    for param in matrices:
+        assert torch.equal(
+            ours.state[param]["momentum_buffer"].to_local(), theirs.state[param]["momentum_buffer"].to_local()
+        )
+    _step(ctx, model, ours)

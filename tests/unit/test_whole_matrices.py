@@ -1,0 +1,385 @@
+"""Whole matrices, the pure part: what may be cut, where entries lie, who owns what, and what that costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import Shard
+
+from fsdp2.tools.whole_matrices.exchange import fill_results, stacked, take_results
+from fsdp2.tools.whole_matrices.messages import messages_of
+from fsdp2.tools.whole_matrices.planner import (
+    GroupPlan,
+    PlannedTensor,
+    least_largest_load,
+    newton_schulz_cost,
+    plan_matrices,
+)
+from fsdp2.tools.whole_matrices.regions import AxisCut, Placed
+from fsdp2.tools.whole_matrices.rules import MatrixRule
+
+MIB = 1024 * 1024
+Shape = tuple[int, ...]
+
+
+def placed(shape: Shape, *axes: AxisCut) -> Placed:
+    coordinates = itertools.product(*(range(axis.size) for axis in axes))
+    return Placed(shape, axes, tuple(coordinates))
+
+
+def fsdp(shape: Shape, num_ranks: int, dim: int = 0) -> Placed:
+    return placed(shape, AxisCut(num_ranks, dim))
+
+
+def planned(where: Sequence[Placed], itemsize: int = 2) -> list[PlannedTensor]:
+    rules = [MatrixRule.batch() if len(each.shape) == 3 else MatrixRule.whole() for each in where]
+    return [
+        PlannedTensor(f"t{i}", each, itemsize, rule) for i, (each, rule) in enumerate(zip(where, rules, strict=True))
+    ]
+
+
+# Rules
+
+
+RULES = {
+    "whole": (MatrixRule.whole(), (6, 4), [(6, 4)]),
+    "rows": (MatrixRule.rows(4, 1, 1), (6, 4), [(4, 4), (1, 4), (1, 4)]),
+    "columns": (MatrixRule.columns(3, 1), (6, 4), [(6, 3), (6, 1)]),
+    "heads": (MatrixRule.heads(3), (6, 4), [(2, 4)] * 3),
+    "batch": (MatrixRule.batch(), (2, 6, 4), [(6, 4)] * 2),
+    "batch of rows": (MatrixRule.batch(MatrixRule.rows(2, 4)), (2, 6, 4), [(2, 4), (4, 4)] * 2),
+    "batch of two dims": (MatrixRule.batch(), (2, 3, 6, 4), [(6, 4)] * 6),
+    "flattened": (MatrixRule.flattened(), (5, 2, 3, 3), [(5, 18)]),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_a_rule_divides_a_tensor_into_matrices(case: str) -> None:
+    rule, shape, expected = RULES[case]
+    boxes = rule.boxes(shape)
+    assert [(each.rows, each.columns) for each in boxes] == expected
+    covered = torch.zeros(shape, dtype=torch.int64)
+    for each in boxes:
+        covered[tuple(slice(*interval) for interval in each.box)] += 1
+    assert torch.equal(covered, torch.ones_like(covered))
+    assert len({each.label for each in boxes}) == len(boxes)
+
+
+MISFITS = {
+    "whole": (MatrixRule.whole(), (2, 6, 4)),
+    "rows": (MatrixRule.rows(4, 1), (6, 4)),
+    "no rows": (MatrixRule.rows(6, 0), (6, 4)),
+    "columns": (MatrixRule.columns(3), (6, 4)),
+    "heads": (MatrixRule.heads(4), (6, 4)),
+    "batch": (MatrixRule.batch(), (6, 4)),
+    "batch of rows": (MatrixRule.batch(MatrixRule.rows(4)), (2, 6, 4)),
+    "flattened": (MatrixRule.flattened(), (6,)),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_rule_that_does_not_fit_says_what_it_expects(case: str) -> None:
+    rule, shape = MISFITS[case]
+    with pytest.raises(ValueError, match=r"has shape \(.*\), but MatrixRule\.\w+ expects "):
+        rule.boxes(shape)
+
+
+# Regions
+
+
+def _indices(where: Placed) -> torch.Tensor:
+    return torch.arange(math.prod(where.shape)).reshape(where.shape)
+
+
+def _local(where: Placed, member: int, whole: torch.Tensor) -> torch.Tensor:
+    """What ``member`` has, made from its region."""
+    for dim, along in enumerate(where.region(member)):
+        parts = [whole.narrow(dim, start, stop - start) for start, stop in along]
+        whole = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+    return whole
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 7, 8, 9])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_a_region_is_what_torch_cuts(size: int, num_ranks: int) -> None:
+    where = fsdp((3, size), num_ranks, dim=1)
+    pieces, _ = Shard(1)._split_tensor(_indices(where), num_ranks, with_padding=False)
+    for member in range(num_ranks):
+        assert torch.equal(_local(where, member, _indices(where)), pieces[member])
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 9, 13])
+def test_a_strided_shard_is_cut_behind_the_axes_to_its_right(size: int) -> None:
+    """As ``fully_shard`` cuts what tensor parallelism has cut before, evenly or not."""
+    where = placed((size, 2), AxisCut(4, 0, split_factor=2), AxisCut(2, 0))
+    for member, (data, model) in enumerate(where.coordinates):
+        of_model = Shard(0)._split_tensor(_indices(where), 2, with_padding=False)[0][model]
+        expected = Shard(0)._split_tensor(of_model, 4, with_padding=False)[0][data]
+        assert torch.equal(_local(where, member, _indices(where)), expected)
+
+
+def test_a_strided_shard_between_others() -> None:
+    """A plain axis on the left cuts first."""
+    where = placed((16,), AxisCut(2, 0), AxisCut(2, 0, split_factor=2), AxisCut(2, 0))
+    assert [where.region(member)[0] for member in range(8)] == [
+        ((start, start + 2),) for start in (0, 4, 2, 6, 8, 12, 10, 14)
+    ]
+
+
+def test_a_split_factor_that_names_no_axes_is_read_from_the_left() -> None:
+    where = placed((12,), AxisCut(2, 0, split_factor=3))
+    assert [where.region(member)[0] for member in range(2)] == [((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12))]
+
+
+def _random_placed(draw: random.Random) -> Placed:
+    shape = tuple(draw.choice((1, 2, 3, 5, 8)) for _ in range(draw.randint(2, 3)))
+    axes = tuple(
+        AxisCut(draw.choice((1, 2, 3)), draw.choice((None, *range(len(shape))))) for _ in range(draw.randint(1, 3))
+    )
+    return placed(shape, *axes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_of_all_members_are_the_box(seed: int) -> None:
+    draw = random.Random(seed)
+    where = _random_placed(draw)
+    box = tuple(tuple(sorted(draw.choices(range(size + 1), k=2))) for size in where.shape)
+    values = _indices(where)
+    inside = values[tuple(slice(*interval) for interval in box)]
+    counts = torch.zeros_like(inside)
+    for member in range(len(where.coordinates)):
+        local = _local(where, member, values)
+        for piece in where.pieces(member, box):  # type: ignore[arg-type]
+            of_box = tuple(slice(*interval) for interval in piece.inside)
+            assert torch.equal(inside[of_box], local[tuple(slice(*interval) for interval in piece.local)])
+            counts[of_box] += 1
+    assert bool((counts == where.num_copies).all())
+
+
+# Owners and buckets
+
+
+def _llama(width: int, kv: int, mlp: int, num_layers: int) -> list[Shape]:
+    return [
+        (width, width),
+        (kv, width),
+        (kv, width),
+        (width, width),
+        (mlp, width),
+        (mlp, width),
+        (width, mlp),
+    ] * num_layers
+
+
+MODELS: dict[str, list[Shape]] = {
+    "Llama 8B": _llama(4096, 1024, 14336, 32),
+    "Llama 70B": _llama(8192, 1024, 28672, 80),
+    "128 experts": [(8192, 4096), (512, 4096), (4096, 8192), (128, 1536, 4096), (128, 1536, 4096), (128, 4096, 1536)]
+    * 8,
+}
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64, 128, 256, pytest.param(512, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("model", MODELS)
+def test_owners_of_large_models_are_balanced_and_send_little(model: str, num_ranks: int) -> None:
+    plan = plan_matrices(
+        planned([fsdp(shape, num_ranks) for shape in MODELS[model]]), num_ranks, bucket_nbytes=64 * MIB
+    )
+    assert plan.distance_from_best <= 1.05
+    ideal = 2 * sum(math.prod(shape) for shape in MODELS[model]) * 2 / num_ranks
+    assert sum(plan.sent_nbytes) / num_ranks <= ideal
+
+
+def test_a_plan_says_what_it_costs() -> None:
+    plan = plan_matrices(planned([fsdp(shape, 8) for shape in MODELS["Llama 8B"]]), 8, bucket_nbytes=256 * MIB)
+    assert_expected_inline(
+        str(plan),
+        """\
+224 matrices of 224 tensors on 8 ranks, 8 buckets
+  largest share of the cost / mean: 1.000 (best possible / this: 1.000)
+  sent per rank and step: mean 2.8 GiB, most 2.8 GiB
+  memory for a moment: 1.2 GiB, and 1.6 GiB of results""",
+    )
+
+
+def _random_plan(draw: random.Random) -> GroupPlan:
+    num_ranks = draw.choice((1, 2, 3, 5))
+    shapes = [
+        tuple(draw.choice((1, 2, 5, 8)) for _ in range(draw.choice((2, 2, 3)))) for _ in range(draw.randint(0, 8))
+    ]
+    where = [fsdp(shape, num_ranks, draw.randrange(len(shape))) for shape in shapes]
+    return plan_matrices(planned(where), num_ranks, bucket_nbytes=draw.choice((1, 64, 1000)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_matrix_has_one_owner_and_one_bucket(seed: int) -> None:
+    plan = _random_plan(random.Random(seed))
+    seen = [(index, owner) for bucket in plan.buckets for owner, of in enumerate(bucket.of_owner) for index in of]
+    assert sorted(seen) == list(enumerate(plan.owners))
+    assert plan == _random_plan(random.Random(seed))
+
+
+def test_buckets_are_bounded_and_a_larger_matrix_is_alone() -> None:
+    where = [fsdp((8, 8), 2) for _ in range(6)] + [fsdp((100, 100), 2)]
+    plan = plan_matrices(planned(where), 2, bucket_nbytes=300)
+    shares = [of for bucket in plan.buckets for of in bucket.of_owner if of]
+    sizes = [sum(plan.matrices[index].numel * 2 for index in share) for share in shares]
+    assert sorted(sizes) == [256, 256, 256, 20000]
+
+
+def test_shares_of_a_bucket_are_alike() -> None:
+    plan = plan_matrices(planned([fsdp(shape, 8) for shape in MODELS["Llama 8B"]]), 8, bucket_nbytes=256 * MIB)
+    for bucket in plan.buckets[:-1]:
+        costs = [sum(plan.matrices[index].cost for index in of) for of in bucket.of_owner]
+        assert max(costs) <= 1.05 * min(costs)
+
+
+def test_buckets_may_begin_with_the_last_tensors() -> None:
+    where = [fsdp((8, 8 + index % 2), 2) for index in range(6)]
+    plan = plan_matrices(planned(where), 2, bucket_nbytes=1, last_first=True)
+    assert [{index for of in bucket.of_owner for index in of} for bucket in plan.buckets] == [{4, 5}, {2, 3}, {0, 1}]
+
+
+def test_a_matrix_goes_to_the_rank_that_has_it_whole() -> None:
+    plan = plan_matrices(planned([fsdp((8, 16, 16), 4)]), 4, bucket_nbytes=MIB)
+    assert plan.owners == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert plan.sent_nbytes == (0, 0, 0, 0)
+
+
+def test_copies_share_the_work() -> None:
+    where = placed((8, 8), AxisCut(2, None), AxisCut(2, 0))
+    plan = plan_matrices(planned([where] * 4), 4, bucket_nbytes=MIB)
+    assert sorted(plan.owners) == [0, 1, 2, 3]
+    # To the owner: half a matrix from the other rank of its copy. Back: half a matrix to each of three ranks.
+    assert plan.sent_nbytes == (64 + 3 * 64,) * 4
+    assert [sum(each.across) for each in plan.traffic] == [4 * 2 * 64]
+
+
+def test_what_ranks_have_to_do_already_counts() -> None:
+    cost = newton_schulz_cost(8, 8)
+    plan = plan_matrices(planned([fsdp((8, 8), 2)] * 3), 2, bucket_nbytes=MIB, before=[2 * cost, 0.0])
+    assert sorted(plan.owners) == [0, 1, 1]
+    assert plan.loads == (3 * cost, 2 * cost)
+
+
+def test_the_busiest_rank_is_relieved() -> None:
+    """Longest first alone gives 7: 3 + 2 + 2 and 3 + 2."""
+    sizes = [3, 3, 2, 2, 2]
+    where = [fsdp((1, size), 2) for size in sizes]
+    plan = plan_matrices(planned(where), 2, bucket_nbytes=MIB, cost=lambda rows, columns: rows * columns)
+    assert max(plan.loads) == 6.0
+
+
+BOUNDS = {
+    "mean": ([1.0] * 8, 4, 2.0),
+    "largest": ([9.0, 1.0, 1.0], 3, 9.0),
+    "three on two": ([2.0, 2.0, 2.0], 2, 4.0),
+    "small ones have no room beside large ones": ([16.0] * 3 + [6.0] * 4, 4, 22.0),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_no_assignment_is_below_the_bound(case: str) -> None:
+    costs, num_members, expected = BOUNDS[case]
+    assert least_largest_load(costs, num_members) == pytest.approx(expected)
+    best = min(
+        max(sum(cost for cost, at in zip(costs, owners, strict=True) if at == member) for member in range(num_members))
+        for owners in itertools.product(range(num_members), repeat=len(costs))
+    )
+    assert least_largest_load(costs, num_members) <= best * (1 + 1e-9)
+
+
+# Messages
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_messages_bring_whole_matrices_and_results_as_shards(seed: int) -> None:
+    """The exchange of all members, in one process."""
+    draw = random.Random(seed)
+    where = [_random_placed(draw) for _ in range(4)]
+    where = [Placed(each.shape, where[0].axes, where[0].coordinates) for each in where]
+    where = [
+        Placed(each.shape, tuple(_on_a_dim_of(axis, each) for axis in each.axes), each.coordinates) for each in where
+    ]
+    members = range(len(where[0].coordinates))
+    plan = plan_matrices(planned(where, itemsize=8), len(members), bucket_nbytes=draw.choice((1, 300, 10_000)))
+    values = [_indices(each) + 1000 * number for number, each in enumerate(where)]
+    locals_ = [[_local(each, member, value) for each, value in zip(where, values, strict=True)] for member in members]
+    results: list[list[torch.Tensor | None]] = [[None] * len(where) for _ in members]
+    for bucket in plan.buckets:
+        messages = [messages_of(plan, bucket, member) for member in members]
+        sent = []
+        for member, each in zip(members, messages, strict=True):
+            pieces = [locals_[member][slot.tensor][slot.slices].flatten() for slot in each.given]
+            sent.append(torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).split(each.given_sizes))
+        returned = []
+        for member, each in zip(members, messages, strict=True):
+            stacks = stacked(each, torch.cat([parts[member] for parts in sent]))
+            for stack, found in zip(each.stacks, stacks, strict=True):
+                for index, whole in zip(stack.matrices, found, strict=True):
+                    matrix = plan.matrices[index]
+                    inside = values[matrix.tensor][tuple(slice(*interval) for interval in matrix.box)]
+                    assert torch.equal(whole, inside.reshape(whole.shape))
+            memory = torch.empty(sum(each.returned_sizes), dtype=torch.int64)
+            fill_results(each, [-found for found in stacks], memory)
+            returned.append(memory.split(each.returned_sizes))
+        for member, each in zip(members, messages, strict=True):
+            arrived = torch.cat([parts[member] for parts in returned])
+            take_results(
+                each, arrived, lambda tensor, member=member: torch.empty_like(locals_[member][tensor]), results[member]
+            )
+    for member in members:
+        for found, local in zip(results[member], locals_[member], strict=True):
+            assert found is None or torch.equal(found, -local)
+            assert found is not None or local.numel() == 0
+
+
+def _on_a_dim_of(axis: AxisCut, where: Placed) -> AxisCut:
+    return axis if axis.dim is None or axis.dim < len(where.shape) else AxisCut(axis.size, 0)
+
+
+def test_what_lies_as_the_matrix_is_not_copied() -> None:
+    def flags(where: Placed, count: int = 1) -> tuple[bool, bool]:
+        plan = plan_matrices(planned([where] * count), 2, bucket_nbytes=MIB)
+        messages = messages_of(plan, plan.buckets[0], plan.owners[0])
+        return messages.arrives_whole, messages.returns_whole
+
+    assert flags(fsdp((9, 6), 2)) == (True, True)
+    assert flags(fsdp((9, 6), 2, dim=1)) == (False, False)
+    assert flags(fsdp((9, 6), 2), 4) == (False, False)  # two matrices: halves of both come from each rank
+    assert flags(fsdp((8, 9, 6), 2)) == (True, True)  # experts, at home
+    assert flags(placed((9, 6), AxisCut(2, None))) == (True, False)  # two copies go back
+
+
+def test_experts_that_follow_each_other_are_one_slot() -> None:
+    plan = plan_matrices(planned([fsdp((8, 4, 6), 2)]), 2, bucket_nbytes=MIB)
+    messages = messages_of(plan, plan.buckets[0], 1)
+    assert [(slot.shape, slot.is_all) for slot in messages.given] == [((4, 4, 6), True)]
+    assert [(slot.shape, slot.is_all) for slot in messages.results] == [((4, 4, 6), True)]
+    assert [(slot.shape, slot.count) for slot in messages.arriving] == [((4, 4, 6), 4)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_one_rank_sends_another_expects(seed: int) -> None:
+    plan = _random_plan(random.Random(seed))
+    for bucket, traffic in zip(plan.buckets, plan.traffic, strict=True):
+        messages = [messages_of(plan, bucket, member) for member in range(plan.num_members)]
+        for a, b in itertools.product(range(plan.num_members), repeat=2):
+            assert messages[a].given_sizes[b] == messages[b].arriving_sizes[a]
+            assert messages[a].returned_sizes[b] == messages[b].results_sizes[a]
+        assert [2 * sum(each.given_sizes) for each in messages] == list(traffic.shards)
+        assert [2 * sum(each.arriving_sizes) for each in messages] == list(traffic.owned)
+        assert [2 * sum(each.returned_sizes) for each in messages] == list(traffic.returned)
+        assert [2 * sum(each.results_sizes) for each in messages] == list(traffic.results)
+        sent = [
+            2 * (sum(each.given_sizes) - each.given_sizes[member])
+            + 2 * (sum(each.returned_sizes) - each.returned_sizes[member])
+            for member, each in enumerate(messages)
+        ]
+        assert sent == list(traffic.sent)
