@@ -23,7 +23,7 @@ from fsdp2 import _torch
 from fsdp2.comm.offload import Home
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import has_hooks, is_plain
-from fsdp2.group.param import SHARDED_AS, ParamRecord, ShardedParam, Slot, pinned, subclass_shard
+from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ParamRecord, ShardedParam, Slot, pinned, subclass_shard
 from fsdp2.group.shards import is_shard
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import ShardLayout
@@ -222,7 +222,7 @@ def _check_param(item: Found, device: torch.device) -> None:
             "subclass with all-gather hooks, or list the parameter in ignored_params."
         )
     sharded_as = getattr(param, SHARDED_AS, None)
-    if is_shard(param):
+    if is_shard(param) or hasattr(param, NAME_IN_PASS):  # the root stays unsharded after forward
         raise ValueError(
             f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this one, or on one "
             "that shares it. Call fully_shard on inner modules first. To add modules later, pass only the new modules, "

@@ -258,7 +258,7 @@ class Executor:
         if self._landing is None:
             return
         (group, reduction), self._landing = self._landing, None
-        if reduction.stages:
+        if reduction.stages or group.on_work is not None:
             _run("reduce_land", group, reduction.land)
         self._has_landed = True
 
