@@ -142,6 +142,7 @@ def test_wait_that_is_left_out_is_noticed_on_4_ranks(ctx: RankContext, wait: Wai
     check(ctx, wait)
 
 
+@pytest.mark.ci
 def test_list_has_all_waits_of_the_package() -> None:
     places = {str(wait).partition(",")[0] for wait in (*WAITS, *WAITS_OF_4, *UNSEEN, *UNSEEN_OF_4)}
     assert sorted([*places, *ELSEWHERE]) == sorted(_waits_in_source())

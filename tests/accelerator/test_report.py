@@ -57,6 +57,7 @@ def test_clock_starts_when_the_device_has_come_to_it(ctx: RankContext) -> None:
     assert torch.accelerator.current_stream().query()
 
 
+@pytest.mark.ci
 @on_device(2)
 def test_nothing_is_idle_on_a_device_that_the_profiler_does_not_see(ctx: RankContext) -> None:
     model = shard(ctx, seeded(Stack), mesh=ctx.mesh_1d())

@@ -123,6 +123,7 @@ def after_forward(model: nn.Module) -> dict[str, AfterForward]:
     return {name: unit.config.after_forward for name, unit in units_under(model) if name}
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_a_roomy_budget_shards_blocks_and_large_modules_and_computes_nothing_again(ctx: RankContext) -> None:
     model, done = language_model(), []
@@ -155,6 +156,7 @@ def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContex
     assert trains_alike(done.model)
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_as_many_of_the_last_blocks_stay_unsharded_as_fit_into_the_budget(ctx: RankContext) -> None:
     workload = replace(WORKLOAD, batch=1, sequence=8)  # few activations: to compute them again frees little
@@ -206,6 +208,7 @@ def test_what_cannot_fit_is_refused_with_what_would_and_nothing_is_sharded(ctx: 
         planned(ctx, budget="1MiB", machine="B200", offload_policy=fsdp2.CPUOffloadPolicy())
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_offloading_is_named_where_it_helps(ctx: RankContext) -> None:
     given = {"budget": "2MiB", "workload": replace(WORKLOAD, batch=1, sequence=8)}

@@ -119,6 +119,7 @@ def _trained(ctx: RankContext, name: str, path: Path, loads: bool) -> dict[str, 
     return found | {f"{key} after": _full(value) for key, value in model.state_dict().items()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("savers", "loaders"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.long)])
 @some
 def test_checkpoint_is_loaded_on_another_number_of_ranks(name: str, savers: int, loaders: int, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_trains_as_by_hand_bit_for_bit(ctx: RankContext, name: str, way: str) ->
     twins.train(3)
 
 
+@pytest.mark.ci
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", list(ON_FOUR))
 @pytest.mark.parametrize("name", ["packed4", *long("ragged", "aliasing", "halved", "scaled", "padded", "silent")])
@@ -283,6 +284,7 @@ def test_both_halves_train_on_hsdp_and_resting_on_two_ranks(ctx: RankContext, ki
         _Pairs(ctx.mesh_1d(), ctx.rank, UNEVEN, sgd, reshard_after_forward=2).train()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["aliased", *long("copied")])
 @distributed(2)
 def test_both_halves_accumulate_without_communication(ctx: RankContext, kind: str) -> None:

@@ -230,6 +230,7 @@ SHARDED: dict[str, Any] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", list(SHARDED))
 @distributed(2)
 def test_same_values_however_the_model_is_sharded(ctx: RankContext, name: str) -> None:

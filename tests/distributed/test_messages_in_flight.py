@@ -168,6 +168,7 @@ def test_reset_after_an_interrupt_waits_for_the_messages_that_are_left(ctx: Rank
     step(model)
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_ranks_go_on_when_a_model_is_collected_whose_gather_is_in_flight(ctx: RankContext) -> None:
     """The other rank's message arrives later. Without its memory, it would block all that comes after it."""

@@ -165,6 +165,7 @@ def test_parameters_unsharded_by_hand_are_dtensors_of_the_model_axis(ctx: RankCo
     assert block.up.weight.device_mesh.mesh_dim_names == ("dp", "tp")
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_parameter_is_frozen_and_cast_between_steps(ctx: RankContext) -> None:
     model = _sharded(ctx.mesh(dp=2, tp=2))

@@ -235,6 +235,7 @@ def test_forward_that_leaves_out_a_prefetched_block_frees_it(ctx: RankContext) -
     assert {states.last[f"blocks.{index}"] for index in range(3)} == {"SHARDED"}
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_sharded_model_that_is_dropped_is_freed(ctx: RankContext) -> None:
     model = sharded(ctx)

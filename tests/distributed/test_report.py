@@ -139,6 +139,7 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext, t
     assert predicted in str(report)
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_units_with_replicas_are_also_all_reduced(ctx: RankContext) -> None:
     """And have the gradients that they have without a report."""

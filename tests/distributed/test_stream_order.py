@@ -173,6 +173,7 @@ _WAITS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("method", "place", "name"), _WAITS)
 def test_a_wait_that_is_left_out_is_noticed(
     method: str, place: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, seeds: list[int]) -> Non
     optimizer.step()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("setup", SETUPS)
 @distributed(4)

@@ -455,6 +455,7 @@ def _load(model: nn.Module, optimizer: optim.Optimizer, path: Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
+@pytest.mark.ci
 @pytest.mark.every_case
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)], ids=["2 to 4", "4 to 2"])
 @distributed(4)
@@ -530,6 +531,7 @@ def test_state_dict_of_another_optimizer_is_refused(ctx: RankContext) -> None:
     assert all(map(torch.equal, states, before[-len(states) :]))
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_state_dict_of_torchs_muon_is_taken(ctx: RankContext) -> None:
     model = _mlp(ctx)

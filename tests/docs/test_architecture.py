@@ -47,6 +47,7 @@ def _recorded(ctx: RankContext) -> list[tuple[str, str]]:
     return [(event, ", ".join(actions)) for event, actions in rows]
 
 
+@pytest.mark.ci
 def test_the_step_that_is_shown_is_one_that_was_recorded() -> None:
     (shown,) = re.findall(r"<!-- one step -->\n(.*)<!-- /one step -->", TEXT, re.DOTALL)
     rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in shown.strip().splitlines()[2:]]

@@ -116,6 +116,7 @@ def _lose_at(positions: Sequence[int], moments: Sequence[str], sent: signal.Sign
                 _assert_names_what_it_waited_for(ended[0], moments[position])
 
 
+@pytest.mark.ci
 def test_the_others_name_what_they_waited_for_when_a_rank_is_killed() -> None:
     """In the first forward, and in clipping."""
     moments = _all_moments()

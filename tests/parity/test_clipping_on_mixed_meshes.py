@@ -156,6 +156,7 @@ def test_pending_sum_and_order_that_is_none_are_refused() -> None:
     TEXTS.check("no order", error_of(lambda: clip_grad_norm_([], 1.0, norm_type=0)))
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_one_norm_per_group_and_one_all_reduce_per_mesh_axis(ctx: RankContext) -> None:
     """A unit of one dtype lands its gradients behind each other; axes are summed over once for all that they cut."""

@@ -264,6 +264,7 @@ def test_separate_reduce_scatter_group_carries_the_reductions(step: Step, model:
     return losses
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_communication_of_ones_own_beside_tensor_parallelism(ctx: RankContext) -> None:
     mesh = ctx.mesh(dp=2, tp=2)

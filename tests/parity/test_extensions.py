@@ -93,6 +93,7 @@ def test_unsharded_parameter_that_is_what_arrived(ctx: RankContext) -> None:
     compare(_case(CarefulAliasing, param_dtype=torch.bfloat16), ctx.mesh_1d())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [CarefulPacked4, *long(CarefulScaled)])
 @distributed(4)
 def test_hooks_on_hsdp(ctx: RankContext, make: Any) -> None:

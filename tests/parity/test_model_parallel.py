@@ -79,6 +79,7 @@ def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: 
     compare(case(mesh, shard=functools.partial(shard, reshard_after_forward=reshard), gather_full=True), mesh)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "sizes", [{"replicate": 2, "shard": 1, "tp": 2}, *long({"replicate": 1, "shard": 2, "tp": 2})], ids=str
 )
@@ -289,6 +290,7 @@ def hooked(runtime: Runtime, model: MLP, mesh: DeviceMesh, make: Any, **kwargs: 
     shard_units_and_root(runtime, model, mesh["dp"], **kwargs)
 
 
+@pytest.mark.ci
 @beyond_torch("has no such subclasses")
 @distributed(4)
 def test_hooks_decide_what_travels_under_tensor_parallelism(ctx: RankContext) -> None:

@@ -180,7 +180,6 @@ def test_options_are_torchs(ctx: RankContext, options: str) -> None:
     compare(ctx, partial(sharded, mesh=ctx.mesh_1d()), **OPTION_CASES[options])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("copies", ["share", "each", "cheaper"])
 @distributed(4)
 def test_hsdp(ctx: RankContext, copies: str) -> None:
@@ -189,6 +188,7 @@ def test_hsdp(ctx: RankContext, copies: str) -> None:
     assert num_ranks == {"share": {4}, "each": {2}}.get(copies, num_ranks)
 
 
+@pytest.mark.ci
 @pytest.mark.every_case
 @pytest.mark.parametrize("copies", ["share", "each"])
 @distributed(4)

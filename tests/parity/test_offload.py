@@ -79,6 +79,7 @@ def test_trains_offloaded_as_torchs() -> Cases:
     }
 
 
+@pytest.mark.ci
 @each_compared(4, mesh=hsdp, long=("MLP",))
 def test_hsdp() -> Cases:
     return {model.__name__: Offloaded(model, clip_norm=0.1) for model in (Uneven, MLP)}
@@ -106,6 +107,7 @@ def test_reshard_after_forward(ctx: RankContext, model, reshard: bool | int) -> 
 # Gradients that meet others
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sync", ["last", *long("always", "partial")])
 @pytest.mark.parametrize("set_to_none", [True, *long(False)])
 @distributed(4)

@@ -63,7 +63,7 @@ def _two_groups(parameters: Any) -> Optimizer:
     return dtensor_adamw([{"params": decayed}, {"params": plain, "weight_decay": 0.0, "lr": 0.1}])
 
 
-@each_compared(2, 4, ci=("fused AdamW", "in place, not foreach", "in place, fused"))
+@each_compared(2, 4, ci=("fused AdamW", "in place", "in place, not foreach", "in place, fused", "Muon"))
 def test_optimizers_and_what_is_around_them() -> Cases:
     """DTensor has no rule for the fused kernels of SGD and Adagrad."""
     in_place = functools.partial(Case, MLP, set_to_none=False)

@@ -55,6 +55,7 @@ def test_default_mesh_spans_all_ranks(ctx: RankContext) -> None:
     compare(Case(MLP, shard), ctx.mesh_1d())
 
 
+@pytest.mark.ci
 @each_compared(4, mesh=hsdp, ci=("chosen dim",), long=("MLP", "Transformer"))
 def test_hsdp_replicates_on_axis_0_and_shards_on_axis_1() -> Cases:
     whole = {model.__name__: Case(model, gather_full=True) for model in (Uneven, MLP, Transformer)}

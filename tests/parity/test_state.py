@@ -130,7 +130,6 @@ def test_meta_model_is_initialised_by_reset_parameters(ctx: RankContext) -> None
 WAYS: dict[str, Setup] = {"kept on the device": SETUPS["fsdp"], "offloaded": Setup(Transformer, shard=shard_offloaded)}
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     "way",
     [

@@ -173,7 +173,6 @@ SETTERS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("options", list(SETTERS))
 @here
 @as_torchs(2)
@@ -211,6 +210,7 @@ def test_meta_model_is_loaded_from_rank_0(ctx: RankContext, runtime: Runtime, se
     return recorded(get_state_dict(empty, empty_optimizer))
 
 
+@pytest.mark.ci
 @as_torchs(2)
 def test_checkpoint_with_other_keys_is_loaded_if_not_strict(ctx: RankContext, runtime: Runtime) -> Any:
     found: list[Any] = []

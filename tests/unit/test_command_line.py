@@ -198,6 +198,7 @@ def test_the_command_prints_a_table_and_python_to_paste(capsys: pytest.CaptureFi
     assert "nothing fits into 1.0 MiB" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.ci
 def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On one rank, links are not measured, so several GPUs are refused."""
     file = tmp_path / "machine.json"

@@ -220,6 +220,7 @@ def test_what_fits_comes_first_and_a_smaller_budget_asks_for_more_checkpointing(
     assert found.recommended.choice.checkpointing is not Checkpointing.NONE
 
 
+@pytest.mark.ci
 def test_where_room_is_left_the_last_blocks_may_stay_unsharded_and_such_rows_fit() -> None:
     largest = 2 * sum(param.numel() for param in LanguageModel().layers[0].parameters())
     for num_blocks, room in ((4, 2.5), (16, 12.1)):

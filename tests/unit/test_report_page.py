@@ -133,6 +133,7 @@ def test_page_is_whole_and_asks_no_network(tmp_path: Path) -> None:
     assert not re.search(r"fetch\(|XMLHttpRequest|import\(|https?://(?!www\.w3\.org/2000/svg)", page)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", [1, *long(8)])
 def test_page_of_1000_units_is_smaller_than_2_mb(ranks: int) -> None:
     units = [f"model.language_model.layers.{i}.mlp.experts" for i in range(1000)]

@@ -218,6 +218,7 @@ def test_models_have_as_many_parameters_as_published(model: Llama, num_params: i
     assert model.num_params == num_params
 
 
+@pytest.mark.ci
 def test_a_model_observed_again_is_seen_the_same() -> None:
     """Storages of inputs that are gone must not be taken for those that all blocks share."""
     first, again, once_more = (observed.__wrapped__(LLAMA_8B, 1, 8192).kinds[0] for _ in range(3))

@@ -23,6 +23,7 @@ from fsdp2.tools.whole_matrices.planner import (
 )
 from fsdp2.tools.whole_matrices.regions import AxisCut, Placed
 from fsdp2.tools.whole_matrices.rules import MatrixRule
+from tests.harness.selection import in_ci
 
 MIB = 1024 * 1024
 Shape = tuple[int, ...]
@@ -185,7 +186,7 @@ MODELS: dict[str, list[Shape]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [8, 64, 128, 256, pytest.param(512, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("num_ranks", [8, 64, 128, *in_ci(256, 512)])
 @pytest.mark.parametrize("model", MODELS)
 def test_owners_of_large_models_are_balanced_and_send_little(model: str, num_ranks: int) -> None:
     plan = plan_matrices(

@@ -204,6 +204,7 @@ Float8AllGatherTensor(tensor([[1., 2.]]), scaling=Float8Scaling.PER_ROW, quantis
     )
 
 
+@pytest.mark.ci
 @every_class
 def test_compiled_code_reads_writes_and_returns_wrappers(make: Any, master: torch.Tensor) -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)

@@ -171,6 +171,7 @@ def is_exact(program: dict[str, Any]) -> bool:
     return is_fp32 and program["clip_norm"] is None and not is_summed_otherwise
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [0, *long(*range(1, 60))])
 @distributed(2)
 def test_programs_do_the_same_with_both_classes(ctx: RankContext, seed: int) -> None:
