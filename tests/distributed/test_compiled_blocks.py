@@ -30,7 +30,7 @@ from tests.distributed.compile_support import (
 )
 from tests.distributed.support import DIM, Block, Stack, batch, seeded, shard
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.selection import long
+from tests.harness.selection import in_ci, long
 
 OPTIONS: dict[str, Any] = {"backend": BACKEND, "fullgraph": True}  # hooks run outside of the block's graph
 
@@ -149,7 +149,16 @@ def _doubled(block: nn.Module, ctx: RankContext) -> None:
     block.down.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-@pytest.mark.parametrize("add_hooks", [_doubled, *long(_in_parallel)], ids=["users-hook", "tensor-parallelism"])
+def _doubled_and_watched(block: nn.Module, ctx: RankContext) -> None:
+    """With a unit that allows losses inside."""
+    _doubled(block, ctx)
+
+
+@pytest.mark.parametrize(
+    "add_hooks",
+    [_doubled, *in_ci(_doubled_and_watched), *long(_in_parallel)],
+    ids=["users-hook", "inner-losses", "tensor-parallelism"],
+)
 @distributed(2)
 def test_blocks_with_hooks_inside_compile_whole(
     ctx: RankContext, add_hooks: Callable[[nn.Module, RankContext], None]
@@ -162,7 +171,10 @@ def test_blocks_with_hooks_inside_compile_whole(
         model = seeded(_stack_of(_Halves))
         for block in model.blocks:
             add_hooks(block, ctx)
-        outputs.append(_shard(ctx, model, compile_block, before=False, mesh=mesh)(batch()))
+        model = _shard(ctx, model, compile_block, before=False, mesh=mesh)
+        if add_hooks is _doubled_and_watched:
+            fsdp2.allow_inner_losses(model)
+        outputs.append(model(batch()))
         outputs[-1].sum().backward()
         gradients.append([param.grad.full_tensor() for param in model.parameters()])
     assert_alike(outputs[:1], outputs[1:])
