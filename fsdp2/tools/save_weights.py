@@ -179,8 +179,8 @@ def _entries(weights: Sequence[Weight], dtype: torch.dtype | None, rename: Renam
         found[key] = entry = _Entry(key, weight, cast_dtype(weight.tensor, dtype))
         if entry.dtype not in _CODES:
             raise ValueError(
-                f"{_CALLER}: safetensors has no name for {entry.dtype}, the dtype of '{name}'. Pass dtype=torch.float32, "
-                "or another one that it names."
+                f"{_CALLER}: safetensors has no name for {entry.dtype}, the dtype of '{name}'. Pass "
+                "dtype=torch.float32, or another one that it names."
             )
     return list(found.values())
 
