@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
-from fsdp2.tools.muon import adjusted_ratio, newton_schulz
+from fsdp2.tools.muon.update import adjusted_ratio, newton_schulz
 from fsdp2.tools.whole_matrices.planner import PlannedTensor, plan_matrices
 from fsdp2.tools.whole_matrices.regions import AxisCut, Placed
 

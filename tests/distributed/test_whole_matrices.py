@@ -350,7 +350,7 @@ def test_a_step_that_fails_on_one_rank_changes_nothing(ctx: RankContext) -> None
     before = _values(model, optimizer)
     patch = pytest.MonkeyPatch()
     if ctx.rank == 1:
-        patch.setattr("fsdp2.tools.muon.newton_schulz", lambda batch, *_: batch.no_such_method())
+        patch.setattr("fsdp2.tools.muon.optimizer.newton_schulz", lambda batch, *_: batch.no_such_method())
     assert "whose owner is rank 1: AttributeError" in error_of(lambda: _step(ctx, model, optimizer))
     patch.undo()
     optimizer.zero_grad()

@@ -8,29 +8,23 @@ Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.tools.muon.early import EarlyRun
+from fsdp2.tools.muon.update import BUFFER, Coefficients, Entry, Part, newton_schulz, parts_of
 from fsdp2.tools.whole_matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
 from fsdp2.tools.whole_matrices.domains import Copies, subject_of
-from fsdp2.tools.whole_matrices.messages import Slices, local_pieces
-from fsdp2.tools.whole_matrices.run import DEFAULT_BUCKET_NBYTES, MOST_IN_FLIGHT, OnBatch, Rule, Run
-
-Coefficients = tuple[float, float, float]
+from fsdp2.tools.whole_matrices.run import DEFAULT_BUCKET_NBYTES, Rule, Run
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MUON_KEYS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-_BUFFER = "momentum_buffer"
 _STATES_OF_ADAMW = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
@@ -85,8 +79,8 @@ class Muon(optim.Optimizer):
         self._plan: WholeMatrices | None = None
         self._planned: list[object] = []  # parameters and how they are placed
         self._position_of: dict[int, int] = {}  # by id of a matrix: that of its parameter
-        self._early: _Early | None = None  # a run that has begun in backward
-        self._parts: list[list[_Part]] = []  # by position
+        self._early: EarlyRun | None = None  # a run that has begun in backward
+        self._parts: list[list[Part]] = []  # by position
         self._adamw: optim.AdamW | None = None
         defaults = {
             "lr": lr,
@@ -147,7 +141,7 @@ class Muon(optim.Optimizer):
                 for domain in self._plan.domains
                 for matrix in domain.plan.matrices
             }
-            self._parts = _parts_of(self._plan, len(params))
+            self._parts = parts_of(self._plan, len(params))
         return self._plan
 
     def _group_at(self, position: int) -> dict[str, Any]:
@@ -180,7 +174,7 @@ class Muon(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        entries = [_Entry(param, group, self.state) for group in self._muon_groups() for param in group["params"]]
+        entries = [Entry(param, group, self.state) for group in self._muon_groups() for param in group["params"]]
         if entries:
             self._step_matrices(entries)
         others = [group for group in self.param_groups if not group["use_muon"]]
@@ -188,7 +182,7 @@ class Muon(optim.Optimizer):
             self._step_others(others)
         return loss
 
-    def _step_matrices(self, entries: Sequence[_Entry]) -> None:
+    def _step_matrices(self, entries: Sequence[Entry]) -> None:
         early, self._early = self._early, None
         if early is not None:
             early.check(entries)
@@ -217,7 +211,7 @@ class Muon(optim.Optimizer):
         """
         params = [param for group in self._muon_groups() for param in group["params"]]
         self._early = None
-        early = _Early(self.plan, self._orthogonalised, lambda i: _Entry(params[i], self._group_at(i), self.state))
+        early = EarlyRun(self.plan, self._orthogonalised, lambda i: Entry(params[i], self._group_at(i), self.state))
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
             for position, param in enumerate(params)
@@ -258,7 +252,7 @@ class Muon(optim.Optimizer):
                     f"Muon: param group {index} has use_muon={own['use_muon']}, but {loaded['use_muon']} in the state "
                     "dict. Make the same groups as the optimizer that was saved."
                 )
-            options, expected = (_MUON_KEYS, {_BUFFER}) if own["use_muon"] else (("betas",), _STATES_OF_ADAMW)
+            options, expected = (_MUON_KEYS, {BUFFER}) if own["use_muon"] else (("betas",), _STATES_OF_ADAMW)
             found = {name for key in loaded["params"] for name in states.get(key, ())}
             if found - expected or not loaded.keys() >= {*options}:
                 raise ValueError(
@@ -266,226 +260,6 @@ class Muon(optim.Optimizer):
                     f"{sorted(found)}, expected {sorted(expected)}; and the options "
                     f"{sorted(loaded.keys() - {'params', 'use_muon'})}, expected {', '.join(options)} among them."
                 )
-
-
-class _Early:
-    """A run that begins in backward. ``entry_of``: makes the entry of a parameter whose gradient has landed."""
-
-    def __init__(self, plan: WholeMatrices, fn: OnBatch, entry_of: Callable[[int], _Entry]) -> None:
-        self._entries: dict[int, _Entry] = {}
-        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # gradients, with their versions
-        self._entry_of, self._landed = entry_of, set[int]()
-        self._awaited = [plan.positions_in(number) for number in range(min(MOST_IN_FLIGHT, len(plan.steps)))]
-        self.run = Run(plan, fn, self._update)
-
-    def _update(self, position: int, slices: Slices) -> Tensor:
-        if position not in self._entries:
-            entry = self._entries[position] = self._entry_of(position)
-            self._sent[position] = entry.grad, 0 if entry.grad is None else entry.grad._version
-        return self._entries[position].update(slices)
-
-    @torch.no_grad()
-    def land(self, position: int) -> None:
-        """Send all buckets whose gradients are there."""
-        self._landed.add(position)
-        while self.run.num_sent < len(self._awaited) and self._awaited[self.run.num_sent] <= self._landed:
-            self.run.send()
-
-    def check(self, entries: Sequence[_Entry]) -> None:
-        """Raise if gradients are not those that were sent.
-
-        Raises:
-            RuntimeError: they are not.
-        """
-        for position, (grad, version) in self._sent.items():
-            found = entries[position].grad
-            if found is not grad or (grad is not None and grad._version != version):
-                raise RuntimeError(
-                    "Muon: gradients have changed between overlap_backward() and step(), but some of them are on their "
-                    "way. Clip or change gradients without overlap_backward(). Nothing has been stepped."
-                )
-
-
-class _Part(NamedTuple):
-    """Entries of this rank's shard that belong to matrices of one shape; ``slices`` is None for all of them."""
-
-    slices: Slices | None
-    rows: int
-    columns: int
-
-
-def _parts_of(plan: WholeMatrices, num_params: int) -> list[list[_Part]]:
-    """By position of a parameter, what this rank has of its matrices."""
-    found: list[list[_Part]] = [[] for _ in range(num_params)]
-    for domain in plan.domains:
-        for index, matrix in enumerate(domain.plan.matrices):
-            parts = found[domain.positions[matrix.tensor]]
-            for piece in local_pieces(domain.plan, domain.me, index):
-                slices = tuple(slice(*interval) for interval in piece.local)
-                parts.append(_Part(slices, matrix.rows, matrix.columns))
-    return [[_Part(None, *parts[0][1:])] if len({part[1:] for part in parts}) == 1 else parts for parts in found]
-
-
-@dataclass
-class _Entry:
-    """One parameter in one step."""
-
-    param: Tensor
-    group: dict[str, Any]
-    states: dict[Tensor, Any]
-
-    def __post_init__(self) -> None:
-        self.local = _torch.local_of(self.param).detach()
-        grad = self.param.grad
-        (self.grad,) = _torch.locals_placed_like([self.param], [grad])
-        if grad is not None and self.grad is None:
-            placements = grad.placements if isinstance(grad, DTensor) else "of a plain tensor"
-            raise ValueError(
-                f"Muon: the gradient of a parameter of shape {tuple(self.param.shape)} has placements {placements}, "
-                f"expected those of the parameter: {cast(DTensor, self.param).placements}."
-            )
-        buffer = self.states[self.param].get(_BUFFER) if self.param in self.states else None
-        self.buffer = None if buffer is None else _torch.local_of(buffer)
-
-    @property
-    def has_gradient(self) -> bool:
-        return self.grad is not None
-
-    def update(self, slices: Slices) -> Tensor:
-        """What is to be orthogonalised, from the momentum after this step. Writes nothing."""
-        momentum, nesterov = self.group["momentum"], self.group["nesterov"]
-        if self.grad is None:
-            whole = torch.zeros((), dtype=self.local.dtype, device=self.local.device).expand(self.local.shape)
-        else:
-            whole = self.grad
-        grad = whole[slices]
-        buffer = torch.zeros_like(grad) if self.buffer is None else self.buffer[slices]
-        buffer = buffer.lerp(grad, 1 - momentum)
-        return grad.lerp(buffer, momentum) if nesterov else buffer
-
-    def write(self, result: Tensor, parts: Sequence[_Part]) -> None:
-        """Step the parameter. ``parts``: of each of its matrices, if their shapes differ."""
-        lr = float(self.group["lr"])
-        self.local.mul_(1 - lr * self.group["weight_decay"])
-        result = result.to(self.local.device)
-        for part in parts:
-            ratio = adjusted_ratio(self.group["adjust_lr_fn"], part.rows, part.columns)
-            if part.slices is None:
-                self.local.add_(result, alpha=-lr * ratio)
-            else:
-                self.local[part.slices].add_(result[part.slices], alpha=-lr * ratio)
-
-    def keep_momentum(self) -> None:
-        """Write the momentum."""
-        like = self.local if self.grad is None else self.grad
-        if self.buffer is None:
-            self.buffer = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-            (made,) = _torch.dtensors_like([self.param], [self.buffer])
-            self.states[self.param][_BUFFER] = made
-        grad = torch.zeros_like(self.buffer) if self.grad is None else self.grad
-        self.buffer.lerp_(grad, 1 - self.group["momentum"])
-
-
-def newton_schulz(batch: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
-    """Orthogonalise each matrix of ``batch`` ``[n, rows, columns]``, or ``[rows, columns]``, by ``steps`` iterations
-    x <- a x + (b G + c G G) x with G = x x^T, which bring the singular values near 1. In the batch's dtype."""
-    a, b, c = coefficients
-    is_tall = batch.size(-2) > batch.size(-1)
-    x = batch.mT if is_tall else batch
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = _added(x, _added(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def _added(to: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    """``beta * to + alpha * left @ right``."""
-    product = torch.addmm if to.dim() == 2 else torch.baddbmm
-    return product(to, left, right, beta=beta, alpha=alpha)
-
-
-def adjusted_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """The learning rate of a matrix, divided by that of its param group."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
-
-
-def muon_groups(
-    model: nn.Module,
-    *,
-    is_matrix: Callable[[str, Tensor], bool] | None = None,
-    rule: Rule | None = None,
-    verbose: bool = True,
-    **adamw: Any,
-) -> list[dict[str, Any]]:
-    """The param groups of ``model`` for ``Muon``: by the usual rule, or by ``is_matrix``.
-
-    By the usual rule, Muon steps the matrices of hidden layers, and what ``rule`` gives a rule for. AdamW steps the
-    rest: embeddings, norms, biases, what has not two dims, and the head, by its name: ``lm_head``, ``head``,
-    ``output``, ``unembed``, ``classifier`` or ``score``, at most one level below the model.
-
-    Args:
-        is_matrix: from a name and a parameter to whether Muon steps it.
-        rule: as for ``Muon``.
-        verbose: print what went where, on rank 0.
-        adamw: options of the group of AdamW.
-
-    Returns:
-        At most two groups of named parameters: that of Muon, and that of AdamW. Frozen parameters are in none.
-    """
-    taken = is_matrix or _UsualRule(model, rule)
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    matrices = [(name, param) for name, param in named if taken(name, param)]
-    names = {name for name, _ in matrices}
-    others = [(name, param) for name, param in named if name not in names]
-    if verbose and (not dist.is_initialized() or dist.get_rank() == 0):
-        print(_table(matrices, others))
-    groups: list[dict[str, Any]] = []
-    if matrices:
-        groups.append({"params": matrices, "use_muon": True})
-    if others:
-        groups.append({"params": others, "use_muon": False, **adamw})
-    return groups
-
-
-class _UsualRule:
-    """What Muon steps if nothing else is said."""
-
-    _HEADS = ("lm_head", "head", "output", "unembed", "classifier", "score")
-
-    def __init__(self, model: nn.Module, rule: Rule | None) -> None:
-        self._rule = rule
-        self._embeddings = {
-            id(param)
-            for module in model.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            for param in module.parameters(recurse=False)
-        }
-
-    def __call__(self, name: str, param: Tensor) -> bool:
-        *path, leaf = name.split(".")
-        if self._rule is not None and self._rule(name, param) is not None:
-            return True
-        is_head = len(path) > 0 and path[-1] in self._HEADS and len(path) <= 2
-        return param.ndim == 2 and leaf != "bias" and id(param) not in self._embeddings and not is_head
-
-
-def _table(matrices: Sequence[tuple[str, Tensor]], others: Sequence[tuple[str, Tensor]]) -> str:
-    """What went where, one line for parameters whose names differ in numbers only."""
-    lines = []
-    for title, named in (("Muon", matrices), ("AdamW", others)):
-        numel = sum(param.numel() for _, param in named)
-        lines.append(f"{title}: {len(named)} parameters, {numel:,} elements")
-        patterns: dict[str, list[Tensor]] = {}
-        for name, param in named:
-            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            patterns.setdefault(f"{pattern} {tuple(param.shape)}", []).append(param)
-        lines += [
-            f"  {pattern}" + (f" x {len(found)}" if len(found) > 1 else "") for pattern, found in patterns.items()
-        ]
-    return "\n".join(lines)
 
 
 def _named(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,51 @@
+"""A step of Muon that begins in backward: the first buckets are sent when their gradients have landed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp2.tools.muon.update import Entry
+from fsdp2.tools.whole_matrices import WholeMatrices
+from fsdp2.tools.whole_matrices.messages import Slices
+from fsdp2.tools.whole_matrices.run import MOST_IN_FLIGHT, OnBatch, Run
+
+
+class EarlyRun:
+    """A run that begins in backward. ``entry_of``: makes the entry of a parameter whose gradient has landed."""
+
+    def __init__(self, plan: WholeMatrices, fn: OnBatch, entry_of: Callable[[int], Entry]) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # gradients, with their versions
+        self._entry_of, self._landed = entry_of, set[int]()
+        self._awaited = [plan.positions_in(number) for number in range(min(MOST_IN_FLIGHT, len(plan.steps)))]
+        self.run = Run(plan, fn, self._update)
+
+    def _update(self, position: int, slices: Slices) -> Tensor:
+        if position not in self._entries:
+            entry = self._entries[position] = self._entry_of(position)
+            self._sent[position] = entry.grad, 0 if entry.grad is None else entry.grad._version
+        return self._entries[position].update(slices)
+
+    @torch.no_grad()
+    def land(self, position: int) -> None:
+        """Send all buckets whose gradients are there."""
+        self._landed.add(position)
+        while self.run.num_sent < len(self._awaited) and self._awaited[self.run.num_sent] <= self._landed:
+            self.run.send()
+
+    def check(self, entries: Sequence[Entry]) -> None:
+        """Raise if gradients are not those that were sent.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        for position, (grad, version) in self._sent.items():
+            found = entries[position].grad
+            if found is not grad or (grad is not None and grad._version != version):
+                raise RuntimeError(
+                    "Muon: gradients have changed between overlap_backward() and step(), but some of them are on their "
+                    "way. Clip or change gradients without overlap_backward(). Nothing has been stepped."
+                )
