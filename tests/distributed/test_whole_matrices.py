@@ -305,6 +305,24 @@ def test_all_ranks_hear_of_a_failure_on_one(ctx: RankContext, case: str) -> None
     assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(results, tensors.values(), strict=True))
 
 
+@distributed(4)
+def test_ranks_that_share_no_group_with_the_one_that_fails_hear_of_it(ctx: RankContext) -> None:
+    """The owner of ``a`` on ranks 0 and 2 fails; of the ranks beside these, one shares no group with it."""
+    mesh = ctx.mesh_2d(2, 2)
+    rows, columns = (mesh[name] for name in mesh.mesh_dim_names or ())
+    tensors = {
+        name: distribute_tensor(torch.ones(4, 4, device=ctx.device_type), axis, [Shard(0)])
+        for name, axis in (("a", rows), ("b", columns))
+    }
+    plan = whole_matrices(tensors)
+
+    def fn(whole: Tensor, matrix: Matrix) -> Tensor:
+        return whole / 0 if matrix.name != "a" or ctx.rank % 2 else whole.no_such_method()
+
+    found = error_of(lambda: plan.run(fn, list(tensors.values())))
+    assert "the function failed on 'a', whose owner is rank" in found
+
+
 # Muon
 
 

@@ -374,5 +374,11 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         71: ("Executor.land", "self.drop()", "pass"),
         137: ("Executor.wait_for_landed", "self.streams.compute_after_reduce()", "pass"),
     },
+    ("unit/test_whole_matrices.py", "distributed/test_whole_matrices.py", "parity/test_muon.py"): {
+        138: ("Entry.update", "grad.lerp(buffer, momentum) if nesterov else buffer", "buffer"),
+        139: ("EarlyRun.check", "found is not grad or (grad is not None and grad._version != version)", "False"),
+        140: ("WholeMatrices.agree", "bool(failures)", "False"),
+        141: ("_owners", "2 * most < matrix.numel or load_of[owner] + matrix.cost > bound", "False"),
+    },
 }
 MUTATIONS = {number: Mutation(*listed[number], tests) for tests, listed in _LISTED.items() for number in listed}
