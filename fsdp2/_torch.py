@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 T = TypeVar("T")
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 _P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 # Autograd: gradients, versions and hooks
 
@@ -124,7 +123,7 @@ def _backward_depth() -> tuple[int, int]:
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def outside_transforms(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+def outside_transforms(function: Callable[_P, T], *args: _P.args, **kwargs: _P.kwargs) -> T:
     """What ``function`` returns, which runs as if no transform of ``torch.func`` were active: what it makes and writes
     is no part of what is transformed. The transforms take it for one more operation of the function that they
     transform."""

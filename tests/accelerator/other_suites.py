@@ -139,7 +139,8 @@ def _on_device(test: Any, where: str, excluded: Collection[str]) -> Any:
     def again(world_size: int, **arguments: Any) -> None:
         __tracebackhide__ = True
         pool = shared_pool(world_size, device.DEVICE)
-        pool.run(run_body, module=test.__module__, qualname=test.__qualname__, arguments=arguments)
+        named = {"module": test.__module__, "qualname": test.__qualname__}
+        pool.run(run_body, test.timeout_s, **named, arguments=arguments)
 
     again.__doc__ = test.__doc__
     again.__signature__ = test.__signature__  # type: ignore[attr-defined]

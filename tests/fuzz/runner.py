@@ -22,12 +22,12 @@ MAX_RUNS = 150  # of one program that is being shrunk
 def check_on_device(ctx: RankContext, **given: Any) -> list[Verdict]:
     """``check`` on the simulated accelerator, whose gathers and reductions come late."""
     from tests.accelerator import device  # needs a compiler
-    from tests.accelerator.other_suites import SCHEDULE
+    from tests.accelerator.other_suites import LATE
     from tests.accelerator.support import prepare
 
     prepare()
     device.load().spoil_all_free()  # else values of an earlier run stand in for those that came too late
-    device.schedule(**SCHEDULE)
+    device.schedule(late=LATE)
     try:
         with torch.device(device.DEVICE):
             return check(ctx, **given)

@@ -35,6 +35,7 @@ def distributed(
         names = [WORLD_SIZE, *list(inspect.signature(body).parameters)[1:]]
         test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in names])  # type: ignore[attr-defined]
         test.body = body  # type: ignore[attr-defined]  # the ranks find it behind the test's name
+        test.timeout_s = timeout_s  # type: ignore[attr-defined]
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(body, name))
         # Marks made below @distributed stay in force.
