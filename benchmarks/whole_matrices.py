@@ -36,12 +36,11 @@ import fsdp2
 from fsdp2.tools.muon.update import adjusted_ratio, newton_schulz
 from fsdp2.tools.whole_matrices.planner import PlannedTensor, plan_matrices
 from fsdp2.tools.whole_matrices.regions import AxisCut, Placed
+from fsdp2.tools.whole_matrices.run import DEFAULT_BUCKET_NBYTES
 
 WARM_UP, ROUNDS = 1, 5
 LR, MOMENTUM, WEIGHT_DECAY = 1e-3, 0.95, 0.1
 COEFFICIENTS, NS_STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
-BUCKET_NBYTES = 64 * 1024 * 1024
-
 Step = Callable[[], object]
 Shape = tuple[int, ...]
 
@@ -146,7 +145,7 @@ def plan_row(name: str, num_ranks: int) -> list[object]:
         for i, shape in enumerate(MODELS[name])
     ]
     start = time.perf_counter()
-    plan = plan_matrices(tensors, num_ranks, bucket_nbytes=BUCKET_NBYTES)
+    plan = plan_matrices(tensors, num_ranks, bucket_nbytes=DEFAULT_BUCKET_NBYTES)
     seconds = time.perf_counter() - start
     twice = 2 * sum(math.prod(shape) for shape in MODELS[name]) * 2 / num_ranks
     sent = plan.sent_nbytes

@@ -307,22 +307,64 @@ def test_all_ranks_hear_of_a_failure_on_one(ctx: RankContext, case: str) -> None
     assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(results, tensors.values(), strict=True))
 
 
-@distributed(4)
-def test_ranks_that_share_no_group_with_the_one_that_fails_hear_of_it(ctx: RankContext) -> None:
-    """The owner of ``a`` on ranks 0 and 2 fails; of the ranks beside these, one shares no group with it."""
+@distributed(2)
+def test_all_ranks_hear_of_a_tensor_that_is_placed_otherwise_on_one(ctx: RankContext) -> None:
+    plan = whole_matrices({"w": _whole(ctx, (4, 4))})
+    given = _whole(ctx, (4, 4)) if ctx.rank == 0 else _whole(ctx, (8, 2), Shard(1))
+    found = error_of(lambda: plan.run(lambda whole, _: whole, [given]))
+    text = "whole_matrices: what is given for 'w' is not placed as planned"
+    assert found.startswith(f"RuntimeError: on rank 1: {text}" if ctx.rank == 0 else f"ValueError: {text}")
+
+
+def _on_axes(ctx: RankContext) -> dict[str, DTensor]:
+    """``a`` on ranks 0 and 2 and on the others, ``b`` across: each rank shares no mesh with one of the others."""
     mesh = ctx.mesh_2d(2, 2)
     rows, columns = (mesh[name] for name in mesh.mesh_dim_names or ())
-    tensors = {
-        name: distribute_tensor(torch.ones(4, 4, device=ctx.device_type), axis, [Shard(0)])
-        for name, axis in (("a", rows), ("b", columns))
-    }
-    plan = whole_matrices(tensors)
+    return {"a": _ones(ctx, rows), "b": _ones(ctx, columns)}
 
-    def fn(whole: Tensor, matrix: Matrix) -> Tensor:
-        return whole / 0 if matrix.name != "a" or ctx.rank % 2 else whole.no_such_method()
 
-    found = error_of(lambda: plan.run(fn, list(tensors.values())))
-    assert "the function failed on 'a', whose owner is rank" in found
+def _on_some_ranks(ctx: RankContext) -> dict[str, DTensor]:
+    """``b`` on all ranks, ``a`` on the first two."""
+    some, every = DeviceMesh(ctx.device_type, [0, 1]), ctx.mesh_1d()
+    return {**({"a": _ones(ctx, some)} if ctx.rank < 2 else {}), "b": _ones(ctx, every)}
+
+
+def _on_overlapping_ranks(ctx: RankContext) -> dict[str, DTensor]:
+    """``a`` on the last two ranks, ``b`` on the first three."""
+    meshes = {"a": DeviceMesh(ctx.device_type, [2, 3]), "b": DeviceMesh(ctx.device_type, [0, 1, 2])}
+    return {name: _ones(ctx, mesh) for name, mesh in meshes.items() if mesh.get_coordinate() is not None}
+
+
+def _replicated(ctx: RankContext) -> dict[str, DTensor]:
+    """Ranks 2 and 3 have copies, and owners of their own."""
+    mesh = ctx.mesh_2d(2, 2)
+    return {name: _ones(ctx, mesh, Replicate(), Shard(0)) for name in ("a", "b")}
+
+
+def _ones(ctx: RankContext, mesh: DeviceMesh, *placements: Any) -> DTensor:
+    return distribute_tensor(torch.ones(4, 4, device=ctx.device_type), mesh, placements or [Shard(0)])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("tensors_of", "last"), [(_on_axes, 1), (_on_some_ranks, 1), (_on_overlapping_ranks, 2), (_replicated, 1)]
+)
+@distributed(4)
+def test_ranks_that_do_not_wait_for_the_one_that_fails_hear_of_it(
+    ctx: RankContext, tensors_of: Callable[[RankContext], dict[str, DTensor]], last: int
+) -> None:
+    """Owners up to rank ``last`` fail."""
+    tensors = tensors_of(ctx)
+    plan = whole_matrices(tensors, copies="each")
+
+    for name in ("a", "b"):
+
+        def fn(whole: Tensor, matrix: Matrix, name: str = name) -> Tensor:
+            return whole.no_such_method() if ctx.rank <= last and matrix.name == name else whole
+
+        found = error_of(lambda fn=fn: plan.run(fn, list(tensors.values())))  # type: ignore[misc]
+        assert f"the function failed on '{name}', whose owner is rank" in found
+    assert len(plan.run(lambda whole, _: whole, list(tensors.values()))) == len(tensors)
 
 
 # Muon
@@ -408,14 +450,25 @@ def test_a_gradient_on_one_rank_only_is_zero_on_the_other(ctx: RankContext) -> N
     assert all(map(torch.equal, *values))
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @distributed(2)
-def test_a_gradient_that_is_placed_otherwise_is_refused(ctx: RankContext) -> None:
+def test_a_gradient_that_is_placed_otherwise_on_one_rank_is_refused_on_all(ctx: RankContext, overlaps: bool) -> None:
     model = _mlp(ctx)
     optimizer = _muon(model)
     param = next(param for param in model.parameters() if param.ndim == 2)
     whole = torch.ones(param.shape, device=ctx.device_type)
-    param.grad = distribute_tensor(whole, ctx.mesh_1d(), [Shard(1)], src_data_rank=None)
-    assert "placements (Shard(dim=1),), expected" in error_of(optimizer.step).replace("\n", " ")
+    if ctx.rank == 1:
+        param.grad = distribute_tensor(whole, ctx.mesh_1d(), [Shard(1)], src_data_rank=None)
+    if overlaps:
+        with optimizer.overlap_backward():
+            early = optimizer._early
+            assert early is not None
+            for position in range(optimizer.plan.num_tensors):
+                early.land(position)
+    kind = "ValueError: Muon" if ctx.rank == 1 else "RuntimeError: on rank 1: Muon"
+    found = error_of(optimizer.step).replace("\n", " ")
+    assert found.startswith(f"{kind}: the gradient of a parameter of shape")
+    assert "placements (Shard(dim=1),), expected" in found
 
 
 @distributed(2)

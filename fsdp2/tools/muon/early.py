@@ -24,28 +24,36 @@ class EarlyRun:
         self.run = Run(plan, fn, self._update)
 
     def _update(self, position: int, slices: Slices) -> Tensor:
+        return self._entry_at(position).update(slices)
+
+    def _entry_at(self, position: int) -> Entry:
         if position not in self._entries:
             entry = self._entries[position] = self._entry_of(position)
             self._sent[position] = entry.grad, 0 if entry.grad is None else entry.grad._version
-        return self._entries[position].update(slices)
+        return self._entries[position]
 
     @torch.no_grad()
     def land(self, position: int) -> None:
         """Send all buckets whose gradients are there."""
         self._landed.add(position)
         while self.run.num_sent < len(self._awaited) and self._awaited[self.run.num_sent] <= self._landed:
+            try:
+                for each in self._awaited[self.run.num_sent]:
+                    self._entry_at(each)
+            except ValueError as error:  # perhaps on this rank only: ``step`` raises on all
+                self.run.fail(error)
             self.run.send()
 
     def check(self, entries: Sequence[Entry]) -> None:
         """Raise if gradients are not those that were sent.
 
         Raises:
-            RuntimeError: they are not.
+            ValueError: they are not.
         """
         for position, (grad, version) in self._sent.items():
             found = entries[position].grad
             if found is not grad or (grad is not None and grad._version != version):
-                raise RuntimeError(
+                raise ValueError(
                     "Muon: gradients have changed between overlap_backward() and step(), but some of them are on their "
-                    "way. Clip or change gradients without overlap_backward(). Nothing has been stepped."
+                    "way. Clip or change gradients without overlap_backward()."
                 )

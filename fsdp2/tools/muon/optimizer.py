@@ -166,28 +166,35 @@ class Muon(optim.Optimizer):
         """Update all parameters. Collective.
 
         Raises:
-            RuntimeError: a matrix could not be orthogonalised; raised on all ranks, and nothing has changed.
-            ValueError: a gradient is not placed like its parameter.
+            RuntimeError: a matrix could not be orthogonalised. Raised on all ranks, and nothing has changed.
+            ValueError: a gradient is not placed like its parameter, or has changed since ``overlap_backward``. The
+                other ranks raise RuntimeError.
             CommunicationError: a rank is lost.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        entries = [Entry(param, group, self.state) for group in self._muon_groups() for param in group["params"]]
-        if entries:
-            self._step_matrices(entries)
+        if self._muon_groups():
+            self._step_matrices()
         others = [group for group in self.param_groups if not group["use_muon"]]
         if others:
             self._step_others(others)
         return loss
 
-    def _step_matrices(self, entries: Sequence[Entry]) -> None:
+    def _step_matrices(self) -> None:
         early, self._early = self._early, None
-        if early is not None:
-            early.check(entries)
+        entries: list[Entry] = []
         run = Run(self.plan, self._orthogonalised, lambda position, slices: entries[position].update(slices))
-        outcome = (run if early is None else early.run).finish([entry.has_gradient for entry in entries])
+        if early is not None:
+            run = early.run
+        try:
+            entries += [Entry(param, group, self.state) for group in self._muon_groups() for param in group["params"]]
+            if early is not None:
+                early.check(entries)
+        except ValueError as error:  # perhaps on this rank only
+            run.fail(error)
+        outcome = run.finish([entry.has_gradient for entry in entries] or [False] * self.plan.num_tensors)
         for position, (entry, is_stepped) in enumerate(zip(entries, outcome.flags, strict=True)):
             if is_stepped:
                 entry.write(outcome.results[position], self._parts[position])
@@ -210,18 +217,26 @@ class Muon(optim.Optimizer):
         the same parameters.
         """
         params = [param for group in self._muon_groups() for param in group["params"]]
-        self._early = None
-        early = EarlyRun(self.plan, self._orthogonalised, lambda i: Entry(params[i], self._group_at(i), self.state))
+        self._drop_early()
+        early = self._early = EarlyRun(self.plan, self._orthogonalised, lambda i: Entry(params[i], self._group_at(i), self.state))
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
             for position, param in enumerate(params)
         ]
         try:
             yield
+        except BaseException:
+            self._drop_early()
+            raise
         finally:
             for handle in handles:
                 handle.remove()
-        self._early = early
+
+    def _drop_early(self) -> None:
+        """Give up what an earlier backward has sent. All ranks then have sent the same."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.run.drop()
 
     def _step_others(self, groups: list[dict[str, Any]]) -> None:
         """AdamW steps ``groups`` with this optimizer's states."""

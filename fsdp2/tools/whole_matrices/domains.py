@@ -1,12 +1,12 @@
 """Which ranks share the work on which tensors: from DTensors to process groups and what the planner takes.
 
 A domain is a process group with the tensors that are cut over its ranks, or copied on them, and travel in one dtype.
-Rule: all ranks of a group have the same domains in the same order, or all raise.
+Rule: all ranks of a group have the same domains in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import exchange
 from fsdp2.plan.mesh import Axis, joint_axis, mesh_device, ranks_along
 from fsdp2.tools.whole_matrices.planner import Cost, GroupPlan, PlannedTensor, plan_matrices
 from fsdp2.tools.whole_matrices.regions import AxisCut, Coordinate, Placed
@@ -121,20 +120,12 @@ def domains_of(
     copies: Copies,
     last_first: bool,
 ) -> list[Domain]:
-    """The domains of ``subjects``, those of most ranks first. Collective.
-
-    Raises:
-        ValueError: ranks have other tensors, rules or options, or a shard is not as its placements say.
-    """
+    """The domains of ``subjects``, those of most ranks first. Collective: ranks have the same subjects and options."""
     make = _Maker(subjects, cost, dtype, bucket_nbytes, last_first)
     has_copies = any(p.is_replicate() for each in subjects for p in each.tensor.placements)
     if not has_copies or copies != "cheaper":
-        made = make(shares=copies != "each")
-    else:
-        choices = [make(shares=True), make(shares=False)]
-        made = min(choices, key=_seconds)
-    _check_alike(made, subjects)
-    return made
+        return make(shares=copies != "each")
+    return min([make(shares=True), make(shares=False)], key=_seconds)
 
 
 def _seconds(domains: Sequence[Domain]) -> float:
@@ -186,45 +177,24 @@ class _Key(NamedTuple):
     device: torch.device
 
 
+def cuts_of(tensor: DTensor) -> tuple[AxisCut, ...]:
+    """What each axis of its mesh does to ``tensor``."""
+    placements = tensor.placements
+    return tuple(
+        AxisCut(size, dim, _torch.split_factor_of(placement)) if dim is not None else AxisCut(size, None)
+        for placement, size, dim in zip(
+            placements, tensor.device_mesh.shape, map(_torch.sharded_dim, placements), strict=True
+        )
+    )
+
+
 def _on_group(subject: Subject, *, shares: bool) -> tuple[Axis, tuple[int, ...], Placed]:
     """The process group for ``subject``, its ranks, and where the tensor lies on them."""
     tensor = subject.tensor
-    mesh, placements = tensor.device_mesh, tensor.placements
-    cuts = [
-        AxisCut(size, dim, _torch.split_factor_of(placement)) if dim is not None else AxisCut(size, None)
-        for placement, size, dim in zip(placements, mesh.shape, map(_torch.sharded_dim, placements), strict=True)
-    ]
+    mesh, cuts = tensor.device_mesh, cuts_of(tensor)
     axes = [i for i, cut in enumerate(cuts) if cut.size > 1 and (shares or cut.dim is not None)]
     axis, reached = joint_axis(mesh, axes), ranks_along(mesh, axes)
     ranks = tuple(reached) if axis.group is None else tuple(dist.get_process_group_ranks(axis.group))
     coordinates: tuple[Coordinate, ...] = tuple(reached[rank] for rank in ranks)
     placed = Placed(tuple(tensor.shape), tuple(cuts[i] for i in axes), coordinates)
     return axis, ranks, placed
-
-
-def _check_alike(domains: Sequence[Domain], subjects: Sequence[Subject]) -> None:
-    """Raise on all ranks of a group if they would exchange other messages, or if a shard is not as planned."""
-    tensors = {each.position: each.tensor for each in subjects}
-    for domain in domains:
-        plan = domain.plan
-        mine = [(each.name, each.placed.shape, each.placed.axes, each.rule, each.itemsize) for each in plan.tensors]
-        found = exchange(domain.axis, (repr((mine, plan.owners, plan.buckets)), _unexpected_shard(domain, tensors)))
-        for rank, (text, unexpected) in zip(domain.ranks, found, strict=True):
-            if unexpected is not None:
-                raise ValueError(f"whole_matrices: on rank {rank}, {unexpected}")
-            if text != found[0][0]:
-                raise ValueError(
-                    f"whole_matrices: rank {rank} has other tensors, placements, rules or options than rank "
-                    f"{domain.ranks[0]}. Pass the same on all ranks, in the same order."
-                )
-
-
-def _unexpected_shard(domain: Domain, tensors: Mapping[int, DTensor]) -> str | None:
-    for position, each in zip(domain.positions, domain.plan.tensors, strict=True):
-        expected, found = each.placed.local_shape(domain.me), tuple(_torch.local_of(tensors[position]).shape)
-        if expected != found:
-            return (
-                f"the shard of '{each.name}' has shape {found}, expected {expected} by its placements. Shards of other "
-                "sizes than torch.chunk makes cannot be joined."
-            )
-    return None

@@ -207,7 +207,8 @@ def plan_matrices(
 
     Args:
         cost: of the function on a matrix of so many rows and columns.
-        bucket_nbytes: the most bytes of whole matrices that one owner has in a bucket. A larger one is alone in it.
+        bucket_nbytes: the most memory that a bucket takes on a member, half of ``temporary_nbytes``. A matrix that
+            takes more is alone on its owner.
         before: the cost of what each member has to do already.
         last_first: fill buckets with the last tensors first, as backward brings their gradients; else with the dearest
             matrices, so that members' shares of a bucket match best.
@@ -216,8 +217,14 @@ def plan_matrices(
     before = tuple(before) or (0.0,) * num_members
     owners = _owners(tensors, matrices, num_members, before)
     _improve(matrices, owners, before)
-    buckets = _buckets(tensors, matrices, owners, num_members, bucket_nbytes, last_first)
-    return GroupPlan(tuple(tensors), matrices, tuple(owners), buckets, num_members, before)
+    share_nbytes = bucket_nbytes * 2 // 5  # it is sent, arrives, is a stack, is a result, and goes back
+    while True:
+        buckets = _buckets(tensors, matrices, owners, num_members, share_nbytes, last_first)
+        plan = GroupPlan(tuple(tensors), matrices, tuple(owners), buckets, num_members, before)
+        are_single = all(len(share) <= 1 for bucket in buckets for share in bucket.of_owner)
+        if are_single or plan.temporary_nbytes <= 2 * bucket_nbytes:
+            return plan
+        share_nbytes = share_nbytes * 2 // 3
 
 
 def matrices_of(tensors: Sequence[PlannedTensor], cost: Cost) -> tuple[Matrix, ...]:
@@ -338,14 +345,14 @@ def _buckets(
     matrices: Sequence[Matrix],
     owners: Sequence[int],
     num_members: int,
-    bucket_nbytes: int,
+    share_nbytes: int,
     last_first: bool,
 ) -> tuple[Bucket, ...]:
     """Each owner fills its share of a bucket, then that of the next one."""
     of_owner: list[list[int]] = [[] for _ in range(num_members)]
     for index, owner in enumerate(owners):
         of_owner[owner].append(index)
-    shares = [_shares(tensors, matrices, owned, bucket_nbytes, last_first) for owned in of_owner]
+    shares = [_shares(tensors, matrices, owned, share_nbytes, last_first) for owned in of_owner]
     num_buckets = max(map(len, shares), default=0)
     return tuple(
         Bucket(tuple(share[number] if number < len(share) else () for share in shares)) for number in range(num_buckets)
@@ -356,7 +363,7 @@ def _shares(
     tensors: Sequence[PlannedTensor],
     matrices: Sequence[Matrix],
     owned: Sequence[int],
-    bucket_nbytes: int,
+    share_nbytes: int,
     last_first: bool,
 ) -> list[tuple[int, ...]]:
     def dearest_first(index: int) -> tuple[float, int, int, int]:
@@ -369,7 +376,7 @@ def _shares(
         nbytes = matrices[index].numel * tensors[matrices[index].tensor].itemsize
         if not shares or nbytes > left:
             shares.append([])
-            left = bucket_nbytes
+            left = share_nbytes
         shares[-1].append(index)
         left -= nbytes
     return [tuple(sorted(share, key=dearest_first)) for share in shares]

@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import all_reduce_in, exchange
-from fsdp2.comm.streams import launched, wait_for
+from fsdp2.tools.whole_matrices.circles import Circle, agreed, check_alike, circles_of, told
 from fsdp2.tools.whole_matrices.domains import Copies, Domain, Subject, domains_of, subject_of
 from fsdp2.tools.whole_matrices.exchange import Message, Source, send_results, send_shards, stacked, take_results
-from fsdp2.tools.whole_matrices.messages import BucketMessages, messages_of
+from fsdp2.tools.whole_matrices.messages import BucketMessages, Slices, messages_of
 from fsdp2.tools.whole_matrices.planner import Bucket, Cost, Matrix, newton_schulz_cost
 from fsdp2.tools.whole_matrices.rules import MatrixRule
 
-DEFAULT_BUCKET_NBYTES = 64 * 1024 * 1024
+DEFAULT_BUCKET_NBYTES = 128 * 1024 * 1024
 
 Rule = Callable[[str, Tensor], MatrixRule | None]
 OnMatrix = Callable[[Tensor, Matrix], Tensor]
@@ -58,7 +57,8 @@ def whole_matrices(
         cost: of the function on a matrix of so many rows and columns, in floating-point operations; that of
             Newton-Schulz by default. Owners are chosen so that each has as much to do.
         dtype: in which matrices travel and are computed; None: that of each tensor.
-        bucket_nbytes: the most bytes of whole matrices that a rank has in a bucket. A larger matrix is alone in it.
+        bucket_nbytes: the most memory that a bucket takes on a rank, with its messages and results; there are two at a
+            time. A matrix that takes more is alone on its owner.
         copies: of a tensor that several ranks have the same part of (HSDP). ``"share"``: one rank in the world computes
             each matrix, and sends the result to all copies. ``"each"``: each copy does its own work, inside its shard
             mesh; on a mesh with a shard axis inside a node, nothing crosses nodes. ``"cheaper"``: what the plan finds
@@ -79,10 +79,12 @@ def whole_matrices(
         subject_of(position, name, tensor, None if rule is None else rule(name, tensor))
         for position, (name, tensor) in enumerate(named.items())
     ]
+    circles = circles_of(subjects)
+    check_alike(circles, subjects, cost, (dtype, bucket_nbytes, copies, last_first))
     domains = domains_of(
         subjects, cost=cost, dtype=dtype, bucket_nbytes=bucket_nbytes, copies=copies, last_first=last_first
     )
-    return WholeMatrices(subjects, domains)
+    return WholeMatrices(subjects, domains, circles)
 
 
 @dataclass
@@ -102,9 +104,9 @@ class WholeMatrices:
         steps: what a run does, bucket by bucket.
     """
 
-    def __init__(self, subjects: Sequence[Subject], domains: Sequence[Domain]) -> None:
+    def __init__(self, subjects: Sequence[Subject], domains: Sequence[Domain], circles: Sequence[Circle]) -> None:
         self.domains = tuple(domains)
-        self._subjects = subjects
+        self._subjects, self._circles = subjects, circles
         self.steps = [
             _Step(domain, bucket, messages_of(domain.plan, bucket, domain.me))
             for domain in domains
@@ -168,7 +170,7 @@ class WholeMatrices:
         Raises:
             RuntimeError: ``fn`` raised, or returned another shape. Raised on all ranks, with the matrix, its owner and
                 the cause. ``tensors`` are unchanged, unless ``fn`` has changed them.
-            ValueError: a tensor is not placed as planned.
+            ValueError: a tensor is not placed as planned. The other ranks raise RuntimeError.
             CommunicationError: a rank is lost.
         """
 
@@ -185,8 +187,13 @@ class WholeMatrices:
     def run_batched(self, fn: OnBatch, tensors: Sequence[Tensor]) -> list[DTensor]:
         """As ``run``, but matrices of one shape in one bucket come together: ``[n, rows, columns]``, with their
         descriptions."""
-        locals_ = self._locals_of(tensors)
-        outcome = Run(self, fn, lambda position, slices: locals_[position][slices]).finish()
+        locals_: list[Tensor] = []
+        run = Run(self, fn, lambda position, slices: locals_[position][slices])
+        try:
+            locals_ += self._locals_of(tensors)
+        except ValueError as error:
+            run.fail(error)
+        outcome = run.finish()
         kept = [result.to(local.device) for result, local in zip(outcome.results, locals_, strict=True)]
         return _torch.dtensors_like(tensors, kept)
 
@@ -206,36 +213,11 @@ class WholeMatrices:
                 )
         return _torch.locals_of(tensors)
 
-    def agree(self, failures: list[str], flags: Sequence[bool]) -> list[bool]:
+    def agree(self, failures: Sequence[str], flags: Sequence[bool]) -> list[bool]:
         """The flags of all ranks, if none has failed; else raise on all. The host waits for the device, once."""
-        if not self.domains:
-            return list(flags)
-        states = [
-            torch.tensor(
-                [bool(failures), *(flags[position] for position in domain.positions if flags)],
-                dtype=torch.uint8,
-                device="cpu",
-            ).to(domain.device)
-            for domain in self.domains
-        ]
-        for domain, state, before in zip(self.domains, states, [None, *states], strict=False):
-            if before is not None:
-                state[:1] |= before[:1]
-            _reduced(domain, state)
-        failed = states[-1][:1]
-        for domain in self.domains[-2::-1]:  # groups before may not have heard of failures in later ones
-            _reduced(domain, failed)
-        has_failed, *told = torch.cat([failed, *states]).tolist()
+        has_failed, found = agreed(self._circles, bool(failures), flags)
         if has_failed:
-            for domain in [*self.domains, *self.domains[-2::-1]]:
-                texts = [text for each in exchange(domain.axis, failures) for text in each]
-                failures = list(dict.fromkeys([*failures, *texts]))
-            raise RuntimeError("\n".join(failures))
-        found = list(flags)
-        for domain in self.domains:
-            del told[0]  # whether some rank has failed
-            for position in domain.positions if flags else ():
-                found[position] = bool(told.pop(0))
+            raise RuntimeError("\n".join(told(self._circles, failures)))
         return found
 
 
@@ -249,34 +231,55 @@ class Run:
     def __init__(self, plan: WholeMatrices, fn: OnBatch, source: Source) -> None:
         self._plan, self._fn, self._source = plan, fn, source
         self._in_flight: deque[Message] = deque()
+        self._failures: list[str] = []
+        self._error: Exception | None = None
         self.num_sent = 0
 
     def send(self) -> None:
         """Send the shards of the next bucket. Two may be on their way at a time."""
-        self._in_flight.append(self._plan.steps[self.num_sent].send(self._source))
+        source = _zeros if self._failures else self._source
+        self._in_flight.append(self._plan.steps[self.num_sent].send(source))
         self.num_sent += 1
+
+    def fail(self, error: Exception) -> None:
+        """Let ``finish`` raise ``error``, which perhaps this rank alone has, and raise on the others, too. From now on,
+        zeros are sent."""
+        self._failures.append(f"on rank {dist.get_rank()}: {error}")
+        self._error = error
+
+    def drop(self) -> None:
+        """Give up a run that ``finish`` has not begun. All ranks then have sent as many buckets."""
+        self._failures.append("given up")
+        while self.num_sent < min(MOST_IN_FLIGHT, len(self._plan.steps)):
+            self.send()
+        while self._in_flight:
+            self._in_flight.popleft().wait()
 
     def finish(self, flags: Sequence[bool] = ()) -> Outcome:
         """Compute all buckets. ``flags``: one of this rank for each tensor, or none.
 
         Raises:
-            RuntimeError: the function has failed on some rank.
+            RuntimeError: some rank has failed. What ``fail`` was given is raised as it is.
         """
         plan = self._plan
         results: list[Tensor | None] = [None] * plan.num_tensors
-        failures: list[str] = []
         back: tuple[_Step, Message] | None = None
         for number, step in enumerate(plan.steps):
             while self.num_sent < min(number + MOST_IN_FLIGHT, len(plan.steps)):
                 self.send()
-            stacks = step.computed(self._fn, self._in_flight.popleft(), failures)
+            stacks = step.computed(self._fn, self._in_flight.popleft(), self._failures)
             if back is not None:
                 back[0].take(back[1], results)
             back = step, step.send_back(stacks)
             del stacks
         if back is not None:
             back[0].take(back[1], results)
-        any_flags = plan.agree(failures, flags)
+        try:
+            any_flags = plan.agree(self._failures, flags)
+        except RuntimeError:
+            if self._error is not None:
+                raise self._error from None
+            raise
         for domain in plan.domains:  # shards without entries
             for position, tensor in zip(domain.positions, domain.plan.tensors, strict=True):
                 if results[position] is None:
@@ -285,9 +288,8 @@ class Run:
         return Outcome([each for each in results if each is not None], any_flags)
 
 
-def _reduced(domain: Domain, state: Tensor) -> None:
-    if domain.axis.group is not None:
-        wait_for(launched(all_reduce_in, domain.axis.group, state, dist.ReduceOp.MAX))
+def _zeros(position: int, slices: Slices) -> Tensor:
+    return torch.zeros((), device="cpu")
 
 
 @dataclass

@@ -1,0 +1,134 @@
+"""What ranks tell each other of a plan: that they have made the same one, that a rank has failed, and a flag per tensor.
+
+A circle is all ranks of one mesh, with the tensors on it. One who fails must be heard by replicas, too, which a domain
+need not have. As a rule there is one circle. Of several, a failure goes from the smallest to the largest, and back.
+Rule: all ranks of a circle come to it at the same places of their programs, whatever circles they are in beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2 import _torch
+from fsdp2.comm.backends import all_reduce_in, exchange
+from fsdp2.comm.streams import launched, wait_for
+from fsdp2.plan.mesh import Axis, joint_axis, mesh_device, ranks_along
+from fsdp2.tools.whole_matrices.domains import Subject, cuts_of
+from fsdp2.tools.whole_matrices.planner import Cost
+from fsdp2.tools.whole_matrices.regions import Placed
+
+
+@dataclass(frozen=True)
+class Circle:
+    """All ranks of a mesh. ``positions``: of the tensors on it. ``has_larger``: a rank of it is in a later one."""
+
+    axis: Axis
+    ranks: tuple[int, ...]
+    device: torch.device
+    positions: tuple[int, ...]
+    has_larger: bool = False
+
+
+def circles_of(subjects: Sequence[Subject]) -> tuple[Circle, ...]:
+    """The circles that this rank is in, the smallest first. Collective."""
+    found: dict[tuple[int, ...], Circle] = {}
+    for each in subjects:
+        mesh = each.tensor.device_mesh
+        axes = range(mesh.ndim)
+        axis, ranks = joint_axis(mesh, axes), tuple(sorted(ranks_along(mesh, axes)))
+        circle = found.setdefault(ranks, Circle(axis, ranks, mesh_device(mesh), ()))
+        found[ranks] = replace(circle, positions=(*circle.positions, each.position))
+    ordered = sorted(found.values(), key=lambda circle: (len(circle.ranks), circle.positions))
+    larger = [any(exchange(each.axis, each is not ordered[-1])) for each in ordered]
+    return tuple(replace(each, has_larger=has) for each, has in zip(ordered, larger, strict=True))
+
+
+def check_alike(circles: Sequence[Circle], subjects: Sequence[Subject], cost: Cost, options: object) -> None:
+    """Raise on all ranks if some would plan otherwise, or if a shard is not as its placements say. Collective.
+
+    Raises:
+        ValueError: that is so.
+    """
+    problem = next(filter(None, map(_unexpected_shard, subjects)), None)
+    if problem is not None:
+        problem = f"whole_matrices: on rank {dist.get_rank()}, {problem}"
+    for circle in circles:
+        mine = [_description(each, cost) for each in subjects if each.position in circle.positions]
+        texts = exchange(circle.axis, repr((mine, options)))
+        other = next((rank for rank, text in zip(circle.ranks, texts, strict=True) if text != texts[0]), None)
+        if other is not None:
+            problem = problem or (
+                f"whole_matrices: rank {other} has other tensors, placements, rules or options than rank "
+                f"{circle.ranks[0]}. Pass the same on all ranks, in the same order."
+            )
+    problems = told(circles, [] if problem is None else [problem])
+    if problems:
+        raise ValueError(problems[0])
+
+
+def _description(subject: Subject, cost: Cost) -> object:
+    tensor, rule = subject.tensor, subject.rule
+    shapes = {(each.rows, each.columns) for each in rule.boxes(tensor.shape)}
+    return subject.name, tensor.shape, tensor.placements, tensor.dtype, rule, sorted((*s, cost(*s)) for s in shapes)
+
+
+def _unexpected_shard(subject: Subject) -> str | None:
+    mesh = subject.tensor.device_mesh
+    own = tuple(mesh.get_coordinate() or ())
+    expected = Placed(tuple(subject.tensor.shape), cuts_of(subject.tensor), (own,)).local_shape(0)
+    found = tuple(_torch.local_of(subject.tensor).shape)
+    if expected == found:
+        return None
+    return (
+        f"the shard of '{subject.name}' has shape {found}, expected {expected} by its placements. Shards of other sizes "
+        "than torch.chunk makes cannot be joined."
+    )
+
+
+def told(circles: Sequence[Circle], texts: Sequence[str]) -> list[str]:
+    """The texts of all ranks. Collective."""
+    known = list(texts)
+    for circle in _there_and_back(circles):
+        known = list(dict.fromkeys(text for each in exchange(circle.axis, known) for text in each))
+    return known
+
+
+def agreed(circles: Sequence[Circle], has_failed: bool, flags: Sequence[bool]) -> tuple[bool, list[bool]]:
+    """Whether some rank has failed; and by position, whether some rank of the circle has set the flag. ``flags`` may be
+    empty. Collective. The host waits for the device, once."""
+    found = list(flags)
+    states: list[Tensor] = []
+    failed: Tensor | None = None
+    for circle in circles:
+        values = [has_failed, *(flags[position] for position in circle.positions if flags)]
+        state = torch.tensor(values, dtype=torch.uint8, device="cpu").to(circle.device)
+        failed = _reduced(circle, state, failed)[:1]
+        states.append(state)
+    for circle in reversed(circles):
+        if circle.has_larger and failed is not None:
+            failed = _reduced(circle, failed.clone(), None)
+    if failed is None:
+        return has_failed, found
+    any_failed, *values = torch.cat([failed, *(state[1:] for state in states)]).tolist()
+    for position, value in zip((p for circle in circles for p in circle.positions if flags), values, strict=True):
+        found[position] = bool(value)
+    return bool(any_failed), found
+
+
+def _there_and_back(circles: Sequence[Circle]) -> Iterator[Circle]:
+    yield from circles
+    yield from (circle for circle in reversed(circles) if circle.has_larger)
+
+
+def _reduced(circle: Circle, state: Tensor, failed: Tensor | None) -> Tensor:
+    """``state`` of any rank, with ``failed`` in its first element; in place."""
+    if failed is not None:
+        state[:1] |= failed
+    if circle.axis.group is not None:
+        wait_for(launched(all_reduce_in, circle.axis.group, state, dist.ReduceOp.MAX))
+    return state
