@@ -204,6 +204,7 @@ def _train(
     training: dict[str, Any] | None = None,
     parallelism: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
+    optimizer: Any = None,
 ) -> dict[str, Any]:
     """What the Trainer logs in each step (loss, largest loss of a rank, gradient norm), and the trained parameters."""
     from torchtitan.components.checkpointer import CheckpointManager
@@ -225,7 +226,7 @@ def _train(
         dump_folder=str(folder),
         hf_assets_path=str(folder),
         loss=ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=loss) if chunks else loss,
-        optimizer=default_adamw(lr=1e-2),
+        optimizer=optimizer or default_adamw(lr=1e-2),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(**{"mixed_precision_param": "float32", **options, **(training or {})}),
         dataloader=tokens.Config(),
@@ -307,6 +308,50 @@ def test_expert_parallelism_trains_the_same(rank: int, folder: Path, parallelism
 @on_ranks(8)
 def test_hsdp_with_tensor_parallelism_trains_the_same(rank: int, folder: Path) -> Any:
     return _train(folder, parallelism={"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2})
+
+
+# Muon by Moonlight's recipe, as torchtitan configures it for Kimi: matrices at the scale of AdamW's updates, AdamW for
+# the rest. torchtitan's own Muon needs CUDA.
+
+
+def _moonlight(muon: Any) -> Any:
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    class Container(OptimizersContainer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(OptimizersContainer.Config):
+            pass
+
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return muon if name == "Muon" else OptimizersContainer._resolve_optimizer_factory(name)
+
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    groups = [
+        (r"attention\.(qkv_linear\.wqkv|wo)|feed_forward\.w[123]", "Muon", {"adjust_lr_fn": "match_rms_adamw"}),
+        (".*", "AdamW", {"betas": (0.9, 0.95), "eps": 1e-8}),
+    ]
+    return Container.Config(
+        implementation="for-loop",
+        param_groups=[
+            ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={**options, **more})
+            for pattern, name, more in groups
+        ],
+    )
+
+
+@on_ranks(2)
+def test_muon_by_moonlights_recipe_trains_as_torchs_and_goes_on_from_a_checkpoint(rank: int, folder: Path) -> Any:
+    import fsdp2
+
+    theirs = _train(folder, steps=4, optimizer=_moonlight(torch.optim.Muon))
+    enabled = {"enable": True, "interval": 2, "last_save_model_only": False}
+    ours = _train(folder, steps=4, optimizer=_moonlight(fsdp2.Muon), checkpoint=enabled)
+    for name, value in theirs["trained"].items():  # Newton-Schulz is in bf16, in both
+        torch.testing.assert_close(ours["trained"][name], value, rtol=0.0, atol=2e-3)
+    goes_on = _train(folder, steps=6, optimizer=_moonlight(fsdp2.Muon), checkpoint={**enabled, "load_step": 2})
+    assert goes_on["logged"][1] == ours["logged"][3]
+    return theirs, ours, goes_on
 
 
 @on_ranks(2)
