@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from fsdp2 import Muon
 from fsdp2.tools.planner import measure
 from tests.accelerator import device
 from tests.accelerator.cases import CASES, mesh_of, names, run
@@ -55,6 +57,20 @@ def test_host_does_not_wait_in_a_steady_step(ctx: RankContext, name: str) -> Non
     if "offloaded" in name:
         assert found.pop(_OF_OFFLOADED) > 0
     assert found == (_OF_UNUSED if name == "partly used, ranks may differ" else {}), found
+
+
+@on_device(2)
+def test_a_step_of_muon_waits_once(ctx: RankContext) -> None:
+    """Before anything is written, the host must know that all ranks have succeeded, and what has a gradient."""
+    value = torch.ones(8, 8, device=device.DEVICE)
+    params = [torch.nn.Parameter(distribute_tensor(value, ctx.mesh_1d(), [Shard(0)])) for _ in range(4)]
+    optimizer = Muon(params, bucket_nbytes=1)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        device.host_syncs.clear()
+        optimizer.step()
+    assert device.host_syncs == ["copy to the host (tools.whole_matrices.circles.agreed)"], device.host_syncs
 
 
 @on_device(2)

@@ -115,7 +115,7 @@ ELSEWHERE: dict[str, str] = {
     "tools.whole_matrices.exchange.Message.start-gather_after_compute": _EXCHANGED,
     "tools.whole_matrices.exchange.Message.start-record": _EXCHANGED,
     "tools.whole_matrices.exchange.Message.wait-wait_here": _EXCHANGED,
-    "tools.whole_matrices.run._reduced-work": _EXCHANGED,
+    "tools.whole_matrices.circles._reduced-work": _EXCHANGED,
     "tools.whole_matrices.exchange.Message.wait-work": (  # gloo's messages
         "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and_comes_back"
     ),

@@ -103,7 +103,7 @@ RUNS = {
     Wait("gather_after_compute", f"{_EXCHANGE}.start", "run", "side streams first"): (run, is_expected),
     Wait("record", f"{_EXCHANGE}.start", "run", "late messages"): (run, is_expected),
     Wait("wait_here", f"{_EXCHANGE}.wait", "run", "late messages"): (run, is_expected),
-    Wait("work", "tools.whole_matrices.run._reduced", "step", "late messages"): (
+    Wait("work", "tools.whole_matrices.circles._reduced", "step", "late messages"): (
         step_with_a_gradient_on_rank_0,
         steps_on_both_ranks,
     ),

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp2
 from fsdp2 import Observer
 from fsdp2.tools import trace
+from fsdp2.tools.muon import optimizer as muon
 from tests.distributed.support import Stack, batch, seeded, shard
 from tests.faults.ranks import DEADLINE_S, TIMEOUT_S, Ended, World
 from tests.harness.distributed import RankContext
@@ -149,6 +153,29 @@ def test_all_ranks_end_also_those_that_do_not_communicate_with_the_lost_one(mome
     assert [each.exit_code for each in ended] == [1, -signal.SIGKILL, 1, 1]
     for each in (ended[0], ended[2], ended[3]):
         assert each.error_type == "CommunicationError", each.trace
+
+
+def _step_of_muon(ctx: RankContext, mesh: DeviceMesh, dies_computing: bool) -> None:
+    """The rank ``LOST`` dies as it computes a matrix, or before it sends anything."""
+    params = [nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])) for _ in range(4)]
+    optimizer = fsdp2.Muon(params, bucket_nbytes=1)
+    assert len(optimizer.plan.steps) == 2
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if ctx.rank == LOST:
+        if not dies_computing:
+            os.kill(os.getpid(), signal.SIGKILL)
+        muon.newton_schulz = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    optimizer.step()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dies_computing", [False, True])
+def test_a_step_of_muon_says_which_ranks_may_be_lost(dies_computing: bool) -> None:
+    ended = World(_step_of_muon, timeout_s=FAR_AWAY_S, dies_computing=dies_computing).join()
+    assert [each.exit_code for each in ended] == [1, -signal.SIGKILL]
+    assert ended[0].error_type == "CommunicationError", ended[0].trace
+    assert "exchange shards with the owners of matrices" in ended[0].error, ended[0].error
 
 
 @pytest.mark.long

@@ -218,7 +218,11 @@ class Muon(optim.Optimizer):
         """
         params = [param for group in self._muon_groups() for param in group["params"]]
         self._drop_early()
-        early = self._early = EarlyRun(self.plan, self._orthogonalised, lambda i: Entry(params[i], self._group_at(i), self.state))
+
+        def entry_of(position: int) -> Entry:
+            return Entry(params[position], self._group_at(position), self.state)
+
+        early = self._early = EarlyRun(self.plan, self._orthogonalised, entry_of)
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
             for position, param in enumerate(params)

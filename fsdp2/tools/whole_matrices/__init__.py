@@ -2,7 +2,7 @@
 
 From below: ``rules`` says which matrices a tensor consists of, ``regions`` where its entries lie, ``planner`` who owns
 which matrix and in which bucket it travels, ``messages`` what one rank sends. They are pure. ``exchange`` moves the
-bytes, ``domains`` finds the process groups, ``run`` puts them together.
+bytes, ``domains`` finds the process groups, ``circles`` who must hear of failures, ``run`` puts them together.
 """
 
 from fsdp2.tools.whole_matrices.planner import Matrix, newton_schulz_cost

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a plan: that they have made the same one, that a rank has failed, and a flag per tensor.
+"""What ranks tell each other of a plan: that it is the same, that a rank has failed, and a flag for each tensor.
 
 A circle is all ranks of one mesh, with the tensors on it. One who fails must be heard by replicas, too, which a domain
 need not have. As a rule there is one circle. Of several, a failure goes from the smallest to the largest, and back.
@@ -85,8 +85,8 @@ def _unexpected_shard(subject: Subject) -> str | None:
     if expected == found:
         return None
     return (
-        f"the shard of '{subject.name}' has shape {found}, expected {expected} by its placements. Shards of other sizes "
-        "than torch.chunk makes cannot be joined."
+        f"the shard of '{subject.name}' has shape {found}, expected {expected} by its placements. Shards of other "
+        "sizes than torch.chunk makes cannot be joined."
     )
 
 
@@ -106,7 +106,10 @@ def agreed(circles: Sequence[Circle], has_failed: bool, flags: Sequence[bool]) -
     failed: Tensor | None = None
     for circle in circles:
         values = [has_failed, *(flags[position] for position in circle.positions if flags)]
-        state = torch.tensor(values, dtype=torch.uint8, device="cpu").to(circle.device)
+        sent = torch.tensor(values, dtype=torch.uint8, device="cpu")
+        if circle.device.type != "cpu":  # from other memory, the host would wait for the copy
+            sent = sent.pin_memory()
+        state = sent.to(circle.device, non_blocking=True)
         failed = _reduced(circle, state, failed)[:1]
         states.append(state)
     for circle in reversed(circles):
