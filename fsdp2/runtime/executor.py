@@ -193,10 +193,12 @@ class Executor:
                 self._make_room(group)
                 self._add(group, _run("reduce_launch", group, group.reduce_partial))
 
-    def land(self) -> None:
-        """Land everything. If a collective has failed, or a user's hook raises, land no more."""
+    def land(self, *, reduces_partial: bool = True) -> None:
+        """Land everything in flight, and what is summed over the shard axis only, unless a later backward will add to
+        it. If a collective has failed, or a user's hook raises, land no more."""
         try:
-            self.reduce_partial()
+            if reduces_partial:
+                self.reduce_partial()
             self.land_down_to(0)
         except Exception:
             with suppress(CommunicationError):  # the first error is the cause

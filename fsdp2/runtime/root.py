@@ -422,13 +422,10 @@ class Root:
 
     def land(self) -> None:
         """Land the gradients that ``finalize_backward`` has started to reduce."""
-        self._land()
-        self.is_reducing = False
-        self._settle()
-
-    def _land(self) -> None:
         self.executor.do(((Action.LAND, self.unit.index),))
         self.executor.finish_copies()
+        self.is_reducing = False
+        self._settle()
 
     def _settle(self) -> None:
         if any(unit.config.reduces for unit in self.units):
@@ -505,7 +502,8 @@ class Root:
             if self.is_reducing:
                 self.land()
             else:
-                self._land()
+                self.executor.land(reduces_partial=False)
+                self.executor.finish_copies()
         finally:
             self._come_to_rest()
 

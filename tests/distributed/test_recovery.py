@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -459,3 +460,22 @@ def test_gradients_on_their_way_stay_after_a_forward_that_raises(ctx: RankContex
     model.reset_iter_state()
     model.zero_grad()
     _go_on(model, leave, seed=3)
+
+
+@distributed(2)
+def test_recovery_on_one_rank_communicates_nothing(ctx: RankContext) -> None:
+    """What is summed over the shard axis only is summed over replicas with the next backward, not by the recovery."""
+    reference = seeded(lambda: Stack(1))
+    for seed in (1, 3):
+        step(reference, seed)
+    model = shard(ctx, seeded(lambda: Stack(1)), mesh=ctx.mesh_2d(2, 1))
+    model.set_requires_all_reduce(False)
+    step(model, 1)
+    model.set_requires_all_reduce(True)
+    if ctx.rank == 1:
+        assert _fails_at(model, 4)
+        with CommDebugMode() as counted:
+            model.reset_iter_state(keep_unreduced=True)
+        assert counted.get_total_counts() == 0
+    step(model, 3)
+    assert_gradients(model, reference)
