@@ -134,9 +134,29 @@ class FSDPModule:
         after_forward = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
         self._configure_units(recurse, after_forward=after_forward, post_forward_size=None)
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """If False, parameters stay unsharded after backward, and the next forward gathers nothing."""
-        self._configure_units(recurse, reshard_after_backward=reshard_after_backward)
+    def set_reshard_after_backward(self, reshard_after_backward: bool | int, *, recurse: bool = True) -> None:
+        """If False, parameters stay unsharded after backward, and the next forward gathers nothing.
+
+        An int, that of ``reshard_after_forward``: the shards that are kept between forward and backward, over so many
+        ranks, stay until the parameters change. So of all gathers of a step, with all its micro-batches, one crosses
+        nodes.
+
+        Raises:
+            ValueError: a unit has another ``reshard_after_forward``, or none in ranks.
+        """
+        size = None if isinstance(reshard_after_backward, bool) else reshard_after_backward
+        units = self._units(recurse)
+        for unit in units:
+            if size is not None and unit.groups and unit.config.post_forward_size != size:
+                raise ValueError(
+                    f"set_reshard_after_backward({size}): unit '{unit.name}' has reshard_after_forward="
+                    f"{unit.config.post_forward_size or 'True or False'}. Pass reshard_after_forward={size} to "
+                    "fully_shard, or a bool here."
+                )
+        for unit in units:
+            unit.configure(reshard_after_backward=bool(reshard_after_backward))
+            for group in unit.groups:
+                group.keep_post_forward(size is not None)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this unit. Pass False if backward does not read its parameters, as for an

@@ -51,6 +51,7 @@ class ParamGroup:
     Attributes:
         comm: carries the bytes over the shard axis, unless the user has set others.
         keeps_storage: resharding does not free the memory of the unsharded parameters.
+        keeps_post_forward: the shards on the post-forward mesh stay until the parameters change.
         is_stale: users may have replaced parameters since the last check.
         stamp: write stamp of the shards, noted by ``note_writes`` for what was gathered; None if not noted.
         shows: makes what compute reads of the unsharded parameters, if that is not the parameters themselves.
@@ -63,7 +64,7 @@ class ParamGroup:
         self.name = ""
         self.mesh, self.home = mesh, home
         self.options = GroupOptions()
-        self.keeps_storage = False
+        self.keeps_storage = self.keeps_post_forward = False
         self.state = GroupState.SHARDED
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
         self.shows: Callable[[Sequence[nn.Parameter]], Sequence[nn.Parameter]] | None = None
@@ -120,6 +121,12 @@ class ParamGroup:
             default = self.comm if axis is mesh.shard else comm_for(axis, mesh.device)
             self.gradients.set_comm(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
 
+    def keep_post_forward(self, enabled: bool) -> None:
+        """Whether the shards on the post-forward mesh stay until the parameters change."""
+        self.keeps_post_forward = enabled
+        if not enabled and self.state is GroupState.SHARDED:
+            self.unsharded.release_post_forward()
+
     def gather_on_compute_stream(self, enabled: bool) -> None:
         """Whether to gather without a separate gather stream. The CPU never has one."""
         device = self.mesh.device
@@ -136,7 +143,7 @@ class ParamGroup:
 
     def set_up_like(self, other: ParamGroup, options: GroupOptions) -> None:
         """Take over what the user has set on ``other``; ``options``: its options, for the mesh of this group."""
-        self.keeps_storage = other.keeps_storage
+        self.keeps_storage, self.keeps_post_forward = other.keeps_storage, other.keeps_post_forward
         self.configure(**vars(options))
         self.gather_on_compute_stream(other.unsharded.streams is not streams_for(self.mesh.device))
 
@@ -264,10 +271,11 @@ class ParamGroup:
             if not unsharded.parameters:  # the first gather, or hooks failed before
                 unsharded.bind()
             self._in_flight = unsharded.gather
-            if before is GroupState.SHARDED:
+            resting = unsharded.post_forward
+            if resting is not None and resting.has_values:
+                self._in_flight = resting.gather
+            elif before is GroupState.SHARDED:
                 self.stamp = None
-            elif unsharded.post_forward is not None:
-                self._in_flight = unsharded.post_forward.gather
             assert self._in_flight is not None
             if _torch.is_profiling():
                 _torch.in_range("all_gather", self.name, self._in_flight.issue)
@@ -302,7 +310,7 @@ class ParamGroup:
                 raise self.lost("all-gather", error) from error.__cause__
             raise
         self._in_flight = None
-        if unsharded.post_forward is not None:
+        if unsharded.post_forward is not None and not self.keeps_post_forward:
             unsharded.post_forward.release()
         if is_first:
             self._tell_parameters()
@@ -329,13 +337,15 @@ class ParamGroup:
             return
         unsharded = self.unsharded
         self.take_flags()
+        if before is GroupState.UNSHARDED and self.keeps_post_forward and unsharded.post_forward_mesh is not None:
+            unsharded.cut()
         try:
             if before is GroupState.UNSHARDING:
                 gather, self._in_flight = self._in_flight, None
                 assert gather is not None
                 gather.drop()
         finally:
-            if before is not GroupState.UNSHARDED and unsharded.post_forward is not None:
+            if unsharded.post_forward is not None and not self.keeps_post_forward:
                 unsharded.post_forward.release()
             self.is_stale |= self._bindings.rebind(self.shards.sharded, are_shards=True)
             if before is not GroupState.SHARDED_POST_FORWARD:
@@ -378,7 +388,7 @@ class ParamGroup:
     def note_writes(self) -> None:
         """Note the shards' write stamp: gathered parameters, or shards on a smaller mesh, become outdated when the
         shards are written after this call."""
-        if self.state is not GroupState.SHARDED and self.stamp is None:
+        if self.stamp is None and (self.state is not GroupState.SHARDED or self.keeps_post_forward):
             self.stamp = self.shards.write_stamp()
 
     @property
@@ -387,12 +397,13 @@ class ParamGroup:
         return self.stamp is not None and self.stamp[0] != self.shards.num_steps
 
     def reshard_if_outdated(self) -> None:
-        """Reshard if shards were written (by an optimizer) or replaced since ``note_writes``: so the next use gathers
-        the parameters again."""
-        if self.state is GroupState.SHARDED or self.stamp is None:
+        """Reshard, also from the post-forward mesh, if shards were written (by an optimizer) or replaced since
+        ``note_writes``: so the next use gathers the parameters again."""
+        if (self.state is GroupState.SHARDED and not self.keeps_post_forward) or self.stamp is None:
             return
         if self.stamp != self.shards.write_stamp() or not self._is_intact():
             self.reshard()
+            self.unsharded.release_post_forward()
 
     def take_flags(self) -> None:
         """Give all forms of each parameter the ``requires_grad`` that the user has set, on the form that is bound or on

@@ -1,4 +1,5 @@
-"""Shards on the post-forward mesh: a group keeps them between forward and backward with ``reshard_after_forward=n``.
+"""Shards on the post-forward mesh: a group keeps them between forward and backward with ``reshard_after_forward=n``,
+and until its parameters change with ``set_reshard_after_backward(n)``.
 
 The unsharded parameters are cut over a smaller group of ranks. So the gather in backward crosses fewer links, but each
 shard is larger. Everything is bound once; ``cut`` allocates the memory, and ``release`` frees it.
@@ -28,6 +29,7 @@ class PostForwardShards:
         gather: the gather back into the group's unsharded storage.
         parameters: per parameter of the group, what is bound between forward and backward: the DTensor on the
             post-forward mesh, or the sharded parameter if it has all-gather hooks or is a DTensor on model axes.
+        has_values: between ``cut`` and ``release``.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class PostForwardShards:
         for dtype, flat in self._flats.items():
             flat.untyped_storage().resize_(self._nbytes[dtype])
         _torch.foreach_copy(self._targets, self._sources)
+        self.has_values = True
 
     def release(self) -> None:
         """Free the shards, if there are any, and if no message can leave from them any more."""
+        self.has_values = False
         if self.gather.gathered.is_lost:
             return
         for flat in self._flats.values():

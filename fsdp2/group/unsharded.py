@@ -216,7 +216,8 @@ class UnshardedParams:
             self.gather.stage.wait()
 
     def cut(self) -> Sequence[nn.Parameter]:
-        """Copy out this rank's part on the post-forward mesh. Returns the parameters to bind until backward."""
+        """Copy out this rank's part on the post-forward mesh, unless it is there. Returns the parameters to bind until
+        backward."""
         if self.post_forward is None:
             assert isinstance(self.gather, Gather)
             assert self.post_forward_mesh is not None
@@ -224,5 +225,11 @@ class UnshardedParams:
                 self.post_forward = PostForwardShards(
                     self._params, self.gather, self.hooked, self.post_forward_mesh, self.streams, self._all_gather
                 )
-        self.post_forward.cut()
+        if not self.post_forward.has_values:
+            self.post_forward.cut()
         return self.post_forward.parameters
+
+    def release_post_forward(self) -> None:
+        """Free the shards on the post-forward mesh, if there are any."""
+        if self.post_forward is not None:
+            self.post_forward.release()

@@ -177,7 +177,7 @@ class Executor:
         return bool(self._pending) or self._landing is not None or self._has_landed
 
     def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
-        if group.state is not GroupState.SHARDED:
+        if group.state is not GroupState.SHARDED or group.keeps_post_forward:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
         launch = partial(group.reduce, jointly=jointly)

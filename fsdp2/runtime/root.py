@@ -537,7 +537,7 @@ class Root:
     def _end_pass(self) -> None:
         for unit in self.units:
             for group in unit.groups:
-                if group.state is not GroupState.SHARDED:
+                if group.state is not GroupState.SHARDED or group.keeps_post_forward:
                     group.note_writes()
         if not self.schedule.passes.in_backward:  # I12
             self.executor.finish_copies()

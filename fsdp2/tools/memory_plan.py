@@ -159,11 +159,13 @@ def _gather_bytes(group: ParamGroup) -> UnitBytes:
     travelling = sum(step.padded_nbytes for step in plan.steps)
     staged = sum(flat.nbytes for flat in group.shards.flats.values()) if group.home.is_staged else 0
     nbytes = plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes
+    rests = 0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps)
+    stays = rests if group.keeps_post_forward else 0
     return UnitBytes(
-        unsharded=nbytes,
+        unsharded=nbytes + stays,
         arriving=plan.staging_nbytes + passing + staged + unsharded.carrier.gather_buffer_nbytes(travelling),
-        post_forward=0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps),
-        kept=nbytes if group.keeps_storage else 0,
+        post_forward=rests - stays,
+        kept=stays + (nbytes if group.keeps_storage else 0),
     )
 
 

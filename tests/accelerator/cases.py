@@ -414,6 +414,15 @@ CASES: dict[str, Trained] = {
         policy=bf16_fp32,
         options={"reshard_after_forward": 2},
     ),
+    "on a smaller mesh until written": Trained(
+        shape=(4,),
+        model=WIDE,
+        is_exact=False,
+        step=accumulate,
+        policy=bf16_fp32,
+        then=call("set_reshard_after_backward", 2),
+        options={"reshard_after_forward": 2},
+    ),
     "on a smaller mesh after forward": Trained(
         shape=(4,), model=WIDE, is_exact=False, policy=bf16_fp32, options={"reshard_after_forward": 2}
     ),

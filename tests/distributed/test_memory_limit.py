@@ -127,9 +127,11 @@ def test_allocator_stays_under_the_limit_with_resting_shards(ctx: RankContext) -
     _check_against_the_allocator(ctx, reshard_after_forward=2)
 
 
-def _smallest_limit(ctx: RankContext, *, keeps_storage: bool = False, **options: Any) -> str:
+def _smallest_limit(ctx: RankContext, *, keeps_storage: bool = False, stays_on: int = 0, **options: Any) -> str:
     model = sharded(ctx, **options)
     model.set_keep_unsharded_storage(keeps_storage)
+    if stays_on:
+        model.set_reshard_after_backward(stays_on)
     at_least = fsdp2.memory_plan(model).at_least
     model.set_temporary_memory_limit(at_least)
     step(model)
@@ -145,12 +147,13 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "unit that does not fit": {},
     "kept units that do not fit together": {"reshard_after_forward": False},
     "memory that is kept counts once": {"keeps_storage": True},
+    "shards on a smaller mesh that stay": {"reshard_after_forward": 2, "stays_on": 2},
 }
 
 
 @pytest.mark.parametrize("case", SMALLEST)
 def test_smallest_limit_is_exact_and_one_byte_less_is_refused_at_the_first_use(case: str) -> None:
-    TEXTS.check(case, same_on_all_ranks(_smallest_limit, **SMALLEST[case]))
+    TEXTS.check(case, same_on_all_ranks(_smallest_limit, 4 if "stays" in case else 2, **SMALLEST[case]))
 
 
 class _Recurrent(Stack):

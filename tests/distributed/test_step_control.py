@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.group.all_gather import Gather
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import trace
@@ -146,6 +148,59 @@ def test_kept_memory_with_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
     assert _unsharded_places(model) == first
     step(reference)
     assert_gradients(model, reference)
+
+
+@distributed(4)
+def test_shards_on_a_node_are_gathered_from_until_the_parameters_change(ctx: RankContext) -> None:
+    issued: list[Gather] = []
+    issue = Gather.issue
+    model = sharded(ctx, num_blocks=2, reshard_after_forward=2)
+    model.set_reshard_after_backward(2)
+    groups = [group for unit in (*model.blocks, model) for group in unit._unit().groups]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def gathers_of(act: Callable[[], object]) -> tuple[int, int]:
+        """Over all ranks, and inside a node."""
+        issued.clear()
+        with mock.patch.object(Gather, "issue", lambda gather: (issued.append(gather), issue(gather))):
+            act()
+        smaller = [group.unsharded.post_forward.gather for group in groups if group.unsharded.post_forward is not None]
+        inside = sum(gather in smaller for gather in issued)
+        return len(issued) - inside, inside
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(batch())
+
+    num_units = len(groups)
+    assert gathers_of(lambda: step(model)) == (num_units, num_units)
+    assert gathers_of(lambda: step(model)) == (0, 2 * num_units)
+    assert gathers_of(evaluate) == (0, num_units)
+    optimizer.step()
+    assert gathers_of(lambda: step(model)) == (num_units, num_units)
+    model.load_state_dict(model.state_dict())
+    assert gathers_of(evaluate) == (num_units, 0)
+    step(model)
+    with torch.no_grad():
+        model.entry.weight.zero_()  # in the root's group
+    assert gathers_of(lambda: step(model)) == (1, 2 * num_units - 1)
+    flats = [flat for group in groups for flat in group.unsharded.post_forward._flats.values()]
+    assert all(flat.untyped_storage().nbytes() > 0 for flat in flats)
+    model.set_reshard_after_backward(True)
+    assert [flat.untyped_storage().nbytes() for flat in flats] == [0] * len(flats)
+    assert gathers_of(lambda: step(model)) == (num_units, num_units)
+
+
+@distributed(4)
+def test_ranks_to_keep_shards_on_are_those_of_reshard_after_forward(ctx: RankContext) -> None:
+    model = sharded(ctx, num_blocks=2, reshard_after_forward=2)
+    found = error_of(lambda: model.set_reshard_after_backward(4))
+    assert found == (
+        "ValueError: set_reshard_after_backward(4): unit 'FSDPStack' has reshard_after_forward=2. Pass\n"
+        "reshard_after_forward=4 to fully_shard, or a bool here."
+    )
+    plain = sharded(ctx, num_blocks=2)
+    assert "has reshard_after_forward=True or False" in error_of(lambda: plain.set_reshard_after_backward(2))
 
 
 # Registered methods

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from torch.distributed.tensor import DTensor
 from tests.harness.compare import Cases, compare, each_compared, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Transformer, Uneven
-from tests.harness.training import Case, Step, shard_units_and_root, sharded, snapshot
+from tests.harness.training import (
+    Case,
+    Step,
+    accumulate,
+    frozen_by_turns,
+    sgd,
+    shard_units_and_root,
+    sharded,
+    snapshot,
+)
 
 
 def _registered(model: nn.Module) -> dict[str, object]:
@@ -42,6 +52,44 @@ def test_reshard_after_forward(ctx: RankContext, reshard: bool | None) -> None:
 def test_reshard_after_forward_to_two_ranks() -> Cases:
     to_two = sharded(reshard_after_forward=2)
     return {model.__name__: Case(model, to_two, _step_with_notes) for model in (Uneven, MLP, Transformer)}
+
+
+def _stays(model: Any) -> None:
+    """With torch's runtime, any number means True."""
+    model.set_reshard_after_backward(2)
+
+
+def _micro_batches(step: Step, model: Any) -> list[Tensor]:
+    """Also a forward without gradients, and parameters that are written by hand behind the step before."""
+    if step.index == 2:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    with torch.no_grad():
+        step.note("evaluated", step.loss(model))
+    return accumulate(step, model)
+
+
+def _written_between_micro_batches(step: Step, model: Any) -> list[Tensor]:
+    losses = []
+    for micro in range(2):
+        with torch.no_grad():
+            next(model.parameters()).add_(0.01)
+        losses.append(step.loss(model, micro))
+        losses[-1].backward()
+    return losses
+
+
+@each_compared(4, ci=("micro-batches", "written"))
+def test_shards_on_two_ranks_stay_until_the_parameters_change() -> Cases:
+    shard = sharded(reshard_after_forward=2, then=_stays)
+    in_bf16 = sharded(reshard_after_forward=2, then=_stays, policy={"param_dtype": torch.bfloat16})
+    return {
+        "micro-batches": Case(Uneven, shard, _micro_batches, num_steps=3),
+        "written": Case(MLP, shard, _written_between_micro_batches),
+        "frozen by turns": Case(MLP, shard, frozen_by_turns),
+        "mixed precision": Case(MLP, in_bf16, _micro_batches, sgd, reduce_dtype=torch.bfloat16, unsharded=None),
+    }
 
 
 @trains_alike(2, model=MLP, num_steps=4)
