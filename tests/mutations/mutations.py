@@ -224,7 +224,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         64: ("Root._take_changes", "self._seen_version != ModuleTrees.version", "self._seen_version is None"),
     },
     ("parity/test_offload.py", "distributed/test_offload.py"): {
-        66: ("Root._land", "self.executor.finish_copies()", "pass"),
+        66: ("Root.land", "self.executor.finish_copies()", "pass"),
     },
     (*_TRACES, *_RANDOM, "distributed/test_skipped_units.py", "parity/test_gradients.py", "parity/test_training.py"): {
         67: ("Root.rules_of", "config.ranks_may_differ and has_others", "config.ranks_may_differ"),
