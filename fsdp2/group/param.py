@@ -32,6 +32,8 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 # sharded parameter: it shows that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
 
+WHOLE = "fsdp2_whole"  # method of a tensor subclass: see whole_subclass
+
 NAME_IN_PASS = "_fsdp2_name_in_pass"  # attribute of parameters that stand for the sharded one during a pass: its name
 
 
@@ -48,7 +50,7 @@ class ParamRecord:
     how this rank's part of the parameter is cut; model axes may have cut the parameter before. ``policy``: of this
     parameter alone. ``local``: the shard of a tensor subclass, already cut; None if the shard lies in the flat buffer.
     ``grad_dtype``: what the user set, if anything. ``is_cut``: ``param`` is already the sharded parameter, and
-    ``local`` is its local tensor."""
+    ``local`` is its local tensor. ``on_commit``: what else changes when the parameter is sharded."""
 
     name: str
     param: nn.Parameter
@@ -60,6 +62,7 @@ class ParamRecord:
     local: torch.Tensor | None = None
     grad_dtype: GradDtype | None = None
     is_cut: bool = False
+    on_commit: Callable[[], None] | None = None
 
 
 class ShardedParam:
@@ -349,6 +352,23 @@ def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int
             f"shape {tuple(local.shape)}. Sharding would lose the class. Let {cls}.__torch_dispatch__ keep the class."
         )
     return local
+
+
+def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """All of ``param``, of which this rank has the tensor subclass ``local``. Collective. DTensor gathers what the
+    operations of the class read. Instead, a class may have ``fsdp2_whole(gather)``: ``gather`` joins a plain tensor
+    that is cut as the parameter is, and the method returns a wrapper of such tensors."""
+    spec = param.spec.sharded
+    if not hasattr(local, WHOLE):
+        return spec.dtensor(local).full_tensor()
+
+    def gather(inner: torch.Tensor) -> torch.Tensor:
+        shape = torch.Size((spec.shape[0], *inner.shape[1:]))
+        strides = contiguous_stride(shape)
+        whole = DTensor.from_local(inner, spec.mesh, spec.placements, run_check=False, shape=shape, stride=strides)
+        return whole.full_tensor()
+
+    return cast(torch.Tensor, getattr(local, WHOLE)(gather))
 
 
 def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:
