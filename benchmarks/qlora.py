@@ -17,6 +17,7 @@ Needs bitsandbytes.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import tempfile
 import warnings
@@ -149,6 +150,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    if importlib.util.find_spec("bitsandbytes") is None:
+        parser.exit(1, "qlora.py needs bitsandbytes. Run: pip install 'fsdp2[clients]'\n")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, options.width, options.layers, options.rounds)
         torch.multiprocessing.spawn(on_rank, arguments, nprocs=NUM_RANKS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,7 +33,9 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 # sharded parameter: it shows that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
 
-WHOLE = "fsdp2_whole"  # method of a tensor subclass: see whole_subclass
+# Methods that a tensor subclass may have. For the first one, see whole_subclass. The other one gives a Piece for each
+# tensor that files have of it, by what comes behind the name of the parameter.
+WHOLE, IN_FILES = "fsdp2_whole", "fsdp2_in_files"
 
 NAME_IN_PASS = "_fsdp2_name_in_pass"  # attribute of parameters that stand for the sharded one during a pass: its name
 
@@ -42,6 +45,17 @@ class Slot(NamedTuple):
 
     module: nn.Module
     name: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of several tensors that files have of a parameter. ``tensor``: if ``is_cut``, this rank's rows along dim 0,
+    else all of it. In files, its bytes have ``shape`` and ``dtype``; what is behind them is padding."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -358,17 +372,17 @@ def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
     """All of ``param``, of which this rank has the tensor subclass ``local``. Collective. DTensor gathers what the
     operations of the class read. Instead, a class may have ``fsdp2_whole(gather)``: ``gather`` joins a plain tensor
     that is cut as the parameter is, and the method returns a wrapper of such tensors."""
-    spec = param.spec.sharded
+    like = param.spec.sharded.dtensor(local)
     if not hasattr(local, WHOLE):
-        return spec.dtensor(local).full_tensor()
+        return like.full_tensor()
+    return cast(torch.Tensor, getattr(local, WHOLE)(partial(joined_along_dim_0, like)))
 
-    def gather(inner: torch.Tensor) -> torch.Tensor:
-        shape = torch.Size((spec.shape[0], *inner.shape[1:]))
-        strides = contiguous_stride(shape)
-        whole = DTensor.from_local(inner, spec.mesh, spec.placements, run_check=False, shape=shape, stride=strides)
-        return whole.full_tensor()
 
-    return cast(torch.Tensor, getattr(local, WHOLE)(gather))
+def joined_along_dim_0(like: DTensor, inner: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that is cut along dim 0 as ``like`` is, of which this rank has ``inner``. Collective."""
+    shape = torch.Size((like.shape[0], *inner.shape[1:]))
+    mesh, placements, strides = like.device_mesh, like.placements, contiguous_stride(shape)
+    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=strides).full_tensor()
 
 
 def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp2.api.adapters import Adapted
-from fsdp2.group.param import Slot
+from fsdp2.group.param import Piece, Slot
 from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, each
 
 _NUM_CUT = 2  # of the inner tensors, the first ones are cut into shards
@@ -102,6 +102,40 @@ class Shard4bit(WrapperTensor):
         cut, shared = self._inner[:_NUM_CUT], self._inner[_NUM_CUT:]
         return Params4bit(*map(gather, cut), *(inner.clone() for inner in shared), **self._options)
 
+    def _state(self) -> Any:
+        """bitsandbytes' ``QuantState`` of these blocks, made anew. Its tensors are those of the wrapper."""
+        from bitsandbytes.functional import QuantState
+
+        nested = None
+        if self.compress_statistics:
+            nested = QuantState(
+                absmax=self._nested_absmax,
+                blocksize=self._nested_blocksize,
+                code=self._nested_code,
+                dtype=torch.float32,
+            )
+        return QuantState(
+            absmax=self._absmax,
+            shape=torch.Size(self._weight_shape),
+            code=self._code,
+            blocksize=self.blocksize,
+            quant_type=self.quant_type,
+            dtype=self._weight_dtype,
+            offset=None if nested is None else self._nested_offset,
+            state2=nested,
+        )
+
+    def fsdp2_in_files(self) -> dict[str, Piece]:
+        """What bitsandbytes writes of such a weight, by what it puts behind the name."""
+        nbytes = -(-math.prod(self._weight_shape) // 2)
+        state = self._state().as_dict(packed=True)
+        absmax = self._absmax
+        return {
+            "": Piece(self._packed, (nbytes // self.quant_storage.itemsize, 1), self.quant_storage, is_cut=True),
+            ".absmax": Piece(absmax, (self._num_blocks,), absmax.dtype, is_cut=True),
+            **{f".{key}": Piece(each, tuple(each.shape), each.dtype) for key, each in state.items() if key != "absmax"},
+        }
+
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
         """Codes and scales of this rank's blocks. Under torch's own FSDP2, ranks must divide the blocks evenly."""
         return (self._packed, self._absmax), None
@@ -123,26 +157,14 @@ class Params4bit(Shard4bit):
     @property
     def quant_state(self) -> Any:
         """bitsandbytes' ``QuantState``, made anew. Its tensors are those of the parameter."""
-        from bitsandbytes.functional import QuantState
+        return self._state()
 
-        nested = None
-        if self.compress_statistics:
-            nested = QuantState(
-                absmax=self._nested_absmax,
-                blocksize=self._nested_blocksize,
-                code=self._nested_code,
-                dtype=torch.float32,
-            )
-        return QuantState(
-            absmax=self._absmax,
-            shape=torch.Size(self._weight_shape),
-            code=self._code,
-            blocksize=self.blocksize,
-            quant_type=self.quant_type,
-            dtype=self._weight_dtype,
-            offset=None if nested is None else self._nested_offset,
-            state2=nested,
-        )
+    def dequantise(self) -> torch.Tensor:
+        """The weight as bitsandbytes dequantises it, in the dtype that it was quantised from."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: torch.Tensor = dequantize_4bit(self._plain(), self._state())
+        return weight
 
     def _like(self, *inner: torch.Tensor) -> Shard4bit:
         """A part of it is a ``Shard4bit``."""

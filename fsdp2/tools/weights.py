@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import os
 import warnings
 from collections import deque
@@ -32,7 +33,7 @@ from fsdp2.comm.together import axis_of, together
 from fsdp2.extras.lending import check_idle, gathered, gathered_together, joined, packed
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.group.param import IN_FILES, WHOLE, Piece, ShardedParam, Slot, joined_along_dim_0, whole_subclass
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tools.progress import progress
 
@@ -90,6 +91,24 @@ class Weight:
         """What this rank has of it, without autograd; shares the memory."""
         return (_torch.local_of(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor).detach()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor in files."""
+        return tuple(self.tensor.shape)
+
+    def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
+        """If the user has asked for ``dtype``."""
+        return cast_dtype(self.tensor, dtype)
+
+    def in_files(self) -> list[Weight]:
+        """The tensors that files have of it: itself, but a tensor subclass may have ``fsdp2_in_files``, which gives one
+        or more by what comes behind the name."""
+        made: Mapping[str, Piece] = getattr(self.local, IN_FILES, dict)()
+        return [
+            WeightPiece(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece)
+            for suffix, piece in made.items()
+        ] or [self]
+
     def part(self) -> tuple[slice | torch.Tensor, ...]:
         """Which entries of the whole tensor this rank has: an index for each dim."""
         param, tensor = self.param, self.tensor
@@ -109,6 +128,9 @@ class Weight:
         """The whole tensor, plain, cast to ``dtype``. Collective on the tensor's mesh; a plain tensor is this rank's
         own. It is cast before it travels."""
         with torch.no_grad():
+            if self.param is not None and hasattr(self.local, WHOLE):
+                values: torch.Tensor = whole_subclass(self.param, self.local).dequantise()  # type: ignore[attr-defined]
+                return values.to(cast_dtype(values, dtype))
             local = _plain(self.local, dtype)
             if self.group is not None and self.param is not None:
                 own = self.param.spec.unsharded_tensor(gathered(self.group, self.param, local))
@@ -140,6 +162,36 @@ class Weight:
             rows = zip(ranks, got.view(torch.uint8), strict=True)
             _do([dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank])
             return joined(param, got.view(-1))
+
+
+@dataclass(frozen=True)
+class WeightPiece(Weight):
+    """One of several tensors that files have of a parameter. It is never cast."""
+
+    piece: Piece | None = None
+
+    @property
+    def _piece(self) -> Piece:
+        assert self.piece is not None
+        return self.piece
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._piece.shape
+
+    def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
+        return self._piece.dtype
+
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        piece, whole = self._piece, self._piece.tensor.detach()
+        if piece.is_cut and isinstance(self.tensor, DTensor):
+            whole = joined_along_dim_0(self.tensor, whole)
+        nbytes = math.prod(piece.shape) * piece.dtype.itemsize
+        return whole.contiguous().view(-1).view(torch.uint8)[:nbytes].view(piece.dtype).view(piece.shape)
+
+    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        whole = self.whole(dtype)
+        return whole if dist.get_rank() == rank else None
 
 
 def _do(messages: list[dist.P2POp]) -> None:
@@ -584,7 +636,7 @@ def _stream(
 def _wholes(unit: Sequence[Weight], dtype: torch.dtype | None) -> list[torch.Tensor]:
     """The whole tensors of neighbours in one group, gathered in one launch; or of one tensor that no group manages."""
     group, params = unit[0].group, [weight.param for weight in unit if weight.param is not None]
-    if group is None:
+    if group is None or any(hasattr(weight.local, WHOLE) for weight in unit):
         return [weight.whole(dtype) for weight in unit]
     with torch.no_grad():
         parts = gathered_together(group, params, [_plain(weight.local, dtype) for weight in unit])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -27,6 +28,8 @@ from fsdp2 import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
+    save_safetensors,
+    stream_full_params,
     unsharded,
 )
 from fsdp2.runtime.unit import units_under
@@ -257,6 +260,33 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(ctx: RankContext, tmp_p
     dcp.load(state, checkpoint_id=tmp_path)
     model.load_state_dict(state)
     assert_trains_as_the_plain_one(ctx, model_of(UNEVEN, **given), model, UNEVEN)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
+@distributed(2)
+def test_files_are_those_of_the_plain_model(ctx: RankContext, size: tuple[int, int], tmp_path: Path) -> None:
+    """Of any dtype: the bytes of 4-bit weights and their scales are never cast."""
+    for is_nested in (False, True):
+        given = {"compress_statistics": is_nested, "quant_storage": torch.bfloat16}
+        save_safetensors(sharded(model_of(size, **given), ctx.mesh_1d()), tmp_path)
+        found, expected = load_file(tmp_path / "model.safetensors"), model_of(size, **given).state_dict()
+        assert found.keys() == expected.keys()
+        assert [name for name, each in found.items() if not _is_same(each, expected[name])] == []
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@distributed(2)
+def test_whole_weights_are_streamed_as_they_compute(ctx: RankContext) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+
+    plain = dict(base_of(model_of(UNEVEN)))
+    streamed = dict(stream_full_params(sharded(model_of(UNEVEN), ctx.mesh_1d())))
+    for name, each in plain.items():
+        assert torch.equal(streamed[name], dequantize_4bit(each.data, each.quant_state))
 
 
 @distributed(2)
