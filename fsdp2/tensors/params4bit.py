@@ -10,6 +10,7 @@ Rule: bitsandbytes computes with the bytes that it has made. Nothing here quanti
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,10 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp2.api.adapters import Adapted
-from fsdp2.group.param import Piece, Slot
+from fsdp2.group.param import DensePiece, Piece, Slot
 from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, each
 
 _NUM_CUT = 2  # of the inner tensors, the first ones are cut into shards
+# bitsandbytes' choices: of codes, and how it quantises scales.
+_NUM_CODES, _NUM_NESTED_CODES, _NESTED_BLOCKSIZE = 16, 256, 256
+_TEXT = "quant_state.bitsandbytes__"  # in files, what a state has besides tensors; behind it comes the type
+_OFFSET = "nested_offset"
 
 
 class Shard4bit(WrapperTensor):
@@ -77,6 +82,30 @@ class Shard4bit(WrapperTensor):
             _nested_blocksize=0 if nested is None else nested.blocksize,
         )
 
+    @classmethod
+    def on_meta(cls, param: Any) -> Shard4bit:
+        """All blocks of ``param``, which is on the meta device and will be quantised when it is loaded."""
+        num_blocks, is_nested = -(-param.numel() // param.blocksize), param.compress_statistics
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        return cls(
+            empty(num_blocks, param.blocksize // 2, dtype=torch.uint8),
+            empty(num_blocks, dtype=torch.uint8 if is_nested else torch.float32),
+            empty(_NUM_CODES),
+            empty(-(-num_blocks // _NESTED_BLOCKSIZE) if is_nested else 0),
+            empty(_NUM_NESTED_CODES if is_nested else 0),
+            empty() if is_nested else empty(0),
+            blocksize=param.blocksize,
+            compress_statistics=is_nested,
+            quant_type=param.quant_type,
+            quant_storage=param.quant_storage,
+            _weight_shape=tuple(param.shape),
+            _weight_dtype=param.dtype,
+            _nested_blocksize=_NESTED_BLOCKSIZE if is_nested else 0,
+        )
+
     @property
     def _num_blocks(self) -> int:
         """Of the whole weight."""
@@ -127,14 +156,63 @@ class Shard4bit(WrapperTensor):
 
     def fsdp2_in_files(self) -> dict[str, Piece]:
         """What bitsandbytes writes of such a weight, by what it puts behind the name."""
-        nbytes = -(-math.prod(self._weight_shape) // 2)
-        state = self._state().as_dict(packed=True)
+        shape = (-(-math.prod(self._weight_shape) // 2) // self.quant_storage.itemsize, 1)
+        finish = self._quantise_scales if self.compress_statistics else None
+        dense = DensePiece(self._weight_shape, self.blocksize, self._quantise, finish)
         absmax = self._absmax
+        shared = {".quant_map": self._code}
+        if self.compress_statistics:
+            shared |= {".nested_absmax": self._nested_absmax, ".nested_quant_map": self._nested_code}
+        text = self._state().as_dict(packed=True)[_TEXT + self.quant_type]
         return {
-            "": Piece(self._packed, (nbytes // self.quant_storage.itemsize, 1), self.quant_storage, is_cut=True),
+            "": Piece(self._packed, shape, self.quant_storage, is_cut=True, dense=dense),
             ".absmax": Piece(absmax, (self._num_blocks,), absmax.dtype, is_cut=True),
-            **{f".{key}": Piece(each, tuple(each.shape), each.dtype) for key, each in state.items() if key != "absmax"},
+            **{suffix: Piece(each, tuple(each.shape), each.dtype) for suffix, each in shared.items()},
+            f".{_TEXT}{self.quant_type}": Piece(
+                text, tuple(text.shape), text.dtype, check=self._check_text, write=self._write_text
+            ),
         }
+
+    def _check_text(self, values: torch.Tensor) -> str:
+        """What bitsandbytes writes of a state besides tensors: JSON."""
+        own = _parsed(self._state().as_dict(packed=True)[_TEXT + self.quant_type])
+        try:
+            found = _parsed(values)
+        except ValueError as error:
+            return f"it is no JSON: {error}"
+        keys = [key for key in own if key != _OFFSET and found.get(key) != own[key]]
+        return "; ".join(f"{key} is {found.get(key)!r}, expected {own[key]!r} as in the model" for key in keys)
+
+    def _write_text(self, values: torch.Tensor) -> None:
+        if self.compress_statistics:
+            self._nested_offset.fill_(_parsed(values)[_OFFSET])
+
+    def _quantise(self, values: torch.Tensor) -> torch.Tensor:
+        """Fill these blocks with ``values``, quantised by bitsandbytes; returns their scales in float32."""
+        from bitsandbytes.functional import get_4bit_type, quantize_4bit
+
+        device = self._packed.device
+        self._code.copy_(get_4bit_type(self.quant_type, device=device))
+        if not values.numel():
+            return self._absmax.new_empty(0, dtype=torch.float32)
+        values = values.to(device, self._weight_dtype)
+        packed, state = quantize_4bit(values, blocksize=self.blocksize, quant_type=self.quant_type)
+        self._packed.view(-1)[: packed.numel()].copy_(packed.view(-1))
+        if not self.compress_statistics:
+            self._absmax.copy_(state.absmax)
+        scales: torch.Tensor = state.absmax
+        return scales
+
+    def _quantise_scales(self, scales: torch.Tensor, start: int) -> None:
+        """``scales``: of all blocks; this rank's begin at ``start``. As bitsandbytes does it."""
+        from bitsandbytes.functional import quantize_blockwise
+
+        offset = scales.mean()
+        absmax, state = quantize_blockwise(scales - offset, blocksize=self._nested_blocksize)
+        self._absmax.copy_(absmax[start : start + self._absmax.numel()])
+        self._nested_absmax.copy_(state.absmax)
+        self._nested_code.copy_(state.code)
+        self._nested_offset.copy_(offset)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
         """Codes and scales of this rank's blocks. Under torch's own FSDP2, ranks must divide the blocks evenly."""
@@ -200,7 +278,8 @@ def adapt(name: str, param: nn.Parameter, slots: Sequence[Slot]) -> Adapted:
             module.support_avx512bf16_for_cpu = False
 
     with torch.no_grad():
-        return Adapted(Shard4bit.of(param), commit)
+        is_empty = param.is_meta and param.quant_state is None  # type: ignore[attr-defined]
+        return Adapted(Shard4bit.on_meta(param) if is_empty else Shard4bit.of(param), commit)
 
 
 def _check(name: str, param: Any) -> None:
@@ -210,6 +289,8 @@ def _check(name: str, param: Any) -> None:
             f"fully_shard: parameter '{name}' is a Params4bit of bitsandbytes that requires gradients, but 4-bit codes "
             "cannot be trained. Call requires_grad_(False) on it, and train an adapter."
         )
+    if state is None and param.is_meta:
+        return  # it is quantised when it is loaded
     if state is None:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a Params4bit of bitsandbytes that is not quantised, or has lost its "
@@ -310,6 +391,11 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     for inner, new in zip(target._inner, source._inner, strict=True):
         inner.copy_(new, non_blocking)
     return target
+
+
+def _parsed(text: torch.Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bytes(text.tolist()))
+    return found
 
 
 def _described(source: torch.Tensor) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -28,6 +28,7 @@ from fsdp2 import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
+    load_safetensors,
     save_safetensors,
     stream_full_params,
     unsharded,
@@ -76,10 +77,13 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(hidden))
 
 
-def model_of(size: tuple[int, int], seed: int = 0, num_blocks: int = 2, **options: Any) -> nn.Sequential:
-    """The same on every rank, quantised."""
+def model_of(
+    size: tuple[int, int], seed: int = 0, num_blocks: int = 2, device: str | None = "cpu", **options: Any
+) -> nn.Sequential:
+    """The same on every rank, quantised unless ``device`` is None."""
     torch.manual_seed(seed)
-    return nn.Sequential(*(Block(size, **options) for _ in range(num_blocks))).to("cpu")
+    model = nn.Sequential(*(Block(size, **options) for _ in range(num_blocks)))
+    return model if device is None else model.to(device)
 
 
 def sharded(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
@@ -273,6 +277,46 @@ def test_files_are_those_of_the_plain_model(ctx: RankContext, size: tuple[int, i
         found, expected = load_file(tmp_path / "model.safetensors"), model_of(size, **given).state_dict()
         assert found.keys() == expected.keys()
         assert [name for name, each in found.items() if not _is_same(each, expected[name])] == []
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_4bit", [False, True], ids=["quantised on the way", "in 4 bits"])
+@pytest.mark.parametrize("is_nested", [False, True], ids=["scales", "scales of scales"])
+@distributed(2, 4, short=2)
+def test_a_model_on_the_meta_device_loads_shard_by_shard(
+    ctx: RankContext, is_nested: bool, is_4bit: bool, tmp_path: Path
+) -> None:
+    for size in (EVEN, UNEVEN, TINY):
+        given = {"compress_statistics": is_nested, "quant_storage": torch.bfloat16}
+        plain = model_of(size, device=None, **given)
+        file = tmp_path / f"{ctx.rank}.safetensors"
+        if not is_4bit:
+            save_file(plain.state_dict(), file)
+        plain.to("cpu")
+        if is_4bit:
+            save_file(plain.state_dict(), file)
+        with torch.device("meta"):
+            model = sharded(model_of(size, device=None, **given), ctx.mesh_1d())
+        model.to_empty(device="cpu")
+        load_safetensors(model, file)
+        assert_trains_as_the_plain_one(ctx, plain, model, size)
+        save_safetensors(model, tmp_path / "saved")
+        found = load_file(tmp_path / "saved" / "model.safetensors")
+        assert [name for name, each in plain.state_dict().items() if not _is_same(found[name], each)] == []
+
+
+@golden_on_ranks(2)
+def test_files_that_do_not_fit_are_refused(ctx: RankContext, tmp_path: Path) -> str:
+    file = tmp_path / str(ctx.rank) / "model.safetensors"
+    file.parent.mkdir()
+    other = model_of(UNEVEN, quant_type="fp4").state_dict()
+    other["0.down.base.weight"] = other["0.down.base.weight"][:4]
+    del other["1.up.base.weight.absmax"]
+    save_file({key: each.contiguous() for key, each in other.items()}, file)
+    model = sharded(model_of(UNEVEN), ctx.mesh_1d())
+    text = error_of(lambda: load_safetensors(model, file))
+    assert_trains_as_the_plain_one(ctx, model_of(UNEVEN), model, UNEVEN)
+    return text[text.index("- ") :]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
