@@ -222,7 +222,8 @@ class WeightPiece(Weight):
         piece, header = self._piece, opened.get_slice(key)
         if piece.check is not None:
             problem = piece.check(opened.get_tensor(key))
-            return f"'{key}' in {file.name} does not fit: {problem}." if problem else ""
+            advice = "Make the model with the options of the files"
+            return f"'{key}' in {file.name} does not fit: {problem}. {advice}." if problem else ""
         found = tuple(header.get_shape()), DTYPES.get(header.get_dtype())
         if found == (piece.shape, piece.dtype) or self.is_dense_in(opened, key):
             return ""

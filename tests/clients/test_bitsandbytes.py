@@ -36,6 +36,7 @@ from fsdp2 import (
 from fsdp2.runtime.unit import units_under
 from tests.clients.compare import files_in, whole
 from tests.clients.hugging_face import accelerator, adamw, hf_client, loop, tiny
+from tests.clients.test_fsdp1 import fsdp1_client, on_the_cpu
 from tests.clients.test_trl import options, texts, tokenizer
 from tests.distributed.compile_support import start_compiling
 from tests.harness.distributed import RankContext, distributed
@@ -176,6 +177,15 @@ def test_policies_leave_the_bytes_alone(ctx: RankContext, way: str) -> None:
     assert torch.equal(model(x), plain(x))
 
 
+@distributed(4)
+def test_replicas_compute_the_same(ctx: RankContext) -> None:
+    for mesh in (ctx.mesh_2d(2, 2), ctx.mesh_of_one()):
+        model = sharded(model_of(UNEVEN), mesh)
+        assert torch.equal(model(batch(UNEVEN, ctx.rank)), model_of(UNEVEN)(batch(UNEVEN, ctx.rank)))
+        gradients(model, batch(UNEVEN, ctx.rank))
+        assert torch.equal(model(batch(UNEVEN, ctx.rank)), model_of(UNEVEN)(batch(UNEVEN, ctx.rank)))
+
+
 @distributed(2)
 def test_checkpointing_recomputes_the_same(ctx: RankContext) -> None:
     plain, model = (model_of(EVEN, is_checkpointed=True) for _ in range(2))
@@ -309,14 +319,14 @@ def test_a_model_on_the_meta_device_loads_shard_by_shard(
 def test_files_that_do_not_fit_are_refused(ctx: RankContext, tmp_path: Path) -> str:
     file = tmp_path / str(ctx.rank) / "model.safetensors"
     file.parent.mkdir()
-    other = model_of(UNEVEN, quant_type="fp4").state_dict()
+    other = model_of(UNEVEN, device=None).bfloat16().to("cpu").state_dict()
     other["0.down.base.weight"] = other["0.down.base.weight"][:4]
     del other["1.up.base.weight.absmax"]
     save_file({key: each.contiguous() for key, each in other.items()}, file)
     model = sharded(model_of(UNEVEN), ctx.mesh_1d())
     text = error_of(lambda: load_safetensors(model, file))
     assert_trains_as_the_plain_one(ctx, model_of(UNEVEN), model, UNEVEN)
-    return text[text.index("- ") :]
+    return text[text.index("- ") : text.index("On rank 1")]  # between the paths of files
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -441,6 +451,23 @@ def test_adapters_of_peft_train_the_same_through_accelerate(rank: int, folder: P
     states = engine.get_state_dict(model)
     model.save_pretrained(folder / "adapter", state_dict=states, is_main_process=engine.is_main_process)
     return {**seen, **saved_adapters(model, folder)}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@fsdp1_client("bitsandbytes")
+def test_the_older_recipe_trains_the_same(rank: int, folder: Path, use_orig_params: bool) -> Any:
+    """FSDP1 with peft's own policy. Its flat parameters want one dtype, so bytes are stored in that of the adapters."""
+    from peft import get_peft_model
+    from peft.utils.other import fsdp_auto_wrap_policy
+
+    torch.manual_seed(1)
+    model = get_peft_model(in_4_bits(folder, rank, torch.float32), lora())
+    plugin = {"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD", "cpu_ram_efficient_loading": False}
+    policy = fsdp_auto_wrap_policy(model)
+    engine = on_the_cpu(accelerator(**plugin, auto_wrap_policy=policy, use_orig_params=use_orig_params))
+    model = engine.prepare(model)
+    optimizer = engine.prepare(adamw(each for each in model.parameters() if each.requires_grad))
+    return loop(engine, model, optimizer, rank, range(3), max_norm=10.0)
 
 
 @hf_client("bitsandbytes", "trl")
