@@ -5,7 +5,7 @@ bitsandbytes cuts a weight, flattened, into blocks: of each, it keeps packed cod
 ``Shard4bit`` is a block, so each cut along dim 0 is exact. Codes and scales travel. What is small, all ranks have: the
 table of codes, and the statistics of the scales if these are quantised, too (4 bytes for 256 blocks).
 
-Rule: bitsandbytes computes with the bytes that it has made. Nothing here quantises or dequantises.
+Rule: bitsandbytes alone quantises and dequantises. So all bytes are those that it makes of the whole weight.
 """
 
 from __future__ import annotations
